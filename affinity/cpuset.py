@@ -1,0 +1,42 @@
+"""Sets of PUs and NUMA nodes: "0-3,8" <-> tuple of ids <-> mask."""
+
+from collections.abc import Iterable
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """Read the kernel's list form ("0-3,8", "" for none) into ascending ids.
+
+    Raises ValueError on anything else.
+    """
+    ids: set[int] = set()
+    for part in text.strip().split(","):
+        if not part:
+            continue
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
+        if low < 0 or high < low:
+            raise ValueError(f"bad range {part!r} in CPU list {text.strip()!r}")
+        ids.update(range(low, high + 1))
+    return tuple(sorted(ids))
+
+
+def format_list(ids: Iterable[int]) -> str:
+    """Write ids in the kernel's list form; the inverse of `parse_list`."""
+    ranges: list[list[int]] = []
+    for i in sorted(set(ids)):
+        if ranges and i == ranges[-1][1] + 1:
+            ranges[-1][1] = i
+        else:
+            ranges.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def parse_mask(text: str) -> tuple[int, ...]:
+    """Read the kernel's mask form (32-bit hexadecimal words, most significant first: "1,00000003") into ids."""
+    mask = int("".join(word.rjust(8, "0") for word in text.strip().removeprefix("0x").split(",")), 16)
+    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+def format_mask(ids: Iterable[int]) -> str:
+    """Write ids as one hexadecimal number, bit i for id i: (0, 1) -> "0x3"."""
+    return hex(sum(1 << i for i in set(ids)))

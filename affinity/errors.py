@@ -1,0 +1,9 @@
+"""The two ways a command ends badly, told apart by exit status."""
+
+
+class InputError(Exception):
+    """The user's input is wrong (exit status 2): one line that says what was asked, what was found, what to do next."""
+
+
+class RunError(Exception):
+    """It failed while running (exit status 1): one line that names rank, host, signal and log as far as they are known."""

@@ -1,0 +1,60 @@
+"""What one computer looks like, as frozen values. PUs are known by the kernel's (OS) numbers throughout."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """A physical core. `pus` are its hardware threads, ascending; `numa_node` is None where the kernel gives none."""
+
+    pus: tuple[int, ...]
+    package: int
+    numa_node: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumaNode:
+    """A memory domain. `pus` may be empty (memory only), `memory_bytes` may be 0 (PUs only)."""
+
+    id: int
+    pus: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A computer and what this process may use of it.
+
+    `cores` are ordered by package, NUMA node and first PU. `allowed_pus` is a subset of all PUs, `allowed_nodes` of
+    all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology alone.
+    """
+
+    name: str
+    model: str
+    isa: tuple[str, ...]
+    cores: tuple[Core, ...]
+    numa_nodes: tuple[NumaNode, ...]
+    allowed_pus: tuple[int, ...]
+    allowed_nodes: tuple[int, ...]
+
+    @property
+    def packages(self) -> tuple[int, ...]:
+        """Ids of the packages, ascending."""
+        return tuple(sorted({core.package for core in self.cores}))
+
+    @property
+    def pus(self) -> tuple[int, ...]:
+        """Every online PU, ascending."""
+        return tuple(sorted(pu for core in self.cores for pu in core.pus))
+
+    @property
+    def allowed_cores(self) -> tuple[Core, ...]:
+        """The cores with at least one allowed PU, cut down to their allowed PUs."""
+        allowed = frozenset(self.allowed_pus)
+        cut = (replace(core, pus=tuple(pu for pu in core.pus if pu in allowed)) for core in self.cores)
+        return tuple(core for core in cut if core.pus)
+
+
+def ordered(cores: list[Core]) -> tuple[Core, ...]:
+    """The order that `Machine.cores` promises; cores without a NUMA node come last in their package."""
+    return tuple(sorted(cores, key=lambda c: (c.package, c.numa_node is None, c.numa_node or 0, c.pus)))

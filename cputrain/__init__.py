@@ -1,0 +1,3 @@
+"""The trainer and the command line."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,62 @@
+"""The command line. Each command is a file of its own, imported only when it is asked for."""
+
+import sys
+from importlib import import_module
+
+import click
+
+from affinity.errors import InputError, RunError
+from cputrain import __version__
+
+COMMANDS = {
+    "plan": "decide and explain who runs where: a dry run of launch",
+    "launch": "run any command under a plan",
+    "train": "train a recipe",
+    "eval": "exact top-1 and top-5 of a checkpoint",
+    "prepare": "pack images into shuffled shards",
+    "report": "write a run's report.html again",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"cputrain.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="cputrain")
+def group() -> None:
+    """Plan, launch and train on CPU machines, from two cores to thousands of hosts."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; 0 done, 2 the input is wrong, 1 it failed while running, 128 + n ended by signal n."""
+    try:
+        status = group.main(arguments, prog_name="cputrain", standalone_mode=False)
+    except InputError as error:
+        return _say(error, 2)
+    except RunError as error:
+        return _say(error, 1)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.ClickException as error:
+        return _say(error.format_message(), 2)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        return 130
+    return status if isinstance(status, int) else 0
+
+
+def _say(error: object, status: int) -> int:
+    print(f"cputrain: {error}", file=sys.stderr)
+    return status

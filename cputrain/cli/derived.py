@@ -1,0 +1,30 @@
+"""A recipe's derivation as text, with or without its data at hand."""
+
+from affinity.rules import Reason
+from cputrain.data.survey import Survey, survey
+from cputrain.derivation import Numbers, derive, explain
+from cputrain.recipe import Recipe
+
+
+def derivation(recipe: Recipe, *, ppn: int, nodes: int) -> str:
+    """How the recipe's numbers come about; images are counted, or taken from the recipe where it names them."""
+    if recipe.data.images_per_epoch:
+        images = recipe.data.images_per_epoch
+    elif recipe.data.path:
+        images = survey(recipe.data.path).train
+    else:
+        return f"recipe {recipe.name}: set data.path to derive its steps"
+    numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
+    return f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
+
+
+def counted(recipe: Recipe, *, ppn: int) -> tuple[Survey, Numbers]:
+    """The data as found and the numbers they give on one host. Raises InputError where they do not fit."""
+    found = survey(recipe.data.path)
+    return found, derive(recipe, ppn=ppn, nodes=1, images=found.train)
+
+
+def aligned(reasons: list[Reason]) -> str:
+    """One line a reason."""
+    width = max(len(reason.what) for reason in reasons)
+    return "\n".join(f"  {r.what:<{width}}  {r.value}: {r.why}" for r in reasons)

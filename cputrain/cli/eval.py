@@ -1,0 +1,51 @@
+"""cputrain eval: exact accuracy of a checkpoint."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from affinity.errors import InputError
+from affinity.openmp import find_runtime
+from affinity.plan import plan_machine
+from affinity.sysfs import this_machine
+from cputrain.cli.derived import counted
+from cputrain.cli.ranks import bound_here, this_rank
+from cputrain.recipe import load_recipe, request_of
+from cputrain.run_folder import write_plan
+from mpi.job import Job
+from mpi.run import run_local
+
+
+@click.command("eval")
+@click.argument("recipe")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="a run's checkpoints/best.pt, say")
+@click.option("--no-verify", is_flag=True, help="go on when the kernel gave a worker other PUs than planned")
+def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify: bool) -> int:
+    """Top-1 and top-5 of a checkpoint over every validation image once."""
+    training = load_recipe(recipe, settings)
+    if not checkpoint.is_file():
+        raise InputError(f"checkpoint {checkpoint} is not there: a run keeps its own in checkpoints/")
+    rank = this_rank()
+    if rank is not None:
+        worker, observed = bound_here(training, rank, check=not no_verify)
+        from cputrain.rank_main import eval_rank  # torch: after the binding is read back
+
+        eval_rank(training, rank, worker, observed, checkpoint)
+        return 0
+    plan = plan_machine(this_machine(), request_of(training.plan), find_runtime())
+    counted(training, ppn=len(plan.workers))
+    with tempfile.TemporaryDirectory(prefix="cputrain-") as scratch:
+        write_plan(Path(scratch) / "plan.json", plan)
+        job = Job(
+            plan=plan,
+            hosts=("localhost",),
+            command=(sys.executable, "-m", "cputrain", *sys.argv[1:]),
+            plan_path=Path(scratch) / "plan.json",
+            log_dir=Path(scratch) / "logs",
+            verify=not no_verify,
+            plain_rank=0,
+        )
+        return run_local(job)

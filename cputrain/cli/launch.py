@@ -1,0 +1,44 @@
+"""cputrain launch: run any command under a plan."""
+
+import time
+from pathlib import Path
+
+import click
+
+from affinity.errors import InputError
+from affinity.picture import picture
+from affinity.plan import Request
+from cputrain.cli.options import Asked, make_plan, planning_options
+from cputrain.run_folder import LOGS, PLAN, write_plan
+from mpi.job import Job
+from mpi.launch import bound
+from mpi.run import run_local
+
+
+@click.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="folder of plan.json and logs/  [default: runs/launch-TIME]"
+)
+@click.option("--no-verify", is_flag=True, help="go on when the kernel gave something else than planned")
+@click.option("--dry-run", is_flag=True, help="print plan and command, start nothing")
+@planning_options
+def command(asked: Asked, cmd: tuple[str, ...], output: Path | None, no_verify: bool, dry_run: bool) -> int:
+    """Run any command under a plan: bound workers with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
+
+    A script that calls torch.distributed.init_process_group() runs as it is.
+    """
+    if len(asked.hosts) > 1 or asked.machine != "this":
+        raise InputError("launch starts workers on this host only: for several hosts run what `cputrain plan` prints")
+    plan = make_plan(asked, Request())
+    folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
+    job = Job(
+        plan=plan, hosts=asked.hosts, command=cmd, plan_path=folder / PLAN, log_dir=folder / LOGS, verify=not no_verify
+    )
+    if dry_run:
+        click.echo(f"{picture(plan)}\n\ncommand, for each worker\n  " + " ".join(bound(job)))
+        return 0
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"output {folder} is there already: name another folder")
+    write_plan(job.plan_path, plan)
+    return run_local(job)

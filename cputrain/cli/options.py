@@ -1,0 +1,99 @@
+"""Options that several commands share, and what they make of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import click
+
+from affinity.catalog import find_machine
+from affinity.errors import InputError
+from affinity.openmp import Runtime, find_runtime
+from affinity.plan import Plan, Request, plan_machine
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class AutoInt(click.ParamType):
+    """ "auto" or a number that is at least `least`."""
+
+    name = "auto|N"
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The number, or "auto" as it stands."""
+        if value == "auto" or isinstance(value, int):
+            return value  # type: ignore[no-any-return]
+        if not value.isdigit() or int(value) < self.least:
+            self.fail(f"{value!r} is neither auto nor a number of at least {self.least}", param, ctx)
+        return int(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The planning options as given; None where the recipe or the rules decide."""
+
+    machine: str
+    hosts: tuple[str, ...]
+    ppn: int | str | None
+    threads: int | str | None
+    inter_op: int | str | None
+    comm_cores: int | str | None
+    loader_cores: int | str | None
+    smt: str | None
+
+
+def planning_options(command: F) -> F:
+    """Add the planning options; the command gets one `asked`."""
+
+    def gathered(
+        machine: str, hosts: str | None, nodes: int | None, smt: str | None, **rest: Any
+    ) -> Any:  # click passes options by name
+        numbers = {key: rest.pop(key) for key in ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")}
+        asked = Asked(machine=machine, hosts=_hosts(hosts, nodes), smt=smt, **numbers)
+        return command(asked=asked, **rest)
+
+    gathered.__doc__ = command.__doc__
+    gathered.__name__ = command.__name__
+    options = (
+        click.option("--machine", default="this", metavar="this|NAME|DIR|'pack:2 core:24 pu:2'", help="whose plan"),
+        click.option("--hosts", metavar="LIST", help="host names, with commas"),
+        click.option("--nodes", type=click.IntRange(1), help="number of hosts, where their names are not known"),
+        click.option("--ppn", type=AutoInt(1), help="workers per host"),
+        click.option("--threads", type=AutoInt(1), help="intra-op threads per worker"),
+        click.option("--inter-op", type=AutoInt(1), help="inter-op threads per worker"),
+        click.option("--comm-cores", type=AutoInt(0), help="cores per worker kept for communication"),
+        click.option("--loader-cores", type=AutoInt(0), help="cores per worker kept for loading images"),
+        click.option("--smt", type=click.Choice(["auto", "on", "off"]), help="second hardware threads compute"),
+    )
+    decorated: Any = gathered
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+def make_plan(asked: Asked, base: Request) -> Plan:
+    """The plan of the asked machine: what the options say, over what the recipe says, over the rules."""
+    changes: dict[str, Any] = {"nodes": len(asked.hosts)}
+    for name in ("ppn", "threads", "inter_op", "comm_cores", "loader_cores"):
+        value = getattr(asked, name)
+        if value is not None:
+            changes[name] = None if value == "auto" else value
+    if asked.smt is not None:
+        changes["smt"] = asked.smt == "on"
+    # Another machine's libraries are not here to be looked for; its ranks run this same Python, with torch's libgomp.
+    runtime = find_runtime() if asked.machine == "this" else Runtime()
+    return plan_machine(find_machine(asked.machine), replace(base, **changes), runtime)
+
+
+def _hosts(names: str | None, nodes: int | None) -> tuple[str, ...]:
+    if names is None:
+        return ("localhost",) if nodes in (None, 1) else tuple(f"node{i:03d}" for i in range(1, (nodes or 1) + 1))
+    hosts = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not hosts or len(set(hosts)) < len(hosts):
+        raise InputError(f"--hosts {names!r} is empty or names a host twice: give host,host,...")
+    if nodes not in (None, len(hosts)):
+        raise InputError(f"--nodes {nodes} but --hosts names {len(hosts)}: leave one out")
+    return hosts

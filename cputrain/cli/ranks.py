@@ -1,0 +1,47 @@
+"""What `train` and `eval` share: started alone they plan and launch themselves, started by a launcher they are a rank."""
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from affinity.bind import Observed, become, bound_worker, observe, verify
+from affinity.openmp import find_runtime
+from affinity.plan import WorkerPlan, plan_machine
+from affinity.sysfs import this_machine
+from cputrain.recipe import Recipe, request_of
+from cputrain.run_folder import write_plan
+from mpi.rank import Rank, discover
+
+
+def this_rank() -> Rank | None:
+    """This process's place in a job; None when the user has started it."""
+    return discover(os.environ)
+
+
+def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, Observed]:
+    """The worker this rank is bound as, checked against the kernel before any library can move a thread.
+
+    A rank that no plan has bound (started by mpirun, srun or torchrun directly) plans for itself and starts again.
+    """
+    worker = bound_worker(os.environ)
+    if worker is None:
+        _bind_and_restart(recipe, rank, check=check)
+    assert worker is not None
+    if check:
+        verify(worker)
+    return worker, observe()
+
+
+def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
+    """Plan this host for its ranks and become the same command, bound. A launcher's own binding is kept: it is then
+    the whole host to the planner."""
+    machine = this_machine()
+    launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
+    request = request_of(recipe.plan, nodes=rank.world_size // rank.local_world_size)
+    ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
+    plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime())
+    path = Path(tempfile.mkdtemp(prefix="cputrain-")) / "plan.json"
+    write_plan(path, plan)
+    become(plan.workers[index], path, (sys.executable, "-m", "cputrain", *sys.argv[1:]), check=check)

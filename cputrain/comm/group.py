@@ -1,0 +1,58 @@
+"""The process group: its start, and the few things that ranks agree on."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from affinity.bind import running_on
+from affinity.errors import InputError
+from affinity.plan import WorkerPlan
+from mpi.rank import Rank, rendezvous
+
+T = TypeVar("T")
+LOOPBACK, DEFAULT_PORT = "127.0.0.1", 29500
+
+
+def start_group(rank: Rank, worker: WorkerPlan) -> None:
+    """Join the job's gloo group; its threads run on the worker's comm PUs where it has any.
+
+    Raises InputError when the launcher says nothing of where rank 0 is and the job has several hosts.
+    """
+    one_host = rank.world_size == rank.local_world_size
+    if "MASTER_ADDR" not in os.environ and not one_host:
+        raise InputError("several hosts, but MASTER_ADDR is not set: export it as the name of rank 0's host")
+    address = os.environ.get("MASTER_ADDR", LOOPBACK)
+    os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", DEFAULT_PORT))))
+    with running_on(worker.comm_pus):
+        dist.init_process_group("gloo")
+
+
+def on_rank_0(action: Callable[[], T]) -> T | None:
+    """Do something on rank 0 alone while the others wait; an InputError there is one everywhere."""
+    result, refused = None, [""]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except InputError as error:
+            refused = [str(error)]
+    dist.broadcast_object_list(refused)
+    if refused[0]:
+        raise InputError(refused[0])
+    return result
+
+
+def total(*values: float) -> list[float]:
+    """Each value summed over all ranks, in float64."""
+    summed = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(summed)
+    return [float(value) for value in summed]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, by rank."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,104 @@
+"""A recipe's numbers for a given number of workers and images, and how each comes about."""
+
+from dataclasses import dataclass
+
+from affinity.errors import InputError
+from affinity.rules import Reason
+from cputrain.recipe import Recipe
+
+BASE_RATE, BASE_BATCH = 0.1, 256  # linear-scaling rule, Goyal et al. 2017, section 2.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a training comes to: images per step, steps per epoch, of warm-up and in all, and the peak rate."""
+
+    global_batch: int
+    images: int
+    steps_per_epoch: int
+    warmup_steps: int
+    total_steps: int
+    peak_rate: float
+
+
+def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> Numbers:
+    """The numbers of a recipe on nodes x ppn workers with so many training images.
+
+    An epoch is whole global batches: the images that fill no batch wait for the next epoch's permutation. Raises
+    InputError when an epoch asks for more images than there are, or they do not fill one global batch.
+    """
+    workers = ppn * nodes
+    wanted = recipe.data.images_per_epoch or images
+    if wanted > images:
+        raise InputError(f"data.images_per_epoch={wanted:,} but train/ holds {images:,}: lower it or leave it out")
+    global_batch = recipe.batch.local * workers * recipe.batch.accumulation
+    steps = wanted // global_batch
+    if images < workers:
+        raise InputError(
+            f"{workers} workers need {workers} images; train/ holds {images}: set plan.ppn to {images} or fewer"
+        )
+    if steps == 0:
+        room = max(wanted // (workers * recipe.batch.accumulation), 1)
+        raise InputError(
+            f"batch.local={recipe.batch.local} on {workers} worker(s) needs {global_batch:,} images a step; "
+            f"an epoch has {wanted:,}: set batch.local to {room} or fewer"
+        )
+    linear = BASE_RATE * global_batch / BASE_BATCH
+    peak = recipe.schedule.peak_rate
+    return Numbers(
+        global_batch=global_batch,
+        images=wanted,
+        steps_per_epoch=steps,
+        warmup_steps=round(recipe.schedule.warmup_epochs * steps),
+        total_steps=recipe.epochs * steps,
+        peak_rate=linear if peak == "auto" else peak,
+    )
+
+
+def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[Reason]:
+    """The derivation of every number, one line each."""
+    per_host = recipe.batch.local * ppn * recipe.batch.accumulation
+    accumulated = f" x {recipe.batch.accumulation} passes" if recipe.batch.accumulation > 1 else ""
+    ratio = numbers.images / numbers.global_batch
+    linear = BASE_RATE * numbers.global_batch / BASE_BATCH
+    return [
+        Reason(
+            what="global batch",
+            value=f"{per_host} x {nodes} = {numbers.global_batch:,}",
+            why=f"{recipe.batch.local} images x {ppn} workers{accumulated} a host, {nodes} host(s)",
+        ),
+        Reason(
+            what="steps per epoch",
+            value=f"{numbers.images:,} / {numbers.global_batch:,} = {ratio:.2f} -> {numbers.steps_per_epoch:,}",
+            why="images / global batch, whole batches only",
+        ),
+        Reason(
+            what="warm-up steps",
+            value=f"{numbers.warmup_steps:,}",
+            why=f"{recipe.schedule.warmup_epochs:g} epochs x {numbers.steps_per_epoch:,}",
+        ),
+        Reason(
+            what="total steps",
+            value=f"{numbers.total_steps:,}",
+            why=f"{recipe.epochs} epochs x {numbers.steps_per_epoch:,}",
+        ),
+        Reason(
+            what="peak rate",
+            value=f"{numbers.peak_rate:g}",
+            why=f"linear scaling: {BASE_RATE} x {numbers.global_batch:,} / {BASE_BATCH} = {linear:g}"
+            + _scaled(numbers.peak_rate, linear),
+        ),
+        Reason(
+            what="learning rate",
+            value=f"{recipe.schedule.start_rate:g} -> {numbers.peak_rate:g} -> 0",
+            why=f"linear over steps 0-{numbers.warmup_steps:,}, then linear to 0 at step {numbers.total_steps:,}",
+        ),
+    ]
+
+
+def _scaled(peak: float, linear: float) -> str:
+    """What the recipe makes of the rule's rate."""
+    factor = peak / linear
+    if abs(factor - 1) < 1e-9:
+        return ""
+    return f", {'halved' if abs(factor - 0.5) < 1e-9 else f'times {factor:.3g}'} to {peak:g} in the recipe"

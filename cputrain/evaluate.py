@@ -1,0 +1,87 @@
+"""Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cputrain.comm.group import total
+from cputrain.data.decode import decode_evaluation
+from cputrain.data.loader import Batch, batches
+from cputrain.data.order import evaluation_share
+from cputrain.engine import Normalize
+from cputrain.models.build import batchnorms
+from cputrain.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Over all ranks: mean loss, top-1 and top-5 in percent, images counted, and this rank's damaged ones."""
+
+    loss: float
+    top1: float
+    top5: float
+    images: int
+    damaged: tuple[str, ...]
+
+
+def evaluate(model: nn.Module, session: Session) -> Accuracy:
+    """Evaluate on val/, cut over the ranks, nothing padded and nothing twice; damaged images do not count."""
+    normalize = Normalize(session.recipe.data)
+    loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
+    damaged: list[str] = []
+    model.eval()
+    with torch.inference_mode():
+        for batch in _batches(session):
+            logits = model(normalize(batch.images))
+            losses = functional.cross_entropy(logits, batch.labels, reduction="none")
+            loss_sum += float((losses * batch.weights).sum())
+            hits1 += float((in_top(logits, batch.labels, 1) * batch.weights).sum())
+            hits5 += float((in_top(logits, batch.labels, 5) * batch.weights).sum())
+            count += float(batch.weights.sum())
+            damaged += batch.damaged
+    model.train()
+    loss_sum, hits1, hits5, count = total(loss_sum, hits1, hits5, count)
+    readable = max(count, 1.0)
+    return Accuracy(
+        loss=loss_sum / readable,
+        top1=100 * hits1 / readable,
+        top5=100 * hits5 / readable,
+        images=int(count),
+        damaged=tuple(damaged),
+    )
+
+
+def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """1.0 where the label is among the k largest of a row of logits (N, classes), else 0.0; shape (N,)."""
+    best = logits.topk(min(k, logits.shape[1]), dim=1).indices
+    return (best == labels[:, None]).any(dim=1).float()
+
+
+def average_batchnorm(model: nn.Module) -> None:
+    """Make every rank's running statistics the mean of all ranks', so that all evaluate and save the same network."""
+    statistics = [buffer for layer in batchnorms(model) for buffer in (layer.running_mean, layer.running_var)]
+    present = [buffer for buffer in statistics if buffer is not None]
+    flat = torch.cat(present)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for buffer, mean in zip(present, flat.split([b.numel() for b in present]), strict=True):
+        buffer.copy_(mean)
+
+
+def _batches(session: Session) -> Iterator[Batch]:
+    data, rank = session.recipe.data, session.rank
+    resize = data.resize or round(data.crop * 256 / 224)
+    share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
+    size = session.recipe.batch.local
+    return batches(
+        session.dataset.val,
+        (share[i : i + size] for i in range(0, len(share), size)),
+        lambda encoded, _: decode_evaluation(encoded, resize, data.crop),
+        crop=data.crop,
+        threads=session.loader_threads,
+        pus=session.worker.loader_pus,
+    )

@@ -1,0 +1,32 @@
+"""torchvision on a CPU build of torch."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import torch
+
+# torchvision's wheels for CUDA cannot load their operators into a CPU torch; its Python side then fails to import
+# because it describes operators that nobody has defined. None of them is needed for training a classifier.
+MISSING = {
+    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_declared: list[torch.library.Library] = []  # a library's operators live as long as the object
+
+
+def torchvision_models() -> ModuleType:
+    """`torchvision.models`, also where torchvision was built for CUDA and torch was not."""
+    try:
+        return importlib.import_module("torchvision.models")
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[name]  # what the failed import left half-made
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator, schema in MISSING.items():
+        if not hasattr(torch.ops.torchvision, operator):
+            library.define(operator + schema)
+    _declared.append(library)
+    return importlib.import_module("torchvision.models")

@@ -1,0 +1,40 @@
+"""The bar that rank 0 shows while it trains."""
+
+import sys
+
+from tqdm import tqdm
+
+FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {postfix}  {remaining} left"
+
+
+class Progress:
+    """Images done of all; silent on other ranks."""
+
+    def __init__(self, done: int, images: int, *, shown: bool) -> None:
+        self.shown = shown
+        self._bar: tqdm[None] = tqdm(
+            total=images,
+            initial=done,
+            disable=not shown,
+            unit="img",
+            file=sys.stderr,
+            bar_format=FORMAT,
+            mininterval=0.5,
+            leave=False,
+        )
+
+    def step(self, where: str, images: int, *, loss: float, rate: float) -> None:
+        """One update is done."""
+        self._bar.set_description_str(where, refresh=False)
+        self._bar.set_postfix_str(f"loss {loss:.4f}  lr {rate:.4g}", refresh=False)
+        self._bar.update(images)
+
+    def line(self, text: str) -> None:
+        """Print a line that stays, above the bar."""
+        if self.shown:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()

@@ -1,0 +1,83 @@
+"""What a rank does for `train` and for `eval`, from its process group to its last line."""
+
+import json
+import os
+from pathlib import Path
+
+from affinity.bind import PLAN_VARIABLE, Observed
+from affinity.plan import WorkerPlan
+from cputrain.checkpoint import load_checkpoint
+from cputrain.comm.group import gather, on_rank_0
+from cputrain.engine import prepare_model
+from cputrain.evaluate import evaluate
+from cputrain.events import Events
+from cputrain.files import write_atomic
+from cputrain.models.build import build_model
+from cputrain.recipe import Recipe
+from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
+from cputrain.session import Session, binding_record, describe_environment, end_session, start_session
+from cputrain.train import Outcome, train
+from mpi.rank import Rank
+
+
+def train_rank(
+    recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, *, resume: bool, overwrite: bool, prepared: bool
+) -> None:
+    """Train as one rank. With `prepared`, the run's folder was made by the launcher; else rank 0 checks and makes it."""
+    session = start_session(recipe, rank, worker, observed)
+    if not prepared:
+        on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
+    bindings = gather(binding_record(session))
+    if session.leads:
+        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(), indent=1).encode())
+        with Events(recipe.folder) as events:
+            events.write("start", recipe=recipe.name, workers=rank.world_size, bindings=bindings)
+            outcome = train(session, events, resume=resume)
+            events.write(
+                "end",
+                step=outcome.step,
+                top1=outcome.accuracy.top1,
+                top5=outcome.accuracy.top5,
+                steps=outcome.step,
+                images=outcome.step * session.numbers.global_batch,
+                time_to_train_s=outcome.total_s,
+                status="done",
+            )
+    else:
+        outcome = train(session, None, resume=resume)
+    end_session()
+    if session.leads:
+        _say_end(session, outcome)
+
+
+def eval_rank(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, checkpoint: Path) -> None:
+    """Evaluate a checkpoint as one rank; rank 0 prints."""
+    session = start_session(recipe, rank, worker, observed)
+    network = prepare_model(build_model(recipe.model, len(session.dataset.classes)), recipe.engine)
+    load_checkpoint(checkpoint, network)
+    accuracy = evaluate(network, session)
+    damaged = sorted(name for names in gather(accuracy.damaged) for name in names)
+    end_session()
+    if session.leads:
+        if damaged:
+            print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")
+        print(
+            f"loss {accuracy.loss:.4f}  top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  {accuracy.images} images"
+        )
+
+
+def _make_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    check_folder(recipe, resume=resume, overwrite=overwrite)
+    make_folder(recipe, None, overwrite=overwrite)
+    write_atomic(recipe.folder / PLAN, Path(os.environ[PLAN_VARIABLE]).read_bytes())
+
+
+def _say_end(session: Session, outcome: Outcome) -> None:
+    from cputrain.report.page import write_report  # matplotlib: a second that only the end needs
+
+    accuracy = outcome.accuracy
+    print(f"total training time  {outcome.trained_s:.1f} s (updates only)")
+    print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
+    print(f"top-1                {accuracy.top1:.2f} %")
+    print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
+    print(f"report               {write_report(session.recipe.folder)}")

@@ -1,0 +1,102 @@
+"""One rank from its start to a ready process group, and what train and eval both need afterwards."""
+
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from affinity.bind import Observed
+from affinity.plan import WorkerPlan
+from cputrain import __version__
+from cputrain.comm.group import start_group
+from cputrain.data.source import Dataset, open_dataset
+from cputrain.derivation import Numbers, derive
+from cputrain.recipe import Recipe
+from mpi.rank import Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start."""
+
+    recipe: Recipe
+    rank: Rank
+    worker: WorkerPlan
+    observed: Observed
+    dataset: Dataset
+    numbers: Numbers
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone writes and prints."""
+        return self.rank.rank == 0
+
+    @property
+    def loader_threads(self) -> int:
+        """Threads that decode images: one per loader PU, or one that shares the compute PUs."""
+        return len(self.worker.loader_pus) or 1
+
+
+def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed) -> Session:
+    """Set torch's threads, open the data, join the group. Raises InputError where data or launcher do not fit."""
+    torch.set_num_threads(worker.intra_op)
+    torch.set_num_interop_threads(worker.inter_op)
+    torch.manual_seed(recipe.seed)
+    dataset = open_dataset(recipe.data.path)
+    numbers = derive(
+        recipe,
+        ppn=rank.local_world_size,
+        nodes=rank.world_size // rank.local_world_size,
+        images=len(dataset.train),
+    )
+    start_group(rank, worker)
+    return Session(recipe=recipe, rank=rank, worker=worker, observed=observed, dataset=dataset, numbers=numbers)
+
+
+def end_session() -> None:
+    """Leave the group."""
+    dist.destroy_process_group()
+
+
+def describe_environment() -> dict[str, Any]:
+    """What the run was made with: versions, kernel, CPU features, and the variables that matter."""
+    telling = (
+        "OMP_",
+        "KMP_",
+        "GOMP_",
+        "MKL_",
+        "MALLOC_",
+        "I_MPI_",
+        "FI_",
+        "CCL_",
+        "GLOO_",
+        "AFFINITY_",
+        "SLURM_",
+        "PBS_",
+    )
+    exact = ("LD_PRELOAD", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return {
+        "cputrain": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_build": torch.__config__.show().split("\n"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernel": platform.release(),
+        "host": socket.gethostname(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(telling) or k in exact},
+    }
+
+
+def binding_record(session: Session) -> dict[str, Any]:
+    """This rank's line of the start event: planned and given PUs and memory."""
+    return {
+        "rank": session.rank.rank,
+        "host": socket.gethostname(),
+        "planned_pus": list(session.worker.pus),
+        **asdict(session.observed),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,283 @@
+"""The training loop: every rank its share of each global batch, gradients averaged by DDP while they are computed."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from affinity.errors import RunError
+from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.comm.group import gather, total
+from cputrain.data.decode import Pixels, decode_training
+from cputrain.data.loader import Batch, batches
+from cputrain.data.order import epoch_order, rank_share, sample_generator
+from cputrain.engine import Normalize, prepare_model
+from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
+from cputrain.events import Events
+from cputrain.models.build import build_model
+from cputrain.optim.build import build_optimizer, set_rate
+from cputrain.optim.schedules import warmup_linear
+from cputrain.progress import Progress
+from cputrain.run_folder import CHECKPOINTS
+from cputrain.session import Session
+
+
+@dataclass(slots=True)
+class CommClock:
+    """When a step's last gradient was ready: what the backward pass takes after that is waiting for communication."""
+
+    last_ready_s: float = 0.0
+
+    def hook(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """DDP's own averaging, with the time noted."""
+        self.last_ready_s = time.perf_counter()
+        return allreduce_hook(group, bucket)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Sums:
+    """What one rank adds up over an epoch."""
+
+    loss: float = 0.0
+    hits: float = 0.0
+    images: float = 0.0
+    damaged: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """All that changes while training; `step` counts the updates done."""
+
+    session: Session
+    network: nn.Module
+    model: DistributedDataParallel
+    optimizer: SGD
+    clock: CommClock
+    normalize: Normalize
+    progress: Progress
+    events: Events | None
+    step: int
+    best_top1: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a training ended: `trained_s` counts updates only, `total_s` also evaluations and checkpoints."""
+
+    accuracy: Accuracy
+    step: int
+    trained_s: float
+    total_s: float
+
+
+def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
+    """Train as the recipe says. `events` is rank 0's alone.
+
+    Raises RunError when the loss is no longer finite, or at a damaged image where the recipe wants that.
+    """
+    recipe, numbers = session.recipe, session.numbers
+    last_step = min(numbers.total_steps, recipe.max_steps or numbers.total_steps)
+    training = _start(session, events, last_step, resume=resume)
+    started, trained_s, accuracy = time.perf_counter(), 0.0, None
+    for epoch in range(training.step // numbers.steps_per_epoch, recipe.epochs):
+        if training.step >= last_step:
+            break
+        epoch_started, first = time.perf_counter(), training.step
+        sums = _train_epoch(training, epoch, min(last_step, (epoch + 1) * numbers.steps_per_epoch))
+        seconds = time.perf_counter() - epoch_started
+        trained_s += seconds
+        average_batchnorm(training.network)
+        ends = training.step >= last_step
+        accuracy = evaluate(training.network, session) if ends or due(epoch, recipe.evaluate.every_epochs) else None
+        _report_epoch(training, epoch, sums, accuracy, seconds, (training.step - first) * numbers.global_batch)
+        better = accuracy is not None and not accuracy.top1 <= training.best_top1
+        if accuracy is not None and better:
+            training.best_top1 = accuracy.top1
+        if session.leads and (ends or better or due(epoch, recipe.checkpoint.every_epochs)):
+            _save(training, epoch, best=better)
+        dist.barrier()  # nobody runs ahead of rank 0's writing
+    training.progress.close()
+    if accuracy is None:  # resumed where nothing was left to do
+        accuracy = evaluate(training.network, session)
+    return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
+
+
+def due(epoch: int, every: int | None) -> bool:
+    """Whether something that happens after every so many epochs happens after this one (counted from 0)."""
+    return every is not None and (epoch + 1) % every == 0
+
+
+def _start(session: Session, events: Events | None, last_step: int, *, resume: bool) -> Training:
+    recipe, numbers = session.recipe, session.numbers
+    network = prepare_model(build_model(recipe.model, len(session.dataset.classes)), recipe.engine)
+    optimizer = build_optimizer(network, recipe.optim)
+    saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
+    done = load_checkpoint(saved[-1], network, optimizer) if saved else {"step": 0, "top1": math.nan}
+    # DDP sends rank 0's weights to all. Running statistics stay each rank's own until they are averaged to evaluate.
+    model = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+    clock = CommClock()
+    model.register_comm_hook(None, clock.hook)
+    return Training(
+        session=session,
+        network=network,
+        model=model,
+        optimizer=optimizer,
+        clock=clock,
+        normalize=Normalize(recipe.data),
+        progress=Progress(numbers.global_batch * done["step"], numbers.global_batch * last_step, shown=session.leads),
+        events=events,
+        step=done["step"],
+        best_top1=done["top1"],
+    )
+
+
+def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
+    """Update until step `stop`, all of it inside one epoch's permutation."""
+    recipe, numbers = training.session.recipe, training.session.numbers
+    loaded = _batches(training.session, epoch, training.step, stop)
+    sums = Sums()
+    while training.step < stop:
+        started = time.perf_counter()
+        rate = warmup_linear(
+            training.step,
+            start_rate=recipe.schedule.start_rate,
+            peak_rate=numbers.peak_rate,
+            warmup_steps=numbers.warmup_steps,
+            total_steps=numbers.total_steps,
+        )
+        loss, data_wait_s, comm_wait_s = _update(training, loaded, rate, sums)
+        training.step += 1
+        seconds = time.perf_counter() - started
+        training.progress.step(f"epoch {epoch + 1}/{recipe.epochs}", numbers.global_batch, loss=loss, rate=rate)
+        if training.events:
+            training.events.write(
+                "step",
+                step=training.step,
+                epoch=training.step / numbers.steps_per_epoch,
+                loss=loss,
+                rate=rate,
+                images_per_s=numbers.global_batch / seconds,
+                data_wait_s=data_wait_s,
+                comm_wait_s=comm_wait_s,
+            )
+    return sums
+
+
+def _update(training: Training, loaded: Iterator[Batch], rate: float, sums: Sums) -> tuple[float, float, float]:
+    """One optimizer update; returns this rank's loss and its seconds of waiting for images and for gradients."""
+    recipe, rank = training.session.recipe, training.session.rank.rank
+    passes = recipe.batch.accumulation
+    loss, data_wait_s, comm_wait_s = 0.0, 0.0, 0.0
+    for number in range(passes):
+        asked = time.perf_counter()
+        batch = next(loaded)
+        data_wait_s += time.perf_counter() - asked
+        if batch.damaged and recipe.data.on_error == "raise":
+            raise RunError(f"rank {rank}: {batch.damaged[0]}: mend it, take it out, or set data.on_error=skip")
+        with nullcontext() if number == passes - 1 else training.model.no_sync():
+            logits = training.model(training.normalize(batch.images))
+            losses = functional.cross_entropy(logits, batch.labels, reduction="none") * batch.weights
+            # Divided by the whole local batch: a damaged image adds nothing, the others weigh what they always weigh.
+            share = losses.sum() / (len(batch.labels) * passes)
+            share.backward()  # type: ignore[no-untyped-call]
+        comm_wait_s = time.perf_counter() - training.clock.last_ready_s
+        loss += float(share.detach())
+        sums.loss += float(losses.detach().sum())
+        sums.hits += float((in_top(logits.detach(), batch.labels, 1) * batch.weights).sum())
+        sums.images += float(batch.weights.sum())
+        sums.damaged += batch.damaged
+    if not math.isfinite(loss):
+        raise RunError(f"rank {rank}: loss {loss} at step {training.step}, learning rate {rate:g}: lower the peak rate")
+    set_rate(training.optimizer, rate)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return loss, data_wait_s, comm_wait_s
+
+
+def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
+    """This rank's batches for the updates from `first` to before `stop`, which lie in one epoch."""
+    recipe, numbers, rank = session.recipe, session.numbers, session.rank
+    data, seed = recipe.data, recipe.seed
+    order = epoch_order(len(session.dataset.train), seed, epoch)[: numbers.images]
+    micro = recipe.batch.local
+    shares = (
+        rank_share(
+            order,
+            step % numbers.steps_per_epoch,
+            global_batch=numbers.global_batch,
+            rank=rank.rank,
+            world_size=rank.world_size,
+        )
+        for step in range(first, stop)
+    )
+
+    def decode(encoded: bytes, image: int) -> Pixels:
+        rng = sample_generator(seed, epoch, image)
+        return decode_training(
+            encoded, data.crop, rng, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip
+        )
+
+    return batches(
+        session.dataset.train,
+        (share[i : i + micro] for share in shares for i in range(0, len(share), micro)),
+        decode,
+        crop=data.crop,
+        threads=session.loader_threads,
+        pus=session.worker.loader_pus,
+    )
+
+
+def _report_epoch(
+    training: Training, epoch: int, sums: Sums, accuracy: Accuracy | None, seconds: float, images: int
+) -> None:
+    """Add up over the ranks, then one line for people and one event for machines."""
+    loss, hits, readable, skipped = total(sums.loss, sums.hits, sums.images, len(sums.damaged))
+    if skipped or (accuracy and accuracy.images < len(training.session.dataset.val)):
+        mine = sums.damaged + list(accuracy.damaged if accuracy else ())
+        names = sorted(name for rank_names in gather(mine) for name in rank_names)
+        training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
+        if training.events:
+            training.events.write("warning", step=training.step, what="damaged images", images=names)
+    train_loss, train_top1 = loss / max(readable, 1.0), 100 * hits / max(readable, 1.0)
+    val = "" if accuracy is None else f"  val loss {accuracy.loss:.4f}  val acc {accuracy.top1:.2f}"
+    training.progress.line(
+        f"epoch {epoch + 1}/{training.session.recipe.epochs}  loss {train_loss:.4f}  acc {train_top1:.2f}{val}"
+        f"  {seconds:.1f} s  ({images / seconds:.1f} img/s)"
+    )
+    if training.events:
+        training.events.write(
+            "epoch",
+            step=training.step,
+            epoch=epoch + 1,
+            train_loss=train_loss,
+            train_top1=train_top1,
+            val_loss=accuracy.loss if accuracy else None,
+            val_top1=accuracy.top1 if accuracy else None,
+            val_top5=accuracy.top5 if accuracy else None,
+            seconds=seconds,
+            images_per_s=images / seconds,
+        )
+
+
+def _save(training: Training, epoch: int, *, best: bool) -> None:
+    recipe = training.session.recipe
+    path = save_checkpoint(
+        recipe.folder / CHECKPOINTS,
+        training.network,
+        training.optimizer,
+        step=training.step,
+        top1=training.best_top1,
+        keep=recipe.checkpoint.keep,
+        best=best,
+    )
+    if training.events:
+        training.events.write("checkpoint", step=training.step, epoch=epoch + 1, path=str(path), best=best)

@@ -1,0 +1,65 @@
+"""A worker's output on its way to the terminal and its log: whole lines, labelled; progress bars kept moving."""
+
+import time
+from dataclasses import dataclass
+from typing import BinaryIO, TextIO
+
+CLEAR_LINE = "\r\x1b[2K"
+PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one line this often
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """One pipe of one rank. A carriage return makes what follows transient, as progress bars do."""
+
+    label: str
+    terminal: TextIO
+    log: BinaryIO
+    _pending: bytes = b""
+    _transient: bool = False
+    _shown_at: float = float("-inf")
+
+    def feed(self, data: bytes) -> None:
+        """Take what the rank printed: show and log whole lines, redraw its progress bar."""
+        *lines, rest = (self._pending + data).replace(b"\r\n", b"\n").split(b"\n")
+        for line in lines:
+            self._line(line.rpartition(b"\r")[2])
+        _, carriage, last = rest.rpartition(b"\r")
+        self._pending = (carriage + last) if carriage else rest
+        if carriage and last:
+            self._progress(last)
+        self.terminal.flush()
+
+    def flush(self) -> None:
+        """Show and log an unfinished last line."""
+        text = self._pending.rpartition(b"\r")[2]
+        self._pending = b""
+        if text:
+            self._line(text)
+        self.log.flush()
+
+    def close(self) -> None:
+        """End the stream; the log stays with its owner."""
+        self.flush()
+        self.terminal.flush()
+
+    def _line(self, line: bytes) -> None:
+        self.log.write(line + b"\n")
+        self.log.flush()
+        if not line and self._transient:
+            self._transient = False  # a bar that ends with a line feed: already on the screen
+            self.terminal.write("\n" if self.terminal.isatty() else "")
+            return
+        start = CLEAR_LINE if self.terminal.isatty() else ""
+        self.terminal.write(f"{start}{self.label}{line.decode(errors='replace')}\n")
+        self._transient = False
+
+    def _progress(self, text: bytes) -> None:
+        self._transient = True
+        shown = f"{self.label}{text.decode(errors='replace')}"
+        if self.terminal.isatty():
+            self.terminal.write(CLEAR_LINE + shown)
+        elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
+            self.terminal.write(shown.rstrip() + "\n")
+            self.log.write(text.rstrip() + b"\n")
+            self._shown_at = time.monotonic()

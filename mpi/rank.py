@@ -1,0 +1,95 @@
+"""Environment of any launcher -> rank, local rank, world size, and the variables of torch.distributed's env://."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from affinity.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One process's place in its job; `launcher` names the convention it was read from."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+# (launcher, rank, world size, local rank, local world size), most specific first: srun's variables are also there
+# when another launcher runs inside a Slurm job, and PMI's under several of them.
+CONVENTIONS = (
+    ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("intelmpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("pals", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+)
+
+
+def discover(env: Mapping[str, str]) -> Rank | None:
+    """This process's rank, or None when no launcher started it. Raises InputError on half a convention."""
+    for launcher, *names in CONVENTIONS:
+        if names[0] not in env or names[1] not in env:
+            continue
+        missing = [name for name in names if name not in env]
+        if missing:
+            raise InputError(
+                f"{names[0]} is set but {', '.join(missing)} is not: start through a launcher that sets all"
+            )
+        rank, world, local, local_world = (_number(env, name) for name in names)
+        return _checked(
+            Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, launcher=launcher)
+        )
+    # A batch script itself has SLURM_PROCID too; only srun's tasks belong to a numbered step.
+    if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
+        node = _number(env, "SLURM_NODEID")
+        return _checked(
+            Rank(
+                rank=_number(env, "SLURM_PROCID"),
+                world_size=_number(env, "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_STEP_NUM_TASKS"),
+                local_rank=_number(env, "SLURM_LOCALID"),
+                local_world_size=tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[node],
+                launcher="srun",
+            )
+        )
+    return None
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """Slurm's run-length form: "2(x3),1" -> (2, 2, 2, 1)."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return tuple(counts)
+
+
+def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
+    """The env:// variables that torch.distributed.init_process_group() reads."""
+    return {
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_RANK": str(rank.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    if not env.get(name, "").isdigit():
+        raise InputError(f"{name}={env.get(name)!r} is no number: start through a launcher")
+    return int(env[name])
+
+
+def _checked(rank: Rank) -> Rank:
+    if not (rank.rank < rank.world_size and rank.local_rank < rank.local_world_size <= rank.world_size):
+        raise InputError(f"the launcher's environment contradicts itself: {rank}")
+    return rank

@@ -1,0 +1,203 @@
+"""The only file that starts processes: start a job's workers, show and log their output, watch, tear down."""
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from affinity.errors import RunError
+from mpi.job import Job
+from mpi.launch import LOOPBACK, local
+from mpi.output import Stream
+
+POLL_S = 0.05
+SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
+GRACE_S = 5.0  # between asking a worker to stop and killing it
+LAST_LINES = 15
+PR_SET_PDEATHSIG = 1
+
+
+class Interrupted(Exception):
+    """The launcher was told to stop (signal number in args[0])."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A started rank. `ended_at` is the monotonic time at which its end was seen."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    streams: list[Stream] = field(default_factory=list)
+    ended_at: float | None = None
+
+
+def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Run the job's workers on this host to their end; 0 when all ended well, 2 when all refused their input.
+
+    Output is labelled with its rank and also written to log_dir/rank-N.log. When one rank fails the others are
+    stopped. Raises RunError naming the rank, its exit or signal, its log and last lines; on SIGINT or SIGTERM stops
+    everything and returns 128 + the signal. No process is left behind in any case.
+    """
+    job.log_dir.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    stops = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    workers: list[Worker] = []
+    selector = selectors.DefaultSelector()
+    try:
+        for rank, (argv, variables) in enumerate(local(job, port)):
+            worker = _start(rank, argv, variables, job)
+            workers.append(worker)
+            label = "" if rank == job.plain_rank else f"[{rank}] "
+            log = worker.log.open("wb")
+            for pipe, terminal in (
+                (worker.process.stdout, out or sys.stdout),
+                (worker.process.stderr, err or sys.stderr),
+            ):
+                assert pipe is not None
+                stream = Stream(label=label, terminal=terminal, log=log)
+                worker.streams.append(stream)
+                selector.register(pipe, selectors.EVENT_READ, stream)
+        return _watch(workers, selector)
+    except Interrupted as stop:
+        number = stop.args[0]
+        print(f"\nstopping {len(workers)} workers ({signal.Signals(number).name})", file=err or sys.stderr)
+        return 128 + int(number)
+    finally:
+        _tear_down(workers)
+        for number in stops:
+            signal.signal(number, signal.SIG_IGN)
+        _pump(selector, timeout_s=0.0, until_empty=True)
+        for worker in workers:
+            for stream in worker.streams:
+                stream.close()
+            worker.streams[0].log.close()
+        selector.close()
+        for number, handler in stops.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """A TCP port that is free on this host's loopback now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(rank: int, argv: tuple[str, ...], variables: dict[str, str], job: Job) -> Worker:
+    # A single host's ranks meet on loopback, whatever this host's name resolves to.
+    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+    prctl = ctypes.CDLL(None).prctl
+
+    def die_with_launcher() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    process = subprocess.Popen(
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # the rank and all that it starts can then be signalled together
+        preexec_fn=die_with_launcher,  # noqa: PLW1509  this process has one thread
+    )
+    return Worker(rank=rank, process=process, log=job.log_dir / f"rank-{rank}.log")
+
+
+def _watch(workers: list[Worker], selector: selectors.BaseSelector) -> int:
+    while True:
+        _pump(selector, timeout_s=POLL_S)
+        _note_ends(workers)
+        if any(_failed(worker) for worker in workers):
+            settled = time.monotonic() + SETTLE_S
+            while time.monotonic() < settled and not all(worker.ended_at for worker in workers):
+                _pump(selector, timeout_s=POLL_S)
+                _note_ends(workers)
+            break
+        if all(worker.ended_at for worker in workers):
+            return 0
+    failed = [worker for worker in workers if _failed(worker)]
+    if all(worker.process.returncode == 2 for worker in failed):
+        return 2  # the ranks have said themselves what is wrong with their input
+    _tear_down(workers)
+    _pump(selector, timeout_s=0.0, until_empty=True)
+    raise RunError(_obituary(first_cause(failed)))
+
+
+def first_cause(failed: Iterable[Worker]) -> Worker:
+    """The rank that others died of: the earliest; among those seen to end together, one ended by a signal."""
+    return min(failed, key=lambda w: (w.ended_at, w.process.returncode > 0, w.rank))
+
+
+def _obituary(worker: Worker) -> str:
+    code = worker.process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    for stream in worker.streams:
+        stream.flush()
+    lines = worker.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    tail = "".join(f"\n  | {line}" for line in lines)
+    shown = f"; its last lines:{tail}" if lines else "; it printed nothing"
+    return f"rank {worker.rank} on {socket.gethostname()} {how}; log {worker.log}{shown}"
+
+
+def _failed(worker: Worker) -> bool:
+    return worker.ended_at is not None and worker.process.returncode != 0
+
+
+def _note_ends(workers: list[Worker]) -> None:
+    now = time.monotonic()
+    for worker in workers:
+        if worker.ended_at is None and worker.process.poll() is not None:
+            worker.ended_at = now
+
+
+def _pump(selector: selectors.BaseSelector, timeout_s: float, until_empty: bool = False) -> None:
+    """Move what the workers have printed to the terminal and the logs."""
+    while selector.get_map():
+        ready = selector.select(timeout_s)
+        for key, _ in ready:
+            data = os.read(key.fd, 1 << 16)
+            if data:
+                key.data.feed(data)
+            else:
+                selector.unregister(key.fileobj)
+        if not (until_empty and ready):
+            return
+    if not until_empty:
+        time.sleep(timeout_s)
+
+
+def _tear_down(workers: list[Worker]) -> None:
+    """End every worker and everything it started: asked first, killed after GRACE_S or at a second signal."""
+    _signal_groups(workers, signal.SIGTERM)
+    try:
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(worker.process.poll() is None for worker in workers):
+            time.sleep(POLL_S)
+    except Interrupted:
+        pass  # a second Ctrl-C: kill now
+    finally:
+        _signal_groups(workers, signal.SIGKILL)
+        for worker in workers:
+            worker.process.wait()
+
+
+def _signal_groups(workers: list[Worker], number: signal.Signals) -> None:
+    for worker in workers:
+        try:
+            os.killpg(worker.process.pid, number)  # a session's leader gives its group its own pid
+        except ProcessLookupError:
+            continue  # the whole group is gone already
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise Interrupted(number)
