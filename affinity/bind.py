@@ -21,7 +21,7 @@ from affinity.cpuset import format_list, format_mask
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan, worker_from_dict
 
-# Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI and MPICH, Open MPI, srun, PALS.
+# Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
 LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -104,7 +104,7 @@ def verify(worker: WorkerPlan) -> None:
 
 @contextmanager
 def running_on(pus: tuple[int, ...]) -> Iterator[None]:
-    """Move the calling thread to these PUs for a while; threads that it starts meanwhile stay there. () changes nothing."""
+    """Move this thread to these PUs for a while; threads that it starts meanwhile stay there. () changes nothing."""
     before = os.sched_getaffinity(0)
     if pus:
         os.sched_setaffinity(0, pus)

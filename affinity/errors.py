@@ -6,4 +6,4 @@ class InputError(Exception):
 
 
 class RunError(Exception):
-    """It failed while running (exit status 1): one line that names rank, host, signal and log as far as they are known."""
+    """It failed while running (exit status 1): it names rank, host, signal and log where known."""

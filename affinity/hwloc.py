@@ -73,9 +73,9 @@ def _numbering(indexes: str, pus: int, text: str) -> tuple[int, ...]:
     numbers = []
     for logical in range(pus):
         number, rest = 0, logical
-        for count, step in loops:
-            number += rest % count * step
-            rest //= count
+        for turns, stride in loops:
+            number += rest % turns * stride
+            rest //= turns
         numbers.append(number)
     if sorted(numbers) != list(range(pus)):
         raise InputError(f"machine {text!r}: indexes={indexes} does not number its {pus} PUs from 0 to {pus - 1}")

@@ -116,7 +116,7 @@ def _worker(
     rest = domain[comm + loader :]
     if not rest:
         raise InputError(
-            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain)} cores to compute: "
+            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain)} cores: "
             "ask for fewer of them or a smaller ppn"
         )
     candidates = tuple(pu for core in rest for pu in (core.pus if request.smt else core.pus[:1]))
@@ -228,6 +228,5 @@ def worker_from_dict(plan: dict[str, Any], local_rank: int) -> WorkerPlan:
     workers = plan["workers"]
     if not 0 <= local_rank < len(workers):
         raise InputError(f"local rank {local_rank} is not in the plan, which has {len(workers)} workers per host")
-    fields = dict(workers[local_rank])
-    fields["env"] = tuple(fields["env"].items())
-    return WorkerPlan(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in workers[local_rank].items()}
+    return WorkerPlan(**{**fields, "env": tuple(fields["env"].items())})

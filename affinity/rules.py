@@ -119,7 +119,7 @@ def intra_op_threads(room: int, local_rank: int, asked: int | None, smt: bool) -
     """Compute threads of a worker with room for so many, and why. Raises InputError when more are asked for."""
     if asked is not None and asked > room:
         raise InputError(
-            f"threads={asked}: worker {local_rank} has room for {room} on its compute cores: set threads to {room} or fewer"
+            f"threads={asked}: worker {local_rank} has compute cores for {room}: set threads to {room} or fewer"
         )
     if asked is not None:
         return asked, "asked for"

@@ -8,7 +8,7 @@ from cputrain.recipe import DataSection
 
 def prepare_model(model: nn.Module, engine: str) -> nn.Module:
     """Lay the weights out channels-last, which oneDNN's convolutions want; with "compile", trace on first use."""
-    model = model.to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if engine == "compile":
         model.compile()
     return model

@@ -68,7 +68,7 @@ def average_batchnorm(model: nn.Module) -> None:
     flat = torch.cat(present)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for buffer, mean in zip(present, flat.split([b.numel() for b in present]), strict=True):
+    for buffer, mean in zip(present, torch.split(flat, [b.numel() for b in present]), strict=True):
         buffer.copy_(mean)
 
 

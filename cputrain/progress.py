@@ -1,10 +1,11 @@
 """The bar that rank 0 shows while it trains."""
 
 import sys
+from typing import Any
 
 from tqdm import tqdm
 
-FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {postfix}  {remaining} left"
+FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {remaining} left"
 
 
 class Progress:
@@ -12,10 +13,11 @@ class Progress:
 
     def __init__(self, done: int, images: int, *, shown: bool) -> None:
         self.shown = shown
-        self._bar: tqdm[None] = tqdm(
+        self._bar: Any = tqdm(
             total=images,
             initial=done,
             disable=not shown,
+            desc="first step",
             unit="img",
             file=sys.stderr,
             bar_format=FORMAT,
@@ -25,8 +27,7 @@ class Progress:
 
     def step(self, where: str, images: int, *, loss: float, rate: float) -> None:
         """One update is done."""
-        self._bar.set_description_str(where, refresh=False)
-        self._bar.set_postfix_str(f"loss {loss:.4f}  lr {rate:.4g}", refresh=False)
+        self._bar.set_description_str(f"{where}  loss {loss:.4f}  lr {rate:.4g}", refresh=False)
         self._bar.update(images)
 
     def line(self, text: str) -> None:

@@ -23,7 +23,7 @@ from mpi.rank import Rank
 def train_rank(
     recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, *, resume: bool, overwrite: bool, prepared: bool
 ) -> None:
-    """Train as one rank. With `prepared`, the run's folder was made by the launcher; else rank 0 checks and makes it."""
+    """Train as one rank. With `prepared` the launcher has made the run's folder; else rank 0 checks and makes it."""
     session = start_session(recipe, rank, worker, observed)
     if not prepared:
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
@@ -61,9 +61,8 @@ def eval_rank(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed
     if session.leads:
         if damaged:
             print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")
-        print(
-            f"loss {accuracy.loss:.4f}  top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  {accuracy.images} images"
-        )
+        print(f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  loss {accuracy.loss:.4f}")
+        print(f"{accuracy.images:,} images, each once")
 
 
 def _make_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:

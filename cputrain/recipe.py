@@ -36,7 +36,7 @@ class ModelSection(Section):
     bn_decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """Share of the running statistics that a step keeps (torch's momentum is 1 - this); published: 0.95."""
     zero_gamma: Literal["none", "last_of_block"] = "none"
-    """Start the last batch-norm of each residual block at 0, so that blocks begin as identities (Goyal et al. 2017, 5.1)."""
+    """Start each residual block's last batch-norm at 0: blocks begin as identities (Goyal et al. 2017, 5.1)."""
 
 
 class DataSection(Section):

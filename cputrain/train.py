@@ -5,9 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn import functional
@@ -30,6 +33,13 @@ from cputrain.progress import Progress
 from cputrain.run_folder import CHECKPOINTS
 from cputrain.session import Session
 
+# The name of DDP's switch for sending rank 0's buffers before every forward pass changed in torch 2.13.
+SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
+
 
 @dataclass(slots=True)
 class CommClock:
@@ -37,7 +47,7 @@ class CommClock:
 
     last_ready_s: float = 0.0
 
-    def hook(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """DDP's own averaging, with the time noted."""
         self.last_ready_s = time.perf_counter()
         return allreduce_hook(group, bucket)  # type: ignore[arg-type]
@@ -121,9 +131,10 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
     network = prepare_model(build_model(recipe.model, len(session.dataset.classes)), recipe.engine)
     optimizer = build_optimizer(network, recipe.optim)
     saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
-    done = load_checkpoint(saved[-1], network, optimizer) if saved else {"step": 0, "top1": math.nan}
+    done: dict[str, Any] = load_checkpoint(saved[-1], network, optimizer) if saved else {"step": 0, "top1": math.nan}
     # DDP sends rank 0's weights to all. Running statistics stay each rank's own until they are averaged to evaluate.
-    model = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+    keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True, **keep_buffers)
     clock = CommClock()
     model.register_comm_hook(None, clock.hook)
     return Training(

@@ -26,7 +26,7 @@ LAST_LINES = 15
 PR_SET_PDEATHSIG = 1
 
 
-class Interrupted(Exception):
+class InterruptedBySignalError(Exception):
     """The launcher was told to stop (signal number in args[0])."""
 
 
@@ -68,7 +68,7 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
                 worker.streams.append(stream)
                 selector.register(pipe, selectors.EVENT_READ, stream)
         return _watch(workers, selector)
-    except Interrupted as stop:
+    except InterruptedBySignalError as stop:
         number = stop.args[0]
         print(f"\nstopping {len(workers)} workers ({signal.Signals(number).name})", file=err or sys.stderr)
         return 128 + int(number)
@@ -183,7 +183,7 @@ def _tear_down(workers: list[Worker]) -> None:
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(worker.process.poll() is None for worker in workers):
             time.sleep(POLL_S)
-    except Interrupted:
+    except InterruptedBySignalError:
         pass  # a second Ctrl-C: kill now
     finally:
         _signal_groups(workers, signal.SIGKILL)
@@ -200,4 +200,4 @@ def _signal_groups(workers: list[Worker], number: signal.Signals) -> None:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise Interrupted(number)
+    raise InterruptedBySignalError(number)

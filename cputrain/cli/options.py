@@ -14,7 +14,7 @@ from affinity.plan import Plan, Request, plan_machine
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class AutoInt(click.ParamType):
+class AutoInt(click.ParamType["int | str"]):
     """ "auto" or a number that is at least `least`."""
 
     name = "auto|N"

@@ -1,4 +1,4 @@
-"""What `train` and `eval` share: started alone they plan and launch themselves, started by a launcher they are a rank."""
+"""What `train` and `eval` share: which rank this process is, and the worker it is bound as."""
 
 import os
 import sys

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ def torchvision_models() -> ModuleType:
             raise
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]  # what the failed import left half-made
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator, schema in MISSING.items():
         if not hasattr(torch.ops.torchvision, operator):
             library.define(operator + schema)
