@@ -1,0 +1,139 @@
+"""What tests share: machines and images made on the spot, the command line as a user meets it, and honest skips."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from affinity.cpuset import format_list
+from affinity.machine import Core, Machine, NumaNode, ordered
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files from what is computed now")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with tests/golden/NAME; a missing file fails."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text + "\n")
+        assert path.is_file(), f"no golden file {path}: run pytest --update-golden and read what it wrote"
+        assert text + "\n" == path.read_text()
+
+    return compare
+
+
+def need(package: str, program: str) -> None:
+    """Skip the test where a system package is absent; where all must run, fail."""
+    if shutil.which(program):
+        return
+    message = f"needs the system package {package} ({program})"
+    if os.environ.get("CPUTRAIN_REQUIRE_REAL") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def build_machine(
+    packages: int, nodes: int, cores: int, smt: int, numbering: str = "block", memory_bytes: int = 64 << 30
+) -> Machine:
+    """packages x nodes x cores x smt PUs, numbered as Linux does on one vendor's hosts or another's.
+
+    block: first threads of all cores, then second ones; adjacent: a core's threads side by side; interleaved: first
+    threads in turn over the packages.
+    """
+    total = packages * nodes * cores
+    made = []
+    for i in range(total):
+        package, place = divmod(i, nodes * cores)
+        first = place * packages + package if numbering == "interleaved" else i
+        pus = tuple(first * smt + t if numbering == "adjacent" else first + t * total for t in range(smt))
+        made.append(Core(pus=pus, package=package, numa_node=i // cores))
+    by_node = {n: tuple(sorted(p for c in made if c.numa_node == n for p in c.pus)) for n in range(packages * nodes)}
+    return Machine(
+        name="made",
+        model="made machine",
+        isa=("avx2",),
+        cores=ordered(made),
+        numa_nodes=tuple(NumaNode(id=n, pus=pus, memory_bytes=memory_bytes) for n, pus in by_node.items()),
+        allowed_pus=tuple(range(total * smt)),
+        allowed_nodes=tuple(by_node),
+    )
+
+
+def write_sysfs(machine: Machine, root: Path, *, masks: bool = False, online_file: bool = True) -> None:
+    """Write a machine as the kernel would show it under root; `masks` leaves out the list forms."""
+
+    def put(path: str, text: str) -> None:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text + "\n")
+
+    def words(pus: tuple[int, ...]) -> str:
+        digits = f"{sum(1 << p for p in pus):x}"
+        digits = digits.rjust(-(-len(digits) // 8) * 8, "0")
+        return ",".join(digits[i : i + 8] for i in range(0, len(digits), 8))
+
+    cpu = "sys/devices/system/cpu"
+    if online_file:
+        put(f"{cpu}/online", format_list(machine.pus))
+    for number, core in enumerate(machine.cores):
+        for pu in core.pus:
+            topology = f"{cpu}/cpu{pu}/topology"
+            put(f"{topology}/physical_package_id", str(core.package))
+            put(f"{topology}/core_id", str(number % 3))  # repeats on purpose: it must not be used
+            if masks:
+                put(f"{topology}/thread_siblings", words(core.pus))
+            else:
+                put(f"{topology}/thread_siblings_list", format_list(core.pus))
+    for node in machine.numa_nodes:
+        folder = f"sys/devices/system/node/node{node.id}"
+        put(f"{folder}/cpumap" if masks else f"{folder}/cpulist", words(node.pus) if masks else format_list(node.pus))
+        put(f"{folder}/meminfo", f"Node {node.id} MemTotal:       {node.memory_bytes // 1024} kB")
+    put("proc/cpuinfo", f"processor\t: 0\nmodel name\t: {machine.model}\nflags\t\t: fpu {' '.join(machine.isa)} sse")
+    put("proc/sys/kernel/hostname", machine.name)
+
+
+def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5, size: int = 40) -> Path:
+    """An image folder of JPEGs whose colour tells the class; `train` and `val` images of each class."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for label in range(classes):
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 120, (size, size + 8, 3), dtype=np.uint8)
+                pixels[..., label % 3] += 100
+                Image.fromarray(pixels).save(folder / f"{i:03d}.jpg", quality=90)
+    return root
+
+
+def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in a shell's bare environment."""
+    return subprocess.run(
+        [sys.executable, "-m", "cputrain", *arguments],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a command that refused its input with status 2; fails on anything else."""
+    assert result.returncode == 2, result.stderr + result.stdout
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]

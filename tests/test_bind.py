@@ -1,0 +1,122 @@
+"""Binding for real: processes that tell the mask that the kernel gave them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.bind import apply, differences, observe, running_on, set_memory_policy
+from affinity.errors import InputError, RunError
+from affinity.openmp import Runtime
+from affinity.plan import Plan, Request, plan_machine, plan_to_dict
+from affinity.sysfs import this_machine
+
+TELL = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
+
+
+def this_plan(ppn: int | None = None) -> Plan:
+    return plan_machine(this_machine(), Request(ppn=ppn), Runtime())
+
+
+def bind(plan: dict, tmp_path: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    argv = [sys.executable, "-m", "affinity.bind", "--plan", str(path), *options, "--", sys.executable, "-c", TELL]
+    return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def test_each_worker_gets_its_pus_and_environment(tmp_path: Path) -> None:
+    plan = this_plan()
+    for worker in plan.workers:
+        result = bind(plan_to_dict(plan), tmp_path, LOCAL_RANK=str(worker.local_rank))
+        assert result.returncode == 0, result.stderr
+        pus, env = json.loads(result.stdout)
+        assert tuple(pus) == worker.pus
+        assert dict(worker.env).items() <= env.items()
+        assert env["AFFINITY_WORKER"] == str(worker.local_rank)
+
+
+@pytest.mark.parametrize("name", ["MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PALS_LOCAL_RANKID"])
+def test_any_launcher_tells_the_local_rank(tmp_path: Path, name: str) -> None:
+    plan = this_plan()
+    last = plan.workers[-1]
+    result = bind(plan_to_dict(plan), tmp_path, **{name: str(last.local_rank)})
+    assert tuple(json.loads(result.stdout)[0]) == last.pus
+
+
+def planned_wrong(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A plan for one PU more than there are: the kernel silently gives those that exist."""
+    plan = plan_to_dict(this_plan(ppn=1))
+    plan["workers"][0]["comm_pus"] = [max(this_machine().pus) + 1]
+    return bind(plan, tmp_path, *options, "--local-rank", "0")
+
+
+def test_a_difference_names_both_masks(tmp_path: Path) -> None:
+    result = planned_wrong(tmp_path)
+    assert result.returncode == 1
+    assert "planned" in result.stderr and "given" in result.stderr and "mask 0x" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_no_verify_goes_on(tmp_path: Path) -> None:
+    assert planned_wrong(tmp_path, "--no-verify").returncode == 0
+
+
+def test_a_plan_for_foreign_pus_is_an_error(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan(ppn=1))
+    plan["workers"][0].update(compute_pus=[900], comm_pus=[], loader_pus=[])
+    result = bind(plan, tmp_path, "--local-rank", "0")
+    assert result.returncode == 1
+    assert "cannot bind to PUs 900" in result.stderr
+
+
+def test_bad_calls_are_refused(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan())
+    assert "none of LOCAL_RANK" in bind(plan, tmp_path).stderr
+    assert bind(plan, tmp_path, "--local-rank", "99").returncode == 2
+    missing = [sys.executable, "-m", "affinity.bind", "--plan", "/nowhere", "--local-rank", "0", "--", "true"]
+    assert subprocess.run(missing, capture_output=True).returncode == 2
+
+
+def test_memory_policy_is_set_and_read_back() -> None:
+    """In a process of its own: the policy would stay with this one."""
+    nodes = this_machine().allowed_nodes[:1]
+    code = (
+        "from affinity.bind import observe, set_memory_policy\n"
+        f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert said in (f"None bind {nodes!r}", "Operation not permitted None ()")
+
+
+def test_an_absent_memory_node_is_refused_by_the_kernel() -> None:
+    assert set_memory_policy("bind", (1000,)) in ("Invalid argument", "Operation not permitted")
+
+
+def test_observed_differences_are_named() -> None:
+    worker = this_plan(ppn=1).workers[0]
+    seen = observe()
+    assert differences(worker, replace(seen, pus=worker.pus)) == []
+    assert "memory planned" in differences(replace(worker, memory_policy="bind"), replace(seen, pus=worker.pus))[0]
+
+
+def test_running_on_moves_and_returns() -> None:
+    before = os.sched_getaffinity(0)
+    one = (min(before),)
+    with running_on(one):
+        assert os.sched_getaffinity(0) == set(one)
+    assert os.sched_getaffinity(0) == before
+    with running_on(()):
+        assert os.sched_getaffinity(0) == before
+
+
+def test_apply_refuses_what_is_not_there() -> None:
+    worker = replace(this_plan(ppn=1).workers[0], compute_pus=(900,), comm_pus=(), loader_pus=())
+    with pytest.raises(RunError, match="900"):
+        apply(worker)
+    with pytest.raises(InputError):
+        plan_machine(this_machine(), Request(ppn=10_000), Runtime())

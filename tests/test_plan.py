@@ -1,0 +1,145 @@
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.catalog import find_machine
+from affinity.errors import InputError
+from affinity.openmp import Runtime
+from affinity.picture import picture
+from affinity.plan import Request, plan_machine, plan_to_dict, worker_from_dict
+from tests.conftest import build_machine
+
+RUNTIME = Runtime()
+
+
+@st.composite
+def machines_and_requests(draw: st.DrawFn):
+    machine = build_machine(
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 30)),
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from(["block", "adjacent", "interleaved"])),
+    )
+    allowed = draw(st.one_of(st.just(set(machine.pus)), st.sets(st.sampled_from(machine.pus), min_size=1)))
+    machine = replace(machine, allowed_pus=tuple(sorted(allowed)))
+    cores = len(machine.allowed_cores)
+    request = Request(
+        ppn=draw(st.one_of(st.none(), st.integers(1, cores))),
+        smt=draw(st.booleans()),
+        nodes=draw(st.sampled_from([1, 4])),
+    )
+    return machine, request
+
+
+@given(machines_and_requests())
+def test_domains_are_disjoint_allowed_and_complete(drawn) -> None:
+    machine, request = drawn
+    plan = plan_machine(machine, request, RUNTIME)
+    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    seen: set = set()
+    for worker in plan.workers:
+        cores = {core_of[pu] for pu in worker.pus}
+        assert not cores & seen
+        seen |= cores
+        assert set(worker.pus) <= set(machine.allowed_pus)
+        assert len(worker.compute_pus) == worker.intra_op >= 1
+        assert not set(worker.compute_pus) & set(worker.comm_pus + worker.loader_pus)
+        assert dict(worker.env)["OMP_NUM_THREADS"] == str(worker.intra_op)
+    named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
+    assert named == set(machine.allowed_pus)
+    assert all(reason.why for reason in plan.reasons)
+    assert plan == plan_machine(machine, request, RUNTIME)
+
+
+@given(machines_and_requests())
+def test_no_worker_crosses_a_numa_node_that_it_need_not(drawn) -> None:
+    machine, request = drawn
+    plan = plan_machine(machine, request, RUNTIME)
+    node_of = {pu: core.numa_node for core in machine.cores for pu in core.pus}
+    spanning = [worker for worker in plan.workers if len({node_of[pu] for pu in worker.pus}) > 1]
+    nodes = {core.numa_node for core in machine.allowed_cores}
+    if len(plan.workers) >= len(nodes):
+        assert not spanning
+    elif spanning:
+        assert any("span" in text for text in plan.warnings)
+
+
+@given(machines_and_requests())
+def test_a_plan_survives_json(drawn) -> None:
+    plan = plan_machine(*drawn, RUNTIME)
+    data = json.loads(json.dumps(plan_to_dict(plan)))
+    assert tuple(worker_from_dict(data, i) for i in range(len(plan.workers))) == plan.workers
+
+
+def test_the_published_256_node_plan(golden) -> None:
+    plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=2, nodes=256), RUNTIME)
+    assert [(w.intra_op, w.inter_op, w.memory_policy, w.memory_nodes) for w in plan.workers] == [
+        (22, 2, "bind", (0,)),
+        (22, 2, "bind", (1,)),
+    ]
+    golden("skx-8160-2s-256nodes.txt", picture(plan))
+    golden("skx-8160-2s-256nodes.json", json.dumps(plan_to_dict(plan), indent=1))
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers", "intra"),
+    [
+        ((1, 1, 2, 1), 2, 1),  # two cores: one thread a worker
+        ((1, 1, 4, 2), 4, 1),
+        ((1, 1, 8, 2), 1, 7),
+        ((2, 1, 24, 2), 2, 23),  # 2 x 8160: one worker a package
+        ((2, 1, 28, 2), 4, 13),  # 2 x 8180: MLPerf's four workers
+    ],
+)
+def test_workers_of_ordinary_machines(machine, workers: int, intra: int) -> None:
+    plan = plan_machine(build_machine(*machine), Request(), RUNTIME)
+    assert [worker.intra_op for worker in plan.workers] == [intra] * workers
+
+
+def test_unequal_nodes_get_workers_in_proportion() -> None:
+    machine = build_machine(1, 2, 4, 1)
+    machine = replace(machine, allowed_pus=(0, 4, 5, 6, 7))
+    plan = plan_machine(machine, Request(ppn=3), RUNTIME)
+    assert [worker.compute_pus for worker in plan.workers] == [(0,), (4, 5), (6, 7)]
+    assert any("sets the pace" in text for text in plan.warnings)
+
+
+def test_a_worker_over_two_nodes_interleaves_its_memory_and_says_so() -> None:
+    plan = plan_machine(build_machine(2, 1, 4, 1), Request(ppn=1), RUNTIME)
+    assert (plan.workers[0].memory_policy, plan.workers[0].memory_nodes) == ("interleave", (0, 1))
+    assert plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (Request(ppn=64), "ppn=64 needs 64 cores; host made lends 48: set ppn to 48 or fewer"),
+        (Request(ppn=0), "ppn=0"),
+        (Request(ppn=2, threads=99), "threads=99"),
+        (Request(ppn=2, comm_cores=24), "leave none"),
+    ],
+)
+def test_what_does_not_fit_is_refused(request_: Request, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        plan_machine(build_machine(2, 1, 24, 2), request_, RUNTIME)
+
+
+def test_asked_threads_leave_the_rest_named() -> None:
+    plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=4, loader_cores=0), RUNTIME)
+    assert plan.workers[0].compute_pus == (0, 1, 2, 3)
+    assert {item.why: item.pus for item in plan.unused}["threads=4 asked for"] == (4, 5, 6, 7, 12, 13, 14, 15)
+
+
+def test_smt_on_computes_on_every_pu() -> None:
+    plan = plan_machine(build_machine(1, 1, 4, 2), Request(ppn=1, smt=True), RUNTIME)
+    assert plan.workers[0].intra_op == 8
+    assert not plan.unused
+
+
+def test_a_plan_of_another_schema_is_refused() -> None:
+    with pytest.raises(InputError, match="schema_version 99"):
+        worker_from_dict({"schema_version": 99, "workers": []}, 0)
