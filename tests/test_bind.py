@@ -40,7 +40,9 @@ def test_each_worker_gets_its_pus_and_environment(tmp_path: Path) -> None:
         assert env["AFFINITY_WORKER"] == str(worker.local_rank)
 
 
-@pytest.mark.parametrize("name", ["MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PALS_LOCAL_RANKID"])
+@pytest.mark.parametrize(
+    "name", ["MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PALS_LOCAL_RANKID"]
+)
 def test_any_launcher_tells_the_local_rank(tmp_path: Path, name: str) -> None:
     plan = this_plan()
     last = plan.workers[-1]

@@ -10,4 +10,4 @@ def warmup_linear(step: int, *, start_rate: float, peak_rate: float, warmup_step
         return start_rate + (peak_rate - start_rate) * step / warmup_steps
     if step >= total_steps:
         return 0.0
-    return peak_rate * (total_steps - step) / (total_steps - warmup_steps)
+    return peak_rate * ((total_steps - step) / (total_steps - warmup_steps))

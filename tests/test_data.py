@@ -1,0 +1,268 @@
+"""Folders, shards, order, decoding and loading, on real files."""
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from affinity.errors import InputError
+from cputrain.data.decode import ImageError, decode_evaluation, decode_training, random_box
+from cputrain.data.digits import write_digits
+from cputrain.data.loader import batches
+from cputrain.data.order import epoch_order, evaluation_share, rank_share, sample_generator
+from cputrain.data.prepare import prepare_folder
+from cputrain.data.shards import Shards
+from cputrain.data.source import open_dataset
+from cputrain.data.survey import survey
+from tests.conftest import write_images
+
+ODD = Path(__file__).parents[2] / "shared" / "data" / "odd-jpegs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images")
+
+
+def test_a_folder_is_opened_and_surveyed(folder: Path) -> None:
+    (folder / "train/class0/notes.txt").write_text("not an image")
+    dataset = open_dataset(str(folder))
+    found = survey(str(folder))
+    assert dataset.classes == found.classes == ("class0", "class1", "class2")
+    assert (len(dataset.train), len(dataset.val)) == (found.train, found.val) == (36, 15)
+    assert dataset.train.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert dataset.train.read(12) == (folder / "train/class1/000.jpg").read_bytes()
+
+
+def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
+    for path, told in (
+        (None, "no data.path"),
+        (str(tmp_path / "absent"), "is not there"),
+        (str(tmp_path), "no train/"),
+    ):
+        for reader in (survey, open_dataset):
+            with pytest.raises(InputError, match=told):
+                reader(path)
+    (folder / "val/other").mkdir()
+    with pytest.raises(InputError, match="val has classes that train/ lacks: other"):
+        survey(str(folder))
+    (tmp_path / "empty/train/a").mkdir(parents=True)
+    (tmp_path / "empty/val").mkdir()
+    with pytest.raises(InputError, match="holds no image"):
+        survey(str(tmp_path / "empty"))
+
+
+def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) -> None:
+    seen: list[None] = []
+    out = tmp_path / "shards"
+    splits = prepare_folder(folder, out, seed=3, shard_bytes=20_000, seen=lambda: seen.append(None))
+    assert splits["train"]["images"] == 36 and splits["train"]["shards"] > 1 and len(seen) == 51
+    plain, packed = open_dataset(str(folder)), open_dataset(str(out))
+    for a, b in ((plain.train, packed.train), (plain.val, packed.val)):
+        left = sorted((a.read(i), int(a.labels[i])) for i in range(len(a)))
+        assert left == sorted((b.read(i), int(b.labels[i])) for i in range(len(b)))
+    labels = packed.train.labels
+    assert len(set(labels[:12].tolist())) == 3, "categories are mixed"
+    assert (survey(str(out)).train, survey(str(out)).val) == (36, 15)
+
+
+def test_shards_are_webdataset_tars(folder: Path, tmp_path: Path) -> None:
+    prepare_folder(folder, tmp_path / "out", seed=1)
+    packed = Shards(tmp_path / "out", "train")
+    with tarfile.open(tmp_path / "out/train-00000.tar") as tar:
+        members = tar.getmembers()
+        for i in range(len(packed)):
+            image, label = members[2 * i : 2 * i + 2]
+            assert Path(image.name).stem == Path(label.name).stem == f"{i:08d}"
+            assert tar.extractfile(image).read() == packed.read(i)
+            assert int(tar.extractfile(label).read()) == packed.labels[i]
+
+
+def test_the_shuffle_is_its_seed_s(folder: Path, tmp_path: Path) -> None:
+    order = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        prepare_folder(folder, tmp_path / name, seed=seed)
+        order.append(Shards(tmp_path / name, "train").labels.tolist())
+    assert order[0] == order[1] != order[2]
+
+
+def test_damaged_shards_are_noticed(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_folder(folder, out, seed=1)
+    shard = out / "train-00000.tar"
+    packed = Shards(out, "train")
+    data = bytearray(shard.read_bytes())
+    data[int(packed.index[4]["offset"]) + 100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(OSError, match="checksum"):
+        Shards(out, "train").read(4)
+    assert Shards(out, "train").read(5) == packed.read(5)
+    shard.write_bytes(data[: len(data) // 2])
+    with pytest.raises(InputError, match=r"train-00000.tar has [\d,]+ bytes; its index needs"):
+        Shards(out, "train")
+    shard.unlink()
+    with pytest.raises(InputError, match=r"train-00000.tar"):
+        Shards(out, "train")
+    (out / "manifest.json").write_text('{"version": 9}')
+    with pytest.raises(InputError, match="version 9"):
+        survey(str(out))
+
+
+def test_prepare_never_overwrites_and_leaves_nothing_half_made(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(InputError, match="already there"):
+        prepare_folder(folder, out, seed=1)
+    (folder / "train/class1/000.jpg").unlink()
+    (folder / "train/class1/000.jpg").symlink_to("/nowhere.jpg")
+    splits = prepare_folder(folder, tmp_path / "fine", seed=1)
+    assert splits["train"]["images"] == 35  # a dangling link is no file
+
+
+def test_the_digits_are_real(tmp_path: Path) -> None:
+    write_digits(tmp_path / "digits")
+    found = survey(str(tmp_path / "digits"))
+    assert found.classes == tuple("0123456789")
+    assert (found.train + found.val, found.val) == (1797, 355)
+    pixels = np.asarray(Image.open(tmp_path / "digits/train/0/0000.png"))
+    assert pixels.shape == (8, 8) and pixels.max() == 239  # 15 of 16 greys
+
+
+@given(images=st.integers(1, 500), workers=st.integers(1, 8), local=st.integers(1, 8), seed=st.integers(0, 9))
+def test_ranks_cut_an_epoch_without_overlap(images: int, workers: int, local: int, seed: int) -> None:
+    order = epoch_order(images, seed, 2)
+    assert sorted(order.tolist()) == list(range(images))
+    batch = workers * local
+    steps = images // batch
+    shares = [
+        rank_share(order, step, global_batch=batch, rank=rank, world_size=workers)
+        for step in range(steps)
+        for rank in range(workers)
+    ]
+    assert all(len(share) == local for share in shares)
+    # In the order of steps and ranks the shares are the permutation itself: the same whatever the number of workers.
+    assert np.concatenate([*shares, order[steps * batch :]]).tolist() == order.tolist()
+
+
+def test_epochs_and_seeds_differ() -> None:
+    assert epoch_order(50, 1, 0).tolist() != epoch_order(50, 1, 1).tolist() != epoch_order(50, 2, 1).tolist()
+    assert (
+        sample_generator(1, 0, 7).random() == sample_generator(1, 0, 7).random() != sample_generator(1, 1, 7).random()
+    )
+
+
+@given(images=st.integers(0, 300), workers=st.integers(1, 9))
+def test_evaluation_sees_each_image_once(images: int, workers: int) -> None:
+    shares = [evaluation_share(images, rank, workers).tolist() for rank in range(workers)]
+    assert sorted(sum(shares, [])) == list(range(images))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(
+    size=st.tuples(st.integers(1, 700), st.integers(1, 700)),
+    seed=st.integers(0, 1000),
+    min_area=st.floats(0.05, 1),
+    max_aspect=st.floats(1, 2),
+)
+def test_random_boxes_lie_inside(size: tuple[int, int], seed: int, min_area: float, max_aspect: float) -> None:
+    width, height = size
+    box = random_box(width, height, np.random.default_rng(seed), min_area=min_area, max_aspect=max_aspect)
+    assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
+
+
+def encoded(pixels: np.ndarray, form: str = "png") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format=form)
+    return buffer.getvalue()
+
+
+def test_evaluation_is_resize_and_centre_crop() -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((48, 32), Image.Resampling.BILINEAR)
+    expected = np.asarray(image)[2:30, 10:38]
+    assert np.array_equal(decode_evaluation(encoded(pixels), 32, 28), expected)
+
+
+def test_training_crops_are_seeded_and_flipped() -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
+
+    def crop(seed: int, flip: bool = True) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        return decode_training(encoded(pixels), 32, rng, min_area=0.3, max_aspect=4 / 3, flip=flip)
+
+    assert crop(1).shape == (32, 32, 3)
+    assert np.array_equal(crop(1), crop(1)) and not np.array_equal(crop(1), crop(2))
+    flipped = [not np.array_equal(crop(seed), crop(seed, flip=False)) for seed in range(40)]
+    assert 8 < sum(flipped) < 32
+    assert all(np.array_equal(crop(seed)[:, ::-1], crop(seed, flip=False)) for seed, was in enumerate(flipped) if was)
+
+
+@pytest.mark.parametrize("form", ["L", "LA", "P", "RGBA", "CMYK", "1"])
+def test_every_kind_of_image_becomes_rgb(form: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 30), (200, 100, 50)).convert(form).save(buffer, format="TIFF" if form == "CMYK" else "PNG")
+    assert decode_evaluation(buffer.getvalue(), 16, 16).shape == (16, 16, 3)
+
+
+def test_damage_is_an_image_error() -> None:
+    whole = encoded(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8), "jpeg")
+    for data in (b"", b"<html>404</html>", whole[: len(whole) // 2], whole[:30]):
+        with pytest.raises(ImageError):
+            decode_evaluation(data, 32, 32)
+        with pytest.raises(ImageError):
+            decode_training(data, 32, np.random.default_rng(0), min_area=0.5, max_aspect=1.3, flip=True)
+
+
+def test_odd_jpegs_are_taken_or_named() -> None:
+    """Those that Pillow takes are pixels, the others an ImageError; nothing else comes out."""
+    damaged = set()
+    for path in sorted(ODD.glob("*.*")):
+        if path.suffix == ".md":
+            continue
+        try:
+            assert decode_evaluation(path.read_bytes(), 64, 64).shape == (64, 64, 3)
+        except ImageError:
+            damaged.add(path.name)
+    if ODD.is_dir():
+        assert {"derived_html_404.JPEG", "derived_truncated60pct.JPEG", "derived_zero_bytes.JPEG"} <= damaged
+        assert "derived_cmyk_adobe.JPEG" not in damaged
+
+
+def test_batches_come_in_order_with_damage_marked(folder: Path) -> None:
+    (folder / "train/class0/003.jpg").write_bytes(b"junk")
+    images = open_dataset(str(folder)).train
+    shares = [np.array([0, 3, 12]), np.array([30, 1])]
+    got = list(batches(images, shares, lambda data, i: decode_evaluation(data, 16, 16), crop=16, threads=2, pus=()))
+    assert [batch.labels.tolist() for batch in got] == [[0, 0, 1], [2, 0]]
+    assert [batch.weights.tolist() for batch in got] == [[1, 0, 1], [1, 1]]
+    assert len(got[0].damaged) == 1 and "class0/003.jpg" in got[0].damaged[0]
+    assert (got[0].images[1] == 128).all()
+    expected = decode_evaluation(images.read(12), 16, 16)
+    assert np.array_equal(got[0].images[2].numpy(), expected)
+
+
+def test_loader_threads_stay_on_their_pus(folder: Path) -> None:
+    pu = max(os.sched_getaffinity(0))
+    where: set[tuple[int, ...]] = set()
+
+    def decode(data: bytes, i: int) -> np.ndarray:
+        where.add(tuple(os.sched_getaffinity(0)))
+        return decode_evaluation(data, 8, 8)
+
+    images = open_dataset(str(folder)).train
+    list(batches(images, [np.arange(8)], decode, crop=8, threads=2, pus=(pu,)))
+    assert where == {(pu,)}
+
+
+def test_a_failing_thread_is_an_error_at_once(folder: Path) -> None:
+    def decode(data: bytes, i: int) -> np.ndarray:
+        raise ZeroDivisionError("a defect, not a damaged image")
+
+    with pytest.raises(ZeroDivisionError):
+        next(batches(open_dataset(str(folder)).train, [np.arange(4)], decode, crop=8, threads=1, pus=()))

@@ -1,0 +1,123 @@
+"""Networks, optimizer, checkpoint and accuracy, each against a plain reference."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from affinity.errors import InputError
+from cputrain.checkpoint import BEST, list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.engine import Normalize, prepare_model
+from cputrain.evaluate import in_top
+from cputrain.models.build import batchnorms, build_model
+from cputrain.optim.build import build_optimizer, set_rate
+from cputrain.recipe import DataSection, ModelSection, OptimSection
+
+
+def test_resnet50_is_the_real_one() -> None:
+    model = build_model(ModelSection(name="resnet50", bn_decay=0.95), classes=1000)
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+    assert all(layer.momentum == pytest.approx(0.05) for layer in batchnorms(model))
+    assert len(batchnorms(model)) == 53
+    assert all((layer.weight == 1).all() for layer in batchnorms(model))
+
+
+def test_zero_gamma_makes_blocks_identities() -> None:
+    model = build_model(ModelSection(name="resnet18", zero_gamma="last_of_block"), classes=10)
+    assert sum(bool((layer.weight == 0).all()) for layer in batchnorms(model)) == 8
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_engine_lays_weights_out_channels_last() -> None:
+    model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10), "native")
+    assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_normalize_is_the_formula_and_channels_last() -> None:
+    data = DataSection()
+    images = torch.randint(0, 256, (2, 5, 7, 3), dtype=torch.uint8)
+    got = Normalize(data)(images)
+    expected = (images.permute(0, 3, 1, 2) / 255 - torch.tensor(data.mean).view(3, 1, 1)) / torch.tensor(data.std).view(
+        3, 1, 1
+    )
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("decay_all", [True, False])
+def test_momentum_steps_beside_a_plain_reference(decay_all: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    optimizer = build_optimizer(model, OptimSection(momentum=0.9, weight_decay=0.01, decay_bn_and_bias=decay_all))
+    weights = [p.detach().clone() for p in model.parameters()]
+    velocity = [torch.zeros_like(w) for w in weights]
+    for step in range(20):
+        rate = 0.1 / (step + 1)
+        loss = model(torch.randn(8, 3, 8, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for w, v, p in zip(weights, velocity, model.parameters(), strict=True):
+            decay = 0.01 if decay_all or w.ndim > 1 else 0.0
+            v.mul_(0.9).add_(p.grad + decay * w)
+            w.sub_(rate * v)
+        set_rate(optimizer, rate)
+        optimizer.step()
+    for w, p in zip(weights, model.parameters(), strict=True):
+        assert torch.allclose(w, p, rtol=1e-4, atol=1e-6)
+
+
+def test_in_top_counts_like_sorting() -> None:
+    logits = torch.randn(50, 7)
+    labels = torch.randint(0, 7, (50,))
+    order = logits.argsort(dim=1, descending=True)
+    for k in (1, 5, 9):
+        expected = [float(label in row[:k]) for row, label in zip(order.tolist(), labels.tolist(), strict=True)]
+        assert in_top(logits, labels, k).tolist() == expected
+
+
+def small() -> tuple[nn.Module, torch.optim.SGD]:
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(model, OptimSection())
+    model(torch.randn(4, 3)).sum().backward()
+    set_rate(optimizer, 0.1)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_checkpoints_restore_everything_and_are_pruned(tmp_path: Path) -> None:
+    model, optimizer = small()
+    for step in (5, 10, 15):
+        save_checkpoint(tmp_path, model, optimizer, step=step, top1=float(step), keep=2, best=step == 5)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-0000010.pt", "step-0000015.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, "step-0000010.pt", "step-0000015.pt"]
+    other, fresh = nn.Linear(3, 2), None
+    fresh = build_optimizer(other, OptimSection())
+    assert load_checkpoint(tmp_path / BEST, other, fresh) == {"step": 5, "top1": 5.0}
+    assert torch.equal(other.weight, model.weight)
+    ours, theirs = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert all(torch.equal(ours[k]["momentum_buffer"], theirs[k]["momentum_buffer"]) for k in ours)
+
+
+def test_a_checkpoint_of_another_model_names_the_keys(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, *small(), step=1, top1=math.nan, keep=1, best=False)
+    with pytest.raises(InputError, match=r"2 keys differ, first bias: \(2,\) there, \(4,\) here"):
+        load_checkpoint(path, nn.Linear(3, 4))
+
+
+def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, *small(), step=1, top1=1.0, keep=1, best=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="cannot read checkpoint"):
+        load_checkpoint(path, nn.Linear(3, 2))
+
+    class Hostile:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save(Hostile(), path)
+    with pytest.raises(InputError, match="cannot read checkpoint"):
+        load_checkpoint(path, nn.Linear(3, 2))
+    assert not (tmp_path / "ran").exists()
