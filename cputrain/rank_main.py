@@ -7,7 +7,7 @@ from pathlib import Path
 from affinity.bind import PLAN_VARIABLE, Observed
 from affinity.plan import WorkerPlan
 from cputrain.checkpoint import load_checkpoint
-from cputrain.comm.group import gather, on_rank_0
+from cputrain.comm.group import end_group, gather, on_rank_0
 from cputrain.engine import prepare_model
 from cputrain.evaluate import evaluate
 from cputrain.events import Events
@@ -15,7 +15,7 @@ from cputrain.files import write_atomic
 from cputrain.models.build import build_model
 from cputrain.recipe import Recipe
 from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
-from cputrain.session import Session, binding_record, describe_environment, end_session, start_session
+from cputrain.session import Session, binding_record, describe_environment, start_session
 from cputrain.train import Outcome, train
 from mpi.rank import Rank
 
@@ -45,7 +45,7 @@ def train_rank(
             )
     else:
         outcome = train(session, None, resume=resume)
-    end_session()
+    end_group()
     if session.leads:
         _say_end(session, outcome)
 
@@ -57,7 +57,7 @@ def eval_rank(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed
     load_checkpoint(checkpoint, network)
     accuracy = evaluate(network, session)
     damaged = sorted(name for names in gather(accuracy.damaged) for name in names)
-    end_session()
+    end_group()
     if session.leads:
         if damaged:
             print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")

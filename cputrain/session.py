@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from affinity.bind import Observed
 from affinity.plan import WorkerPlan
@@ -55,11 +54,6 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
     )
     start_group(rank, worker)
     return Session(recipe=recipe, rank=rank, worker=worker, observed=observed, dataset=dataset, numbers=numbers)
-
-
-def end_session() -> None:
-    """Leave the group."""
-    dist.destroy_process_group()
 
 
 def describe_environment() -> dict[str, Any]:

@@ -31,7 +31,7 @@ def command(kind: str, source: Path, out: Path, seed: int, shard_mib: int) -> No
         raise InputError(f"{out} is already there: remove it, or prepare into another folder")
     if kind == "digits":
         write_digits(source)
-    with tqdm(unit="img", file=sys.stderr, desc=f"packing {source}", leave=False) as bar:
+    with tqdm(unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:
         splits = prepare_folder(source, out, seed=seed, shard_bytes=shard_mib * MIB, seen=bar.update)
     for split, counts in splits.items():
         click.echo(f"{out}: {split} {counts['images']:,} images in {counts['shards']} shard(s)")

@@ -1,11 +1,16 @@
-"""The process group: its start, and the few things that ranks agree on."""
+"""The process group: its start and end, and the few things that ranks agree on."""
 
+import gc
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
+# gloo's threads would then outlive destroy_process_group and abort the interpreter's exit now and then.
+import torch.distributed.nn.functional
 
 from affinity.bind import running_on
 from affinity.errors import InputError
@@ -28,6 +33,12 @@ def start_group(rank: Rank, worker: WorkerPlan) -> None:
     os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", DEFAULT_PORT))))
     with running_on(worker.comm_pus):
         dist.init_process_group("gloo")
+
+
+def end_group() -> None:
+    """Leave the group and end its threads."""
+    gc.collect()  # DDP's reference cycles hold the group too
+    dist.destroy_process_group()
 
 
 def on_rank_0(action: Callable[[], T]) -> T | None:
