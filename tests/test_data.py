@@ -160,7 +160,7 @@ def test_epochs_and_seeds_differ() -> None:
 @given(images=st.integers(0, 300), workers=st.integers(1, 9))
 def test_evaluation_sees_each_image_once(images: int, workers: int) -> None:
     shares = [evaluation_share(images, rank, workers).tolist() for rank in range(workers)]
-    assert sorted(sum(shares, [])) == list(range(images))
+    assert sorted(i for share in shares for i in share) == list(range(images))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 

@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_p
     code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(0.5); "
     code += "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(300)"
     started = time.monotonic()
-    with pytest.raises(RunError, match="rank 1 on .* was ended by SIGKILL"):
+    with pytest.raises(RunError, match=r"rank 1 on \S+ was ended by SIGKILL"):
         run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
     assert time.monotonic() - started < 10
 

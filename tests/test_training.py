@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_the_training_and_is_named(place: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (events.is_file() and '"step"' in events.read_text()):
         time.sleep(0.1)
-    listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     ranks = {
         int(pid): dict(
             pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair
