@@ -1,7 +1,7 @@
 """The peer: an ordinary PyTorch training of ResNet-50, as people write it; prints the median seconds of a step.
 
-torchvision's network in its default layout, PIL images through torchvision's transforms, one DataLoader worker, DDP over
-gloo when torchrun starts it.
+torchvision's network in its default layout, PIL images through torchvision's transforms, one DataLoader worker, DDP
+over gloo when torchrun starts it.
 """
 
 import argparse
