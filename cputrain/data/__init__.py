@@ -1,0 +1,1 @@
+"""Images: from raw files to shards, from either to batches."""

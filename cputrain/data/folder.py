@@ -1,0 +1,50 @@
+"""An image folder, SPLIT/CLASS/*.jpg, read as it lies."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from affinity.errors import InputError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+SPLITS = ("train", "val")
+
+
+def class_names(root: Path) -> tuple[str, ...]:
+    """The classes of train/, sorted: their places are the labels.
+
+    Raises InputError when a split is missing, train/ has no class, or val/ has one that train/ lacks.
+    """
+    found = {split: _folders(root, split) for split in SPLITS}
+    if not found["train"]:
+        raise InputError(f"{root / 'train'} has no class folders: put images into train/CLASS/")
+    extra = sorted(set(found["val"]) - set(found["train"]))
+    if extra:
+        raise InputError(f"{root / 'val'} has classes that train/ lacks: {', '.join(extra[:5])}: add them or take them out")
+    return tuple(found["train"])
+
+
+def list_images(root: Path, split: str, classes: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Paths and labels of a split, in the order of class and file name. Raises InputError when it holds no image."""
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        folder = root / split / name
+        if not folder.is_dir():
+            continue  # val/ need not show every class
+        with os.scandir(folder) as entries:
+            names = sorted(e.name for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file())
+        paths += [f"{folder}/{name}" for name in names]
+        labels += [label] * len(names)
+    if not paths:
+        raise InputError(f"{root / split} holds no image ({' '.join(SUFFIXES)}): put images into {split}/CLASS/")
+    return paths, labels
+
+
+def _folders(root: Path, split: str) -> list[str]:
+    if not root.is_dir():
+        raise InputError(f"data folder {root} is not there: set data.path to a folder with train/ and val/")
+    folder = root / split
+    if not folder.is_dir():
+        raise InputError(f"{root} has no {split}/ folder: an image folder is train/CLASS/* and val/CLASS/*")
+    return sorted(d.name for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))

@@ -1,0 +1,28 @@
+"""Which image is used when: pure functions of seed, epoch and step, the same whatever the number of workers."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Order = NDArray[np.int64]
+
+
+def epoch_order(images: int, seed: int, epoch: int) -> Order:
+    """The epoch's permutation of all images, shape (images,): a category-shuffled pass."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(images)
+
+
+def rank_share(order: Order, step: int, *, global_batch: int, rank: int, world_size: int) -> Order:
+    """The images of one rank in one step: its consecutive slice of the step's global batch."""
+    share = global_batch // world_size
+    start = step * global_batch + rank * share
+    return order[start : start + share]
+
+
+def evaluation_share(images: int, rank: int, world_size: int) -> Order:
+    """Every world_size-th image from rank on: over all ranks each image exactly once, sizes differ by at most one."""
+    return np.arange(rank, images, world_size)
+
+
+def sample_generator(seed: int, epoch: int, image: int) -> np.random.Generator:
+    """The source of one image's augmentation in one epoch."""
+    return np.random.Generator(np.random.Philox(key=[seed, (epoch << 40) | image]))
