@@ -1,6 +1,7 @@
 """events.jsonl: what happened, one JSON object a line."""
 
 import json
+import math
 import time
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +17,9 @@ class Events:
         self._file: TextIO = (folder / FILE).open("a", buffering=1)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append {"event": event, "time": unix seconds, ...}."""
-        self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n")
+        """Append {"event": event, "time": unix seconds, ...}; JSON has no NaN or infinity, those become null."""
+        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **known}) + "\n")
 
     def __enter__(self) -> "Events":
         return self

@@ -26,7 +26,7 @@ class Stream:
             self._line(line.rpartition(b"\r")[2])
         _, carriage, last = rest.rpartition(b"\r")
         self._pending = (carriage + last) if carriage else rest
-        if carriage and last:
+        if last.strip() and carriage:
             self._progress(last)
         self.terminal.flush()
 

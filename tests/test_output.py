@@ -31,7 +31,7 @@ def test_a_bar_moves_on_a_terminal_and_stays_out_of_the_log() -> None:
 
 
 def test_a_bar_is_a_line_now_and_then_elsewhere() -> None:
-    shown, log = feed(io.StringIO(), b"\r10%", b"\r20%", b"\r30%", b"\rdone\n", label="")
+    shown, log = feed(io.StringIO(), b"\r   \r", b"\r10%", b"\r20%", b"\r30%", b"\rdone\n", label="")
     assert shown == "10%\ndone\n"
     assert log == b"10%\ndone\n"
 

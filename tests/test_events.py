@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from cputrain.events import FILE, Events, read_events
+from cputrain.files import write_atomic, write_with
+from cputrain.report.page import write_report
+
+
+def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with Events(tmp_path) as events:
+            events.write("step", step=step, loss=float("nan") if step == 2 else 0.5)
+    assert [(e["event"], e["step"], e["loss"]) for e in read_events(tmp_path)] == [("step", 1, 0.5), ("step", 2, None)]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"event": "start"}\n{"event": "st')
+    assert read_events(tmp_path) == [{"event": "start"}]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a/b.json"
+    write_atomic(path, b"old")
+
+    def fail(file) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_with(path, fail)
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+
+
+def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run"):
+        write_report(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("name: <x>\n")
+    with Events(tmp_path) as events:
+        events.write("start", bindings=[])
+        events.write("warning", what="damaged images", images=["<b>.jpg"])
+    html = write_report(tmp_path).read_text()
+    assert "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html
