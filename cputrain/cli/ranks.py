@@ -1,6 +1,8 @@
 """What `train` and `eval` share: which rank this process is, and the worker it is bound as."""
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from dataclasses import replace
@@ -13,6 +15,8 @@ from affinity.sysfs import this_machine
 from cputrain.recipe import Recipe, request_of
 from cputrain.run_folder import write_plan
 from mpi.rank import Rank, discover
+
+SCRATCH_VARIABLE = "CPUTRAIN_SCRATCH"  # the folder of a plan that a rank has made for itself, to be removed at its end
 
 
 def this_rank() -> Rank | None:
@@ -29,6 +33,8 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
     if worker is None:
         _bind_and_restart(recipe, rank, check=check)
     assert worker is not None
+    if SCRATCH_VARIABLE in os.environ:
+        atexit.register(shutil.rmtree, os.environ[SCRATCH_VARIABLE], ignore_errors=True)
     if check:
         verify(worker)
     return worker, observe()
@@ -42,6 +48,7 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
     request = request_of(recipe.plan, nodes=rank.world_size // rank.local_world_size)
     ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
     plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime())
-    path = Path(tempfile.mkdtemp(prefix="cputrain-")) / "plan.json"
+    os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")
+    path = Path(os.environ[SCRATCH_VARIABLE]) / "plan.json"
     write_plan(path, plan)
     become(plan.workers[index], path, (sys.executable, "-m", "cputrain", *sys.argv[1:]), check=check)

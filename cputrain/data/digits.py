@@ -16,7 +16,9 @@ def write_digits(out: Path) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError("the digits come with scikit-learn, which is not installed: pip install 'cputrain[demo]'") from None
+        raise InputError(
+            "the digits come with scikit-learn, which is not installed: pip install 'cputrain[demo]'"
+        ) from None
     if out.exists():
         raise InputError(f"{out} is already there: remove it, or name another folder")
     digits = load_digits()

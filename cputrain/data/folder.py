@@ -20,7 +20,9 @@ def class_names(root: Path) -> tuple[str, ...]:
         raise InputError(f"{root / 'train'} has no class folders: put images into train/CLASS/")
     extra = sorted(set(found["val"]) - set(found["train"]))
     if extra:
-        raise InputError(f"{root / 'val'} has classes that train/ lacks: {', '.join(extra[:5])}: add them or take them out")
+        raise InputError(
+            f"{root / 'val'} has classes that train/ lacks: {', '.join(extra[:5])}: add them or take them out"
+        )
     return tuple(found["train"])
 
 
