@@ -22,6 +22,7 @@ from mpi.output import Stream
 POLL_S = 0.05
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
 GRACE_S = 5.0  # between asking a worker to stop and killing it
+REAP_S = 2.0  # what a killed worker had started is reaped by init; waited for at most this long
 LAST_LINES = 15
 PR_SET_PDEATHSIG = 1
 
@@ -189,14 +190,21 @@ def _tear_down(workers: list[Worker]) -> None:
         _signal_groups(workers, signal.SIGKILL)
         for worker in workers:
             worker.process.wait()
+        deadline = time.monotonic() + REAP_S
+        while time.monotonic() < deadline and _signal_groups(workers, 0):
+            time.sleep(POLL_S)
 
 
-def _signal_groups(workers: list[Worker], number: signal.Signals) -> None:
+def _signal_groups(workers: list[Worker], number: int) -> bool:
+    """Send a signal (0: none) to every worker and what it started; whether any of them is still there."""
+    found = False
     for worker in workers:
         try:
             os.killpg(worker.process.pid, number)  # a session's leader gives its group its own pid
+            found = True
         except ProcessLookupError:
             continue  # the whole group is gone already
+    return found
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
