@@ -162,9 +162,12 @@ def become(worker: WorkerPlan, plan_path: Path, command: tuple[str, ...], *, che
     if check:
         verify(worker)
     sys.stdout.flush()
-    marks = {PLAN_VARIABLE: str(plan_path.resolve()), WORKER_VARIABLE: str(worker.local_rank)}
+    env = {**os.environ, **dict(worker.env)}
+    if "LD_PRELOAD" in os.environ and "LD_PRELOAD" in dict(worker.env):
+        env["LD_PRELOAD"] += ":" + os.environ["LD_PRELOAD"]  # what the user preloads stays, behind the plan's
+    env |= {PLAN_VARIABLE: str(plan_path.resolve()), WORKER_VARIABLE: str(worker.local_rank)}
     try:
-        os.execvpe(command[0], command, {**os.environ, **dict(worker.env), **marks})
+        os.execvpe(command[0], command, env)
     except OSError as error:
         raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
 

@@ -12,6 +12,7 @@ from affinity.openmp import Runtime, environment, explain
 from affinity.rules import Reason
 
 SCHEMA_VERSION = 1
+LEAST = {"ppn": 1, "threads": 1, "inter_op": 1, "comm_cores": 0, "loader_cores": 0, "nodes": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +78,10 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     Invariants, checked before returning: domains are disjoint and inside the allowed set; no two workers share a
     core; every allowed PU is used or named with a reason. Raises InputError when the request does not fit the host.
     """
-    for what in ("ppn", "threads", "inter_op", "nodes"):
+    for what, least in LEAST.items():
         value = getattr(request, what)
-        if value is not None and value < 1:
-            raise InputError(f"{what}={value}: must be 1 or more")
+        if value is not None and value < least:
+            raise InputError(f"{what}={value}: must be {least} or more")
     if not machine.allowed_pus:
         raise InputError(f"host {machine.name} lends this process no PU: look at its cpuset")
     ppn, why_ppn = rules.workers_per_host(machine, request.ppn)
@@ -225,8 +226,11 @@ def worker_from_dict(plan: dict[str, Any], local_rank: int) -> WorkerPlan:
     if plan.get("schema_version") != SCHEMA_VERSION:
         found = plan.get("schema_version")
         raise InputError(f"plan has schema_version {found}; this program reads {SCHEMA_VERSION}: make the plan again")
-    workers = plan["workers"]
+    workers = plan.get("workers", ())
     if not 0 <= local_rank < len(workers):
         raise InputError(f"local rank {local_rank} is not in the plan, which has {len(workers)} workers per host")
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in workers[local_rank].items()}
-    return WorkerPlan(**{**fields, "env": tuple(fields["env"].items())})
+    try:
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in workers[local_rank].items()}
+        return WorkerPlan(**{**fields, "env": tuple(fields["env"].items())})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"worker {local_rank} of the plan is damaged ({error!r}): make the plan again") from None

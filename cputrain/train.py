@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from affinity.errors import RunError
+from affinity.errors import InputError, RunError
 from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from cputrain.comm.group import gather, total
 from cputrain.data.decode import Pixels, decode_training
@@ -132,6 +132,10 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
     optimizer = build_optimizer(network, recipe.optim)
     saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
     done: dict[str, Any] = load_checkpoint(saved[-1], network, optimizer) if saved else {"step": 0, "top1": math.nan}
+    if len(set(gather(done["step"]))) > 1:
+        raise InputError(
+            f"--resume: ranks find different checkpoints in {recipe.folder}: put it where all hosts see it"
+        )
     # DDP sends rank 0's weights to all. Running statistics stay each rank's own until they are averaged to evaluate.
     keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
     model = DistributedDataParallel(network, gradient_as_bucket_view=True, **keep_buffers)

@@ -35,31 +35,37 @@ CONVENTIONS = (
 
 def discover(env: Mapping[str, str]) -> Rank | None:
     """This process's rank, or None when no launcher started it. Raises InputError on half a convention."""
+    halves = []
     for launcher, *names in CONVENTIONS:
         if names[0] not in env or names[1] not in env:
             continue
         missing = [name for name in names if name not in env]
         if missing:
-            raise InputError(
-                f"{names[0]} is set but {', '.join(missing)} is not: start through a launcher that sets all"
-            )
+            halves.append(f"{names[0]} is set but {', '.join(missing)} is not")
+            continue
         rank, world, local, local_world = (_number(env, name) for name in names)
         return _checked(
             Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, launcher=launcher)
         )
-    # A batch script itself has SLURM_PROCID too; only srun's tasks belong to a numbered step.
+    # srun leaves half of PMI's variables too. A batch script has SLURM_PROCID like a task, but only tasks belong to a
+    # numbered step; a step of one task is most often a shell, in which people start things themselves.
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
-        node = _number(env, "SLURM_NODEID")
-        return _checked(
-            Rank(
-                rank=_number(env, "SLURM_PROCID"),
-                world_size=_number(env, "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_STEP_NUM_TASKS"),
-                local_rank=_number(env, "SLURM_LOCALID"),
-                local_world_size=tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[node],
-                launcher="srun",
-            )
-        )
+        return _srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None
+    if halves:
+        raise InputError(f"{'; '.join(halves)}: start through a launcher that sets all")
     return None
+
+
+def _srun_rank(env: Mapping[str, str]) -> Rank:
+    return _checked(
+        Rank(
+            rank=_number(env, "SLURM_PROCID"),
+            world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_number(env, "SLURM_LOCALID"),
+            local_world_size=tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[_number(env, "SLURM_NODEID")],
+            launcher="srun",
+        )
+    )
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +37,19 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def need(package: str, program: str) -> None:
-    """Skip the test where a system package is absent; where all must run, fail."""
-    if shutil.which(program):
-        return
-    message = f"needs the system package {package} ({program})"
-    if os.environ.get("CPUTRAIN_REQUIRE_REAL") == "1":
-        pytest.fail(message)
-    pytest.skip(message)
+    """Skip the test where a system package is absent."""
+    if not shutil.which(program):
+        pytest.skip(f"needs the system package {package} ({program})")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where everything must run, a skip is a failure."""
+    report = yield
+    if report.skipped and os.environ.get("CPUTRAIN_REQUIRE_REAL") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"skipped though CPUTRAIN_REQUIRE_REAL=1: {report.longrepr}"
+    return report
 
 
 def build_machine(

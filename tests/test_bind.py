@@ -50,6 +50,13 @@ def test_any_launcher_tells_the_local_rank(tmp_path: Path, name: str) -> None:
     assert tuple(json.loads(result.stdout)[0]) == last.pus
 
 
+def test_a_user_s_preload_stays_behind_the_plan_s(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan())
+    plan["workers"][0]["env"]["LD_PRELOAD"] = "libm.so.6"
+    result = bind(plan, tmp_path, "--local-rank", "0", LD_PRELOAD="libdl.so.2")
+    assert json.loads(result.stdout)[1]["LD_PRELOAD"] == "libm.so.6:libdl.so.2"
+
+
 def planned_wrong(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A plan for one PU more than there are: the kernel silently gives those that exist."""
     plan = plan_to_dict(this_plan(ppn=1))

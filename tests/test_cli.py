@@ -83,6 +83,8 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--hosts", "a,a"), "names a host twice"),
         (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but --hosts names 2"),
         (("launch", "--nodes", "2", "--", "true"), "on this host only"),
+        (("launch", "--pnn", "2", "--", "true"), "No such option"),
+        (("launch",), "Missing argument"),
         (("train", "imagefolder"), "no data.path"),
         (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere is not there"),
         (
@@ -104,6 +106,11 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tu
     before = files(tmp_path)
     assert told in refused(cputrain(*arguments, cwd=tmp_path))
     assert files(tmp_path) == before
+
+
+def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
+    result = cputrain("plan", "demo-digits", cwd=tmp_path)
+    assert result.returncode == 0 and "data/digits, not here" in result.stdout
 
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:

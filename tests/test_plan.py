@@ -119,6 +119,7 @@ def test_a_worker_over_two_nodes_interleaves_its_memory_and_says_so() -> None:
     [
         (Request(ppn=64), "ppn=64 needs 64 cores; host made lends 48: set ppn to 48 or fewer"),
         (Request(ppn=0), "ppn=0"),
+        (Request(comm_cores=-1), "comm_cores=-1: must be 0 or more"),
         (Request(ppn=2, threads=99), "threads=99"),
         (Request(ppn=2, comm_cores=24), "leave none"),
     ],
@@ -138,6 +139,12 @@ def test_smt_on_computes_on_every_pu() -> None:
     plan = plan_machine(build_machine(1, 1, 4, 2), Request(ppn=1, smt=True), RUNTIME)
     assert plan.workers[0].intra_op == 8
     assert not plan.unused
+
+
+def test_a_damaged_plan_is_refused() -> None:
+    for workers in ([{}], [None], [{"local_rank": 0}]):
+        with pytest.raises(InputError, match="damaged"):
+            worker_from_dict({"schema_version": 1, "workers": workers}, 0)
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:

@@ -17,7 +17,7 @@ ENVIRONMENTS = {
     "pals": {"PALS_RANKID": "3", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
     "srun": {
         "SLURM_PROCID": "3",
-        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_LOCALID": "1",
         "SLURM_NODEID": "1",
         "SLURM_STEP_ID": "0",
@@ -37,6 +37,13 @@ def test_every_launcher_is_understood(launcher: str) -> None:
 def test_no_launcher_is_no_rank() -> None:
     assert discover({}) is None
     assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script, not a task
+    shell = {**ENVIRONMENTS["srun"], "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert discover(shell) is None  # srun --pty bash
+
+
+def test_srun_with_pmi2_is_srun() -> None:
+    rank = discover({**ENVIRONMENTS["srun"], "PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert rank is not None and rank.launcher == "srun"
 
 
 @pytest.mark.parametrize(

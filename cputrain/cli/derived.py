@@ -1,5 +1,7 @@
 """A recipe's derivation as text, with or without its data at hand."""
 
+from pathlib import Path
+
 from affinity.rules import Reason
 from cputrain.data.survey import Survey, survey
 from cputrain.derivation import Numbers, derive, explain
@@ -10,10 +12,11 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int) -> str:
     """How the recipe's numbers come about; images are counted, or taken from the recipe where it names them."""
     if recipe.data.images_per_epoch:
         images = recipe.data.images_per_epoch
-    elif recipe.data.path:
+    elif recipe.data.path and Path(recipe.data.path).exists():
         images = survey(recipe.data.path).train
     else:
-        return f"recipe {recipe.name}: set data.path to derive its steps"
+        missing = "names no data.path" if recipe.data.path is None else f"has its data in {recipe.data.path}, not here"
+        return f"recipe {recipe.name} {missing}: its steps are derived once there are images to count"
     numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
     return f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
 

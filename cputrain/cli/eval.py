@@ -1,5 +1,6 @@
 """cputrain eval: exact accuracy of a checkpoint."""
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -37,15 +38,17 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
         return 0
     plan = plan_machine(this_machine(), request_of(training.plan), find_runtime())
     counted(training, ppn=len(plan.workers))
-    with tempfile.TemporaryDirectory(prefix="cputrain-") as scratch:
-        write_plan(Path(scratch) / "plan.json", plan)
-        job = Job(
-            plan=plan,
-            hosts=("localhost",),
-            command=(sys.executable, "-m", "cputrain", *sys.argv[1:]),
-            plan_path=Path(scratch) / "plan.json",
-            log_dir=Path(scratch) / "logs",
-            verify=not no_verify,
-            plain_rank=0,
-        )
-        return run_local(job)
+    scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
+    write_plan(scratch / "plan.json", plan)
+    job = Job(
+        plan=plan,
+        hosts=("localhost",),
+        command=(sys.executable, "-m", "cputrain", *sys.argv[1:]),
+        plan_path=scratch / "plan.json",
+        log_dir=scratch / "logs",
+        verify=not no_verify,
+        plain_rank=0,
+    )
+    status = run_local(job)
+    shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
+    return status

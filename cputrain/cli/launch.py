@@ -15,7 +15,7 @@ from mpi.launch import bound
 from mpi.run import run_local
 
 
-@click.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command("launch", context_settings={"allow_interspersed_args": False})
 @click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="folder of plan.json and logs/  [default: runs/launch-TIME]"
