@@ -31,11 +31,13 @@ class Stream:
         self.terminal.flush()
 
     def flush(self) -> None:
-        """Show and log an unfinished last line."""
-        text = self._pending.rpartition(b"\r")[2]
-        self._pending = b""
-        if text:
-            self._line(text)
+        """Show and log an unfinished last line; an unfinished bar goes away."""
+        pending, self._pending = self._pending, b""
+        if self._transient and self.terminal.isatty():
+            self.terminal.write(CLEAR_LINE)
+        if pending and not self._transient:
+            self._line(pending)
+        self._transient = False
         self.log.flush()
 
     def close(self) -> None:

@@ -36,6 +36,12 @@ def test_a_bar_is_a_line_now_and_then_elsewhere() -> None:
     assert log == b"10%\ndone\n"
 
 
+def test_a_bar_cut_short_goes_away() -> None:
+    shown, log = feed(Terminal(), b"one\n\r10%", label="")
+    assert shown == f"{CLEAR_LINE}one\n{CLEAR_LINE}10%{CLEAR_LINE}"
+    assert log == b"one\n"
+
+
 def test_what_is_not_utf8_is_shown_all_the_same() -> None:
     shown, log = feed(io.StringIO(), b"\xff\xfe\n")
     assert shown.startswith("[1] ")

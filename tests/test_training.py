@@ -116,6 +116,14 @@ def test_a_damaged_image_can_end_the_training(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "data.on_error=raise", cwd=place)
     assert result.returncode == 1
     assert "class1/" in result.stderr and "exited with status 1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(place: Path) -> None:
+    result = cputrain("train", "imagefolder", *SMALL, "schedule.peak_rate=1e30", "schedule.start_rate=1e30", cwd=place)
+    assert result.returncode == 1
+    assert "loss nan at step" in result.stderr and "learning rate 1e+30: lower the peak rate" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_accumulation_sees_the_same_images(place: Path) -> None:
@@ -147,6 +155,7 @@ def test_a_killed_rank_ends_the_training_and_is_named(place: Path) -> None:
     assert time.monotonic() - killed < 10
     assert process.returncode == 1
     assert "rank 1 on" in err and "was ended by SIGKILL" in err and "rank-1.log" in err
+    assert "rank 0 lost a peer" in err and "Traceback" not in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 

@@ -44,19 +44,20 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status = group.main(arguments, prog_name="cputrain", standalone_mode=False)
     except InputError as error:
-        return _say(error, 2)
+        return say(error, 2)
     except RunError as error:
-        return _say(error, 1)
+        return say(error, 1)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        return _say(error.format_message(), 2)
+        return say(error.format_message(), 2)
     except (KeyboardInterrupt, click.exceptions.Abort):
         return 130
     return status if isinstance(status, int) else 0
 
 
-def _say(error: object, status: int) -> int:
+def say(error: object, status: int) -> int:
+    """Tell what went wrong in one line; returns the status."""
     print(f"cputrain: {error}", file=sys.stderr)
     return status

@@ -12,7 +12,7 @@ from affinity.openmp import find_runtime
 from affinity.plan import plan_machine
 from affinity.sysfs import this_machine
 from cputrain.cli.derived import counted
-from cputrain.cli.ranks import bound_here, this_rank
+from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.recipe import load_recipe, request_of
 from cputrain.run_folder import write_plan
 from mpi.job import Job
@@ -34,7 +34,7 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
         worker, observed = bound_here(training, rank, check=not no_verify)
         from cputrain.rank_main import eval_rank  # torch: after the binding is read back
 
-        eval_rank(training, rank, worker, observed, checkpoint)
+        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint))
         return 0
     plan = plan_machine(this_machine(), request_of(training.plan), find_runtime())
     counted(training, ppn=len(plan.workers))

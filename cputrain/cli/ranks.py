@@ -5,13 +5,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from affinity.bind import Observed, become, bound_worker, observe, verify
+from affinity.errors import InputError, RunError
 from affinity.openmp import find_runtime
 from affinity.plan import WorkerPlan, plan_machine
 from affinity.sysfs import this_machine
+from cputrain.cli import say
 from cputrain.recipe import Recipe, request_of
 from cputrain.run_folder import write_plan
 from mpi.rank import Rank, discover
@@ -38,6 +41,20 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
     if check:
         verify(worker)
     return worker, observe()
+
+
+def run_rank(rank: Rank, act: Callable[[], None]) -> None:
+    """Do a rank's work. One that fails leaves at once: its libraries' threads may be stuck in a collective for good."""
+    from cputrain.comm.group import naming_lost_peers  # torch: after the binding is read back
+
+    try:
+        with naming_lost_peers(rank.rank):
+            act()
+    except (InputError, RunError) as error:
+        status = say(error, 2 if isinstance(error, InputError) else 1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:

@@ -9,7 +9,7 @@ from affinity.picture import picture
 from affinity.plan import plan_machine
 from affinity.sysfs import this_machine
 from cputrain.cli.derived import aligned, counted
-from cputrain.cli.ranks import bound_here, this_rank
+from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.derivation import explain
 from cputrain.recipe import load_recipe, request_of
 from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
@@ -44,7 +44,8 @@ def command(
         worker, observed = bound_here(training, rank, check=not no_verify)
         from cputrain.rank_main import train_rank  # torch: after the binding is read back
 
-        train_rank(training, rank, worker, observed, resume=resume, overwrite=overwrite, prepared=prepared)
+        how = {"resume": resume, "overwrite": overwrite, "prepared": prepared}
+        run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))
         return 0
     plan = plan_machine(this_machine(), request_of(training.plan), find_runtime())
     found, numbers = counted(training, ppn=len(plan.workers))

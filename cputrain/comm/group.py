@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from affinity.bind import running_on
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
 from mpi.rank import Rank, rendezvous
 
@@ -39,6 +41,18 @@ def end_group() -> None:
     """Leave the group and end its threads."""
     gc.collect()  # DDP's reference cycles hold the group too
     dist.destroy_process_group()
+
+
+@contextmanager
+def naming_lost_peers(rank: int) -> Iterator[None]:
+    """Turn gloo's word for a peer that is gone into one line (the peer itself is named by who started it)."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
+        if "gloo" not in str(error) or found is None:
+            raise
+        raise RunError(f"rank {rank} lost a peer ({found.group()}): see the rank that ended first") from error
 
 
 def on_rank_0(action: Callable[[], T]) -> T | None:
