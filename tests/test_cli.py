@@ -92,6 +92,13 @@ def test_plan_options_win_over_the_recipe() -> None:
             f"ppn={CORES + 1} needs {CORES + 1} cores",
         ),
         (("train", "imagefolder", "data.path=images", "schedule.peak_rate=-1"), "schedule.peak_rate=-1"),
+        (
+            ("train", "imagefolder", "data.path=images", "batch.locl=3"),
+            "unknown key 'batch.locl': did you mean 'local'?",
+        ),
+        (("train", "imagefolder", "data.path=images", "epochs=ten"), "epochs='ten'"),
+        (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
+        (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
         (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
         (("train", "imagefolder", "data.path=images", "--resume"), "holds no run"),
         (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt is not there"),
@@ -103,6 +110,10 @@ def test_plan_options_win_over_the_recipe() -> None:
 )
 def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
     write_images(tmp_path / "images")
+    write_images(tmp_path / "extra")
+    (tmp_path / "extra/val/class9").mkdir()
+    for split in ("train", "val"):
+        (tmp_path / "empty" / split).mkdir(parents=True)
     before = files(tmp_path)
     assert told in refused(cputrain(*arguments, cwd=tmp_path))
     assert files(tmp_path) == before
