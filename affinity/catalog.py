@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from affinity.archive import is_archive, tree_root, unpacked
 from affinity.errors import InputError
 from affinity.hwloc import read_synthetic
 from affinity.machine import Machine
@@ -23,11 +24,14 @@ MACHINES = shipped(Path(__file__).parent, "machines")
 
 
 def find_machine(spec: str) -> Machine:
-    """`this`, a folder that holds sys/ and proc/, a synthetic description, or a name from the catalog."""
+    """`this`, a folder or tarball that holds sys/ and proc/, a synthetic description, or a name from the catalog."""
     if spec == "this":
         return this_machine()
     if Path(spec).is_dir():
-        return read_machine(Path(spec))
+        return read_machine(tree_root(Path(spec)))
+    if is_archive(spec):
+        with unpacked(Path(spec)) as folder:
+            return read_machine(tree_root(folder))
     if ":" in spec:
         return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=0)
     return named_machine(spec)

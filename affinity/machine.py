@@ -26,7 +26,8 @@ class Machine:
     """A computer and what this process may use of it.
 
     `cores` are ordered by package, NUMA node and first PU. `allowed_pus` is a subset of all PUs, `allowed_nodes` of
-    all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology alone.
+    all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology alone. `cpu_quota`
+    is the CPU time that control groups grant, in cores' worth; None without a limit, like `memory_limit_bytes`.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Machine:
     numa_nodes: tuple[NumaNode, ...]
     allowed_pus: tuple[int, ...]
     allowed_nodes: tuple[int, ...]
+    cpu_quota: float | None = None
+    memory_limit_bytes: int | None = None
 
     @property
     def packages(self) -> tuple[int, ...]:
@@ -58,3 +61,12 @@ class Machine:
 def ordered(cores: list[Core]) -> tuple[Core, ...]:
     """The order that `Machine.cores` promises; cores without a NUMA node come last in their package."""
     return tuple(sorted(cores, key=lambda c: (c.package, c.numa_node is None, c.numa_node or 0, c.pus)))
+
+
+def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None) -> Machine:
+    """The machine with only these of its allowed PUs and memory nodes left; None leaves them all."""
+    return replace(
+        machine,
+        allowed_pus=tuple(pu for pu in machine.allowed_pus if pus is None or pu in pus),
+        allowed_nodes=tuple(node for node in machine.allowed_nodes if nodes is None or node in nodes),
+    )

@@ -84,13 +84,14 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
             raise InputError(f"{what}={value}: must be {least} or more")
     if not machine.allowed_pus:
         raise InputError(f"host {machine.name} lends this process no PU: look at its cpuset")
-    ppn, why_ppn = rules.workers_per_host(machine, request.ppn)
-    cut, warnings = rules.domains(machine, ppn)
-    reasons: list[Reason] = [why_ppn]
+    fed, starved, reasons = rules.within_quota(machine)
+    ppn, why_ppn = rules.workers_per_host(fed, request.ppn)
+    cut, warnings = rules.domains(fed, ppn)
+    reasons.append(why_ppn)
     workers: list[WorkerPlan] = []
-    unused: list[Unused] = []
+    unused = [Unused(pus=starved, why="beyond the CPU quota")] if starved else []
     for local_rank, domain in enumerate(cut):
-        worker, idle, why = _worker(machine, request, runtime, local_rank, domain)
+        worker, idle, why = _worker(fed, request, runtime, local_rank, domain)
         workers.append(worker)
         unused += idle
         reasons += [reason for reason in why if reason not in reasons]

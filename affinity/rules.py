@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from affinity.errors import InputError
-from affinity.machine import Core, Machine
+from affinity.machine import Core, Machine, narrowed
 
 T = TypeVar("T")
 
@@ -38,6 +38,20 @@ def cores_by_node(machine: Machine) -> list[tuple[Core, ...]]:
     for core in machine.allowed_cores:
         groups.setdefault(core.numa_node, []).append(core)
     return [tuple(group) for group in groups.values()]
+
+
+def within_quota(machine: Machine) -> tuple[Machine, tuple[int, ...], list[Reason]]:
+    """The machine without the cores that its CPU quota could not feed, their PUs, and why."""
+    cores, quota = machine.allowed_cores, machine.cpu_quota
+    if quota is None or max(1, int(quota)) >= len(cores):
+        return machine, (), []
+    kept = cores[: max(1, int(quota))]
+    pus = frozenset(pu for core in kept for pu in core.pus)
+    why = (
+        f"control groups grant {quota:g} cores' worth of CPU time: more threads would be throttled, all of them at once"
+    )
+    reason = Reason(what="cores used", value=f"{len(kept)} of {len(cores)}", why=why)
+    return narrowed(machine, pus, None), tuple(pu for pu in machine.allowed_pus if pu not in pus), [reason]
 
 
 def workers_per_host(machine: Machine, asked: int | None) -> tuple[int, Reason]:

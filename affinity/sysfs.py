@@ -3,29 +3,27 @@
 import os
 from pathlib import Path
 
+from affinity.cgroup import read_limits
 from affinity.cpuset import parse_list, parse_mask
 from affinity.errors import InputError
-from affinity.machine import Core, Machine, NumaNode, ordered
+from affinity.machine import Core, Machine, NumaNode, narrowed, ordered
 
 # What decides which kernels oneDNN picks, oldest first.
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 
 
 def this_machine() -> Machine:
-    """This host, allowed what the kernel allows this process (affinity mask, cpusets and all)."""
+    """This host, allowed what the kernel allows this process: affinity mask, memory nodes, control groups."""
     status = Path("/proc/self/status").read_text()
     nodes = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")), None)
-    return read_machine(
-        Path("/"),
-        allowed_pus=tuple(sorted(os.sched_getaffinity(0))),
-        allowed_nodes=None if nodes is None else parse_list(nodes),
+    machine = read_machine(Path("/"))
+    return narrowed(
+        machine, frozenset(os.sched_getaffinity(0)), None if nodes is None else frozenset(parse_list(nodes))
     )
 
 
-def read_machine(
-    root: Path, allowed_pus: tuple[int, ...] | None = None, allowed_nodes: tuple[int, ...] | None = None
-) -> Machine:
-    """Read the machine whose `sys/` and `proc/` lie under root; everything online is allowed unless told otherwise.
+def read_machine(root: Path) -> Machine:
+    """Read the machine whose `sys/` and `proc/` lie under root, allowed what its control groups leave.
 
     Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs.
     Raises InputError naming the file that is missing or contradicts another.
@@ -37,15 +35,19 @@ def read_machine(
     cores = ordered([_core(cpu_dir, siblings, node_of) for siblings in _sibling_sets(cpu_dir, online)])
     model, isa = _cpuinfo(root / "proc/cpuinfo")
     hostname = root / "proc/sys/kernel/hostname"
-    return Machine(
+    limits = read_limits(root)
+    machine = Machine(
         name=hostname.read_text().strip() if hostname.is_file() else root.resolve().name,
         model=model,
         isa=isa,
         cores=cores,
         numa_nodes=nodes,
-        allowed_pus=online if allowed_pus is None else tuple(pu for pu in online if pu in allowed_pus),
-        allowed_nodes=tuple(n.id for n in nodes if allowed_nodes is None or n.id in allowed_nodes),
+        allowed_pus=online,
+        allowed_nodes=tuple(node.id for node in nodes),
+        cpu_quota=limits.cpu_quota,
+        memory_limit_bytes=limits.memory_bytes,
     )
+    return narrowed(machine, *(None if ids is None else frozenset(ids) for ids in (limits.pus, limits.nodes)))
 
 
 def _online_pus(cpu_dir: Path) -> tuple[int, ...]:

@@ -135,6 +135,17 @@ def test_asked_threads_leave_the_rest_named() -> None:
     assert {item.why: item.pus for item in plan.unused}["threads=4 asked for"] == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
+def test_a_cpu_quota_limits_the_cores() -> None:
+    machine = replace(build_machine(1, 1, 16, 2), cpu_quota=2.5)
+    plan = plan_machine(machine, Request(), RUNTIME)
+    assert [worker.compute_pus for worker in plan.workers] == [(0,), (1,)]
+    assert {item.why: len(item.pus) for item in plan.unused}["beyond the CPU quota"] == 28
+    assert any("2.5 cores' worth" in reason.why for reason in plan.reasons)
+    with pytest.raises(InputError, match="ppn=3 needs 3 cores"):
+        plan_machine(machine, Request(ppn=3), RUNTIME)
+    assert len(plan_machine(replace(machine, cpu_quota=64.0), Request(ppn=16), RUNTIME).workers) == 16
+
+
 def test_smt_on_computes_on_every_pu() -> None:
     plan = plan_machine(build_machine(1, 1, 4, 2), Request(ppn=1, smt=True), RUNTIME)
     assert plan.workers[0].intra_op == 8

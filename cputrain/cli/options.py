@@ -58,7 +58,9 @@ def planning_options(command: F) -> F:
     gathered.__doc__ = command.__doc__
     gathered.__name__ = command.__name__
     options = (
-        click.option("--machine", default="this", metavar="this|NAME|DIR|'pack:2 core:24 pu:2'", help="whose plan"),
+        click.option(
+            "--machine", default="this", metavar="this|NAME|DIR|TARBALL|'pack:2 core:24 pu:2'", help="whose plan"
+        ),
         click.option("--hosts", metavar="LIST", help="host names, with commas"),
         click.option("--nodes", type=click.IntRange(1), help="number of hosts, where their names are not known"),
         click.option("--ppn", type=AutoInt(1), help="workers per host"),
