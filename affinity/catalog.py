@@ -33,7 +33,8 @@ def find_machine(spec: str) -> Machine:
         with unpacked(Path(spec)) as folder:
             return read_machine(tree_root(folder))
     if ":" in spec:
-        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=0)
+        # hwloc gives a synthetic NUMA node 1 GiB where nothing else is said.
+        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=GIB)
     return named_machine(spec)
 
 

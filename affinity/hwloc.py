@@ -30,7 +30,10 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
     node_ids = range(per_level[0] * per_level[1])
     nodes = tuple(
         NumaNode(
-            id=i, pus=tuple(sorted(p for c in cores if c.numa_node == i for p in c.pus)), memory_bytes=memory_bytes
+            id=i,
+            pus=tuple(sorted(p for c in cores if c.numa_node == i for p in c.pus)),
+            memory_bytes=memory_bytes,
+            near=(i,),
         )
         for i in node_ids
     )

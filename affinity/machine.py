@@ -14,11 +14,17 @@ class Core:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
-    """A memory domain. `pus` may be empty (memory only), `memory_bytes` may be 0 (PUs only)."""
+    """A memory domain. `pus` may be empty (memory only), `memory_bytes` may be 0 (PUs only).
+
+    `kind` is "dram", "hbm" (faster: MCDRAM, HBM) or "slow" (CXL, NVM). `near` names the nodes with PUs that are nearest
+    to this memory; for a node with PUs that is itself.
+    """
 
     id: int
     pus: tuple[int, ...]
     memory_bytes: int
+    kind: str = "dram"
+    near: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,15 +164,21 @@ def _idle(cores: tuple[Core, ...], compute: tuple[int, ...], request: Request) -
 
 
 def _memory(machine: Machine, domain: tuple[Core, ...]) -> tuple[str, tuple[int, ...], str]:
-    """Memory policy (default, bind, interleave), its NUMA nodes, and why."""
-    with_memory = {node.id for node in machine.numa_nodes if node.memory_bytes or len(machine.numa_nodes) == 1}
-    usable = with_memory.intersection(machine.allowed_nodes)
-    own = tuple(sorted({core.numa_node for core in domain if core.numa_node is not None} & usable))
-    if len(usable) <= 1 or not own:
+    """Memory policy (default, bind, preferred, interleave), its NUMA nodes, and why."""
+    usable = [node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes]
+    own = {core.numa_node for core in domain}
+    near = [node for node in usable if not own.isdisjoint(node.near)]
+    fast = tuple(node.id for node in near if node.kind == "hbm")
+    local = tuple(node.id for node in near if node.kind == "dram")
+    if len(fast) == 1:
+        return "preferred", fast, "high-bandwidth memory next to the worker; what does not fit goes to its DRAM"
+    if len(usable) <= 1:
         return "default", (), "one NUMA node with memory: nothing to choose"
-    if len(own) == 1:
-        return "bind", own, "the worker's own NUMA node: local memory only"
-    return "interleave", own, "the worker spans NUMA nodes: its pages are spread over them"
+    if not local:
+        return "default", (), "no memory next to the worker that it may use: the kernel takes the nearest"
+    if len(local) == 1:
+        return "bind", local, "the memory next to the worker and no other"
+    return "interleave", local, "the worker spans NUMA nodes: its pages are spread over them"
 
 
 def _merged(unused: list[Unused]) -> list[Unused]:

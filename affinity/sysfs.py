@@ -1,13 +1,19 @@
 """A /sys + /proc tree (this host's, or one unpacked from elsewhere) -> Machine. The root is an argument."""
 
 import os
+import re
 from pathlib import Path
 
 from affinity.cgroup import read_limits
-from affinity.cpuset import parse_list, parse_mask
+from affinity.cpuset import parse_list
 from affinity.errors import InputError
-from affinity.machine import Core, Machine, NumaNode, narrowed, ordered
+from affinity.kernel_files import first_file, ids, number, text
+from affinity.machine import Core, Machine, narrowed, ordered
+from affinity.numa import read_nodes
 
+# Processors with MCDRAM or HBM in their package: Knights Landing and Knights Mill; Sapphire Rapids as Xeon CPU Max.
+XEON_PHI = (("6", "87"), ("6", "133"))
+XEON_MAX = re.compile(r"Xeon\(R\) CPU Max", re.IGNORECASE)
 # What decides which kernels oneDNN picks, oldest first.
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 
@@ -30,16 +36,17 @@ def read_machine(root: Path) -> Machine:
     """
     cpu_dir = root / "sys/devices/system/cpu"
     online = _online_pus(cpu_dir)
-    nodes = _numa_nodes(root / "sys/devices/system/node", online)
+    cpuinfo = _cpuinfo(root / "proc/cpuinfo")
+    flags = cpuinfo.get("flags", "").split()
+    nodes = read_nodes(root / "sys/devices", online, on_package_memory=_has_on_package_memory(cpuinfo))
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     cores = ordered([_core(cpu_dir, siblings, node_of) for siblings in _sibling_sets(cpu_dir, online)])
-    model, isa = _cpuinfo(root / "proc/cpuinfo")
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
     machine = Machine(
         name=hostname.read_text().strip() if hostname.is_file() else root.resolve().name,
-        model=model,
-        isa=isa,
+        model=cpuinfo.get("model name", "unknown model"),
+        isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         cores=cores,
         numa_nodes=nodes,
         allowed_pus=online,
@@ -53,13 +60,13 @@ def read_machine(root: Path) -> Machine:
 def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
     listed = cpu_dir / "online"
     if listed.is_file():
-        pus = _ids(listed)
+        pus = ids(listed)
     else:  # kernels without cpu/online: a PU is online unless its own file says otherwise
         pus = tuple(
             sorted(
                 int(d.name[3:])
                 for d in cpu_dir.glob("cpu[0-9]*")
-                if (d / "topology").is_dir() and not ((d / "online").is_file() and _text(d / "online") == "0")
+                if (d / "topology").is_dir() and not ((d / "online").is_file() and text(d / "online") == "0")
             )
         )
     if not pus:
@@ -71,9 +78,9 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...
     """One tuple of online PUs per core, each PU in exactly one."""
     core_of: dict[int, tuple[int, ...]] = {}
     for pu in online:
-        path = _first_file(cpu_dir / f"cpu{pu}/topology", ("core_cpus_list", "thread_siblings_list", "thread_siblings"))
+        path = first_file(cpu_dir / f"cpu{pu}/topology", ("core_cpus_list", "thread_siblings_list", "thread_siblings"))
         # No topology folder: some virtual machines and old kernels; each PU is then a core of its own.
-        siblings = (pu,) if path is None else tuple(i for i in _ids(path) if i in online)
+        siblings = (pu,) if path is None else tuple(i for i in ids(path) if i in online)
         if pu not in siblings or any(core_of.get(i, siblings) != siblings for i in siblings):
             raise InputError(f"{path} contradicts the other PUs' siblings: read the machine again")
         core_of[pu] = siblings
@@ -82,59 +89,20 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...
 
 def _core(cpu_dir: Path, siblings: tuple[int, ...], node_of: dict[int, int]) -> Core:
     package = cpu_dir / f"cpu{siblings[0]}/topology/physical_package_id"
-    package_id = _number(package) if package.is_file() else 0
+    package_id = number(package) if package.is_file() else 0
     return Core(pus=siblings, package=max(package_id, 0), numa_node=node_of.get(siblings[0]))
 
 
-def _numa_nodes(node_dir: Path, online: tuple[int, ...]) -> tuple[NumaNode, ...]:
-    nodes = []
-    for folder in sorted(node_dir.glob("node[0-9]*"), key=lambda d: int(d.name[4:])):
-        path = _first_file(folder, ("cpulist", "cpumap"))
-        pus = () if path is None else tuple(pu for pu in _ids(path) if pu in online)
-        nodes.append(NumaNode(id=int(folder.name[4:]), pus=pus, memory_bytes=_memory_bytes(folder / "meminfo")))
-    return tuple(nodes)
-
-
-def _memory_bytes(meminfo: Path) -> int:
-    if not meminfo.is_file():
-        return 0
-    kib = next((line.split()[-2] for line in _text(meminfo).splitlines() if "MemTotal:" in line), "0")
-    return int(kib) * 1024
-
-
-def _cpuinfo(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Model name and the vector extensions of the first PU; empty where the tree has no cpuinfo."""
+def _cpuinfo(path: Path) -> dict[str, str]:
+    """The first PU's fields; empty where the tree has no cpuinfo."""
     fields: dict[str, str] = {}
-    if path.is_file():
-        for line in _text(path).splitlines():
-            key, colon, value = line.partition(":")
-            if colon:
-                fields.setdefault(key.strip(), value.strip())
-    flags = fields.get("flags", "").split()
-    return fields.get("model name", "unknown model"), tuple(flag for flag in ISA_FLAGS if flag in flags)
+    for line in text(path).splitlines() if path.is_file() else ():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    return fields
 
 
-def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
-
-
-def _ids(path: Path) -> tuple[int, ...]:
-    is_list = path.name.endswith("list") or path.name == "online"
-    try:
-        return parse_list(_text(path)) if is_list else parse_mask(_text(path))
-    except ValueError:
-        raise InputError(f"{path} holds {_text(path)[:40]!r}, which is no set of PUs") from None
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(_text(path))
-    except ValueError:
-        raise InputError(f"{path} holds {_text(path)[:40]!r}, which is no number") from None
+def _has_on_package_memory(cpuinfo: dict[str, str]) -> bool:
+    family_model = (cpuinfo.get("cpu family"), cpuinfo.get("model"))
+    return family_model in XEON_PHI or XEON_MAX.search(cpuinfo.get("model name", "")) is not None

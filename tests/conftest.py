@@ -73,7 +73,7 @@ def build_machine(
         model="made machine",
         isa=("avx2",),
         cores=ordered(made),
-        numa_nodes=tuple(NumaNode(id=n, pus=pus, memory_bytes=memory_bytes) for n, pus in by_node.items()),
+        numa_nodes=tuple(NumaNode(id=n, pus=pus, memory_bytes=memory_bytes, near=(n,)) for n, pus in by_node.items()),
         allowed_pus=tuple(range(total * smt)),
         allowed_nodes=tuple(by_node),
     )

@@ -1,0 +1,36 @@
+"""The kernel's small files: text, numbers, sets of ids; whatever is wrong with one names it."""
+
+from pathlib import Path
+
+from affinity.cpuset import parse_list, parse_mask
+from affinity.errors import InputError
+
+
+def first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
+    """The first of these files that the folder has."""
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def text(path: Path) -> str:
+    """A file's text, stripped. Raises InputError when it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+
+
+def ids(path: Path) -> tuple[int, ...]:
+    """The ids in a list file (named ...list, or online) or a mask file. Raises InputError when it holds neither."""
+    is_list = path.name.endswith("list") or path.name == "online"
+    try:
+        return parse_list(text(path)) if is_list else parse_mask(text(path))
+    except ValueError:
+        raise InputError(f"{path} holds {text(path)[:40]!r}, which is no set of PUs") from None
+
+
+def number(path: Path) -> int:
+    """A file's number. Raises InputError when it holds none."""
+    try:
+        return int(text(path))
+    except ValueError:
+        raise InputError(f"{path} holds {text(path)[:40]!r}, which is no number") from None
