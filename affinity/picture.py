@@ -48,6 +48,11 @@ def _map(plan: Plan) -> str:
         room = f", {size / GIB:.0f} GiB" if size else ""
         lines.append(f"package {package}, NUMA node {'none' if node is None else node}{room}")
         lines += ["  " + " ".join(cells[i : i + CELLS_PER_LINE]).rstrip() for i in range(0, len(cells), CELLS_PER_LINE)]
+    for memory_only in plan.machine.numa_nodes:
+        if not memory_only.pus:
+            near = ", ".join(map(str, memory_only.near)) or "none"
+            size = f"{memory_only.memory_bytes / GIB:.0f} GiB"
+            lines.append(f"NUMA node {memory_only.id}: {size} of {memory_only.kind} memory, next to node {near}")
     lines.append(
         f"  one cell a core; AA: computes for worker A, A{COMM}: communicates, A{LOADER}: loads, {IDLE * 2}: idle"
     )

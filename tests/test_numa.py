@@ -6,6 +6,7 @@ import pytest
 
 from affinity.machine import Machine
 from affinity.openmp import Runtime
+from affinity.picture import picture
 from affinity.plan import Request, plan_machine
 from affinity.sysfs import read_machine
 from tests.conftest import build_machine, write_sysfs
@@ -72,6 +73,11 @@ def test_the_kind_of_memory_comes_from_facts(tmp_path: Path, facts: dict, kind: 
 def test_workers_prefer_their_own_high_bandwidth_memory(tmp_path: Path) -> None:
     plan = plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime())
     assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (13,)), ("preferred", (12,))]
+
+
+def test_memory_without_pus_is_shown(tmp_path: Path) -> None:
+    shown = picture(plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime()))
+    assert "NUMA node 12: 4 GiB of hbm memory, next to node 1" in shown
 
 
 def test_workers_stay_off_slow_memory(tmp_path: Path) -> None:
