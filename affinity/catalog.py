@@ -1,14 +1,15 @@
-"""Machines by name: configs/machines/NAME.yaml -> Machine; and the one place that reads `--machine`."""
+"""Machines by name: configs/machines/PROCESSOR.yaml and one of its forms -> Machine; and what reads `--machine`."""
 
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from affinity.archive import is_archive, tree_root, unpacked
 from affinity.errors import InputError
 from affinity.hwloc import read_synthetic
-from affinity.machine import Machine
+from affinity.machine import Core, Machine, NumaNode, ordered
 from affinity.sysfs import read_machine, this_machine
 
 GIB = 1 << 30
@@ -38,17 +39,65 @@ def find_machine(spec: str) -> Machine:
     return named_machine(spec)
 
 
+def machine_names() -> list[str]:
+    """Every machine of the catalog: PROCESSOR-FORM."""
+    return sorted(f"{path.stem}-{form}" for path in MACHINES.glob("*.yaml") for form in _entry(path)["forms"])
+
+
 def named_machine(name: str) -> Machine:
     """The catalog's machine of that name. Raises InputError with the nearest names."""
-    known = sorted(path.stem for path in MACHINES.glob("*.yaml"))
-    if name not in known:
-        near = get_close_matches(name, known, n=3, cutoff=0.4) or known
-        raise InputError(f"machine {name!r} is not in the catalog: nearest are {', '.join(near)}; or give a folder")
-    entry = yaml.safe_load((MACHINES / f"{name}.yaml").read_text())
-    return read_synthetic(
-        entry["topology"],
+    for path in MACHINES.glob("*.yaml"):
+        if name.startswith(f"{path.stem}-"):
+            entry = _entry(path)
+            form = entry["forms"].get(name.removeprefix(f"{path.stem}-"))
+            if form is not None:
+                return _assembled(name, entry, **form)
+    near = get_close_matches(name, machine_names(), n=3, cutoff=0.3) or machine_names()
+    raise InputError(f"machine {name!r} is not in the catalog: nearest are {', '.join(near)}; or give a folder")
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = yaml.safe_load(path.read_text())
+    return entry
+
+
+def _assembled(
+    name: str, entry: dict[str, Any], *, packages: int, cores: list[int], gib: int, hbm_gib: int = 0, kind: str = "dram"
+) -> Machine:
+    """A host of equal packages; `cores` lists those of each NUMA node of a package, `gib` is the memory of one.
+
+    With `hbm_gib` every such node has a memory-only node of that size next to it. PUs are numbered as Linux does on
+    most hosts: the first threads of all cores, package by package, then the second ones.
+    """
+    sizes = cores * packages
+    total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
+    threads = range(entry["smt"])
+    made = [
+        Core(pus=tuple(start + i + t * total for t in threads), package=node // len(cores), numa_node=node)
+        for node, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for i in range(size)
+    ]
+    nodes = [
+        NumaNode(
+            id=node,
+            pus=tuple(sorted(pu for core in made if core.numa_node == node for pu in core.pus)),
+            memory_bytes=gib * GIB,
+            kind=kind,
+            near=(node,),
+        )
+        for node in range(len(sizes))
+    ]
+    if hbm_gib:
+        nodes += [
+            NumaNode(id=len(sizes) + node, pus=(), memory_bytes=hbm_gib * GIB, kind="hbm", near=(node,))
+            for node in range(len(sizes))
+        ]
+    return Machine(
         name=name,
         model=entry["model"],
         isa=tuple(entry["isa"]),
-        memory_bytes=entry["gib_per_numa_node"] * GIB,
+        cores=ordered(made),
+        numa_nodes=tuple(nodes),
+        allowed_pus=tuple(range(total * entry["smt"])),
+        allowed_nodes=tuple(node.id for node in nodes),
     )

@@ -51,8 +51,8 @@ def _map(plan: Plan) -> str:
     for memory_only in plan.machine.numa_nodes:
         if not memory_only.pus:
             near = ", ".join(map(str, memory_only.near)) or "none"
-            size = f"{memory_only.memory_bytes / GIB:.0f} GiB"
-            lines.append(f"NUMA node {memory_only.id}: {size} of {memory_only.kind} memory, next to node {near}")
+            amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
+            lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
     lines.append(
         f"  one cell a core; AA: computes for worker A, A{COMM}: communicates, A{LOADER}: loads, {IDLE * 2}: idle"
     )

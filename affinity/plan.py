@@ -168,8 +168,8 @@ def _memory(machine: Machine, domain: tuple[Core, ...]) -> tuple[str, tuple[int,
     usable = [node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes]
     own = {core.numa_node for core in domain}
     near = [node for node in usable if not own.isdisjoint(node.near)]
-    fast = tuple(node.id for node in near if node.kind == "hbm")
-    local = tuple(node.id for node in near if node.kind == "dram")
+    fast = tuple(node.id for node in near if node.kind == "hbm" and not node.pus)
+    local = tuple(node.id for node in near if node.kind == "dram" or node.pus)
     if len(fast) == 1:
         return "preferred", fast, "high-bandwidth memory next to the worker; what does not fit goes to its DRAM"
     if len(usable) <= 1:

@@ -90,14 +90,15 @@ def domains(machine: Machine, ppn: int) -> tuple[list[tuple[Core, ...]], list[st
     """Cut the allowed cores into ppn domains, and warn of what could not be helped.
 
     With at least as many workers as NUMA nodes no domain crosses a node: each node gets workers in proportion to its
-    cores, at least one, so domains of unequal nodes may differ in size. With fewer, each domain is whole nodes.
+    cores, at least one, so domains of unequal nodes may differ in size. With fewer, each domain is whole nodes where
+    that cuts the nodes evenly, else an even share of the cores.
     """
     groups = cores_by_node(machine)
     if ppn < len(groups):
-        merged = [tuple(core for group in share for core in group) for share in shares(tuple(groups), ppn)]
-        return merged, [
-            f"{ppn} worker(s) on {len(groups)} NUMA nodes: workers span nodes, part of their memory is remote"
-        ]
+        spanning = [f"{ppn} worker(s) on {len(groups)} NUMA nodes: workers span nodes, part of their memory is remote"]
+        if len(groups) % ppn == 0:
+            return [tuple(core for group in share for core in group) for share in shares(tuple(groups), ppn)], spanning
+        return shares(tuple(core for group in groups for core in group), ppn), spanning
     counts = [1] * len(groups)
     for _ in range(ppn - len(groups)):
         # Next worker where a worker has most cores; ppn <= cores guarantees that such a node has a core to spare.

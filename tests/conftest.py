@@ -28,7 +28,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
         if request.config.getoption("--update-golden"):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
         assert path.is_file(), f"no golden file {path}: run pytest --update-golden and read what it wrote"
         assert text + "\n" == path.read_text()

@@ -77,7 +77,7 @@ def test_plan_options_win_over_the_recipe() -> None:
     ("arguments", "told"),
     [
         (("plan", "demo-digit"), "recipe 'demo-digit' is not known: nearest are demo-digits"),
-        (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8160-2s"),
+        (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "ppn=64 needs 64 cores; host skx-8160-2s lends 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
         (("plan", "--hosts", "a,a"), "names a host twice"),

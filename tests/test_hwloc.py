@@ -1,6 +1,5 @@
 import pytest
 
-from affinity.catalog import MACHINES, find_machine, named_machine
 from affinity.errors import InputError
 from affinity.hwloc import read_synthetic
 from affinity.machine import Machine
@@ -32,15 +31,3 @@ def test_interleaved_numbering() -> None:
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="machine"):
         synthetic(text)
-
-
-def test_the_catalog_reads() -> None:
-    for path in MACHINES.glob("*.yaml"):
-        assert named_machine(path.stem).cores
-    machine = find_machine("skx-8160-2s")
-    assert (len(machine.packages), len(machine.cores), len(machine.pus)) == (2, 48, 96)
-
-
-def test_an_unknown_name_shows_the_nearest() -> None:
-    with pytest.raises(InputError, match="skx-8160-2s"):
-        find_machine("skx-8160")
