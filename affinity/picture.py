@@ -1,19 +1,17 @@
 """Plan -> text."""
 
-from string import ascii_uppercase
-
 from affinity.cpuset import format_list
 from affinity.machine import Core, Machine
+from affinity.marks import colour, letter, roles, sign
 from affinity.plan import Plan
 
-CELLS_PER_LINE = 24
-COMM, LOADER, IDLE = "~", "*", "."
+WIDTH = 80
 GIB = 1 << 30
 
 
-def picture(plan: Plan) -> str:
-    """The host as one cell per core, each worker a letter, then workers, environment, reasons and warnings."""
-    parts = [_headline(plan.machine), _map(plan), _workers(plan), _environment(plan), _reasons(plan)]
+def picture(plan: Plan, *, coloured: bool = False) -> str:
+    """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings."""
+    parts = [_headline(plan.machine), _map(plan, coloured), _workers(plan), _environment(plan), _reasons(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -27,47 +25,57 @@ def _headline(machine: Machine) -> str:
     )
 
 
-def _map(plan: Plan) -> str:
-    mark: dict[int, str] = {}
-    for worker in plan.workers:
-        letter = ascii_uppercase[worker.local_rank % 26]
-        mark |= dict.fromkeys(worker.compute_pus, letter + letter)
-        mark |= dict.fromkeys(worker.comm_pus, letter + COMM)
-        mark |= dict.fromkeys(worker.loader_pus, letter + LOADER)
+def _map(plan: Plan, coloured: bool) -> str:
+    does = roles(plan)
 
     def cell(core: Core) -> str:
-        return next((mark[pu] for pu in core.pus if pu in mark), IDLE * 2)
+        """One character a PU; in colour where it has a worker."""
+        text = "".join(sign(*does[pu]) for pu in core.pus)
+        owner = next((rank for _, rank in map(does.__getitem__, core.pus) if rank is not None), None)
+        return text if owner is None or not coloured else f"{_ansi(colour(owner))}{text}\x1b[0m"
 
     memory = {node.id: node.memory_bytes for node in plan.machine.numa_nodes}
     blocks: dict[tuple[int, int | None], list[str]] = {}
     for core in plan.machine.cores:
         blocks.setdefault((core.package, core.numa_node), []).append(cell(core))
+    threads = max(len(core.pus) for core in plan.machine.cores)
+    per_line = max(4, (WIDTH - 2) // (threads + 1) // 4 * 4)
     lines = []
     for (package, node), cells in blocks.items():
         size = memory.get(-1 if node is None else node, 0)
         room = f", {size / GIB:.0f} GiB" if size else ""
         lines.append(f"package {package}, NUMA node {'none' if node is None else node}{room}")
-        lines += ["  " + " ".join(cells[i : i + CELLS_PER_LINE]).rstrip() for i in range(0, len(cells), CELLS_PER_LINE)]
+        lines += ["  " + " ".join(cells[i : i + per_line]).rstrip() for i in range(0, len(cells), per_line)]
     for memory_only in plan.machine.numa_nodes:
         if not memory_only.pus:
             near = ", ".join(map(str, memory_only.near)) or "none"
             amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
             lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
-    lines.append(
-        f"  one cell a core; AA: computes for worker A, A{COMM}: communicates, A{LOADER}: loads, {IDLE * 2}: idle"
-    )
+    lines.append("  one cell a core, one sign a PU; A: computes for worker A, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 
 
+def _ansi(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"\x1b[30;48;2;{red};{green};{blue}m"
+
+
 def _workers(plan: Plan) -> str:
-    lines = ["worker  compute PUs   comm    loader  intra-op  inter-op  memory"]
+    rows = [("worker", "compute PUs", "comm", "loader", "intra-op", "inter-op", "memory")]
     for w in plan.workers:
-        policy = f"{w.memory_policy} {format_list(w.memory_nodes)}".strip()
-        lines.append(
-            f"{w.local_rank:>2} {ascii_uppercase[w.local_rank % 26]}    {format_list(w.compute_pus):<13} "
-            f"{format_list(w.comm_pus) or 'shared':<7} {format_list(w.loader_pus) or 'shared':<7} "
-            f"{w.intra_op:<9} {w.inter_op:<9} {policy}"
+        rows.append(
+            (
+                f"{w.local_rank} {letter(w.local_rank)}",
+                format_list(w.compute_pus),
+                format_list(w.comm_pus) or "shared",
+                format_list(w.loader_pus) or "shared",
+                str(w.intra_op),
+                str(w.inter_op),
+                f"{w.memory_policy} {format_list(w.memory_nodes)}".strip(),
+            )
         )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"unused PUs {format_list(item.pus)}: {item.why}" for item in plan.unused]
     return "\n".join(lines)
 

@@ -71,6 +71,12 @@ class Plan:
     reasons: tuple[Reason, ...]
     warnings: tuple[str, ...]
 
+    def _repr_svg_(self) -> str:
+        """The picture that notebooks show."""
+        from affinity.svg import picture_svg  # which needs this class
+
+        return picture_svg(self)
+
 
 def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     """Plan one host.

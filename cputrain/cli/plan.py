@@ -1,13 +1,16 @@
 """cputrain plan: Machine -> Plan, printed."""
 
 import json
+import os
 import shlex
+import sys
 from pathlib import Path
 
 import click
 
 from affinity.picture import picture
 from affinity.plan import Plan, Request, plan_to_dict
+from affinity.svg import picture_svg
 from cputrain.cli.options import Asked, make_plan, planning_options
 from mpi.job import Job
 from mpi.launch import bound, intelmpi
@@ -17,7 +20,7 @@ from mpi.launch import bound, intelmpi
 @click.argument("recipe", required=False)
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
-    "--format", "form", type=click.Choice(["text", "json", "env", "command"]), default="text", show_default=True
+    "--format", "form", type=click.Choice(["text", "json", "svg", "env", "command"]), default="text", show_default=True
 )
 @planning_options
 def command(asked: Asked, recipe: str | None, settings: tuple[str, ...], form: str) -> None:
@@ -37,12 +40,14 @@ def command(asked: Asked, recipe: str | None, settings: tuple[str, ...], form: s
     tokens = intelmpi(job) if len(asked.hosts) > 1 else bound(job, python="python")
     if form == "json":
         click.echo(json.dumps(plan_to_dict(plan), indent=1))
+    elif form == "svg":
+        click.echo(picture_svg(plan))
     elif form == "env":
         click.echo(_env(plan))
     elif form == "command":
         click.echo(shlex.join(tokens))
     else:
-        click.echo(picture(plan))
+        click.echo(picture(plan, coloured=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         if training is not None:
             from cputrain.cli.derived import derivation
 

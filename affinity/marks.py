@@ -1,0 +1,34 @@
+"""What each PU does in a plan, and how a picture names and colours the workers."""
+
+from affinity.plan import Plan
+
+COMPUTE, COMM, LOADER, IDLE, FOREIGN = "compute", "comm", "loader", "idle", "foreign"
+SIGNS = {COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
+# Okabe and Ito's colours, which the colour-blind tell apart too; workers beyond these share them, not the letters.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+
+
+def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
+    """PU -> (role, worker's local rank), for every PU of the machine; foreign: not lent to this process."""
+    found: dict[int, tuple[str, int | None]] = dict.fromkeys(plan.machine.pus, (FOREIGN, None))
+    found |= dict.fromkeys(plan.machine.allowed_pus, (IDLE, None))
+    for worker in plan.workers:
+        found |= dict.fromkeys(worker.compute_pus, (COMPUTE, worker.local_rank))
+        found |= dict.fromkeys(worker.comm_pus, (COMM, worker.local_rank))
+        found |= dict.fromkeys(worker.loader_pus, (LOADER, worker.local_rank))
+    return found
+
+
+def letter(local_rank: int) -> str:
+    """A worker's letter: A to Z, then a to z, then from A again."""
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[local_rank % 52]
+
+
+def sign(role: str, local_rank: int | None) -> str:
+    """One character for a PU."""
+    return letter(local_rank) if role == COMPUTE and local_rank is not None else SIGNS[role]
+
+
+def colour(local_rank: int) -> str:
+    """A worker's colour as #RRGGBB."""
+    return COLOURS[local_rank % len(COLOURS)]
