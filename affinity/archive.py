@@ -12,8 +12,8 @@ from affinity.errors import InputError
 # Most of a host's /sys is thousands of small files that nothing here reads, and each takes its time to unpack.
 SYS = re.compile(r"(?<!proc/)\bsys/(devices|bus|class|firmware|module|kernel)/.")
 TOPOLOGY = re.compile(
-    r"/system/(cpu|node)/(online|(cpu|node)\d+/(online|cpulist|cpumap|meminfo|"
-    r"topology/(core_cpus_list|thread_siblings|thread_siblings_list|physical_package_id)))$"
+    r"/system/(cpu|node)/(online|(cpu|node)\d+/(online|cpulist|cpumap|meminfo|distance|access\d/initiators(/\w+)?|"
+    r"topology/(core_cpus_list|thread_siblings|thread_siblings_list|physical_package_id)))$|/memory_tiering/memory_tier\d+/nodelist$"
 )
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 

@@ -9,6 +9,7 @@ import yaml
 from affinity.archive import is_archive, tree_root, unpacked
 from affinity.errors import InputError
 from affinity.hwloc import read_synthetic
+from affinity.lstopo import read_lstopo
 from affinity.machine import Core, Machine, NumaNode, ordered
 from affinity.sysfs import read_machine, this_machine
 
@@ -25,7 +26,7 @@ MACHINES = shipped(Path(__file__).parent, "machines")
 
 
 def find_machine(spec: str) -> Machine:
-    """`this`, a folder or tarball that holds sys/ and proc/, a synthetic description, or a name from the catalog."""
+    """`this`, a folder or tarball with sys/ and proc/, lstopo XML, a synthetic description, or a catalog name."""
     if spec == "this":
         return this_machine()
     if Path(spec).is_dir():
@@ -33,6 +34,8 @@ def find_machine(spec: str) -> Machine:
     if is_archive(spec):
         with unpacked(Path(spec)) as folder:
             return read_machine(tree_root(folder))
+    if spec.endswith(".xml"):
+        return read_lstopo(Path(spec))
     if ":" in spec:
         # hwloc gives a synthetic NUMA node 1 GiB where nothing else is said.
         return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=GIB)

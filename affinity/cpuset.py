@@ -32,8 +32,13 @@ def format_list(ids: Iterable[int]) -> str:
 
 
 def parse_mask(text: str) -> tuple[int, ...]:
-    """Read the kernel's mask form (32-bit hexadecimal words, most significant first: "1,00000003") into ids."""
-    mask = int("".join(word.rjust(8, "0") for word in text.strip().removeprefix("0x").split(",")), 16)
+    """Read a mask of 32-bit hexadecimal words, most significant first, into ids.
+
+    The kernel writes "1,00000003", hwloc "0x1,,0x3" with empty words for zero. Raises ValueError on anything else.
+    """
+    mask = 0
+    for word in text.strip().split(","):
+        mask = mask << 32 | int(word or "0", 16)
     return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
 
 

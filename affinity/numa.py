@@ -83,7 +83,7 @@ def _tier_speeds(folder: Path) -> dict[int, int]:
 def _kind(node: int, near: dict[int, tuple[int, ...]], facts: _Facts, *, on_package: bool) -> str:
     """A memory-only node against the memory of the PUs next to it: by tier, else bandwidth, else processor."""
     own = [i for i in near[node] if facts.memory_bytes[i]]
-    if not own:  # the PUs' own nodes have no memory: the fastest next to them is their DRAM
+    if near[node] and not own:  # the PUs' own nodes have no memory: the fastest next to them is their DRAM
         rivals = [i for i, others in near.items() if set(others) & set(near[node])]
         fastest = max((facts.bandwidth[i] for i in rivals if i in facts.bandwidth), default=0)
         return "dram" if facts.bandwidth.get(node, 0) == fastest else "slow"

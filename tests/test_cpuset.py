@@ -22,6 +22,7 @@ def test_kernel_forms() -> None:
     assert parse_list("\n") == ()
     assert parse_mask("00000001,00000003\n") == (0, 1, 32)
     assert parse_mask("1,3") == (0, 1, 32)
+    assert parse_mask("0x00000003,,0x00fc0000") == (18, 19, 20, 21, 22, 23, 64, 65)
     assert format_list((0, 1, 2, 5)) == "0-2,5"
 
 

@@ -1,9 +1,11 @@
 """Memory without PUs: which is fast, which is slow, whose it is, and what a plan makes of it."""
 
+import tarfile
 from pathlib import Path
 
 import pytest
 
+from affinity.catalog import find_machine
 from affinity.machine import Machine
 from affinity.openmp import Runtime
 from affinity.picture import picture
@@ -73,6 +75,14 @@ def test_the_kind_of_memory_comes_from_facts(tmp_path: Path, facts: dict, kind: 
 def test_workers_prefer_their_own_high_bandwidth_memory(tmp_path: Path) -> None:
     plan = plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime())
     assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (13,)), ("preferred", (12,))]
+
+
+def test_a_tarball_keeps_what_tells_memories_apart(tmp_path: Path) -> None:
+    for name, facts in (("phi", {"cpuinfo": PHI}), ("hmat", {"bandwidth": (100, 400)}), ("tier", {"tier": 22})):
+        machine = with_memories(tmp_path / name, **facts)
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            tar.add(tmp_path / name, arcname=name)
+        assert find_machine(str(tmp_path / f"{name}.tar")) == machine
 
 
 def test_memory_without_pus_is_shown(tmp_path: Path) -> None:

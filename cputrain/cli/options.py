@@ -12,6 +12,7 @@ from affinity.openmp import Runtime, find_runtime
 from affinity.plan import Plan, Request, plan_machine
 
 F = TypeVar("F", bound=Callable[..., Any])
+MACHINE = "this|NAME|DIR|TARBALL|FILE.xml|'pack:2 core:24 pu:2'"
 
 
 class AutoInt(click.ParamType["int | str"]):
@@ -59,7 +60,10 @@ def planning_options(command: F) -> F:
     gathered.__name__ = command.__name__
     options = (
         click.option(
-            "--machine", default="this", metavar="this|NAME|DIR|TARBALL|'pack:2 core:24 pu:2'", help="whose plan"
+            "--machine",
+            default="this",
+            metavar="this|NAME|DIR|TARBALL|FILE.xml|'pack:2 core:24 pu:2'",
+            help="whose plan",
         ),
         click.option("--hosts", metavar="LIST", help="host names, with commas"),
         click.option("--nodes", type=click.IntRange(1), help="number of hosts, where their names are not known"),
