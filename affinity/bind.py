@@ -19,6 +19,7 @@ from pathlib import Path
 
 from affinity.cpuset import format_list, format_mask
 from affinity.errors import InputError, RunError
+from affinity.openmp import reconciled
 from affinity.plan import WorkerPlan, worker_from_dict
 
 # Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
@@ -156,16 +157,21 @@ def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
     return planned_worker(Path(env[PLAN_VARIABLE]), int(env[WORKER_VARIABLE]))
 
 
-def become(worker: WorkerPlan, plan_path: Path, command: tuple[str, ...], *, check: bool) -> None:
-    """Bind this process as planned, verify unless told not to, and turn into the command (never returns)."""
+def become(
+    worker: WorkerPlan, plan_path: Path, command: tuple[str, ...], *, check: bool, keep_env: bool = False
+) -> None:
+    """Bind this process as planned, verify unless told not to, and turn into the command (never returns).
+
+    Inherited variables that contradict the plan are reported (by the host's first worker) and overridden, or kept.
+    """
     apply(worker)
     if check:
         verify(worker)
-    sys.stdout.flush()
-    env = {**os.environ, **dict(worker.env)}
-    if "LD_PRELOAD" in os.environ and "LD_PRELOAD" in dict(worker.env):
-        env["LD_PRELOAD"] += ":" + os.environ["LD_PRELOAD"]  # what the user preloads stays, behind the plan's
+    env, clashes = reconciled(os.environ, dict(worker.env), keep=keep_env)
+    if clashes and worker.local_rank == 0:
+        print(f"affinity: inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}", file=sys.stderr)
     env |= {PLAN_VARIABLE: str(plan_path.resolve()), WORKER_VARIABLE: str(worker.local_rank)}
+    sys.stdout.flush()
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:
@@ -178,6 +184,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--plan", type=Path, required=True, help="plan.json written by cputrain plan")
     parser.add_argument("--local-rank", type=int, help="default: from the launcher's environment")
     parser.add_argument("--no-verify", action="store_true", help="go on when the kernel gave something else")
+    parser.add_argument("--keep-env", action="store_true", help="inherited variables win over the plan's")
     parser.add_argument("command", nargs="+", help="-- CMD...")
     options = parser.parse_args(arguments)
     local_rank = options.local_rank if options.local_rank is not None else local_rank_of(os.environ)
@@ -185,7 +192,8 @@ def main(arguments: list[str]) -> int:
         if local_rank is None:
             raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set; give --local-rank")
         worker = planned_worker(options.plan, local_rank)
-        become(worker, options.plan, tuple(options.command), check=not options.no_verify)
+        command = tuple(options.command)
+        become(worker, options.plan, command, check=not options.no_verify, keep_env=options.keep_env)
     except (InputError, RunError) as error:
         print(f"affinity.bind: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

@@ -1,6 +1,7 @@
 """A worker's compute PUs -> environment of the OpenMP runtime and memory allocator that its Python really loads."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,10 @@ KEEP_MEMORY = {
     "jemalloc": (("MALLOC_CONF", "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"),),
     "tcmalloc": (),
 }
+
+
+# Each of them places threads by itself; two at once leave it to chance who wins.
+BINDERS = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +95,27 @@ def explain(runtime: Runtime, several_threads: bool) -> list[Reason]:
         Reason(what="OpenMP runtime", value=runtime.openmp, why=omp),
         Reason(what="allocator", value=runtime.allocator, why=alloc),
     ]
+
+
+def reconciled(
+    inherited: Mapping[str, str], planned: Mapping[str, str], *, keep: bool
+) -> tuple[dict[str, str], list[str]]:
+    """The environment of a worker's command, and what in the inherited one contradicts the plan.
+
+    The plan wins, and binders that it does not use are taken out, so that exactly one binds; with `keep` what was
+    inherited wins. LD_PRELOAD is no contradiction: the user's libraries stay, behind the plan's.
+    """
+    env = dict(inherited)
+    clashes = []
+    for name in (*planned, *(binder for binder in BINDERS if binder not in planned)):
+        if name == "LD_PRELOAD":
+            env[name] = ":".join(filter(None, (planned[name], inherited.get(name))))
+            continue
+        differs = name in inherited and inherited[name] != planned.get(name)
+        if differs:
+            clashes.append(f"{name}={inherited[name]} (planned: {planned.get(name, 'unset')})")
+        if name in planned and not (differs and keep):
+            env[name] = planned[name]
+        elif differs and not keep:
+            del env[name]
+    return env, clashes

@@ -11,7 +11,8 @@ class Job:
     """One command, started `ppn` times on each host, every copy bound by its plan.
 
     `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `verify` makes a rank that the
-    kernel bound otherwise an error. `plain_rank` names a rank whose output is shown without its label.
+    kernel bound otherwise an error; with `keep_env` variables that a rank inherits win over the plan's.
+    `plain_rank` names a rank whose output is shown without its label.
     """
 
     plan: Plan
@@ -20,6 +21,7 @@ class Job:
     plan_path: Path
     log_dir: Path
     verify: bool = True
+    keep_env: bool = False
     plain_rank: int | None = None
 
     @property

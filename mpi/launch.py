@@ -11,8 +11,8 @@ MASTER_PORT = 29500  # torch.distributed's own default
 
 def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
     """The job's command behind affinity.bind, the same tokens for every rank."""
-    verify = () if job.verify else ("--no-verify",)
-    return (python, "-m", "affinity.bind", "--plan", str(job.plan_path), *verify, "--", *job.command)
+    flags = (*(() if job.verify else ("--no-verify",)), *(("--keep-env",) if job.keep_env else ()))
+    return (python, "-m", "affinity.bind", "--plan", str(job.plan_path), *flags, "--", *job.command)
 
 
 def local(job: Job, port: int) -> tuple[tuple[tuple[str, ...], dict[str, str]], ...]:

@@ -57,6 +57,17 @@ def test_a_user_s_preload_stays_behind_the_plan_s(tmp_path: Path) -> None:
     assert json.loads(result.stdout)[1]["LD_PRELOAD"] == "libm.so.6:libdl.so.2"
 
 
+def test_contradictions_are_reported_and_overridden_or_kept(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan(ppn=1))
+    for options, threads, word in (
+        ((), plan["workers"][0]["env"]["OMP_NUM_THREADS"], "overridden"),
+        (("--keep-env",), "77", "kept"),
+    ):
+        result = bind(plan, tmp_path, *options, "--local-rank", "0", OMP_NUM_THREADS="77")
+        assert json.loads(result.stdout)[1]["OMP_NUM_THREADS"] == threads
+        assert f"inherited and {word}: OMP_NUM_THREADS=77" in result.stderr
+
+
 def planned_wrong(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A plan for one PU more than there are: the kernel silently gives those that exist."""
     plan = plan_to_dict(this_plan(ppn=1))

@@ -33,3 +33,4 @@ def test_intelmpi_starts_every_rank_and_binds_none() -> None:
 def test_no_verify_reaches_the_rank() -> None:
     assert "--no-verify" in bound(job(1, verify=False))
     assert "--no-verify" not in bound(job(1))
+    assert "--keep-env" in bound(job(1, keep_env=True))

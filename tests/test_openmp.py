@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from affinity.openmp import Runtime, environment, find_runtime
+from affinity.openmp import Runtime, environment, find_runtime, reconciled
 
 
 def test_one_thread_alone_needs_no_binder() -> None:
@@ -37,3 +37,24 @@ def test_libraries_are_found_in_order(tmp_path: Path) -> None:
         allocator="tcmalloc",
         preload=(str(tmp_path / "libiomp5.so"), str(tmp_path / "libtcmalloc_minimal.so.4")),
     )
+
+
+INHERITED = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": "0-3", "LD_PRELOAD": "theirs.so"}
+PLANNED = {"OMP_NUM_THREADS": "4", "OMP_PLACES": "{0},{1},{2},{3}", "LD_PRELOAD": "ours.so"}
+
+
+def test_the_plan_wins_and_one_binder_is_left() -> None:
+    env, clashes = reconciled(INHERITED, PLANNED, keep=False)
+    assert env == {"PATH": "/bin", **PLANNED, "LD_PRELOAD": "ours.so:theirs.so"}
+    assert clashes == ["OMP_NUM_THREADS=1 (planned: 4)", "GOMP_CPU_AFFINITY=0-3 (planned: unset)"]
+
+
+def test_what_is_kept_is_reported_all_the_same() -> None:
+    env, clashes = reconciled(INHERITED, PLANNED, keep=True)
+    assert (env["OMP_NUM_THREADS"], env["GOMP_CPU_AFFINITY"]) == ("1", "0-3")
+    assert env["OMP_PLACES"] == PLANNED["OMP_PLACES"]
+    assert len(clashes) == 2
+
+
+def test_agreement_is_no_clash() -> None:
+    assert reconciled(PLANNED, {k: v for k, v in PLANNED.items() if k != "LD_PRELOAD"}, keep=False)[1] == []

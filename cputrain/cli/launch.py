@@ -21,9 +21,12 @@ from mpi.run import run_local
     "--output", type=click.Path(path_type=Path), help="folder of plan.json and logs/  [default: runs/launch-TIME]"
 )
 @click.option("--no-verify", is_flag=True, help="go on when the kernel gave something else than planned")
+@click.option("--keep-env", is_flag=True, help="inherited OMP_*, KMP_*, GOMP_* win over the plan's")
 @click.option("--dry-run", is_flag=True, help="print plan and command, start nothing")
 @planning_options
-def command(asked: Asked, cmd: tuple[str, ...], output: Path | None, no_verify: bool, dry_run: bool) -> int:
+def command(
+    asked: Asked, cmd: tuple[str, ...], output: Path | None, no_verify: bool, keep_env: bool, dry_run: bool
+) -> int:
     """Run any command under a plan: bound workers with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
 
     A script that calls torch.distributed.init_process_group() runs as it is.
@@ -33,7 +36,13 @@ def command(asked: Asked, cmd: tuple[str, ...], output: Path | None, no_verify: 
     plan = make_plan(asked, Request())
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     job = Job(
-        plan=plan, hosts=asked.hosts, command=cmd, plan_path=folder / PLAN, log_dir=folder / LOGS, verify=not no_verify
+        plan=plan,
+        hosts=asked.hosts,
+        command=cmd,
+        plan_path=folder / PLAN,
+        log_dir=folder / LOGS,
+        verify=not no_verify,
+        keep_env=keep_env,
     )
     if dry_run:
         click.echo(f"{picture(plan)}\n\ncommand, for each worker\n  " + " ".join(bound(job)))
