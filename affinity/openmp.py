@@ -57,8 +57,10 @@ def find_runtime(folders: tuple[Path, ...] | None = None) -> Runtime:
     )
 
 
-def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, alone: bool) -> tuple[tuple[str, str], ...]:
-    """Variables for one worker; exactly one of them binds threads.
+def environment(
+    compute_pus: tuple[int, ...], runtime: Runtime, *, alone: bool, pin: bool
+) -> tuple[tuple[str, str], ...]:
+    """Variables for one worker; with `pin` exactly one of them binds each thread to a PU, else none does.
 
     `alone`: the worker's domain holds nothing but its compute PUs.
     """
@@ -67,9 +69,10 @@ def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, alone: bool) 
         # The published setting packs threads from the mask's first PU; where comm or loader PUs share the mask it
         # would run into them, so the PUs are listed.
         listed = f"proclist=[{','.join(map(str, compute_pus))}],explicit"
-        pairs.append(("KMP_AFFINITY", f"granularity=fine,{'compact,1,0' if alone else listed}"))
+        if pin:
+            pairs.append(("KMP_AFFINITY", f"granularity=fine,{'compact,1,0' if alone else listed}"))
         pairs.append(("KMP_BLOCKTIME", "1"))
-    elif len(compute_pus) > 1 or not alone:
+    elif pin and (len(compute_pus) > 1 or not alone):
         pairs.append(("OMP_PLACES", ",".join(f"{{{pu}}}" for pu in compute_pus)))
         pairs.append(("OMP_PROC_BIND", "close"))
     pairs += KEEP_MEMORY[runtime.allocator]
@@ -78,14 +81,20 @@ def environment(compute_pus: tuple[int, ...], runtime: Runtime, *, alone: bool) 
     return tuple(pairs)
 
 
-def explain(runtime: Runtime, several_threads: bool) -> list[Reason]:
+def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:
     """Why the environment is what it is."""
     if runtime.openmp == "libiomp5":
-        omp = "libiomp5 found and preloaded: KMP_AFFINITY binds, KMP_BLOCKTIME=1 as published"
-    elif several_threads:
-        omp = "the runtime inside PyTorch's wheel: OMP_PLACES binds each thread to its own PU"
+        omp = "libiomp5 found and preloaded, KMP_BLOCKTIME=1 as published"
+        binder = "KMP_AFFINITY binds each thread to its own PU"
     else:
-        omp = "the runtime inside PyTorch's wheel; one thread a worker, so the worker's mask alone binds it"
+        omp = "the runtime inside PyTorch's wheel"
+        binder = "OMP_PLACES binds each thread to its own PU"
+    if not several_threads:
+        omp += "; one thread a worker, so the worker's mask alone binds it"
+    elif pin:
+        omp += f"; {binder}"
+    else:
+        omp += "; threads move within the worker's mask: pinned, they would leave a script's loader processes one PU"
     alloc = {
         "glibc": "no tcmalloc or jemalloc found: glibc is told to keep freed memory instead of unmapping it every step",
         "jemalloc": "found and preloaded, told to keep freed memory",

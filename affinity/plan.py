@@ -19,7 +19,9 @@ LEAST = {"ppn": 1, "threads": 1, "inter_op": 1, "comm_cores": 0, "loader_cores":
 class Request:
     """What the user asks of a plan; None means that the rules decide.
 
-    `nodes` is the number of hosts of the job: with more than one, communication gets cores of its own.
+    `pin_threads`: bind each OpenMP thread to a PU of its own. OpenMP then binds the process's first thread too, and
+    all that it starts later (loader processes, say) inherits that one PU unless it moves itself. `nodes` is the
+    number of hosts of the job: with more than one, communication gets cores of its own.
     """
 
     ppn: int | None = None
@@ -28,6 +30,7 @@ class Request:
     comm_cores: int | None = None
     loader_cores: int | None = None
     smt: bool = False
+    pin_threads: bool = True
     nodes: int = 1
 
 
@@ -101,7 +104,8 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
         workers.append(worker)
         unused += idle
         reasons += [reason for reason in why if reason not in reasons]
-    reasons += explain(runtime, any(worker.intra_op > 1 for worker in workers))
+    several = any(worker.intra_op > 1 for worker in workers)
+    reasons += explain(runtime, several_threads=several, pin=request.pin_threads)
     plan = Plan(
         machine=machine,
         request=request,
@@ -141,7 +145,7 @@ def _worker(
         memory_nodes=nodes,
         intra_op=intra,
         inter_op=inter,
-        env=environment(compute, runtime, alone=comm + loader == 0),
+        env=environment(compute, runtime, alone=comm + loader == 0, pin=request.pin_threads),
     )
     reasons = [
         Reason(what="comm cores per worker", value=str(comm), why=why_comm),

@@ -83,5 +83,5 @@ def _batches(session: Session) -> Iterator[Batch]:
         lambda encoded, _: decode_evaluation(encoded, resize, data.crop),
         crop=data.crop,
         threads=session.loader_threads,
-        pus=session.worker.loader_pus,
+        pus=session.loader_pus,
     )

@@ -35,6 +35,11 @@ class Session:
         return self.rank.rank == 0
 
     @property
+    def loader_pus(self) -> tuple[int, ...]:
+        """Where images are decoded. Said even where it is the compute PUs: OpenMP has bound this thread to one."""
+        return self.worker.loader_pus or self.worker.compute_pus
+
+    @property
     def loader_threads(self) -> int:
         """Threads that decode images: one per loader PU, or one that shares the compute PUs."""
         return len(self.worker.loader_pus) or 1

@@ -247,7 +247,7 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
         decode,
         crop=data.crop,
         threads=session.loader_threads,
-        pus=session.worker.loader_pus,
+        pus=session.loader_pus,
     )
 
 

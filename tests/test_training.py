@@ -204,3 +204,32 @@ print([name for name in names if "gloo" in name])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+LOADERS = """
+import os, torch
+from torch.utils.data import DataLoader, Dataset
+class Where(Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, i): return sorted(os.sched_getaffinity(0))
+print("loaders", list(DataLoader(Where(), num_workers=2, batch_size=None)), flush=True)
+"""
+
+
+@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> None:
+    (tmp_path / "loaders.py").write_text(LOADERS)
+    pus = list(this_machine().allowed_pus)
+    for flags, where in (((), pus), (("--pin-threads",), pus[:1])):
+        command = ("launch", "--ppn", "1", "--output", f"out{len(flags)}", *flags, "--", sys.executable, "loaders.py")
+        assert f"loaders {[where, where]}" in cputrain(*command, cwd=tmp_path).stdout
+
+
+@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
+    result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", "epochs=1", cwd=place)
+    assert result.returncode == 0, result.stderr
+    start = read_events(place / "run")[0]
+    assert [b["threads"] for b in start["bindings"]] == [len(this_machine().allowed_cores)]
+    variables = json.loads((place / "run/environment.json").read_text())["variables"]
+    assert variables["OMP_PROC_BIND"] == "close"

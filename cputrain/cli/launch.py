@@ -21,11 +21,18 @@ from mpi.run import run_local
     "--output", type=click.Path(path_type=Path), help="folder of plan.json and logs/  [default: runs/launch-TIME]"
 )
 @click.option("--no-verify", is_flag=True, help="go on when the kernel gave something else than planned")
+@click.option("--pin-threads", is_flag=True, help="bind each OpenMP thread to a PU; loader processes then share one PU")
 @click.option("--keep-env", is_flag=True, help="inherited OMP_*, KMP_*, GOMP_* win over the plan's")
 @click.option("--dry-run", is_flag=True, help="print plan and command, start nothing")
 @planning_options
 def command(
-    asked: Asked, cmd: tuple[str, ...], output: Path | None, no_verify: bool, keep_env: bool, dry_run: bool
+    asked: Asked,
+    cmd: tuple[str, ...],
+    output: Path | None,
+    no_verify: bool,
+    pin_threads: bool,
+    keep_env: bool,
+    dry_run: bool,
 ) -> int:
     """Run any command under a plan: bound workers with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
 
@@ -33,7 +40,7 @@ def command(
     """
     if len(asked.hosts) > 1 or asked.machine != "this":
         raise InputError("launch starts workers on this host only: for several hosts run what `cputrain plan` prints")
-    plan = make_plan(asked, Request())
+    plan = make_plan(asked, Request(pin_threads=pin_threads))
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     job = Job(
         plan=plan,

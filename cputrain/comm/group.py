@@ -24,7 +24,7 @@ LOOPBACK, DEFAULT_PORT = "127.0.0.1", 29500
 
 
 def start_group(rank: Rank, worker: WorkerPlan) -> None:
-    """Join the job's gloo group; its threads run on the worker's comm PUs where it has any.
+    """Join the job's gloo group; its threads run on the worker's comm PUs, or on its compute PUs.
 
     Raises InputError when the launcher says nothing of where rank 0 is and the job has several hosts.
     """
@@ -33,7 +33,7 @@ def start_group(rank: Rank, worker: WorkerPlan) -> None:
         raise InputError("several hosts, but MASTER_ADDR is not set: export it as the name of rank 0's host")
     address = os.environ.get("MASTER_ADDR", LOOPBACK)
     os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", DEFAULT_PORT))))
-    with running_on(worker.comm_pus):
+    with running_on(worker.comm_pus or worker.compute_pus):
         dist.init_process_group("gloo")
 
 
