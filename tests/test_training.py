@@ -173,13 +173,18 @@ def test_a_third_party_script_runs_bound_as_it_is(tmp_path: Path) -> None:
 def test_torchrun_can_start_the_trainer(place: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PPN}", "-m", "cputrain")
     argv = [sys.executable, *launcher, "train", "imagefolder", *SMALL]
-    result = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=300)
+    (place / "scratch").mkdir()
+    env = {**os.environ, "TMPDIR": str(place / "scratch")}
+    result = subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "time to train" in result.stdout
     bindings = read_events(place / "run")[0]["bindings"]
     assert len({tuple(b["pus"]) for b in bindings}) == PPN, "each rank has bound itself to PUs of its own"
-    again = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=300)
     assert again.returncode != 0 and "add --resume or --overwrite" in again.stderr
+    assert not list((place / "scratch").glob("cputrain-*")), (
+        "the plans that ranks make for themselves go away with them"
+    )
 
 
 def test_the_group_s_threads_end_with_it() -> None:

@@ -37,7 +37,7 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
         _bind_and_restart(recipe, rank, check=check)
     assert worker is not None
     if SCRATCH_VARIABLE in os.environ:
-        atexit.register(shutil.rmtree, os.environ[SCRATCH_VARIABLE], ignore_errors=True)
+        atexit.register(_remove_scratch)
     if check:
         verify(worker)
     return worker, observe()
@@ -54,7 +54,14 @@ def run_rank(rank: Rank, act: Callable[[], None]) -> None:
         status = say(error, 2 if isinstance(error, InputError) else 1)
         sys.stdout.flush()
         sys.stderr.flush()
+        _remove_scratch()
         os._exit(status)
+
+
+def _remove_scratch() -> None:
+    """Take away the plan that this rank has made for itself, if it has."""
+    if SCRATCH_VARIABLE in os.environ:
+        shutil.rmtree(os.environ[SCRATCH_VARIABLE], ignore_errors=True)
 
 
 def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
