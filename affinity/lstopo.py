@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 from affinity.cpuset import parse_mask
 from affinity.errors import InputError
 from affinity.machine import Core, Machine, NumaNode, ordered
+from affinity.numa import XEON_PHI
 
 FAST = ("MCDRAM", "HBM")
-XEON_PHI = (("6", "87"), ("6", "133"))
 
 
 @dataclass(slots=True)

@@ -6,6 +6,9 @@ from pathlib import Path
 from affinity.kernel_files import first_file, ids, text
 from affinity.machine import NumaNode
 
+# CPU family and model of Knights Landing and Knights Mill, which have MCDRAM in their package.
+XEON_PHI = (("6", "87"), ("6", "133"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:

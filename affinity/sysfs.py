@@ -9,10 +9,9 @@ from affinity.cpuset import parse_list
 from affinity.errors import InputError
 from affinity.kernel_files import first_file, ids, number, text
 from affinity.machine import Core, Machine, narrowed, ordered
-from affinity.numa import read_nodes
+from affinity.numa import XEON_PHI, read_nodes
 
-# Processors with MCDRAM or HBM in their package: Knights Landing and Knights Mill; Sapphire Rapids as Xeon CPU Max.
-XEON_PHI = (("6", "87"), ("6", "133"))
+# Sapphire Rapids with HBM in its package, told from its siblings by nothing else.
 XEON_MAX = re.compile(r"Xeon\(R\) CPU Max", re.IGNORECASE)
 # What decides which kernels oneDNN picks, oldest first.
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")

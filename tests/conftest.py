@@ -39,7 +39,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def need(package: str, program: str) -> None:
     """Skip the test where a system package is absent."""
     if not shutil.which(program):
-        pytest.skip(f"needs the system package {package} ({program})")
+        pytest.skip(reason=f"needs the system package {package} ({program})")
 
 
 @pytest.hookimpl(wrapper=True)

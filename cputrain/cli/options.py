@@ -15,8 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 MACHINE = "this|NAME|DIR|TARBALL|FILE.xml|'pack:2 core:24 pu:2'"
 
 
-class AutoInt(click.ParamType["int | str"]):
-    """ "auto" or a number that is at least `least`."""
+class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
+    """Either "auto" or a number that is at least `least`."""
 
     name = "auto|N"
 

@@ -17,10 +17,10 @@ import torch.distributed.nn.functional
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
+from mpi.launch import LOOPBACK, MASTER_PORT
 from mpi.rank import Rank, rendezvous
 
 T = TypeVar("T")
-LOOPBACK, DEFAULT_PORT = "127.0.0.1", 29500
 
 
 def start_group(rank: Rank, worker: WorkerPlan) -> None:
@@ -32,7 +32,7 @@ def start_group(rank: Rank, worker: WorkerPlan) -> None:
     if "MASTER_ADDR" not in os.environ and not one_host:
         raise InputError("several hosts, but MASTER_ADDR is not set: export it as the name of rank 0's host")
     address = os.environ.get("MASTER_ADDR", LOOPBACK)
-    os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", DEFAULT_PORT))))
+    os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", MASTER_PORT))))
     with running_on(worker.comm_pus or worker.compute_pus):
         dist.init_process_group("gloo")
 
