@@ -13,7 +13,10 @@ from affinity.errors import InputError
 SYS = re.compile(r"(?<!proc/)\bsys/(devices|bus|class|firmware|module|kernel)/.")
 TOPOLOGY = re.compile(
     r"/system/(cpu|node)/(online|(cpu|node)\d+/(online|cpulist|cpumap|meminfo|distance|access\d/initiators(/\w+)?|"
-    r"topology/(core_cpus_list|thread_siblings|thread_siblings_list|physical_package_id)))$|/memory_tiering/memory_tier\d+/nodelist$"
+    r"topology/(core_cpus_list|thread_siblings|thread_siblings_list|physical_package_id|die_id)|"
+    r"cache/index\d/(level|shared_cpu_list|shared_cpu_map)|cpu_capacity|acpi_cppc/(highest|nominal)_perf|"
+    r"cpufreq(/cpuinfo_max_freq)?)|cpufreq/policy\d+/cpuinfo_max_freq)$|"
+    r"/memory_tiering/memory_tier\d+/nodelist$|/cpu_(core|atom|lowpower)/cpus$"
 )
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from affinity.cpuset import parse_list
 from affinity.errors import InputError
+from affinity.kernel_files import first_file, number, rows, text
 
 # Where they are mounted almost everywhere; looked at first, as /proc/mounts of an unpacked tree may be absent.
 USUAL_MOUNTS = (
@@ -66,9 +67,7 @@ def read_limits(root: Path) -> Limits:
 
 def _mounts(root: Path) -> list[Mount]:
     found = {mount: Mount(kind=kind, path=root / mount.lstrip("/"), controllers=()) for kind, mount in USUAL_MOUNTS}
-    listed = root / "proc/mounts"
-    for line in listed.read_text().splitlines() if listed.is_file() else ():
-        _, where, kind, options = line.split()[:4]
+    for _, where, kind, options, *_ in rows(root / "proc/mounts", 6):
         names = tuple(options.split(","))
         path = root / where.lstrip("/")
         if kind == "cgroup2":
@@ -88,14 +87,13 @@ def _mounts(root: Path) -> list[Mount]:
 def _own_groups(root: Path) -> dict[str, str]:
     """Controller (or "v2", "legacy") -> this process's group in its hierarchy."""
     groups: dict[str, str] = {}
-    listed, cpuset = root / "proc/self/cgroup", root / "proc/self/cpuset"
-    for line in listed.read_text().splitlines() if listed.is_file() else ():
-        number, controllers, group = line.split(":", 2)
-        if number == "0" and not controllers:
+    cpuset = root / "proc/self/cpuset"
+    for hierarchy, controllers, group in rows(root / "proc/self/cgroup", 3, ":"):
+        if hierarchy == "0" and not controllers:
             groups["v2"] = group
         groups |= dict.fromkeys(filter(None, controllers.split(",")), group)
     if cpuset.is_file():
-        groups["legacy"] = cpuset.read_text().strip()
+        groups["legacy"] = text(cpuset)
         groups.setdefault("cpuset", groups["legacy"])
     return groups
 
@@ -110,12 +108,11 @@ def _innermost(cpusets: list[tuple[Path, str]], names: dict[str, str]) -> tuple[
     """The first file that is there and not empty; v1 and legacy children may be empty until someone fills them."""
     for folder, kind in cpusets:
         file = folder / names[kind]
-        text = file.read_text().strip() if file.is_file() else ""
-        if text:
+        if file.is_file() and text(file):
             try:
-                return parse_list(text)
+                return parse_list(text(file))
             except ValueError:
-                raise InputError(f"{file} holds {text[:40]!r}, which is no list") from None
+                raise InputError(f"{file} holds {text(file)[:40]!r}, which is no list") from None
     return None
 
 
@@ -123,14 +120,19 @@ def _quota(folder: Path) -> float | None:
     """CPU time in cores' worth that this group gives: quota / period."""
     v2, v1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
     if v2.is_file():
-        quota, _, period = v2.read_text().strip().partition(" ")
-        return None if quota == "max" else int(quota) / int(period or 100_000)
-    if v1.is_file() and int(v1.read_text()) > 0:
-        return int(v1.read_text()) / int((folder / "cpu.cfs_period_us").read_text())
+        quota, period = (*text(v2).split(), "100000", "")[:2]
+        if quota == "max":
+            return None
+        if not (quota.isdigit() and period.isdigit() and int(period)):
+            raise InputError(f"{v2} holds {text(v2)[:40]!r}, which is no quota and period")
+        return int(quota) / int(period)
+    if v1.is_file() and number(v1) > 0:
+        return number(v1) / max(number(folder / "cpu.cfs_period_us"), 1)
     return None
 
 
 def _memory_limit(folder: Path) -> int | None:
-    file = next((folder / n for n in ("memory.max", "memory.limit_in_bytes") if (folder / n).is_file()), None)
-    text = file.read_text().strip() if file else "max"
-    return None if text == "max" or int(text) >= NO_LIMIT_BYTES else int(text)
+    file = first_file(folder, ("memory.max", "memory.limit_in_bytes"))
+    if file is None or text(file) == "max":
+        return None
+    return None if number(file) >= NO_LIMIT_BYTES else number(file)

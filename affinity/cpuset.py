@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS: a larger id is damage, not a machine
+
 
 def parse_list(text: str) -> tuple[int, ...]:
     """Read the kernel's list form ("0-3,8", "" for none) into ascending ids.
@@ -14,7 +16,7 @@ def parse_list(text: str) -> tuple[int, ...]:
             continue
         first, dash, last = part.partition("-")
         low, high = int(first), int(last if dash else first)
-        if low < 0 or high < low:
+        if low < 0 or high < low or high >= MOST_IDS:
             raise ValueError(f"bad range {part!r} in CPU list {text.strip()!r}")
         ids.update(range(low, high + 1))
     return tuple(sorted(ids))

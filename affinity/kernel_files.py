@@ -20,8 +20,8 @@ def text(path: Path) -> str:
 
 
 def ids(path: Path) -> tuple[int, ...]:
-    """The ids in a list file (named ...list, or online) or a mask file. Raises InputError when it holds neither."""
-    is_list = path.name.endswith("list") or path.name == "online"
+    """The ids in a list file (...list, online, cpus) or a mask file. Raises InputError when it holds neither."""
+    is_list = path.name.endswith("list") or path.name in ("online", "cpus")
     try:
         return parse_list(text(path)) if is_list else parse_mask(text(path))
     except ValueError:
@@ -34,3 +34,21 @@ def number(path: Path) -> int:
         return int(text(path))
     except ValueError:
         raise InputError(f"{path} holds {text(path)[:40]!r}, which is no number") from None
+
+
+def numbers(path: Path) -> tuple[int, ...]:
+    """A file's numbers, between spaces. Raises InputError when it holds anything else."""
+    try:
+        return tuple(int(word) for word in text(path).split())
+    except ValueError:
+        raise InputError(f"{path} holds {text(path)[:40]!r}, which is no row of numbers") from None
+
+
+def rows(path: Path, columns: int, separator: str | None = None) -> tuple[tuple[str, ...], ...]:
+    """A file's lines cut into so many columns; none where it is absent. Raises InputError at a shorter line."""
+    lines = text(path).splitlines() if path.is_file() else ()
+    cut = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
+    short = next((row for row in cut if len(row) < columns), None)
+    if short is not None:
+        raise InputError(f"{path} holds the line {' '.join(short)[:40]!r}, which has no {columns} columns")
+    return cut

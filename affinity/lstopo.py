@@ -1,6 +1,6 @@
 """lstopo's XML, versions 2 and 3 -> Machine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,9 +14,9 @@ FAST = ("MCDRAM", "HBM")
 
 @dataclass(slots=True)
 class _Found:
-    """What one walk through the objects collects; cores as (package, PUs), nodes as their elements."""
+    """What one walk through the objects collects; cores without NUMA node and speed, nodes as their elements."""
 
-    cores: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    cores: list[Core] = field(default_factory=list)
     nodes: list[ElementTree.Element] = field(default_factory=list)
     info: dict[str, str] = field(default_factory=dict)
 
@@ -29,9 +29,10 @@ def read_lstopo(path: Path) -> Machine:
         if root.tag != "topology" or top is None:
             raise InputError(f"{path} is no lstopo XML of version 2 or 3: write one with lstopo --of xml FILE")
         found = _Found()
-        _walk(top, 0, found)
+        _walk(top, Core(pus=(), package=0, numa_node=None), found)
         allowed, nodeset = (parse_mask(top.get(name, "0")) for name in ("allowed_cpuset", "allowed_nodeset"))
         nodes = _nodes(found)
+        speeds = _speeds(root)
     except (OSError, ElementTree.ParseError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from None
     if not found.cores:
@@ -41,38 +42,53 @@ def read_lstopo(path: Path) -> Machine:
         name=found.info.get("HostName", path.name.split(".")[0]),
         model=found.info.get("CPUModel", "unknown model"),
         isa=(),  # lstopo does not tell
-        cores=ordered([Core(pus=pus, package=package, numa_node=node_of.get(pus[0])) for package, pus in found.cores]),
+        cores=ordered(
+            [replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in found.cores]
+        ),
         numa_nodes=nodes,
-        allowed_pus=tuple(sorted(pu for _, pus in found.cores for pu in pus if pu in allowed)),
+        allowed_pus=tuple(sorted(pu for core in found.cores for pu in core.pus if pu in allowed)),
         allowed_nodes=tuple(node.id for node in nodes if node.id in nodeset),
     )
 
 
-def _walk(element: ElementTree.Element, package: int, found: _Found) -> None:
-    """Collect from the outside in; a PU outside any core is a core of its own."""
+def _walk(element: ElementTree.Element, place: Core, found: _Found) -> None:
+    """Collect from the outside in, `place` telling what encloses; a PU outside any core is a core of its own."""
     kind, number = element.get("type"), int(element.get("os_index", 0))
     for info in element.findall("info"):
         found.info.setdefault(info.get("name", ""), info.get("value", ""))
-    if kind == "Package":
-        package = number
-    if kind == "NUMANode":
-        found.nodes.append(element)
-    if kind == "Core":
-        found.cores.append((package, tuple(sorted(int(pu.get("os_index", 0)) for pu in element.iter() if _is_pu(pu)))))
-        return
-    if kind == "PU":
-        found.cores.append((package, (number,)))
+    match kind:
+        case "Package":
+            place = replace(place, package=number)
+        case "Die":
+            place = replace(place, die=number)
+        case "L3Cache" | "L2Cache":
+            lowest = min(parse_mask(element.get("cpuset", "0")), default=None)
+            place = replace(place, l3=lowest) if kind == "L3Cache" else replace(place, l2=lowest)
+        case "NUMANode":
+            found.nodes.append(element)
+        case "Core" | "PU":
+            inside = [pu for pu in element.iter("object") if pu.get("type") == "PU"]
+            found.cores.append(replace(place, pus=tuple(sorted(int(pu.get("os_index", 0)) for pu in inside))))
+            return
     for child in element.findall("object"):
-        _walk(child, package, found)
+        _walk(child, place, found)
 
 
-def _is_pu(element: ElementTree.Element) -> bool:
-    return element.get("type") == "PU"
+def _speeds(root: ElementTree.Element) -> dict[int, float]:
+    """PU -> speed of its kind of core, by the kinds' highest clocks; empty where all are of one kind."""
+    kinds = []
+    for kind in root.findall("cpukind"):
+        info = {i.get("name"): i.get("value", "0") for i in kind.findall("info")}
+        kinds.append((parse_mask(kind.get("cpuset", "0")), kind.get("efficiency"), int(info.get("FrequencyMaxMHz", 0))))
+    fastest = max((clock for _, _, clock in kinds), default=0)
+    if len({efficiency for _, efficiency, _ in kinds}) < 2 or not all(clock for _, _, clock in kinds):
+        return {}
+    return {pu: clock / fastest for pus, _, clock in kinds for pu in pus}
 
 
 def _nodes(found: _Found) -> tuple[NumaNode, ...]:
     """hwloc gives every memory the PUs next to it; only the first memory of a PU is its own NUMA node."""
-    pus = {pu for _, core in found.cores for pu in core}
+    pus = {pu for core in found.cores for pu in core.pus}
     on_package = (found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber")) in XEON_PHI
     owner: dict[int, int] = {}
     nodes = []

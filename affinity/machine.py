@@ -5,11 +5,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A physical core. `pus` are its hardware threads, ascending; `numa_node` is None where the kernel gives none."""
+    """A physical core. `pus` are its hardware threads, ascending; `numa_node` is None where the kernel gives none.
+
+    `die` is its die's number in the package, None where a package is one die. `l3` and `l2` name the cache that it
+    uses by that cache's lowest PU; None where unknown. `speed` is that of its kind of core against the machine's
+    fastest kind: 1 everywhere but on the slow cores of a hybrid processor.
+    """
 
     pus: tuple[int, ...]
     package: int
     numa_node: int | None
+    die: int | None = None
+    l3: int | None = None
+    l2: int | None = None
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +40,10 @@ class NumaNode:
 class Machine:
     """A computer and what this process may use of it.
 
-    `cores` are ordered by package, NUMA node and first PU. `allowed_pus` is a subset of all PUs, `allowed_nodes` of
-    all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology alone. `cpu_quota`
-    is the CPU time that control groups grant, in cores' worth; None without a limit, like `memory_limit_bytes`.
+    `cores` are ordered by package, NUMA node, die, caches and first PU. `allowed_pus` is a subset of all PUs,
+    `allowed_nodes` of all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology
+    alone. `cpu_quota` is the CPU time that control groups grant, in cores' worth; None without a limit, like
+    `memory_limit_bytes`.
     """
 
     name: str
@@ -66,7 +76,13 @@ class Machine:
 
 def ordered(cores: list[Core]) -> tuple[Core, ...]:
     """The order that `Machine.cores` promises; cores without a NUMA node come last in their package."""
-    return tuple(sorted(cores, key=lambda c: (c.package, c.numa_node is None, c.numa_node or 0, c.pus)))
+
+    def place(core: Core) -> tuple[int, ...]:
+        """Neighbours share as many levels as can be: what is cut from this order in one piece lies together."""
+        node = core.numa_node
+        return (core.package, node is None, node or 0, core.die or 0, core.l3 or 0, core.l2 or 0, *core.pus)
+
+    return tuple(sorted(cores, key=place))
 
 
 def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int] | None) -> Machine:

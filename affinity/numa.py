@@ -1,9 +1,11 @@
 """NUMA nodes of a /sys tree: their PUs, memory, kind of memory, and which PUs it is near to."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.kernel_files import first_file, ids, text
+from affinity.errors import InputError
+from affinity.kernel_files import first_file, ids, number, numbers, text
 from affinity.machine import NumaNode
 
 # CPU family and model of Knights Landing and Knights Mill, which have MCDRAM in their package.
@@ -53,8 +55,10 @@ def _pus(folder: Path, online: tuple[int, ...]) -> tuple[int, ...]:
 def _memory_bytes(meminfo: Path) -> int:
     if not meminfo.is_file():
         return 0
-    kib = next((line.split()[-2] for line in text(meminfo).splitlines() if "MemTotal:" in line), "0")
-    return int(kib) * 1024
+    found = re.search(r"MemTotal:\s*(\d+) kB", text(meminfo))
+    if found is None:
+        raise InputError(f"{meminfo} holds no MemTotal: read the machine again")
+    return int(found.group(1)) * 1024
 
 
 def _near(node: int, folders: dict[int, Path], pus: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
@@ -68,7 +72,7 @@ def _near(node: int, folders: dict[int, Path], pus: dict[int, tuple[int, ...]]) 
         if found := tuple(i for i in named if pus.get(i)):
             return found
     distance = folders[node] / "distance"
-    values = [int(value) for value in text(distance).split()] if distance.is_file() else []
+    values = numbers(distance) if distance.is_file() else ()
     to = {other: value for other, value in zip(folders, values, strict=False) if pus[other]}
     return tuple(other for other, value in to.items() if value == min(to.values()))
 
@@ -106,4 +110,4 @@ def _compared(speed: int, own: int) -> str:
 def _bandwidth(folder: Path) -> int | None:
     """MB/s that the firmware's HMAT gives for the nearest PUs; None where it says nothing."""
     path = first_file(folder, ("access1/initiators/read_bandwidth", "access0/initiators/read_bandwidth"))
-    return None if path is None else int(text(path))
+    return None if path is None else number(path)

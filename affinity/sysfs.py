@@ -8,6 +8,7 @@ from affinity.cgroup import read_limits
 from affinity.cpuset import parse_list
 from affinity.errors import InputError
 from affinity.kernel_files import first_file, ids, number, text
+from affinity.kinds import core_speeds
 from affinity.machine import Core, Machine, narrowed, ordered
 from affinity.numa import XEON_PHI, read_nodes
 
@@ -39,11 +40,14 @@ def read_machine(root: Path) -> Machine:
     flags = cpuinfo.get("flags", "").split()
     nodes = read_nodes(root / "sys/devices", online, on_package_memory=_has_on_package_memory(cpuinfo))
     node_of = {pu: node.id for node in nodes for pu in node.pus}
-    cores = ordered([_core(cpu_dir, siblings, node_of) for siblings in _sibling_sets(cpu_dir, online)])
+    siblings = _sibling_sets(cpu_dir, online)
+    speeds = core_speeds(root / "sys/devices", tuple(pus[0] for pus in siblings))
+    dies = _dies(cpu_dir, siblings)
+    cores = ordered([_core(cpu_dir, pus, node_of, dies.get(pus[0]), speeds.get(pus[0], 1.0)) for pus in siblings])
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
     machine = Machine(
-        name=hostname.read_text().strip() if hostname.is_file() else root.resolve().name,
+        name=text(hostname) if hostname.is_file() else root.resolve().name,
         model=cpuinfo.get("model name", "unknown model"),
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         cores=cores,
@@ -86,10 +90,41 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...
     return sorted(set(core_of.values()))
 
 
-def _core(cpu_dir: Path, siblings: tuple[int, ...], node_of: dict[int, int]) -> Core:
-    package = cpu_dir / f"cpu{siblings[0]}/topology/physical_package_id"
-    package_id = number(package) if package.is_file() else 0
-    return Core(pus=siblings, package=max(package_id, 0), numa_node=node_of.get(siblings[0]))
+def _core(cpu_dir: Path, pus: tuple[int, ...], node_of: dict[int, int], die: int | None, speed: float) -> Core:
+    caches = _caches(cpu_dir / f"cpu{pus[0]}/cache")
+    return Core(
+        pus=pus,
+        package=_package(cpu_dir, pus[0]),
+        numa_node=node_of.get(pus[0]),
+        die=die,
+        l3=caches.get(3),
+        l2=caches.get(2),
+        speed=speed,
+    )
+
+
+def _package(cpu_dir: Path, pu: int) -> int:
+    path = cpu_dir / f"cpu{pu}/topology/physical_package_id"
+    return max(number(path), 0) if path.is_file() else 0
+
+
+def _dies(cpu_dir: Path, siblings: list[tuple[int, ...]]) -> dict[int, int]:
+    """First PU of a core -> its die; empty where each package is one die."""
+    paths = {pus[0]: cpu_dir / f"cpu{pus[0]}/topology/die_id" for pus in siblings}
+    dies = {pu: number(path) for pu, path in paths.items() if path.is_file()}
+    packages = {pu: _package(cpu_dir, pu) for pu in dies}
+    several = len(set(zip(packages.values(), dies.values(), strict=True))) > len(set(packages.values()))
+    return dies if several else {}
+
+
+def _caches(folder: Path) -> dict[int, int]:
+    """Level -> lowest PU that shares the cache of that level."""
+    found = {}
+    for index in sorted(folder.glob("index[0-9]")):
+        shared = first_file(index, ("shared_cpu_list", "shared_cpu_map"))
+        if shared is not None and (index / "level").is_file() and (pus := ids(shared)):
+            found[number(index / "level")] = pus[0]
+    return found
 
 
 def _cpuinfo(path: Path) -> dict[str, str]:

@@ -99,6 +99,17 @@ def write_sysfs(machine: Machine, root: Path, *, masks: bool = False, online_fil
             topology = f"{cpu}/cpu{pu}/topology"
             put(f"{topology}/physical_package_id", str(core.package))
             put(f"{topology}/core_id", str(number % 3))  # repeats on purpose: it must not be used
+            if core.die is not None:
+                put(f"{topology}/die_id", str(core.die))
+            if any(other.speed < 1 for other in machine.cores):
+                put(f"{cpu}/cpu{pu}/acpi_cppc/nominal_perf", str(round(20 * core.speed)))
+                put(f"{cpu}/cpu{pu}/acpi_cppc/highest_perf", str(round(1000 * core.speed)))
+            for level, lowest in ((2, core.l2), (3, core.l3)):
+                sharing = tuple(p for c in machine.cores if (c.l2, c.l3)[level - 2] == lowest for p in c.pus)
+                if lowest is not None:
+                    index = f"{cpu}/cpu{pu}/cache/index{level}"
+                    put(f"{index}/level", str(level))
+                    put(f"{index}/shared_cpu_{'map' if masks else 'list'}", (words if masks else format_list)(sharing))
             if masks:
                 put(f"{topology}/thread_siblings", words(core.pus))
             else:

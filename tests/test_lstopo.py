@@ -41,6 +41,18 @@ def test_both_versions_are_read(tmp_path: Path, version: str, subtype: str, kind
     ]
 
 
+def test_kinds_of_cores_have_their_speed(tmp_path: Path) -> None:
+    kinds = "".join(
+        f'<cpukind cpuset="{cpus}" efficiency="{rank}"><info name="FrequencyMaxMHz" value="{clock}"/></cpukind>'
+        for cpus, rank, clock in (("0x5", 1, 5000), ("0xa", 0, 4000))
+    )
+    path = tmp_path / "n1.xml"
+    path.write_text(FLAT.format(version="2.0", subtype="").replace("</topology>", f"{kinds}</topology>"))
+    assert [core.speed for core in read_lstopo(path).cores] == [1.0, 0.8]
+    path.write_text(path.read_text().replace('efficiency="1"', 'efficiency="0"'))
+    assert [core.speed for core in read_lstopo(path).cores] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "text", ["", "<topology>", "<html></html>", "<topology version='2.0'><object type='Machine'/></topology>"]
 )

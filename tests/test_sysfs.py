@@ -1,5 +1,6 @@
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.hwloc import read_synthetic
 from affinity.machine import narrowed
+from affinity.openmp import Runtime
+from affinity.plan import Request, plan_machine
 from affinity.sysfs import read_machine, this_machine
 from tests.conftest import build_machine, need, write_sysfs
 
@@ -86,3 +90,65 @@ def test_this_machine_agrees_with_hwloc() -> None:
         count("core"),
         count("pu"),
     )
+
+
+def rich_tree(root: Path) -> None:
+    """A tree with a file of every sort that is read."""
+    machine = read_synthetic(
+        "pack:2 die:2 l3:1 l2:1 core:1 pu:2", name="t", model="m", isa=("avx2",), memory_bytes=4096
+    )
+    slow = replace(machine.cores[-1], speed=0.5)
+    write_sysfs(replace(machine, cores=(*machine.cores[:-1], slow)), root)
+    memory_only = root / "sys/devices/system/node/node2"
+    (memory_only / "access1/initiators/node0").mkdir(parents=True)
+    (memory_only / "access1/initiators/read_bandwidth").write_text("1000\n")
+    (memory_only / "cpulist").write_text("\n")
+    (memory_only / "meminfo").write_text("Node 2 MemTotal: 4096 kB\n")
+    for node, text in enumerate(("10 20 11", "20 10 20", "11 20 10")):
+        (root / f"sys/devices/system/node/node{node}/distance").write_text(text + "\n")
+    for path, text in (
+        ("sys/devices/virtual/memory_tiering/memory_tier4/nodelist", "0-2\n"),
+        ("sys/fs/cgroup/job/cpuset.cpus.effective", "0-7\n"),
+        ("sys/fs/cgroup/job/cpuset.mems.effective", "0-2\n"),
+        ("sys/fs/cgroup/job/cpu.max", "800000 100000\n"),
+        ("sys/fs/cgroup/job/memory.max", "1048576\n"),
+        ("proc/self/cgroup", "0::/job\n"),
+        ("proc/self/cpuset", "/job\n"),
+        ("proc/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n"),
+    ):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\n", b"x,y z\n", b"-3\n", b"7-2\n", b"\xff\xfe\x00", b"999999999999\n"])
+def test_any_damaged_file_is_named_or_harmless(tmp_path: Path, damage: bytes) -> None:
+    """Whatever one file of a tree is turned into, the machine is read and can be planned, or the file is named."""
+    rich_tree(tmp_path)
+    plan_machine(read_machine(tmp_path), Request(), Runtime())
+    named = 0
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        path.write_bytes(damage)
+        try:
+            plan_machine(read_machine(tmp_path), Request(), Runtime())
+        except InputError as error:
+            told = str(error)
+            assert str(path) in told or "lends this process no PU" in told or "no online PU" in told, (path, told)
+            named += 1
+        path.write_bytes(whole)
+    assert named > 3
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(data=st.data(), text=st.text("0123456789,-abcdef \n", max_size=12))
+def test_odd_texts_are_named_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, text: str
+) -> None:
+    root = tmp_path_factory.mktemp("odd")
+    rich_tree(root)
+    path = data.draw(st.sampled_from(sorted(path for path in root.rglob("*") if path.is_file())))
+    path.write_text(text)
+    try:
+        plan_machine(read_machine(root), Request(), Runtime())
+    except InputError as error:
+        assert str(root) in str(error) or "lends this process no PU" in str(error)
