@@ -10,7 +10,8 @@ from affinity.catalog import find_machine
 from affinity.errors import InputError, RunError
 from affinity.openmp import Runtime, find_runtime
 from affinity.picture import picture
-from affinity.plan import Plan, Request, plan_machine, plan_to_dict
+from affinity.plan import Plan, Request, plan_machine
+from affinity.plan_file import plan_to_json
 from affinity.svg import picture_svg
 
 
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
 def shown(plan: Plan, form: str | None) -> str:
     """The plan as text, JSON or SVG."""
     if form == "json":
-        return json.dumps(plan_to_dict(plan), indent=1)
+        return plan_to_json(plan)
     return picture_svg(plan) if form == "svg" else picture(plan, coloured=sys.stdout.isatty())
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from affinity.cpuset import format_list, format_mask
 from affinity.errors import InputError, RunError
 from affinity.openmp import reconciled
-from affinity.plan import WorkerPlan, worker_from_dict
+from affinity.plan import WorkerPlan
+from affinity.plan_file import worker_from_dict
 
 # Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
 LOCAL_RANK_VARIABLES = (

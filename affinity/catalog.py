@@ -69,6 +69,7 @@ def _assembled(
 ) -> Machine:
     """A host of equal packages; `cores` lists those of each NUMA node of a package, `gib` is the memory of one.
 
+    `l3_cores` of an entry is the number of cores that share a level-3 cache, where a NUMA node may have several.
     With `hbm_gib` every such node has a memory-only node of that size next to it. PUs are numbered as Linux does on
     most hosts: the first threads of all cores, package by package, then the second ones.
     """
@@ -76,7 +77,12 @@ def _assembled(
     total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
     threads = range(entry["smt"])
     made = [
-        Core(pus=tuple(start + i + t * total for t in threads), package=node // len(cores), numa_node=node)
+        Core(
+            pus=tuple(start + i + t * total for t in threads),
+            package=node // len(cores),
+            numa_node=node,
+            l3=start + i - i % entry["l3_cores"] if "l3_cores" in entry else None,
+        )
         for node, (start, size) in enumerate(zip(starts, sizes, strict=True))
         for i in range(size)
     ]

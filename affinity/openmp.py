@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from affinity.rules import Reason
@@ -58,27 +59,35 @@ def find_runtime(folders: tuple[Path, ...] | None = None) -> Runtime:
 
 
 def environment(
-    compute_pus: tuple[int, ...], runtime: Runtime, *, alone: bool, pin: bool
+    compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool
 ) -> tuple[tuple[str, str], ...]:
     """Variables for one worker; with `pin` exactly one of them binds each thread to a PU, else none does.
 
-    `alone`: the worker's domain holds nothing but its compute PUs.
+    `packed`: the first threads of the worker's cores, in the cores' order, begin with the compute PUs.
     """
     pairs = [("OMP_NUM_THREADS", str(len(compute_pus)))]
     if runtime.openmp == "libiomp5":
-        # The published setting packs threads from the mask's first PU; where comm or loader PUs share the mask it
-        # would run into them, so the PUs are listed.
+        # The published setting takes first threads from the mask's first core on; where comm or loader cores come
+        # first it would run into them, so the PUs are listed.
         listed = f"proclist=[{','.join(map(str, compute_pus))}],explicit"
         if pin:
-            pairs.append(("KMP_AFFINITY", f"granularity=fine,{'compact,1,0' if alone else listed}"))
+            pairs.append(("KMP_AFFINITY", f"granularity=fine,{'compact,1,0' if packed else listed}"))
         pairs.append(("KMP_BLOCKTIME", "1"))
-    elif pin and (len(compute_pus) > 1 or not alone):
-        pairs.append(("OMP_PLACES", ",".join(f"{{{pu}}}" for pu in compute_pus)))
+    elif pin:
+        pairs.append(("OMP_PLACES", places(compute_pus)))
         pairs.append(("OMP_PROC_BIND", "close"))
     pairs += KEEP_MEMORY[runtime.allocator]
     if runtime.preload:
         pairs.append(("LD_PRELOAD", ":".join(runtime.preload)))
     return tuple(pairs)
+
+
+def places(pus: tuple[int, ...]) -> str:
+    """One place for each PU, in OMP_PLACES' words: (4, 6, 8) -> "{4}:3:2", which is {4},{6},{8}."""
+    steps = {b - a for a, b in pairwise(pus)}
+    if len(pus) > 2 and len(steps) == 1:
+        return f"{{{pus[0]}}}:{len(pus)}:{steps.pop()}"
+    return ",".join(f"{{{pu}}}" for pu in pus)
 
 
 def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:

@@ -1,17 +1,26 @@
 """Plan -> text."""
 
+from textwrap import wrap
+
 from affinity.cpuset import format_list
+from affinity.explain import ASSUMPTIONS, alternatives
 from affinity.machine import Core, Machine
 from affinity.marks import colour, letter, roles, sign
 from affinity.plan import Plan
+from affinity.rules import Reason
 
 WIDTH = 80
 GIB = 1 << 30
 
 
-def picture(plan: Plan, *, coloured: bool = False) -> str:
-    """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings."""
+def picture(plan: Plan, *, coloured: bool = False, explained: bool = False) -> str:
+    """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings.
+
+    `explained` adds the plans for other numbers of workers, and the figures that the rules take as given.
+    """
     parts = [_headline(plan.machine), _map(plan, coloured), _workers(plan), _environment(plan), _reasons(plan)]
+    if explained:
+        parts += ["other plans\n" + _indented(_table(alternatives(plan))), _listed("taken as given", ASSUMPTIONS)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -61,7 +70,7 @@ def _ansi(colour: str) -> str:
 
 
 def _workers(plan: Plan) -> str:
-    rows = [("worker", "compute PUs", "comm", "loader", "intra-op", "inter-op", "memory")]
+    rows: list[tuple[str, ...]] = [("worker", "compute PUs", "comm", "loader", "threads", "batch", "memory")]
     for w in plan.workers:
         rows.append(
             (
@@ -69,14 +78,13 @@ def _workers(plan: Plan) -> str:
                 format_list(w.compute_pus),
                 format_list(w.comm_pus) or "shared",
                 format_list(w.loader_pus) or "shared",
-                str(w.intra_op),
-                str(w.inter_op),
+                f"{w.intra_op} + {w.inter_op}",
+                "" if w.local_batch is None else str(w.local_batch),
                 f"{w.memory_policy} {format_list(w.memory_nodes)}".strip(),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"unused PUs {format_list(item.pus)}: {item.why}" for item in plan.unused]
+    lines = _table(rows)
+    lines += [_folded(f"unused PUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
     return "\n".join(lines)
 
 
@@ -93,6 +101,29 @@ def _environment(plan: Plan) -> str:
 
 
 def _reasons(plan: Plan) -> str:
-    width = max(len(reason.what) for reason in plan.reasons)
-    lines = ["why"] + [f"  {reason.what:<{width}}  {reason.value}: {reason.why}" for reason in plan.reasons]
-    return "\n".join(lines + [f"warning: {text}" for text in plan.warnings])
+    return "\n".join([_listed("why", plan.reasons), *(_folded(f"warning: {text}") for text in plan.warnings)])
+
+
+def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
+    width = max(len(reason.what) for reason in reasons)
+    folds = " " * (width + 4)
+    lines = (
+        wrap(f"{r.what:<{width}}  {r.value}: {r.why}", WIDTH, initial_indent="  ", subsequent_indent=folds)
+        for r in reasons
+    )
+    return "\n".join([title, *(line for folded in lines for line in folded)])
+
+
+def _folded(text: str) -> str:
+    """Text in lines of at most WIDTH letters, where words allow."""
+    return "\n".join(wrap(text, WIDTH, subsequent_indent="  "))
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows in columns as wide as their widest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _indented(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

@@ -43,7 +43,8 @@ def picture_svg(plan: Plan) -> str:
         threads = f"{worker.intra_op} intra-op, {worker.inter_op} inter-op threads"
         nodes_used = ",".join(map(str, worker.memory_nodes))
         said = f"worker {worker.local_rank} {letter(worker.local_rank)}: {threads}, memory {worker.memory_policy}"
-        y = _text(parts, GAP + 18, y, f"{said} {nodes_used}".rstrip())
+        batch = "" if worker.local_batch is None else f", {worker.local_batch} images a step"
+        y = _text(parts, GAP + 18, y, f"{said} {nodes_used}".rstrip() + batch)
     for reason in plan.reasons:
         for line in wrap(f"{reason.what} {reason.value}: {reason.why}", LETTERS_PER_LINE):
             y = _text(parts, GAP, y, line)

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from affinity.catalog import shipped
 from affinity.errors import InputError
-from affinity.plan import Request
 
 RECIPES = shipped(Path(__file__).parent, "recipes")
 
@@ -137,6 +136,10 @@ class PlanSection(Section):
     """Cores per worker kept for loading images."""
     smt: Literal["auto", "on", "off"] = "auto"
     """Whether second hardware threads compute; auto: off."""
+    profile: Literal["auto", "bkm-2018", "mlperf-spr"] = "auto"
+    """Published practice that decides what is auto here; auto: the planner's own rules."""
+    balance: Literal["equal", "batch"] = "equal"
+    """batch: workers of a host get their images in proportion to their cores, batch.local on average."""
 
 
 class Recipe(Section):
@@ -174,23 +177,6 @@ class Recipe(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.output or f"runs/{self.name}")
-
-
-def request_of(section: PlanSection, nodes: int = 1) -> Request:
-    """The planner's request that a recipe makes."""
-
-    def asked(value: int | str) -> int | None:
-        return value if isinstance(value, int) else None
-
-    return Request(
-        ppn=asked(section.ppn),
-        threads=asked(section.threads),
-        inter_op=asked(section.inter_op),
-        comm_cores=asked(section.comm_cores),
-        loader_cores=asked(section.loader_cores),
-        smt=section.smt == "on",
-        nodes=nodes,
-    )
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,11 +1,11 @@
 """A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, report.html."""
 
-import json
 import shutil
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.plan import Plan, plan_to_dict
+from affinity.plan import Plan
+from affinity.plan_file import plan_to_json
 from cputrain.events import FILE as EVENTS
 from cputrain.files import write_atomic
 from cputrain.recipe import Recipe, dump_recipe, load_recipe
@@ -70,4 +70,4 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
 
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan where `affinity.bind` can read it."""
-    write_atomic(path, json.dumps(plan_to_dict(plan), indent=1).encode())
+    write_atomic(path, plan_to_json(plan).encode())

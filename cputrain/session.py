@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from affinity.bind import Observed
+from affinity.errors import InputError
 from affinity.plan import WorkerPlan
 from cputrain import __version__
-from cputrain.comm.group import start_group
+from cputrain.comm.group import gather, start_group
 from cputrain.data.source import Dataset, open_dataset
 from cputrain.derivation import Numbers, derive
 from cputrain.recipe import Recipe
@@ -20,7 +21,10 @@ from mpi.rank import Rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start."""
+    """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start.
+
+    `batches` are the images of each rank's backward pass, recipe.batch.local on average.
+    """
 
     recipe: Recipe
     rank: Rank
@@ -28,6 +32,7 @@ class Session:
     observed: Observed
     dataset: Dataset
     numbers: Numbers
+    batches: tuple[int, ...]
 
     @property
     def leads(self) -> bool:
@@ -58,7 +63,26 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         images=len(dataset.train),
     )
     start_group(rank, worker)
-    return Session(recipe=recipe, rank=rank, worker=worker, observed=observed, dataset=dataset, numbers=numbers)
+    return Session(
+        recipe=recipe,
+        rank=rank,
+        worker=worker,
+        observed=observed,
+        dataset=dataset,
+        numbers=numbers,
+        batches=_batches(recipe, worker),
+    )
+
+
+def _batches(recipe: Recipe, worker: WorkerPlan) -> tuple[int, ...]:
+    """Every rank's local batch: the recipe's, or the plan's share where the recipe wants them balanced."""
+    mine = recipe.batch.local if recipe.plan.balance == "equal" else worker.local_batch or 0
+    batches = tuple(gather(mine))
+    if sum(batches) != recipe.batch.local * len(batches):
+        raise InputError(
+            f"the plan's local batches {batches} are not {recipe.batch.local} on average: plan with this recipe"
+        )
+    return batches
 
 
 def describe_environment() -> dict[str, Any]:
@@ -96,6 +120,7 @@ def binding_record(session: Session) -> dict[str, Any]:
         "rank": session.rank.rank,
         "host": socket.gethostname(),
         "planned_pus": list(session.worker.pus),
+        "local_batch": session.batches[session.rank.rank],
         **asdict(session.observed),
         "threads": torch.get_num_threads(),
     }

@@ -201,11 +201,12 @@ def _update(training: Training, loaded: Iterator[Batch], rate: float, sums: Sums
         with nullcontext() if number == passes - 1 else training.model.no_sync():
             logits = training.model(training.normalize(batch.images))
             losses = functional.cross_entropy(logits, batch.labels, reduction="none") * batch.weights
-            # Divided by the whole local batch: a damaged image adds nothing, the others weigh what they always weigh.
-            share = losses.sum() / (len(batch.labels) * passes)
+            # Divided by the mean local batch: after DDP's averaging every image weighs the same, whatever its rank's
+            # batch; a damaged one adds nothing.
+            share = losses.sum() / (recipe.batch.local * passes)
             share.backward()  # type: ignore[no-untyped-call]
         comm_wait_s = time.perf_counter() - training.clock.last_ready_s
-        loss += float(share.detach())
+        loss += float(losses.detach().sum()) / (len(batch.labels) * passes)
         sums.loss += float(losses.detach().sum())
         sums.hits += float((in_top(logits.detach(), batch.labels, 1) * batch.weights).sum())
         sums.images += float(batch.weights.sum())
@@ -223,17 +224,9 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
     recipe, numbers, rank = session.recipe, session.numbers, session.rank
     data, seed = recipe.data, recipe.seed
     order = epoch_order(len(session.dataset.train), seed, epoch)[: numbers.images]
-    micro = recipe.batch.local
-    shares = (
-        rank_share(
-            order,
-            step % numbers.steps_per_epoch,
-            global_batch=numbers.global_batch,
-            rank=rank.rank,
-            world_size=rank.world_size,
-        )
-        for step in range(first, stop)
-    )
+    micro = session.batches[rank.rank]
+    each = [batch * recipe.batch.accumulation for batch in session.batches]
+    shares = (rank_share(order, step % numbers.steps_per_epoch, each, rank.rank) for step in range(first, stop))
 
     def decode(encoded: bytes, image: int) -> Pixels:
         rng = sample_generator(seed, epoch, image)

@@ -8,6 +8,8 @@ from affinity.cpuset import format_list
 from affinity.errors import InputError
 from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, plan_machine
+from affinity.profiles import PROFILES
+from affinity.workload import RESNET50
 
 # name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets
 SHAPES = {
@@ -35,7 +37,7 @@ def line(plan: Plan) -> str:
     return "\n".join(
         f"  {w.local_rank}: compute {format_list(w.compute_pus)} comm {format_list(w.comm_pus)} "
         f"loader {format_list(w.loader_pus)} threads {w.intra_op}+{w.inter_op} "
-        f"memory {w.memory_policy} {format_list(w.memory_nodes)}".rstrip()
+        f"batch {w.local_batch} memory {w.memory_policy} {format_list(w.memory_nodes)}".rstrip()
         for w in plan.workers
     )
 
@@ -54,10 +56,12 @@ def test_every_entry_names_its_source() -> None:
 def test_plans_of_catalog_machines(name: str, golden) -> None:
     machine = find_machine(name)
     texts = []
-    for ppn in (None, 1, 2, 4):
-        plan = plan_machine(machine, Request(ppn=ppn, nodes=16), Runtime())
-        texts.append(f"{name} on 16 hosts, ppn {ppn or 'auto'}\n{line(plan)}")
-        texts += [f"  warning: {text}" for text in plan.warnings]
+    for profile in PROFILES:
+        for ppn in (None, 1, 2, 4):
+            request = Request(ppn=ppn, nodes=16, profile=profile, workload=RESNET50, local_batch=32, balance="batch")
+            plan = plan_machine(machine, request, Runtime())
+            texts.append(f"{name} on 16 hosts, profile {profile}, ppn {ppn or 'auto'}\n{line(plan)}")
+            texts += [f"  warning: {text}" for text in plan.warnings]
     golden(f"catalog/{name}.txt", "\n".join(texts))
 
 
@@ -66,7 +70,7 @@ def test_a_real_7250_is_the_catalog_s() -> None:
     plan = plan_machine(find_machine("knl-7250-snc4-flat"), Request(), Runtime())
     assert [len(w.compute_pus) + len(w.loader_pus) // 4 for w in plan.workers] == [18, 18, 16, 16]
     assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (4 + i,)) for i in range(4)]
-    assert plan.warnings == ("domains of 16 to 18 cores: the smallest sets the pace of each step",)
+    assert plan.warnings[0].startswith("domains of 16 to 18 cores: the smallest sets the pace of each step")
 
 
 def test_hbm_alone_is_bound_like_any_memory() -> None:

@@ -134,18 +134,14 @@ def test_the_digits_are_real(tmp_path: Path) -> None:
     assert pixels.shape == (8, 8) and pixels.max() == 239  # 15 of 16 greys
 
 
-@given(images=st.integers(1, 500), workers=st.integers(1, 8), local=st.integers(1, 8), seed=st.integers(0, 9))
-def test_ranks_cut_an_epoch_without_overlap(images: int, workers: int, local: int, seed: int) -> None:
+@given(images=st.integers(1, 500), batches=st.lists(st.integers(1, 8), min_size=1, max_size=8), seed=st.integers(0, 9))
+def test_ranks_cut_an_epoch_without_overlap(images: int, batches: list[int], seed: int) -> None:
     order = epoch_order(images, seed, 2)
     assert sorted(order.tolist()) == list(range(images))
-    batch = workers * local
+    batch, workers = sum(batches), len(batches)
     steps = images // batch
-    shares = [
-        rank_share(order, step, global_batch=batch, rank=rank, world_size=workers)
-        for step in range(steps)
-        for rank in range(workers)
-    ]
-    assert all(len(share) == local for share in shares)
+    shares = [rank_share(order, step, batches, rank) for step in range(steps) for rank in range(workers)]
+    assert [len(share) for share in shares] == batches * steps
     # In the order of steps and ranks the shares are the permutation itself: the same whatever the number of workers.
     assert np.concatenate([*shares, order[steps * batch :]]).tolist() == order.tolist()
 

@@ -1,19 +1,25 @@
 """Networks, optimizer, checkpoint and accuracy, each against a plain reference."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from affinity.errors import InputError
+from affinity.workload import footprint
 from cputrain.checkpoint import BEST, list_checkpoints, load_checkpoint, save_checkpoint
 from cputrain.engine import Normalize, prepare_model
 from cputrain.evaluate import in_top
 from cputrain.models.build import batchnorms, build_model
+from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_rate
-from cputrain.recipe import DataSection, ModelSection, OptimSection
+from cputrain.recipe import DataSection, ModelSection, OptimSection, Recipe
 
 
 def test_resnet50_is_the_real_one() -> None:
@@ -121,3 +127,60 @@ def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read checkpoint"):
         load_checkpoint(path, nn.Linear(3, 2))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_the_networks_own(name: str) -> None:
+    """Parameters, operations of a training step and what autograd keeps, counted on the real network."""
+    size = SIZES[name]
+    model = build_model(ModelSection(name=name), classes=1000).to(memory_format=torch.channels_last)
+    assert sum(p.numel() for p in model.parameters()) == size.parameters
+    assert model.fc.in_features == size.features
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    side = 64
+    images = torch.zeros(4, 3, side, side).to(memory_format=torch.channels_last)
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(images).sum()
+        loss.backward()
+    area = (side / 224) ** 2
+    assert counter.get_total_flops() / 4 / 1e9 / area == pytest.approx(size.gflop, rel=0.02)
+    assert sum(kept.values()) / 4 / area == pytest.approx(size.activation_bytes, rel=0.02)
+
+
+def test_a_recipe_s_workload_scales_with_crop_and_classes() -> None:
+    whole = workload_of(Recipe())
+    small = workload_of(Recipe(data=DataSection(crop=112)), classes=10)
+    assert whole.parameters - small.parameters == 990 * 2049
+    assert small.gflop == pytest.approx(whole.gflop / 4)
+
+
+def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:
+    """A real training step in a process of its own; the estimate may be above by half, never much below."""
+    code = (
+        "import torch, resource\n"
+        "from cputrain.models.build import build_model\n"
+        "from cputrain.recipe import ModelSection\n"
+        "torch.set_num_threads(1)\n"
+        "model = build_model(ModelSection(name='resnet50'), classes=1000).to(memory_format=torch.channels_last)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "for _ in range(2):\n"
+        "    images = torch.zeros(16, 3, 112, 112).to(memory_format=torch.channels_last)\n"
+        "    model(images).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
+    )
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **keep}
+    )
+    recipe = Recipe(data=DataSection(crop=112))
+    estimate = footprint(workload_of(recipe), 16).total
+    assert 0.9 < estimate / int(said.stdout) < 1.5

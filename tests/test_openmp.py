@@ -4,12 +4,12 @@ from affinity.openmp import Runtime, environment, find_runtime, reconciled
 
 
 def test_one_thread_alone_needs_no_binder() -> None:
-    env = dict(environment((3,), Runtime(), alone=True, pin=True))
+    env = dict(environment((3,), Runtime(), packed=True, pin=False))
     assert env == {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def test_libgomp_places_each_thread() -> None:
-    env = dict(environment((2, 3), Runtime(), alone=False, pin=True))
+    env = dict(environment((2, 3), Runtime(), packed=False, pin=True))
     assert env["OMP_PLACES"] == "{2},{3}"
     assert env["OMP_PROC_BIND"] == "close"
     assert not any(name.startswith("KMP") for name in env)
@@ -17,11 +17,11 @@ def test_libgomp_places_each_thread() -> None:
 
 def test_libiomp5_has_one_binder() -> None:
     runtime = Runtime(openmp="libiomp5", allocator="tcmalloc", preload=("/a/libiomp5.so", "/b/libtcmalloc.so.4"))
-    env = dict(environment((0, 1), runtime, alone=True, pin=True))
+    env = dict(environment((0, 1), runtime, packed=True, pin=True))
     assert env["KMP_AFFINITY"] == "granularity=fine,compact,1,0"
     assert env["LD_PRELOAD"] == "/a/libiomp5.so:/b/libtcmalloc.so.4"
     assert not {"OMP_PLACES", "OMP_PROC_BIND"} & env.keys()
-    beside = dict(environment((2, 3), runtime, alone=False, pin=True))
+    beside = dict(environment((2, 3), runtime, packed=False, pin=True))
     assert beside["KMP_AFFINITY"] == "granularity=fine,proclist=[2,3],explicit"
 
 
@@ -62,6 +62,6 @@ def test_agreement_is_no_clash() -> None:
 
 def test_unpinned_threads_have_no_binder() -> None:
     for runtime in (Runtime(), Runtime(openmp="libiomp5")):
-        env = dict(environment((2, 3), runtime, alone=False, pin=False))
+        env = dict(environment((2, 3), runtime, packed=False, pin=False))
         assert env["OMP_NUM_THREADS"] == "2"
         assert not {"OMP_PLACES", "OMP_PROC_BIND", "KMP_AFFINITY"} & env.keys()

@@ -9,7 +9,8 @@ from affinity.catalog import find_machine
 from affinity.errors import InputError
 from affinity.openmp import Runtime
 from affinity.picture import picture
-from affinity.plan import Request, plan_machine, plan_to_dict, worker_from_dict
+from affinity.plan import Request, plan_machine
+from affinity.plan_file import plan_from_dict, plan_to_dict, plan_to_json, worker_from_dict
 from tests.conftest import build_machine
 
 RUNTIME = Runtime()
@@ -73,6 +74,7 @@ def test_a_plan_survives_json(drawn) -> None:
     plan = plan_machine(*drawn, RUNTIME)
     data = json.loads(json.dumps(plan_to_dict(plan)))
     assert tuple(worker_from_dict(data, i) for i in range(len(plan.workers))) == plan.workers
+    assert plan_from_dict(json.loads(plan_to_json(plan))) == plan
 
 
 def test_the_published_256_node_plan(golden) -> None:
@@ -82,7 +84,7 @@ def test_the_published_256_node_plan(golden) -> None:
         (22, 2, "bind", (1,)),
     ]
     golden("skx-8160-2s-256nodes.txt", picture(plan))
-    golden("skx-8160-2s-256nodes.json", json.dumps(plan_to_dict(plan), indent=1))
+    golden("skx-8160-2s-256nodes.json", plan_to_json(plan))
 
 
 @pytest.mark.parametrize(

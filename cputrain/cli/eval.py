@@ -13,7 +13,8 @@ from affinity.plan import plan_machine
 from affinity.sysfs import this_machine
 from cputrain.cli.derived import counted
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.recipe import load_recipe, request_of
+from cputrain.planning import request_of
+from cputrain.recipe import load_recipe
 from cputrain.run_folder import write_plan
 from mpi.job import Job
 from mpi.run import run_local
@@ -36,7 +37,7 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
 
         run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint))
         return 0
-    plan = plan_machine(this_machine(), request_of(training.plan), find_runtime())
+    plan = plan_machine(this_machine(), request_of(training), find_runtime())
     counted(training, ppn=len(plan.workers))
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / "plan.json", plan)

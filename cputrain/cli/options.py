@@ -10,9 +10,12 @@ from affinity.catalog import find_machine
 from affinity.errors import InputError
 from affinity.openmp import Runtime, find_runtime
 from affinity.plan import Plan, Request, plan_machine
+from affinity.profiles import PROFILES
+from affinity.request import BALANCES
 
 F = TypeVar("F", bound=Callable[..., Any])
-MACHINE = "this|NAME|DIR|TARBALL|FILE.xml|'pack:2 core:24 pu:2'"
+NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"
+OTHERS = ("profile", "balance", "local_batch", "link_gbit")
 
 
 class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
@@ -44,6 +47,10 @@ class Asked:
     comm_cores: int | str | None
     loader_cores: int | str | None
     smt: str | None
+    profile: str | None
+    balance: str | None
+    local_batch: int | None
+    link_gbit: float | None
 
 
 def planning_options(command: F) -> F:
@@ -52,8 +59,8 @@ def planning_options(command: F) -> F:
     def gathered(
         machine: str, hosts: str | None, nodes: int | None, smt: str | None, **rest: Any
     ) -> Any:  # click passes options by name
-        numbers = {key: rest.pop(key) for key in ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")}
-        asked = Asked(machine=machine, hosts=_hosts(hosts, nodes), smt=smt, **numbers)
+        given = {key: rest.pop(key) for key in (*NUMBERS, *OTHERS)}
+        asked = Asked(machine=machine, hosts=_hosts(hosts, nodes), smt=smt, **given)
         return command(asked=asked, **rest)
 
     gathered.__doc__ = command.__doc__
@@ -73,6 +80,10 @@ def planning_options(command: F) -> F:
         click.option("--comm-cores", type=AutoInt(0), help="cores per worker kept for communication"),
         click.option("--loader-cores", type=AutoInt(0), help="cores per worker kept for loading images"),
         click.option("--smt", type=click.Choice(["auto", "on", "off"]), help="second hardware threads compute"),
+        click.option("--profile", type=click.Choice(list(PROFILES)), help="published practice decides what is auto"),
+        click.option("--balance", type=click.Choice(BALANCES), help="batch: local batches in proportion to cores"),
+        click.option("--local-batch", type=click.IntRange(1), help="images a step of a worker, on average"),
+        click.option("--link-gbit", type=click.FloatRange(0.001), help="speed of a host's link  [default: 100]"),
     )
     decorated: Any = gathered
     for option in reversed(options):
@@ -83,7 +94,8 @@ def planning_options(command: F) -> F:
 def make_plan(asked: Asked, base: Request) -> Plan:
     """The plan of the asked machine: what the options say, over what the recipe says, over the rules."""
     changes: dict[str, Any] = {"nodes": len(asked.hosts)}
-    for name in ("ppn", "threads", "inter_op", "comm_cores", "loader_cores"):
+    changes |= {name: value for name in OTHERS if (value := getattr(asked, name)) is not None}
+    for name in NUMBERS:
         value = getattr(asked, name)
         if value is not None:
             changes[name] = None if value == "auto" else value

@@ -15,7 +15,8 @@ from affinity.openmp import find_runtime
 from affinity.plan import WorkerPlan, plan_machine
 from affinity.sysfs import this_machine
 from cputrain.cli import say
-from cputrain.recipe import Recipe, request_of
+from cputrain.planning import request_of
+from cputrain.recipe import Recipe
 from cputrain.run_folder import write_plan
 from mpi.rank import Rank, discover
 
@@ -69,7 +70,7 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
     the whole host to the planner."""
     machine = this_machine()
     launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
-    request = request_of(recipe.plan, nodes=rank.world_size // rank.local_world_size)
+    request = request_of(recipe, nodes=rank.world_size // rank.local_world_size)
     ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
     plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime())
     os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")

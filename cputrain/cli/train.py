@@ -11,7 +11,8 @@ from affinity.sysfs import this_machine
 from cputrain.cli.derived import aligned, counted
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.derivation import explain
-from cputrain.recipe import load_recipe, request_of
+from cputrain.planning import request_of
+from cputrain.recipe import load_recipe
 from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
 from mpi.job import Job
 from mpi.run import run_local
@@ -47,7 +48,7 @@ def command(
         how = {"resume": resume, "overwrite": overwrite, "prepared": prepared}
         run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))
         return 0
-    plan = plan_machine(this_machine(), request_of(training.plan), find_runtime())
+    plan = plan_machine(this_machine(), request_of(training), find_runtime())
     found, numbers = counted(training, ppn=len(plan.workers))
     check_folder(training, resume=resume, overwrite=overwrite)
     threads = " + ".join(str(worker.intra_op) for worker in plan.workers)

@@ -1,5 +1,7 @@
 """Which image is used when: pure functions of seed, epoch and step, the same whatever the number of workers."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,11 +13,10 @@ def epoch_order(images: int, seed: int, epoch: int) -> Order:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(images)
 
 
-def rank_share(order: Order, step: int, *, global_batch: int, rank: int, world_size: int) -> Order:
-    """The images of one rank in one step: its consecutive slice of the step's global batch."""
-    share = global_batch // world_size
-    start = step * global_batch + rank * share
-    return order[start : start + share]
+def rank_share(order: Order, step: int, shares: Sequence[int], rank: int) -> Order:
+    """The images of one rank in one step: its slice of the step's global batch, which the ranks' shares make up."""
+    start = step * sum(shares) + sum(shares[:rank])
+    return order[start : start + shares[rank]]
 
 
 def evaluation_share(images: int, rank: int, world_size: int) -> Order:

@@ -1,0 +1,27 @@
+"""Recipe -> what is asked of the planner; never torch."""
+
+from affinity.plan import Request
+from cputrain.models.sizes import workload_of
+from cputrain.recipe import Recipe
+
+
+def request_of(recipe: Recipe, nodes: int = 1) -> Request:
+    """The planner's request that a recipe makes."""
+    section = recipe.plan
+
+    def asked(value: int | str) -> int | None:
+        return value if isinstance(value, int) else None
+
+    return Request(
+        ppn=asked(section.ppn),
+        threads=asked(section.threads),
+        inter_op=asked(section.inter_op),
+        comm_cores=asked(section.comm_cores),
+        loader_cores=asked(section.loader_cores),
+        smt=section.smt == "on",
+        nodes=nodes,
+        profile=section.profile,
+        balance=section.balance,
+        local_batch=recipe.batch.local,
+        workload=workload_of(recipe),
+    )
