@@ -2,16 +2,17 @@
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 
 from affinity import bind
 from affinity.catalog import find_machine
 from affinity.errors import InputError, RunError
-from affinity.openmp import Runtime, find_runtime
 from affinity.picture import picture
 from affinity.plan import Plan, Request, plan_machine
 from affinity.plan_file import plan_to_json
+from affinity.runtime import Runtime, find_runtime, target_of
 from affinity.svg import picture_svg
 
 
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
         if command == "read":
             print(json.dumps(asdict(machine), indent=1))
         else:
-            runtime = find_runtime() if spec == "this" else Runtime()
+            runtime = find_runtime(target_of(()), os.environ) if spec == "this" else Runtime()
             print(shown(plan_machine(machine, Request(**options), runtime), form))
     except (InputError, RunError) as error:
         print(f"affinity: {error}", file=sys.stderr)

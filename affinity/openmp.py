@@ -1,24 +1,11 @@
 """A worker's compute PUs -> environment of the OpenMP runtime and memory allocator that its Python really loads."""
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from affinity.rules import Reason
+from affinity.runtime import Runtime
 
-SYSTEM_LIBRARIES = (
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/usr/local/lib",
-)
-ALLOCATORS = (
-    ("tcmalloc", ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4")),
-    ("jemalloc", ("libjemalloc.so.2",)),
-)
 # Activations are large and freed every step. Left alone, glibc maps and unmaps each of them, and jemalloc gives its
 # pages back: every step then pays for page faults again (ResNet-50 loses a fifth to a third of its speed).
 KEEP_MEMORY = {
@@ -28,34 +15,12 @@ KEEP_MEMORY = {
 }
 
 
-# Each of them places threads by itself; two at once leave it to chance who wins.
-BINDERS = ("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
-    """The OpenMP runtime (libgomp or libiomp5) and allocator in use, and the files to preload for them."""
-
-    openmp: str = "libgomp"
-    allocator: str = "glibc"
-    preload: tuple[str, ...] = ()
-
-
-def find_runtime(folders: tuple[Path, ...] | None = None) -> Runtime:
-    """Look for libiomp5, tcmalloc and jemalloc in this Python's prefix and in the system's library folders."""
-    places = folders or tuple(map(Path, (f"{sys.prefix}/lib", *SYSTEM_LIBRARIES)))
-
-    def first(names: tuple[str, ...]) -> str | None:
-        return next((str(place / name) for name in names for place in places if (place / name).is_file()), None)
-
-    iomp = first(("libiomp5.so",))
-    found = ((name, first(files)) for name, files in ALLOCATORS)
-    allocator, library = next(((name, path) for name, path in found if path), ("glibc", None))
-    return Runtime(
-        openmp="libiomp5" if iomp else "libgomp",
-        allocator=allocator,
-        preload=tuple(path for path in (iomp, library) if path),
-    )
+# Each of them places threads or processes by itself; two at once leave it to chance who wins.
+BINDERS = (
+    *("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET"),
+    *("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER"),
+)
+OFF = ("0", "off", "no", "disable")  # how I_MPI_PIN says that MPI binds nobody
 
 
 def environment(
@@ -93,10 +58,10 @@ def places(pus: tuple[int, ...]) -> str:
 def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:
     """Why the environment is what it is."""
     if runtime.openmp == "libiomp5":
-        omp = "libiomp5 found and preloaded, KMP_BLOCKTIME=1 as published"
+        omp = f"{runtime.origin or 'where it is installed'}; KMP_BLOCKTIME=1 as published"
         binder = "KMP_AFFINITY binds each thread to its own PU"
     else:
-        omp = "the runtime inside PyTorch's wheel"
+        omp = runtime.origin or "the runtime inside PyTorch's wheel"
         binder = "OMP_PLACES binds each thread to its own PU"
     if not several_threads:
         omp += "; one thread a worker, so the worker's mask alone binds it"
@@ -125,6 +90,8 @@ def reconciled(
     """
     env = dict(inherited)
     clashes = []
+    if "I_MPI_PIN" in inherited and inherited["I_MPI_PIN"].lower() not in OFF:
+        planned = {**planned, "I_MPI_PIN": "0"}  # each rank binds itself
     for name in (*planned, *(binder for binder in BINDERS if binder not in planned)):
         if name == "LD_PRELOAD":
             env[name] = ":".join(filter(None, (planned[name], inherited.get(name))))

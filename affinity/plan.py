@@ -10,9 +10,10 @@ from affinity.errors import InputError
 from affinity.machine import Core, Machine
 from affinity.memory import GIB, Memory, batches_of, check_fit, need, place
 from affinity.oneccl import ccl_environment
-from affinity.openmp import Runtime, environment, explain
+from affinity.openmp import environment, explain
 from affinity.request import Request, check_request, with_profile
 from affinity.rules import Reason
+from affinity.runtime import Runtime
 from affinity.split import Unused, split_domain
 from affinity.workload import footprint
 

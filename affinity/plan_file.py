@@ -6,9 +6,9 @@ from typing import Any
 
 from affinity.errors import InputError
 from affinity.machine import Core, Machine, NumaNode
-from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, WorkerPlan
 from affinity.rules import Reason
+from affinity.runtime import Runtime
 from affinity.split import Unused
 from affinity.workload import Workload
 

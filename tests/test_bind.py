@@ -11,9 +11,9 @@ import pytest
 
 from affinity.bind import apply, differences, observe, running_on, set_memory_policy
 from affinity.errors import InputError, RunError
-from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, plan_machine
 from affinity.plan_file import plan_to_dict
+from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 
 TELL = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"

@@ -6,9 +6,9 @@ import yaml
 from affinity.catalog import MACHINES, find_machine, machine_names
 from affinity.cpuset import format_list
 from affinity.errors import InputError
-from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
+from affinity.runtime import Runtime
 from affinity.workload import RESNET50
 
 # name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets

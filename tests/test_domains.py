@@ -11,8 +11,8 @@ from affinity.domains import cut_host
 from affinity.errors import InputError
 from affinity.hwloc import read_synthetic
 from affinity.machine import Machine
-from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, plan_machine
+from affinity.runtime import Runtime
 from tests.conftest import build_machine
 from tests.test_kinds import hybrid
 

@@ -1,8 +1,8 @@
 from pathlib import Path
 
 from affinity.catalog import find_machine
-from affinity.openmp import Runtime
 from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
 from mpi.job import Job
 from mpi.launch import bound, intelmpi, local
 

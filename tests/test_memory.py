@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.workload import RESNET50, footprint, largest_batch
 from tests.conftest import build_machine
 

@@ -7,9 +7,9 @@ import pytest
 
 from affinity.catalog import find_machine
 from affinity.machine import Machine
-from affinity.openmp import Runtime
 from affinity.picture import picture
 from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.sysfs import read_machine
 from tests.conftest import build_machine, write_sysfs
 

@@ -1,6 +1,7 @@
-from pathlib import Path
+import pytest
 
-from affinity.openmp import Runtime, environment, find_runtime, reconciled
+from affinity.openmp import environment, places, reconciled
+from affinity.runtime import Runtime
 
 
 def test_one_thread_alone_needs_no_binder() -> None:
@@ -25,18 +26,20 @@ def test_libiomp5_has_one_binder() -> None:
     assert beside["KMP_AFFINITY"] == "granularity=fine,proclist=[2,3],explicit"
 
 
-def test_libraries_are_found_in_order(tmp_path: Path) -> None:
-    assert find_runtime((tmp_path,)) == Runtime()
-    (tmp_path / "libjemalloc.so.2").touch()
-    assert find_runtime((tmp_path,)).allocator == "jemalloc"
-    (tmp_path / "libtcmalloc_minimal.so.4").touch()
-    (tmp_path / "libiomp5.so").touch()
-    found = find_runtime((tmp_path,))
-    assert found == Runtime(
-        openmp="libiomp5",
-        allocator="tcmalloc",
-        preload=(str(tmp_path / "libiomp5.so"), str(tmp_path / "libtcmalloc_minimal.so.4")),
-    )
+@pytest.mark.parametrize(
+    ("pus", "said"), [((3,), "{3}"), ((0, 2), "{0},{2}"), ((4, 5, 6), "{4}:3:1"), ((0, 2, 4, 6), "{0}:4:2")]
+)
+def test_places_in_few_words(pus: tuple[int, ...], said: str) -> None:
+    assert places(pus) == said
+
+
+@pytest.mark.parametrize("pin", ["1", "yes"])
+def test_intel_mpi_s_pinning_is_switched_off_in_the_rank(pin: str) -> None:
+    inherited = {"I_MPI_PIN": pin, "I_MPI_PIN_DOMAIN": "socket"}
+    env, clashes = reconciled(inherited, {}, keep=False)
+    assert env == {"I_MPI_PIN": "0"}
+    assert clashes == [f"I_MPI_PIN={pin} (planned: 0)", "I_MPI_PIN_DOMAIN=socket (planned: unset)"]
+    assert reconciled({"I_MPI_PIN": "off"}, {}, keep=False) == ({"I_MPI_PIN": "off"}, [])
 
 
 INHERITED = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": "0-3", "LD_PRELOAD": "theirs.so"}

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from affinity.catalog import find_machine
-from affinity.openmp import Runtime
 from affinity.picture import WIDTH, picture
 from affinity.plan import Plan, Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.svg import picture_svg
 from tests.conftest import build_machine
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.openmp import Runtime
 from affinity.picture import picture
 from affinity.plan import Request, plan_machine
 from affinity.plan_file import plan_from_dict, plan_to_dict, plan_to_json, worker_from_dict
+from affinity.runtime import Runtime
 from tests.conftest import build_machine
 
 RUNTIME = Runtime()

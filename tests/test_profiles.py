@@ -4,8 +4,8 @@ import pytest
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.openmp import Runtime
 from affinity.plan import Plan, Request, plan_machine
+from affinity.runtime import Runtime
 from tests.conftest import build_machine
 
 IOMP = Runtime(openmp="libiomp5", allocator="tcmalloc", preload=("/a/libiomp5.so",))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import RunError
-from affinity.openmp import Runtime
 from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.run_folder import write_plan
 from mpi.job import Job

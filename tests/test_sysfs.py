@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from affinity.hwloc import read_synthetic
 from affinity.machine import narrowed
-from affinity.openmp import Runtime
 from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.sysfs import read_machine, this_machine
 from tests.conftest import build_machine, need, write_sysfs
 

@@ -1,5 +1,6 @@
 """cputrain eval: exact accuracy of a checkpoint."""
 
+import os
 import shutil
 import sys
 import tempfile
@@ -8,8 +9,8 @@ from pathlib import Path
 import click
 
 from affinity.errors import InputError
-from affinity.openmp import find_runtime
 from affinity.plan import plan_machine
+from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
 from cputrain.cli.derived import counted
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
@@ -37,7 +38,7 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
 
         run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint))
         return 0
-    plan = plan_machine(this_machine(), request_of(training), find_runtime())
+    plan = plan_machine(this_machine(), request_of(training), find_runtime(target_of(()), os.environ))
     counted(training, ppn=len(plan.workers))
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / "plan.json", plan)

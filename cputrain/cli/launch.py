@@ -40,7 +40,7 @@ def command(
     """
     if len(asked.hosts) > 1 or asked.machine != "this":
         raise InputError("launch starts workers on this host only: for several hosts run what `cputrain plan` prints")
-    plan = make_plan(asked, Request(pin_threads=pin_threads))
+    plan = make_plan(asked, Request(pin_threads=pin_threads), cmd)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     job = Job(
         plan=plan,

@@ -1,5 +1,6 @@
 """Options that several commands share, and what they make of them."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -8,10 +9,10 @@ import click
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.openmp import Runtime, find_runtime
 from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
+from affinity.runtime import Runtime, find_runtime, target_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"
@@ -91,8 +92,11 @@ def planning_options(command: F) -> F:
     return decorated  # type: ignore[no-any-return]
 
 
-def make_plan(asked: Asked, base: Request) -> Plan:
-    """The plan of the asked machine: what the options say, over what the recipe says, over the rules."""
+def make_plan(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Plan:
+    """The plan of the asked machine: what the options say, over what the recipe says, over the rules.
+
+    `command` is what will run: the libraries are those of the Python that it starts.
+    """
     changes: dict[str, Any] = {"nodes": len(asked.hosts)}
     changes |= {name: value for name in OTHERS if (value := getattr(asked, name)) is not None}
     for name in NUMBERS:
@@ -102,7 +106,7 @@ def make_plan(asked: Asked, base: Request) -> Plan:
     if asked.smt is not None:
         changes["smt"] = asked.smt == "on"
     # Another machine's libraries are not here to be looked for; its ranks run this same Python, with torch's libgomp.
-    runtime = find_runtime() if asked.machine == "this" else Runtime()
+    runtime = find_runtime(target_of(command), os.environ) if asked.machine == "this" else Runtime()
     return plan_machine(find_machine(asked.machine), replace(base, **changes), runtime)
 
 

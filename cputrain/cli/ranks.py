@@ -11,8 +11,8 @@ from pathlib import Path
 
 from affinity.bind import Observed, become, bound_worker, observe, verify
 from affinity.errors import InputError, RunError
-from affinity.openmp import find_runtime
 from affinity.plan import WorkerPlan, plan_machine
+from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
 from cputrain.cli import say
 from cputrain.planning import request_of
@@ -72,7 +72,7 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
     launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
     request = request_of(recipe, nodes=rank.world_size // rank.local_world_size)
     ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
-    plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime())
+    plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime(target_of(()), os.environ))
     os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")
     path = Path(os.environ[SCRATCH_VARIABLE]) / "plan.json"
     write_plan(path, plan)

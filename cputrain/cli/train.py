@@ -1,12 +1,13 @@
 """cputrain train: plan, launch and train; or be one rank of it."""
 
+import os
 import sys
 
 import click
 
-from affinity.openmp import find_runtime
 from affinity.picture import picture
 from affinity.plan import plan_machine
+from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
 from cputrain.cli.derived import aligned, counted
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
@@ -48,7 +49,7 @@ def command(
         how = {"resume": resume, "overwrite": overwrite, "prepared": prepared}
         run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))
         return 0
-    plan = plan_machine(this_machine(), request_of(training), find_runtime())
+    plan = plan_machine(this_machine(), request_of(training), find_runtime(target_of(()), os.environ))
     found, numbers = counted(training, ppn=len(plan.workers))
     check_folder(training, resume=resume, overwrite=overwrite)
     threads = " + ".join(str(worker.intra_op) for worker in plan.workers)
