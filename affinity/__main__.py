@@ -1,60 +1,107 @@
-"""`python -m affinity read|plan|bind`: the package on its own, for any training and without torch."""
+"""`python -m affinity read|plan|bind|show`: the package on its own, for any training and without torch."""
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from affinity import bind
 from affinity.catalog import find_machine
+from affinity.diff import plan_differences
 from affinity.errors import InputError, RunError
 from affinity.picture import picture
 from affinity.plan import Plan, Request, plan_machine
-from affinity.plan_file import plan_to_json
+from affinity.plan_file import plan_to_json, read_plan
+from affinity.profiles import PROFILES
+from affinity.request import BALANCES
+from affinity.running import look_at, planned_pids, report
 from affinity.runtime import Runtime, find_runtime, target_of
 from affinity.svg import picture_svg
+
+FORMATS = ("text", "json", "svg")
 
 
 def main(arguments: list[str]) -> int:
     """Exit status 0 done, 2 the input is wrong, 1 the kernel gave something else than planned."""
     if arguments[:1] == ["bind"]:
         return bind.main(arguments[1:])
+    options = vars(_parser().parse_args(arguments))
+    try:
+        return COMMANDS[options.pop("command")](options)
+    except (InputError, RunError) as error:
+        print(f"affinity: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m affinity", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reader = commands.add_parser("read", help="a machine, as JSON")
     planner = commands.add_parser("plan", help="a plan, as text, JSON or SVG")
     commands.add_parser("bind", help="bind as a plan says and become a command", add_help=False)
+    shower = commands.add_parser("show", help="a saved plan; two, compared; or plan against fact of running processes")
     for command in (reader, planner):
         command.add_argument(
-            "--machine", default="this", help="this, a name, a folder, a tarball, 'pack:2 core:24 pu:2'"
+            "--machine", default="this", help="this, a name, a folder, a tarball, FILE.xml, 'pack:2 core:24 pu:2'"
         )
-    for name in ("ppn", "threads", "inter-op", "comm-cores", "loader-cores"):
+    for name in ("ppn", "threads", "inter-op", "comm-cores", "loader-cores", "local-batch"):
         planner.add_argument(f"--{name}", type=int)
     planner.add_argument("--smt", action="store_true", help="second hardware threads compute")
     planner.add_argument("--nodes", type=int, default=1, help="hosts of the job")
-    planner.add_argument("--format", choices=("text", "json", "svg"), default="text")
-    options = vars(parser.parse_args(arguments))
-    command, spec, form = options.pop("command"), options.pop("machine"), options.pop("format", None)
-    try:
-        machine = find_machine(spec)
-        if command == "read":
-            print(json.dumps(asdict(machine), indent=1))
-        else:
-            runtime = find_runtime(target_of(()), os.environ) if spec == "this" else Runtime()
-            print(shown(plan_machine(machine, Request(**options), runtime), form))
-    except (InputError, RunError) as error:
-        print(f"affinity: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+    planner.add_argument("--link-gbit", type=float, default=100.0, help="speed of a host's link")
+    planner.add_argument("--profile", choices=tuple(PROFILES), default="auto", help="published practice")
+    planner.add_argument("--balance", choices=BALANCES, default="equal", help="batch: batches in proportion to cores")
+    planner.add_argument("--explain", action="store_true", help="also the plans not taken, and what the rules assume")
+    planner.add_argument("--format", choices=FORMATS, default="text")
+    shower.add_argument("plans", nargs="*", type=Path, metavar="PLAN.json", help="one or two; none: running processes")
+    shower.add_argument("--pid", type=int, action="append", help="a running process; default: all bound by a plan")
+    shower.add_argument("--format", choices=FORMATS, default="text")
+    return parser
+
+
+def _read(options: dict[str, Any]) -> int:
+    print(json.dumps(asdict(find_machine(options["machine"])), indent=1))
     return 0
 
 
-def shown(plan: Plan, form: str | None) -> str:
-    """The plan as text, JSON or SVG."""
-    if form == "json":
-        return plan_to_json(plan)
-    return picture_svg(plan) if form == "svg" else picture(plan, coloured=sys.stdout.isatty())
+def _plan(options: dict[str, Any]) -> int:
+    spec, form, explain = options.pop("machine"), options.pop("format"), options.pop("explain")
+    runtime = find_runtime(target_of(()), os.environ) if spec == "this" else Runtime()
+    _print(plan_machine(find_machine(spec), Request(**options), runtime), form, explained=explain)
+    return 0
 
+
+def _show(options: dict[str, Any]) -> int:
+    paths: list[Path] = options["plans"]
+    if len(paths) > 2:
+        raise InputError(f"{len(paths)} plans given: give one to show or two to compare")
+    plans = [read_plan(path) for path in paths]
+    if len(plans) == 2:
+        print("\n".join(plan_differences(*plans)) or "the same plan")
+    elif plans:
+        _print(plans[0], options["format"])
+    else:
+        found = options["pid"] or planned_pids()
+        if not found:
+            raise InputError("no process here was bound by a plan: give a plan, or --pid")
+        print(report([look_at(pid) for pid in found]))
+    return 0
+
+
+def _print(plan: Plan, form: str, *, explained: bool = False) -> None:
+    if form == "json":
+        print(plan_to_json(plan))
+    elif form == "svg":
+        print(picture_svg(plan))
+    else:
+        print(picture(plan, coloured=sys.stdout.isatty(), explained=explained))
+
+
+COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {"read": _read, "plan": _plan, "show": _show}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -74,24 +74,19 @@ def place(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int | None
     return tuple(decide(worker) for worker in range(len(domains)))
 
 
-def check_fit(workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]) -> list[str]:
-    """Warnings about a workload that is only assumed; raises InputError where a known one does not fit.
-
-    `batches` are the workers' images a step. The error names the largest that fits.
-    """
+def check_fit(workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]) -> None:
+    """Raise InputError where a known workload does not fit, naming the largest batch that does."""
+    if workload is None or workload.assumed:
+        return
     for worker, (batch, memory) in enumerate(zip(batches, memories, strict=True)):
-        bytes_ = need(workload, batch)
-        if workload and bytes_ and bytes_ > memory.room_bytes:
+        peak = need(workload, batch)
+        if peak is not None and peak > memory.room_bytes:
             most = largest_batch(workload, int(memory.room_bytes))
-            next_step = f"set batch.local to {most} or fewer" if most else "use fewer workers"
-            said = (
-                f"{workload.name} with {batch} images a step needs {bytes_ / GIB:.1f} GiB; "
-                f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB"
+            raise InputError(
+                f"{workload.name} with {batch} images a step needs {peak / GIB:.1f} GiB; "
+                f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: "
+                + (f"set batch.local to {most} or fewer" if most else "use fewer workers")
             )
-            if not workload.assumed:
-                raise InputError(f"{said}: {next_step}")
-            return [f"{said}, if that is what it will run"]
-    return []
 
 
 def batches_of(

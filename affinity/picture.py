@@ -1,6 +1,6 @@
 """Plan -> text."""
 
-from textwrap import wrap
+from textwrap import TextWrapper
 
 from affinity.cpuset import format_list
 from affinity.explain import ASSUMPTIONS, alternatives
@@ -60,7 +60,7 @@ def _map(plan: Plan, coloured: bool) -> str:
             near = ", ".join(map(str, memory_only.near)) or "none"
             amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
             lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
-    lines.append("  one cell a core, one sign a PU; A: computes for worker A, ~: communicates, *: loads, .: idle")
+    lines.append("  one sign a PU; A: computes for worker A, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 
 
@@ -106,17 +106,16 @@ def _reasons(plan: Plan) -> str:
 
 def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
     width = max(len(reason.what) for reason in reasons)
-    folds = " " * (width + 4)
-    lines = (
-        wrap(f"{r.what:<{width}}  {r.value}: {r.why}", WIDTH, initial_indent="  ", subsequent_indent=folds)
-        for r in reasons
-    )
-    return "\n".join([title, *(line for folded in lines for line in folded)])
+    lines = (_folded(f"  {r.what:<{width}}  {r.value}: {r.why}", width + 4) for r in reasons)
+    return "\n".join([title, *lines])
 
 
-def _folded(text: str) -> str:
-    """Text in lines of at most WIDTH letters, where words allow."""
-    return "\n".join(wrap(text, WIDTH, subsequent_indent="  "))
+def _folded(text: str, indent: int = 2) -> str:
+    """Text in lines of at most WIDTH letters, later ones indented; paths and sets of PUs stay whole, to be copied."""
+    start = len(text) - len(text.lstrip())
+    wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent
+    return wrapper.fill(text.lstrip())
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -88,7 +88,7 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     batches = batches_of(cut.domains, threads, asked.local_batch, proportional=proportional)
     needs = tuple(need(asked.workload, batch) for batch in batches)
     memories = place(fed, cut.domains, needs)
-    warnings = [*cut.warnings, *check_fit(asked.workload, batches, memories)]
+    check_fit(asked.workload, batches, memories)
     ccl = ccl_environment(tuple(split.comm for split in splits), asked.comm_threads)
     workers = tuple(
         WorkerPlan(
@@ -98,14 +98,14 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
             loader_pus=split.loader,
             memory_policy=memory.policy,
             memory_nodes=memory.nodes,
-            memory_bytes=bytes_,
+            memory_bytes=peak,
             intra_op=len(split.compute),
             inter_op=split.inter_op,
             local_batch=batch,
             env=environment(split.compute, runtime, packed=split.packed, pin=asked.pin_threads and not split.lone)
             + ccl,
         )
-        for i, (split, batch, bytes_, memory) in enumerate(zip(splits, batches, needs, memories, strict=True))
+        for i, (split, batch, peak, memory) in enumerate(zip(splits, batches, needs, memories, strict=True))
     )
     for split, memory in zip(splits, memories, strict=True):
         why = (*split.reasons, Reason(what="memory policy", value=memory.policy, why=memory.why))
@@ -121,7 +121,7 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
         workers=workers,
         unused=tuple(_merged(unused + [item for split in splits for item in split.unused])),
         reasons=tuple(reasons),
-        warnings=tuple(warnings),
+        warnings=cut.warnings,
     )
     _check(plan)
     return plan

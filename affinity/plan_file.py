@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError
@@ -94,6 +95,19 @@ def plan_from_dict(data: Any) -> Plan:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"the plan is damaged ({error!r}): make it again") from None
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. Raises InputError when it cannot be read."""
+    return plan_from_dict(read_json(path))
+
+
+def read_json(path: Path) -> Any:
+    """A plan file's JSON. Raises InputError when it cannot be read or is none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the plan {path}: {error}") from None
 
 
 def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:

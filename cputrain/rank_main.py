@@ -4,7 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from affinity.bind import PLAN_VARIABLE, Observed
+from affinity.bind import PLAN_VARIABLE
+from affinity.observe import Observed
 from affinity.plan import WorkerPlan
 from cputrain.checkpoint import load_checkpoint
 from cputrain.comm.group import end_group, gather, on_rank_0
@@ -21,10 +22,18 @@ from mpi.rank import Rank
 
 
 def train_rank(
-    recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, *, resume: bool, overwrite: bool, prepared: bool
+    recipe: Recipe,
+    rank: Rank,
+    worker: WorkerPlan,
+    observed: Observed,
+    *,
+    resume: bool,
+    overwrite: bool,
+    prepared: bool,
+    check: bool,
 ) -> None:
     """Train as one rank. With `prepared` the launcher has made the run's folder; else rank 0 checks and makes it."""
-    session = start_session(recipe, rank, worker, observed)
+    session = start_session(recipe, rank, worker, observed, check=check)
     if not prepared:
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
     bindings = gather(binding_record(session))
@@ -50,9 +59,11 @@ def train_rank(
         _say_end(session, outcome)
 
 
-def eval_rank(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, checkpoint: Path) -> None:
+def eval_rank(
+    recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, checkpoint: Path, *, check: bool
+) -> None:
     """Evaluate a checkpoint as one rank; rank 0 prints."""
-    session = start_session(recipe, rank, worker, observed)
+    session = start_session(recipe, rank, worker, observed, check=check)
     network = prepare_model(build_model(recipe.model, len(session.dataset.classes)), recipe.engine)
     load_checkpoint(checkpoint, network)
     accuracy = evaluate(network, session)

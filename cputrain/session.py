@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from affinity.bind import Observed
 from affinity.errors import InputError
+from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of
 from affinity.plan import WorkerPlan
 from cputrain import __version__
 from cputrain.comm.group import gather, start_group
@@ -18,12 +18,15 @@ from cputrain.derivation import Numbers, derive
 from cputrain.recipe import Recipe
 from mpi.rank import Rank
 
+FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start.
 
-    `batches` are the images of each rank's backward pass, recipe.batch.local on average.
+    `batches` are the images of each rank's backward pass, recipe.batch.local on average; `team` the threads of its
+    first parallel region, `memory_share` the NUMA nodes of its first large allocation.
     """
 
     recipe: Recipe
@@ -33,6 +36,8 @@ class Session:
     dataset: Dataset
     numbers: Numbers
     batches: tuple[int, ...]
+    team: tuple[Thread, ...]
+    memory_share: dict[int, float]
 
     @property
     def leads(self) -> bool:
@@ -50,9 +55,19 @@ class Session:
         return len(self.worker.loader_pus) or 1
 
 
-def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed) -> Session:
-    """Set torch's threads, open the data, join the group. Raises InputError where data or launcher do not fit."""
+def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, *, check: bool) -> Session:
+    """Set torch's threads, open the data, join the group. Raises InputError where data or launcher do not fit.
+
+    Raises RunError, with `check`, where OpenMP's threads or the first large allocation are not where the plan has
+    them.
+    """
     torch.set_num_threads(worker.intra_op)
+    first = torch.empty(FIRST_ALLOCATION)
+    team = team_of(lambda: touch(first))
+    share = memory_share(first.data_ptr())
+    if check:
+        bound = observed.memory_policy == worker.memory_policy
+        refuse(worker, misplaced(worker, team) + (misallocated(worker, share) if bound else []))
     torch.set_num_interop_threads(worker.inter_op)
     torch.manual_seed(recipe.seed)
     dataset = open_dataset(recipe.data.path)
@@ -71,7 +86,14 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         dataset=dataset,
         numbers=numbers,
         batches=_batches(recipe, worker),
+        team=team,
+        memory_share=share,
     )
+
+
+def touch(values: torch.Tensor) -> None:
+    """Write all values, in a parallel region."""
+    values.fill_(1.0)
 
 
 def _batches(recipe: Recipe, worker: WorkerPlan) -> tuple[int, ...]:
@@ -123,4 +145,6 @@ def binding_record(session: Session) -> dict[str, Any]:
         "local_batch": session.batches[session.rank.rank],
         **asdict(session.observed),
         "threads": torch.get_num_threads(),
+        "thread_pus": [list(thread.pus) for thread in session.team],
+        "memory_share": session.memory_share,
     }

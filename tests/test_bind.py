@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from affinity.bind import apply, differences, observe, running_on, set_memory_policy
+from affinity.bind import apply, running_on
 from affinity.errors import InputError, RunError
+from affinity.mempolicy import set_memory_policy
+from affinity.observe import differences, observe
 from affinity.plan import Plan, Request, plan_machine
 from affinity.plan_file import plan_to_dict
 from affinity.runtime import Runtime
@@ -107,7 +109,8 @@ def test_memory_policy_is_set_and_read_back() -> None:
     """In a process of its own: the policy would stay with this one."""
     nodes = this_machine().allowed_nodes[:1]
     code = (
-        "from affinity.bind import observe, set_memory_policy\n"
+        "from affinity.mempolicy import set_memory_policy\n"
+        "from affinity.observe import observe\n"
         f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -60,10 +60,10 @@ def test_control_groups_limit_memory() -> None:
         plan(replace(machine, memory_limit_bytes=GIB), 1, ppn=8)
 
 
-def test_an_assumed_workload_only_warns() -> None:
+def test_an_assumed_workload_is_never_refused() -> None:
     machine = build_machine(1, 1, 8, 1, memory_bytes=2 * GIB)
-    request = Request(ppn=1, local_batch=64, workload=RESNET50)
-    assert "if that is what it will run" in plan_machine(machine, request, Runtime()).warnings[0]
+    made = plan_machine(machine, Request(ppn=1, local_batch=64, workload=RESNET50), Runtime())
+    assert {reason.what: reason.value for reason in made.reasons}["memory per worker"] == "9.0 of 1.9 GiB"
 
 
 @given(room=st.integers(GIB, 100 * GIB))

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from affinity.catalog import find_machine
 from affinity.errors import InputError
 from affinity.picture import picture
 from affinity.plan import Request, plan_machine
-from affinity.plan_file import plan_from_dict, plan_to_dict, plan_to_json, worker_from_dict
+from affinity.plan_file import plan_to_json
 from affinity.runtime import Runtime
 from tests.conftest import build_machine
 
@@ -67,14 +66,6 @@ def test_no_worker_crosses_a_numa_node_that_it_need_not(drawn) -> None:
         assert not spanning
     elif spanning:
         assert any("span" in text for text in plan.warnings)
-
-
-@given(machines_and_requests())
-def test_a_plan_survives_json(drawn) -> None:
-    plan = plan_machine(*drawn, RUNTIME)
-    data = json.loads(json.dumps(plan_to_dict(plan)))
-    assert tuple(worker_from_dict(data, i) for i in range(len(plan.workers))) == plan.workers
-    assert plan_from_dict(json.loads(plan_to_json(plan))) == plan
 
 
 def test_the_published_256_node_plan(golden) -> None:
@@ -152,14 +143,3 @@ def test_smt_on_computes_on_every_pu() -> None:
     plan = plan_machine(build_machine(1, 1, 4, 2), Request(ppn=1, smt=True), RUNTIME)
     assert plan.workers[0].intra_op == 8
     assert not plan.unused
-
-
-def test_a_damaged_plan_is_refused() -> None:
-    for workers in ([{}], [None], [{"local_rank": 0}]):
-        with pytest.raises(InputError, match="damaged"):
-            worker_from_dict({"schema_version": 1, "workers": workers}, 0)
-
-
-def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(InputError, match="schema_version 99"):
-        worker_from_dict({"schema_version": 99, "workers": []}, 0)

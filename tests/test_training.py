@@ -223,7 +223,7 @@ def test_the_group_s_threads_end_with_it() -> None:
     code = """
 import os
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-from affinity.bind import observe
+from affinity.observe import observe
 from cputrain.comm.group import end_group, gather
 from cputrain.rank_main import build_model
 from cputrain.recipe import ModelSection

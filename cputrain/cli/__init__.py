@@ -15,6 +15,7 @@ COMMANDS = {
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",
     "report": "write a run's report.html again",
+    "doctor": "compare what was planned with what is",
 }
 
 

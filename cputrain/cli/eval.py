@@ -36,7 +36,7 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
         worker, observed = bound_here(training, rank, check=not no_verify)
         from cputrain.rank_main import eval_rank  # torch: after the binding is read back
 
-        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint))
+        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint, check=not no_verify))
         return 0
     plan = plan_machine(this_machine(), request_of(training), find_runtime(target_of(()), os.environ))
     counted(training, ppn=len(plan.workers))

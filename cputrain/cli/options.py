@@ -13,6 +13,7 @@ from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime, find_runtime, target_of
+from mpi.hosts import expand
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"
@@ -73,7 +74,7 @@ def planning_options(command: F) -> F:
             metavar="this|NAME|DIR|TARBALL|FILE.xml|'pack:2 core:24 pu:2'",
             help="whose plan",
         ),
-        click.option("--hosts", metavar="LIST", help="host names, with commas"),
+        click.option("--hosts", metavar="LIST", help="host names, as n1,n2 or n[001-128,130]"),
         click.option("--nodes", type=click.IntRange(1), help="number of hosts, where their names are not known"),
         click.option("--ppn", type=AutoInt(1), help="workers per host"),
         click.option("--threads", type=AutoInt(1), help="intra-op threads per worker"),
@@ -97,6 +98,13 @@ def make_plan(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Pla
 
     `command` is what will run: the libraries are those of the Python that it starts.
     """
+    # Another machine's libraries are not here to be looked for; its ranks run this same Python, with torch's libgomp.
+    runtime = find_runtime(target_of(command), os.environ) if asked.machine == "this" else Runtime()
+    return plan_machine(find_machine(asked.machine), request(asked, base), runtime)
+
+
+def request(asked: Asked, base: Request) -> Request:
+    """What the options ask for, over what the recipe asks for."""
     changes: dict[str, Any] = {"nodes": len(asked.hosts)}
     changes |= {name: value for name in OTHERS if (value := getattr(asked, name)) is not None}
     for name in NUMBERS:
@@ -105,17 +113,13 @@ def make_plan(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Pla
             changes[name] = None if value == "auto" else value
     if asked.smt is not None:
         changes["smt"] = asked.smt == "on"
-    # Another machine's libraries are not here to be looked for; its ranks run this same Python, with torch's libgomp.
-    runtime = find_runtime(target_of(command), os.environ) if asked.machine == "this" else Runtime()
-    return plan_machine(find_machine(asked.machine), replace(base, **changes), runtime)
+    return replace(base, **changes)
 
 
 def _hosts(names: str | None, nodes: int | None) -> tuple[str, ...]:
     if names is None:
         return ("localhost",) if nodes in (None, 1) else tuple(f"node{i:03d}" for i in range(1, (nodes or 1) + 1))
-    hosts = tuple(name.strip() for name in names.split(",") if name.strip())
-    if not hosts or len(set(hosts)) < len(hosts):
-        raise InputError(f"--hosts {names!r} is empty or names a host twice: give host,host,...")
+    hosts = expand(names)
     if nodes not in (None, len(hosts)):
         raise InputError(f"--nodes {nodes} but --hosts names {len(hosts)}: leave one out")
     return hosts

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.bind import Observed, become, bound_worker, observe, verify
+from affinity.bind import become, bound_worker
 from affinity.errors import InputError, RunError
+from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan, plan_machine
 from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine

@@ -46,7 +46,7 @@ def command(
         worker, observed = bound_here(training, rank, check=not no_verify)
         from cputrain.rank_main import train_rank  # torch: after the binding is read back
 
-        how = {"resume": resume, "overwrite": overwrite, "prepared": prepared}
+        how = {"resume": resume, "overwrite": overwrite, "prepared": prepared, "check": not no_verify}
         run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))
         return 0
     plan = plan_machine(this_machine(), request_of(training), find_runtime(target_of(()), os.environ))
