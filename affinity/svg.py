@@ -1,7 +1,7 @@
 """Plan -> SVG: packages hold NUMA nodes, nodes hold cores, cores show their PUs; workers by colour and letter."""
 
+from html import escape
 from textwrap import wrap
-from xml.sax.saxutils import escape
 
 from affinity.machine import Core
 from affinity.marks import COMM, COMPUTE, IDLE, LOADER, colour, letter, roles, sign
@@ -70,7 +70,7 @@ def _core(core: Core, does: dict[int, tuple[str, int | None]], x: int, y: int) -
         size = min(12, stripe)
         parts.append(
             f'<text x="{x + CELL / 2:g}" y="{y + (i + 0.5) * stripe + size / 3:g}" font-size="{size:g}" '
-            f'text-anchor="middle">{escape(sign(role, rank))}<title>PU {pu}: {role}</title></text>'
+            f'text-anchor="middle">{escape(sign(role, rank), quote=False)}<title>PU {pu}: {role}</title></text>'
         )
     parts.append(_rect(x, y, CELL, CELL, fill="none", stroke="#444"))
     return parts
@@ -86,5 +86,5 @@ def _rect(
 def _text(parts: list[str], x: float, y: int, said: str, *, bold: bool = False) -> int:
     """Add a line of text below y; returns where the next one goes."""
     weight = ' font-weight="bold"' if bold else ""
-    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(said)}</text>')
+    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(said, quote=False)}</text>')
     return y + LINE

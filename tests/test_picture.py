@@ -30,6 +30,12 @@ def cells(text: str) -> list[str]:
     return [line for line in map_.splitlines() if re.match(r"  [A-Za-z~*. ]+$", line)]
 
 
+def test_the_picture_of_a_small_machine_in_the_docs(golden) -> None:
+    """The two-core machine that the README's figures are from, as a process there reads it."""
+    machine = replace(build_machine(1, 1, 2, 1, memory_bytes=10 << 30), name="two-cores", model="AMD EPYC, 2 cores")
+    golden("../../docs/two-cores.svg", picture_svg(plan_machine(machine, Request(), Runtime())))
+
+
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_in_the_docs_are_what_is_drawn(name: str, golden) -> None:
     golden(f"../../docs/{name}.svg", picture_svg(plan_of(name)))

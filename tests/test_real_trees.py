@@ -1,11 +1,15 @@
 """/sys trees of real hosts, where they lie beside the checkout, against what hwloc 2.9.0 counts in them.
 
-Every quirk in them is also made on the spot, in test_sysfs.py and test_cgroup.py, which need no such trees.
+Every quirk in them is also made on the spot, in test_sysfs.py, test_numa.py, test_kinds.py and test_cgroup.py, which need
+no such trees. docs/real-machines.md is the table of all of them.
 """
 
 from pathlib import Path
 
+import pytest
+
 from affinity.catalog import find_machine
+from affinity.machine import Machine
 
 TREES = Path(__file__).parents[2] / "shared" / "hwloc"
 
@@ -35,25 +39,52 @@ ORACLE = {
 }
 # Where we count otherwise, and why.
 OURS = {
-    # The kernel's core_siblings stop at the NUMA node there; physical_package_id, which we use, says two packages.
-    "28em64t-2s2n7c-buggycoresiblings": ((2, 28, 28, 4),),
-    # thread_siblings pair the two halves of a Bulldozer module, which share one vector unit: one core to a trainer.
-    "64amd64-4p2n4ca2co": ((4, 32, 64, 8),),
+    "28em64t-2s2n7c-buggycoresiblings": (
+        ((2, 28, 28, 4),),
+        "the kernel's core_siblings stop at the NUMA node; physical_package_id, which is right, says two packages",
+    ),
+    "64amd64-4p2n4ca2co": (
+        ((4, 32, 64, 8),),
+        "the two halves of a Bulldozer module share one vector unit: one core to a trainer, as thread_siblings say",
+    ),
 }
+TABLE = Path(__file__).parents[1] / "docs" / "real-machines.md"
+HEAD = """# Real machines, as read
+
+`/sys` and `/proc` trees of real hosts (and emulated ones, named fake), from hwloc's own tests and from machines that
+LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2`. Counts are packages / cores / PUs / NUMA nodes that
+the process may use; after "of", those of the whole host where they differ. The oracle is hwloc 2.9.0.
+
+| tree | hwloc | cputrain | verdict |
+|---|---|---|---|"""
+Counts = tuple[tuple[int, int, int, int], ...]
 
 
-def test_trees_of_real_hosts_count_as_hwloc_counts() -> None:
+def counts_of(machine: Machine) -> Counts:
+    """Packages, cores, PUs and NUMA nodes: allowed, then of the whole host where that differs."""
+    cores = machine.allowed_cores
+    packages = len({core.package for core in cores})
+    allowed = (packages, len(cores), len(machine.allowed_pus), len(machine.allowed_nodes))
+    whole = (len(machine.packages), len(machine.cores), len(machine.pus), len(machine.numa_nodes))
+    return (allowed,) if whole == allowed else (allowed, whole)
+
+
+def row(name: str, ours: Counts) -> str:
+    shown = [" of ".join(" / ".join(map(str, part)) for part in counts) for counts in (ORACLE[name], ours)]
+    verdict = "equal" if ours == ORACLE[name] else OURS[name][1]
+    return f"| {name} | {shown[0]} | {shown[1]} | {verdict} |"
+
+
+def test_trees_of_real_hosts_count_as_hwloc_counts(request: pytest.FixtureRequest) -> None:
     here = [name for name in ORACLE if (TREES / f"{name}.tar.bz2").is_file()]
-    counted = {}
-    for name in here:
-        machine = find_machine(str(TREES / f"{name}.tar.bz2"))
-        cores = machine.allowed_cores
-        allowed = (
-            len({core.package for core in cores}),
-            len(cores),
-            len(machine.allowed_pus),
-            len(machine.allowed_nodes),
-        )
-        whole = (len(machine.packages), len(machine.cores), len(machine.pus), len(machine.numa_nodes))
-        counted[name] = (allowed,) if whole == allowed else (allowed, whole)
-    assert counted == {name: OURS.get(name, ORACLE[name]) for name in here}
+    rows = [row(name, counts_of(find_machine(str(TREES / f"{name}.tar.bz2")))) for name in here]
+    if request.config.getoption("--update-golden") and len(here) == len(ORACLE):
+        TABLE.write_text("\n".join([HEAD, *rows]) + "\n")
+    assert set(rows) <= set(TABLE.read_text().splitlines())
+
+
+def test_the_table_has_every_tree() -> None:
+    expected = [row(name, OURS[name][0] if name in OURS else ORACLE[name]) for name in ORACLE]
+    assert TABLE.read_text() == "\n".join([HEAD, *expected]) + "\n"
+
+
