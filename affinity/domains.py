@@ -31,9 +31,13 @@ class Domain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The domains by local rank, why so many, what else decided the cut, and what could not be helped."""
+    """The domains by local rank, why so many, what else decided the cut, and what could not be helped.
+
+    `left` are slow cores in NUMA nodes where nobody computes.
+    """
 
     domains: tuple[Domain, ...]
+    left: Group
     why_count: str
     notes: tuple[tuple[str, str, str], ...]
     warnings: tuple[str, ...]
@@ -64,11 +68,13 @@ def cut_host(machine: Machine, ppn: int | None, *, proportional: bool) -> Cut:
     notes = []
     if len(kinds) < len({core.speed for core in cores}):
         domains = _with_free(domains, tuple(core for core in cores if core.speed not in kinds))
+    given = {core for domain in domains for core in (*domain.cores, *domain.free)}
     if any(core.speed != cores[0].speed for core in cores):
         notes.append(_about_kinds(cores, kinds, proportional=proportional))
     notes += _about_caches(used, cut)
     return Cut(
         domains=domains,
+        left=tuple(core for core in cores if core not in given),
         why_count="asked for" if ppn is not None else _why_count(used, len(cut)),
         notes=tuple(notes),
         warnings=tuple(_warnings(used, domains, proportional=proportional)),
@@ -158,11 +164,14 @@ def _kinds_used(cores: Group, ppn: int | None, *, proportional: bool) -> set[flo
 
 
 def _with_free(domains: tuple[Domain, ...], free: Group) -> tuple[Domain, ...]:
-    """Give each domain its share of the cores that do not compute."""
-    return tuple(
-        Domain(cores=domain.cores, free=share)
-        for domain, share in zip(domains, shares(free, len(domains)), strict=True)
-    )
+    """Give each domain its share of the cores that do not compute, from its own NUMA nodes only."""
+    nodes = [frozenset(core.numa_node for core in domain.cores) for domain in domains]
+    given: list[Group] = [()] * len(domains)
+    for group in set(nodes):
+        beside = [i for i, other in enumerate(nodes) if other == group]
+        parts = shares(tuple(core for core in free if core.numa_node in group), len(beside))
+        given = [parts[beside.index(i)] if i in beside else part for i, part in enumerate(given)]
+    return tuple(Domain(cores=domain.cores, free=part) for domain, part in zip(domains, given, strict=True))
 
 
 def _why_count(cores: Group, count: int) -> str:

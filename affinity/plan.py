@@ -14,7 +14,7 @@ from affinity.openmp import environment, explain
 from affinity.request import Request, check_request, with_profile
 from affinity.rules import Reason
 from affinity.runtime import Runtime
-from affinity.split import Unused, split_domain
+from affinity.split import TOO_SLOW, Unused, split_domain
 from affinity.workload import footprint
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
@@ -114,6 +114,7 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     reasons += _about_oneccl(workers, decided)
     reasons += explain(runtime, several_threads=max(threads) > 1, pin=asked.pin_threads)
     unused = [Unused(pus=starved, why="beyond the CPU quota")] if starved else []
+    unused += [Unused(pus=core.pus, why=TOO_SLOW) for core in cut.left]
     plan = Plan(
         machine=machine,
         request=request,

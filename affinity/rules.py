@@ -51,7 +51,7 @@ def comm_cores(
     cores = len(domain.cores)
     if nodes == 1:
         return 0, "one host: adding up gradients over loopback costs a few percent of a step, less than a core would"
-    if cores < CORES_TO_SPARE_ONE and not domain.free:
+    if not _to_spare(domain):
         return 0, f"{cores} cores: too few to keep one from computing"
     bytes_per_s = link_gbit * 1e9 / 8 / ppn
     wire_s = 2 * workload.gradient_bytes / bytes_per_s  # a ring sends every byte twice (Patarasuk and Yuan 2009)
@@ -59,8 +59,7 @@ def comm_cores(
     if wire_s < NEGLIGIBLE * step_s:
         return 0, f"{wire_s * 1e3:.1f} ms of communication in a step of {step_s:.1f} s: not worth a core"
     per_core = COMM_BYTES_PER_PHI_CORE_S if is_phi(machine) else COMM_BYTES_PER_CORE_S
-    room = max(1, cores // CORES_TO_SPARE_ONE, len(domain.free))
-    count = min(ceil(bytes_per_s / per_core), MOST_COMM_CORES, room)
+    count = min(ceil(bytes_per_s / per_core), MOST_COMM_CORES, _to_spare(domain))
     return count, (
         f"several hosts: all-reduce progresses beside the backward pass; {link_gbit:g} Gbit/s a host are "
         f"{bytes_per_s / 1e9:.1f} GB/s a worker, a core moves and adds about {per_core / 1e9:g}"
@@ -72,13 +71,18 @@ def loader_cores(domain: Domain, machine: Machine, workload: Workload) -> tuple[
     cores = len(domain.cores)
     rate = domain.capacity * images_per_core_s(workload, machine.isa)
     need = rate / DECODED_PER_CORE_S
-    if cores < CORES_TO_SPARE_ONE and not domain.free:
+    if not _to_spare(domain):
         return 0, f"{cores} core(s): too few to spare one; decoding shares the compute cores"
-    count = min(max(1, ceil(need)), max(1, cores // CORES_TO_SPARE_ONE, len(domain.free)))
+    count = min(max(1, ceil(need)), _to_spare(domain))
     return count, (
         f"{workload.name} trains at most {rate:.0f} images/s on {cores} cores; "
         f"one core decodes about {DECODED_PER_CORE_S:g}, at a pace of its own"
     )
+
+
+def _to_spare(domain: Domain) -> int:
+    """Cores that a domain can do without: one of every few that compute, and all that do not."""
+    return len(domain.cores) // CORES_TO_SPARE_ONE + len(domain.free)
 
 
 def intra_op_threads(room: int, local_rank: int, asked: int | None, smt: bool) -> tuple[int, str]:

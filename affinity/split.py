@@ -1,6 +1,6 @@
 """One worker's domain -> what computes, what communicates, what loads, what stays idle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from affinity import rules
 from affinity.domains import Domain
@@ -11,6 +11,7 @@ from affinity.rules import Reason
 from affinity.workload import RESNET50
 
 USUAL_BATCH = 32  # images a step, where nobody says
+TOO_SLOW = "of another kind: a step would wait for them (--balance batch may use them)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +49,24 @@ def split_domain(
     comm, why_comm = rules.comm_cores(
         domain, machine, workload, ppn=ppn, nodes=asked.nodes, link_gbit=asked.link_gbit, local_batch=batch
     )
-    loader, why_loader = rules.loader_cores(domain, machine, workload)
-    if asked.comm_cores is not None:
-        comm, why_comm = asked.comm_cores, decided.get("comm_cores", "asked for")
+    left = replace(domain, free=domain.free[comm:])
+    loader, why_loader = rules.loader_cores(left, machine, workload)
+    most = len(domain.cores) + len(domain.free) - 1  # what a profile may take of a small domain
     if asked.loader_cores is not None:
         loader, why_loader = asked.loader_cores, decided.get("loader_cores", "asked for")
+        loader = min(loader, most) if "loader_cores" in decided else loader
+    if asked.comm_cores is not None:
+        comm, why_comm = asked.comm_cores, decided.get("comm_cores", "asked for")
+        comm = min(comm, most - loader) if "comm_cores" in decided else comm
     free, taken = domain.free[: comm + loader], max(0, comm + loader - len(domain.free))
     if taken >= len(domain.cores):
         raise InputError(
             f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores: "
             "ask for fewer of them or a smaller ppn"
         )
-    left = len(domain.cores) - taken
-    rest = domain.cores[:left] if asked.spare_last else domain.cores[taken:]
-    spare = free + (domain.cores[left:] if asked.spare_last else domain.cores[:taken])
+    kept = len(domain.cores) - taken
+    rest = domain.cores[:kept] if asked.spare_last else domain.cores[taken:]
+    spare = free + (domain.cores[kept:] if asked.spare_last else domain.cores[:taken])
     candidates = tuple(pu for core in rest for pu in (core.pus if asked.smt else core.pus[:1]))
     intra, why_intra = rules.intra_op_threads(len(candidates), local_rank, asked.threads, asked.smt)
     inter, why_inter = rules.inter_op_threads(intra)
@@ -120,6 +125,6 @@ def _idle(cores: tuple[Core, ...], slow: tuple[Core, ...], busy_pus: set[int], a
     idle = (
         Unused(pus=siblings, why="second threads of compute cores: two would contend for one core's vector units"),
         Unused(pus=beyond, why=f"threads={asked.threads} asked for"),
-        Unused(pus=_pus(slow), why="of another kind: a step would wait for them (--balance batch may use them)"),
+        Unused(pus=_pus(slow), why=TOO_SLOW),
     )
     return tuple(item for item in idle if item.pus)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,6 +15,8 @@ from PIL import Image
 from affinity.cpuset import format_list
 from affinity.machine import Core, Machine, NumaNode, ordered
 
+hypothesis.settings.register_profile("shared", deadline=None)  # a shared machine pauses now and then
+hypothesis.settings.load_profile("shared")
 GOLDEN = Path(__file__).parent / "golden"
 
 

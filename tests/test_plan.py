@@ -9,7 +9,10 @@ from affinity.errors import InputError
 from affinity.picture import picture
 from affinity.plan import Request, plan_machine
 from affinity.plan_file import plan_to_json
+from affinity.profiles import PROFILES
+from affinity.request import BALANCES
 from affinity.runtime import Runtime
+from affinity.workload import RESNET50
 from tests.conftest import build_machine
 
 RUNTIME = Runtime()
@@ -24,6 +27,12 @@ def machines_and_requests(draw: st.DrawFn):
         draw(st.integers(1, 4)),
         draw(st.sampled_from(["block", "adjacent", "interleaved"])),
     )
+    if draw(st.booleans()):  # caches of three cores, and some slow cores
+        cores_ = tuple(
+            replace(core, l3=i // 3, speed=draw(st.sampled_from([1.0, 0.5])) if i % 5 == 4 else 1.0)
+            for i, core in enumerate(machine.cores)
+        )
+        machine = replace(machine, cores=cores_)
     allowed = draw(st.one_of(st.just(set(machine.pus)), st.sets(st.sampled_from(machine.pus), min_size=1)))
     machine = replace(machine, allowed_pus=tuple(sorted(allowed)))
     cores = len(machine.allowed_cores)
@@ -31,7 +40,14 @@ def machines_and_requests(draw: st.DrawFn):
         ppn=draw(st.one_of(st.none(), st.integers(1, cores))),
         smt=draw(st.booleans()),
         nodes=draw(st.sampled_from([1, 4])),
+        link_gbit=draw(st.sampled_from([1.0, 100.0, 800.0])),
+        balance=draw(st.sampled_from(BALANCES)),
+        local_batch=draw(st.integers(1, 100)),
+        workload=draw(st.sampled_from([None, RESNET50])),
+        profile=draw(st.sampled_from(list(PROFILES))),
     )
+    if request.profile == "mlperf-spr":
+        request = replace(request, smt=False)  # which it excludes
     return machine, request
 
 
@@ -48,7 +64,12 @@ def test_domains_are_disjoint_allowed_and_complete(drawn) -> None:
         assert set(worker.pus) <= set(machine.allowed_pus)
         assert len(worker.compute_pus) == worker.intra_op >= 1
         assert not set(worker.compute_pus) & set(worker.comm_pus + worker.loader_pus)
-        assert dict(worker.env)["OMP_NUM_THREADS"] == str(worker.intra_op)
+        env = dict(worker.env)
+        assert env["OMP_NUM_THREADS"] == str(worker.intra_op)
+        if "CCL_WORKER_COUNT" in env:
+            entries = [int(pu) for pu in env["CCL_WORKER_AFFINITY"].split(",")]
+            assert len(entries) == len(plan.workers) * int(env["CCL_WORKER_COUNT"]) == len(set(entries))
+            assert set(entries) <= {pu for other in plan.workers for pu in other.comm_pus}
     named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
     assert named == set(machine.allowed_pus)
     assert all(reason.why for reason in plan.reasons)

@@ -1,7 +1,7 @@
 """/sys trees of real hosts, where they lie beside the checkout, against what hwloc 2.9.0 counts in them.
 
-Every quirk in them is also made on the spot, in test_sysfs.py, test_numa.py, test_kinds.py and test_cgroup.py, which need
-no such trees. docs/real-machines.md is the table of all of them.
+Every quirk in them is also made on the spot, in test_sysfs.py, test_numa.py, test_kinds.py and test_cgroup.py, which
+need no such trees. docs/real-machines.md is the table of all of them.
 """
 
 from pathlib import Path
@@ -52,8 +52,8 @@ TABLE = Path(__file__).parents[1] / "docs" / "real-machines.md"
 HEAD = """# Real machines, as read
 
 `/sys` and `/proc` trees of real hosts (and emulated ones, named fake), from hwloc's own tests and from machines that
-LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2`. Counts are packages / cores / PUs / NUMA nodes that
-the process may use; after "of", those of the whole host where they differ. The oracle is hwloc 2.9.0.
+LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2`. Counts are packages / cores / PUs / NUMA nodes
+that the process may use; after "of", those of the whole host where they differ. The oracle is hwloc 2.9.0.
 
 | tree | hwloc | cputrain | verdict |
 |---|---|---|---|"""
@@ -86,5 +86,3 @@ def test_trees_of_real_hosts_count_as_hwloc_counts(request: pytest.FixtureReques
 def test_the_table_has_every_tree() -> None:
     expected = [row(name, OURS[name][0] if name in OURS else ORACLE[name]) for name in ORACLE]
     assert TABLE.read_text() == "\n".join([HEAD, *expected]) + "\n"
-
-
