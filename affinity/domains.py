@@ -1,6 +1,6 @@
 """Cutting a host's cores into one domain per worker, along its NUMA nodes, dies, caches and kinds of cores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -52,29 +52,25 @@ def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
 def cut_host(machine: Machine, ppn: int | None, *, proportional: bool) -> Cut:
     """Cut the allowed cores into ppn domains; None lets the rules say how many.
 
-    No domain has cores of two kinds. With at least as many workers as NUMA nodes no domain crosses a node: each node
-    gets workers in proportion to its cores, at least one. `proportional`: workers get batches in proportion to their
-    cores, so a small domain holds up nobody. Raises InputError when more workers are asked for than cores are lent.
+    With at least as many workers as NUMA nodes no domain crosses a node: each node gets workers in proportion to its
+    cores, at least one. Domains have cores of one kind, where ppn leaves that possible. `proportional`: workers get
+    batches in proportion to their cores, so a small domain holds up nobody. Raises InputError when more workers are
+    asked for than cores are lent.
     """
     cores = machine.allowed_cores
     if ppn is not None and ppn > len(cores):
         raise InputError(
             f"ppn={ppn} needs {ppn} cores; host {machine.name} lends {len(cores)}: set ppn to {len(cores)} or fewer"
         )
-    kinds = _kinds_used(cores, ppn, proportional=proportional)
-    used = tuple(core for core in cores if core.speed in kinds)
+    used = _computing(cores, ppn, proportional=proportional)
     cut = cut_cores(used, ppn)
-    domains = tuple(Domain(cores=part) for part in cut)
-    notes = []
-    if len(kinds) < len({core.speed for core in cores}):
-        domains = _with_free(domains, tuple(core for core in cores if core.speed not in kinds))
-    given = {core for domain in domains for core in (*domain.cores, *domain.free)}
-    if any(core.speed != cores[0].speed for core in cores):
-        notes.append(_about_kinds(cores, kinds, proportional=proportional))
-    notes += _about_caches(used, cut)
+    busy = {pu for core in used for pu in core.pus}
+    domains = _with_free(tuple(Domain(cores=part) for part in cut), tuple(c for c in cores if not busy & {*c.pus}))
+    given = {pu for domain in domains for core in (*domain.cores, *domain.free) for pu in core.pus}
+    notes = _about_kinds(cores, used, proportional=proportional) + _about_caches(used, cut)
     return Cut(
         domains=domains,
-        left=tuple(core for core in cores if core not in given),
+        left=tuple(core for core in cores if not given & {*core.pus}),
         why_count="asked for" if ppn is not None else _why_count(used, len(cut)),
         notes=tuple(notes),
         warnings=tuple(_warnings(used, domains, proportional=proportional)),
@@ -144,33 +140,38 @@ def _units(group: Group, level: str) -> list[Group]:
     return [tuple(unit) for unit in units.values()]
 
 
-def _kinds_used(cores: Group, ppn: int | None, *, proportional: bool) -> set[float]:
-    """The speeds of the kinds of cores that compute: one of them or all, whichever gets most done in a step.
+def _computing(cores: Group, ppn: int | None, *, proportional: bool) -> Group:
+    """The cores that compute: those of one kind or of all, whichever gets most done in a step.
 
     With equal batches every worker takes as long as the slowest, with batches in proportion all take the same time.
+    Where ppn fits no kind's cores, all compute as if they were slow ones: some worker has cores of two kinds.
     """
-    speeds = {core.speed for core in cores}
-    choices = [{speed} for speed in sorted(speeds, reverse=True)] + ([speeds] if len(speeds) > 1 else [])
+    speeds = sorted({core.speed for core in cores}, reverse=True)
+    nodes = {core.numa_node for core in cores}
 
-    def done(kinds: set[float]) -> float:
-        used = tuple(core for core in cores if core.speed in kinds)
-        fewest = len(groups_of(used)) if len(kinds) > 1 else 1
-        if ppn is not None and not fewest <= ppn <= len(used):
-            return 0.0
+    def fits(used: Group) -> bool:
+        may_span = ppn is not None and ppn < len(nodes) and len({core.speed for core in used}) == 1
+        return ppn is None or (ppn <= len(used) and (ppn >= len(groups_of(used)) or may_span))
+
+    def done(used: Group) -> float:
         capacities = [Domain(cores=part).capacity for part in cut_cores(used, ppn)]
         return sum(capacities) if proportional else len(capacities) * min(capacities)
 
-    return max(choices, key=done)
+    choices = [tuple(core for core in cores if core.speed == speed) for speed in speeds]
+    fitting = [used for used in (*choices, cores) if fits(used)]
+    if not fitting:
+        return tuple(replace(core, speed=speeds[-1]) for core in cores)
+    return max(fitting, key=done)
 
 
 def _with_free(domains: tuple[Domain, ...], free: Group) -> tuple[Domain, ...]:
-    """Give each domain its share of the cores that do not compute, from its own NUMA nodes only."""
-    nodes = [frozenset(core.numa_node for core in domain.cores) for domain in domains]
+    """Share the free cores of each NUMA node among the domains that compute there."""
     given: list[Group] = [()] * len(domains)
-    for group in set(nodes):
-        beside = [i for i, other in enumerate(nodes) if other == group]
-        parts = shares(tuple(core for core in free if core.numa_node in group), len(beside))
-        given = [parts[beside.index(i)] if i in beside else part for i, part in enumerate(given)]
+    for node in {core.numa_node for core in free}:
+        here = [i for i, domain in enumerate(domains) if any(core.numa_node == node for core in domain.cores)]
+        parts = shares(tuple(core for core in free if core.numa_node == node), len(here)) if here else []
+        for i, part in zip(here, parts, strict=True):
+            given[i] += part
     return tuple(Domain(cores=domain.cores, free=part) for domain, part in zip(domains, given, strict=True))
 
 
@@ -193,21 +194,23 @@ def _why_count(cores: Group, count: int) -> str:
     )
 
 
-def _about_kinds(cores: Group, kinds: set[float], *, proportional: bool) -> tuple[str, str, str]:
-    counted = ", ".join(
-        f"{sum(core.speed == speed for core in cores)} of speed {speed:.2f}"
-        for speed in sorted({core.speed for core in cores}, reverse=True)
-    )
-    if len(kinds) > 1:
+def _about_kinds(cores: Group, used: Group, *, proportional: bool) -> list[tuple[str, str, str]]:
+    """Which kinds of cores compute, where there are several."""
+    speeds = sorted({core.speed for core in cores}, reverse=True)
+    if len(speeds) == 1:
+        return []
+    counted = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
+    if len(used) < len(cores):
+        why = (
+            f"those of speed {used[0].speed:.2f} compute: a step waits for its slowest core, "
+            "and with the others in it less would get done; these may load and communicate"
+        )
+    elif len({core.speed for core in used}) > 1:
         how = "a batch in proportion each" if proportional else "the slowest worker sets the pace"
-        return "kinds of cores", counted, f"a worker has cores of one kind; {how}, and all together still do most"
-    chosen = next(iter(kinds))
-    return (
-        "kinds of cores",
-        counted,
-        f"those of speed {chosen:.2f} compute: a step waits for its slowest core, "
-        "and with the others in it less would get done; these may load and communicate",
-    )
+        why = f"a worker has cores of one kind; {how}, and all together still do most"
+    else:
+        why = "all compute at the slow ones' pace: so many workers leave some with cores of two kinds"
+    return [("kinds of cores", counted, why)]
 
 
 def _about_caches(cores: Group, cut: list[Group]) -> list[tuple[str, str, str]]:
