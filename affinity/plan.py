@@ -14,7 +14,7 @@ from affinity.openmp import environment, explain
 from affinity.request import Request, check_request, with_profile
 from affinity.rules import Reason
 from affinity.runtime import Runtime
-from affinity.split import TOO_SLOW, Unused, split_domain
+from affinity.split import TOO_SLOW, USUAL_BATCH, Unused, split_domain
 from affinity.workload import footprint
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
@@ -133,7 +133,8 @@ def _about_batches(asked: Request, workers: tuple[WorkerPlan, ...], memories: tu
     batches = sorted({worker.local_batch for worker in workers if worker.local_batch is not None})
     if not batches:
         return []
-    how = "asked for"
+    usual = asked.workload is not None and asked.workload.assumed and asked.local_batch == USUAL_BATCH
+    how = "the usual one; a recipe or --local-batch tells another" if usual else "asked for"
     if asked.balance == "batch":
         how = f"in proportion to compute threads, {asked.local_batch} on average: all take the same time"
     shown = str(batches[0]) if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"

@@ -10,7 +10,7 @@ from affinity.plan import Plan
 CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
 GIB = 1 << 30
 STRENGTH = {COMPUTE: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
-LETTERS_PER_LINE = 110
+LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 
 def picture_svg(plan: Plan) -> str:
@@ -49,7 +49,8 @@ def picture_svg(plan: Plan) -> str:
         for line in wrap(f"{reason.what} {reason.value}: {reason.why}", LETTERS_PER_LINE):
             y = _text(parts, GAP, y, line)
     for warning in plan.warnings:
-        y = _text(parts, GAP, y, f"warning: {warning}", bold=True)
+        for line in wrap(f"warning: {warning}", LETTERS_PER_BOLD_LINE):
+            y = _text(parts, GAP, y, line, bold=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + GAP}" width="{width}" height="{y + GAP}" '
         f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="#fff"/>\n'
