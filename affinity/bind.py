@@ -7,6 +7,7 @@ binds, exports the worker's environment, verifies, and becomes the command.
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ from pathlib import Path
 from affinity.cpuset import format_list
 from affinity.errors import InputError, RunError
 from affinity.mempolicy import set_memory_policy
-from affinity.observe import verify
+from affinity.observe import launcher_differences, refuse, verify
 from affinity.openmp import reconciled
 from affinity.plan import WorkerPlan
-from affinity.plan_file import read_json, worker_from_dict
+from affinity.plan_file import plan_of_host, read_json, worker_from_dict
 
 # Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
 LOCAL_RANK_VARIABLES = (
@@ -70,7 +71,7 @@ def local_rank_of(env: Mapping[str, str]) -> int | None:
 
 def planned_worker(path: Path, local_rank: int) -> WorkerPlan:
     """Worker `local_rank` of the plan file. Raises InputError when the file or the worker is not there."""
-    return worker_from_dict(read_json(path), local_rank)
+    return worker_from_dict(plan_of_host(read_json(path), socket.gethostname()), local_rank)
 
 
 def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
@@ -81,12 +82,21 @@ def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
 
 
 def become(
-    worker: WorkerPlan, plan_path: Path, command: tuple[str, ...], *, check: bool, keep_env: bool = False
+    worker: WorkerPlan,
+    plan_path: Path,
+    command: tuple[str, ...],
+    *,
+    check: bool,
+    keep_env: bool = False,
+    bound: bool = False,
 ) -> None:
     """Bind this process as planned, verify unless told not to, and turn into the command (never returns).
 
+    `bound`: the launcher has bound this process to whole cores; it is then only narrowed to the plan's PUs of them.
     Inherited variables that contradict the plan are reported (by the host's first worker) and overridden, or kept.
     """
+    if bound and check:
+        refuse(worker, launcher_differences(worker, tuple(os.sched_getaffinity(0))))
     apply(worker)
     if check:
         verify(worker)
@@ -106,6 +116,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m affinity.bind", description="bind as planned, then run a command")
     parser.add_argument("--plan", type=Path, required=True, help="plan.json written by cputrain plan")
     parser.add_argument("--local-rank", type=int, help="default: from the launcher's environment")
+    parser.add_argument("--bound", action="store_true", help="the launcher has bound this process: check that it has")
     parser.add_argument("--no-verify", action="store_true", help="go on when the kernel gave something else")
     parser.add_argument("--keep-env", action="store_true", help="inherited variables win over the plan's")
     parser.add_argument("command", nargs="+", help="-- CMD...")
@@ -116,7 +127,14 @@ def main(arguments: list[str]) -> int:
             raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set; give --local-rank")
         worker = planned_worker(options.plan, local_rank)
         command = tuple(options.command)
-        become(worker, options.plan, command, check=not options.no_verify, keep_env=options.keep_env)
+        become(
+            worker,
+            options.plan,
+            command,
+            check=not options.no_verify,
+            keep_env=options.keep_env,
+            bound=options.bound,
+        )
     except (InputError, RunError) as error:
         print(f"affinity.bind: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1

@@ -71,6 +71,25 @@ def differences(worker: WorkerPlan, observed: Observed) -> list[str]:
     return found
 
 
+def launcher_differences(worker: WorkerPlan, given: tuple[int, ...]) -> list[str]:
+    """Where a launcher has bound a process to other PUs than planned. It may give more of the same cores (those idle
+    by plan), so a mask is right that holds the worker's PUs and at most their cores' other threads."""
+    missing = sorted({*worker.pus} - {*given})
+    foreign = sorted(pu for pu in {*given} - {*worker.pus} if not {*siblings(pu)} & {*worker.pus})
+    if not missing and not foreign:
+        return []
+    return [
+        f"the launcher bound PUs {format_list(given)} (mask {format_mask(given)}), "
+        f"planned {format_list(worker.pus)} (mask {format_mask(worker.pus)})"
+    ]
+
+
+def siblings(pu: int) -> tuple[int, ...]:
+    """The PUs of a PU's core on this host; itself alone where the kernel does not tell."""
+    path = Path(f"/sys/devices/system/cpu/cpu{pu}/topology/thread_siblings_list")
+    return parse_list(path.read_text()) if path.is_file() else (pu,)
+
+
 def verify(worker: WorkerPlan) -> None:
     """Raise RunError when the kernel gave this process something else than the plan says.
 

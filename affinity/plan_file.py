@@ -110,6 +110,21 @@ def read_json(path: Path) -> Any:
         raise InputError(f"cannot read the plan {path}: {error}") from None
 
 
+def plan_of_host(data: Any, host: str) -> Any:
+    """A host's plan in the JSON of one plan, or of several kinds of hosts with their names, whole or short.
+
+    Raises InputError when the host is of none of them.
+    """
+    kinds = data.get("kinds") if isinstance(data, dict) else None
+    if kinds is None:
+        return data
+    short = host.partition(".")[0]
+    for kind in kinds:
+        if any(name in (host, short) or name.partition(".")[0] == short for name in kind["hosts"]):
+            return kind["plan"]
+    raise InputError(f"host {host} is of no kind in the plan: plan again with it, or call it as the plan does")
+
+
 def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:
     """Worker `local_rank` of a plan written by `plan_to_dict`. Raises InputError when there is none."""
     _check_schema(data)

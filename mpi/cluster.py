@@ -7,9 +7,9 @@ from typing import Any
 from affinity.errors import InputError
 from affinity.machine import Machine
 from affinity.plan import Plan, Request, plan_machine
-from affinity.plan_file import SCHEMA_VERSION, plan_to_dict
+from affinity.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
 from affinity.runtime import Runtime
-from mpi.hosts import fold
+from mpi.nodelist import fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,18 @@ def plan_cluster(kinds: Sequence[tuple[tuple[str, ...], Machine]], request: Requ
         else ()
     )
     return Cluster(kinds=made, warnings=uneven)
+
+
+def one_kind(hosts: tuple[str, ...], plan: Plan) -> Cluster:
+    """Hosts that are all alike."""
+    return Cluster(kinds=(Kind(hosts=hosts, plan=plan),), warnings=())
+
+
+def job_plan_json(kinds: Sequence[Kind]) -> str:
+    """What the ranks read: the plan of all hosts, or the plan of each kind with its hosts' names written out."""
+    if len(kinds) == 1:
+        return plan_to_json(kinds[0].plan)
+    return dumps({"kinds": [{"hosts": list(kind.hosts), "plan": plan_to_dict(kind.plan)} for kind in kinds]})
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:

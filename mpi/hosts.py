@@ -1,78 +1,140 @@
-"""Lists of host names, written out and folded as Slurm does: n[001-128,130],gpu-x3."""
+"""Which hosts a job has: hostfiles of any launcher, Slurm's and PBS's environment <-> tuple of Host."""
 
+import ipaddress
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from affinity.errors import InputError
+from mpi.nodelist import expand
+from mpi.rank import tasks_per_node
 
-PART = re.compile(r"([^\[\],]*)(?:\[([\d,-]+)\]([^\[\],]*))?")
-NUMBERED = re.compile(r"(.*?)(\d+)([^\d]*)")
-MOST_HOSTS = 1_000_000
-
-
-def expand(text: str) -> tuple[str, ...]:
-    """Host names of a list, in its order. Raises InputError on an empty list, a bad range or a name given twice."""
-    hosts: list[str] = []
-    place = 0
-    while place < len(text):
-        match = PART.match(text, place)
-        assert match is not None  # it matches the empty text too
-        place = match.end()
-        if place < len(text) and text[place] != ",":
-            raise InputError(f"hosts {text[:60]!r}: {text[place:][:20]!r} is no name and no n[1-9]: give host,host,...")
-        place += 1
-        prefix, ranges, suffix = match.groups()
-        if ranges is None:
-            hosts += [prefix.strip()] if prefix.strip() else []
-        else:
-            hosts += [f"{prefix.strip()}{number}{suffix.strip()}" for number in _numbers(ranges, text)]
-        if len(hosts) > MOST_HOSTS:
-            raise InputError(f"hosts {text[:60]!r} are more than {MOST_HOSTS:,}: look for a mistyped range")
-    if not hosts or len(set(hosts)) < len(hosts):
-        raise InputError(f"hosts {text[:60]!r}: the list is empty or names a host twice: give host,host,...")
-    return tuple(hosts)
+# Names reach shells, ssh and files: nothing else is let through.
+NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+WITH_SLOTS = re.compile(r"(.+):(\d+)")
+SLOTS_KEYS = ("slots", "max_slots", "max-slots")
+FORMATS = {"openmpi": "Open MPI's (h1 slots=4)", "hydra": "Intel MPI's and MPICH's (h1:4)", "plain": "a plain list"}
 
 
-def _numbers(ranges: str, text: str) -> list[str]:
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < int(first) + MOST_HOSTS):
-            raise InputError(f"hosts {text[:60]!r}: {part!r} is no range of numbers, as in n[001-128,130]")
-        numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
-    return numbers
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A host by name, and how many ranks its list gives it; None where it does not say."""
+
+    name: str
+    slots: int | None = None
 
 
-def fold(hosts: Iterable[str]) -> str:
-    """The shortest list that `expand` turns into these hosts, in this order; neighbours in number become ranges."""
-    parts: list[str] = []
-    runs: list[tuple[int, int, int]] = []  # first, last, digits of the first
-    around: tuple[str, str] | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostList:
+    """Hosts in order, each once, and the format that they were written in: openmpi, hydra or plain."""
 
-    def close() -> None:
-        if around is not None:
-            shown = [f"{a:0{d}}" if a == b else f"{a:0{d}}-{b:0{d}}" for a, b, d in runs]
-            single = len(runs) == 1 and runs[0][0] == runs[0][1]
-            parts.append(around[0] + (shown[0] if single else f"[{','.join(shown)}]") + around[1])
+    hosts: tuple[Host, ...]
+    form: str
 
-    for host in hosts:
-        match = NUMBERED.fullmatch(host)
-        if match is None or any(sign in host for sign in "[],"):
-            close()
-            around = None
-            parts.append(host)
+
+def read_hostfile(path: Path) -> HostList:
+    """The hosts of a file in any launcher's format. Raises InputError naming file and line."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the hostfile {path}: {error}") from None
+    return parse_hosts(text, str(path))
+
+
+def parse_hosts(text: str, where: str) -> HostList:
+    """Hosts of a text: one a line, comments after #; repeated lines are as many slots (as in PBS's node file).
+
+    Raises InputError naming the line that is wrong, or that is in another format than those before it.
+    """
+    forms: dict[str, int] = {}
+    slots: dict[str, int | None] = {}
+    repeats: Counter[str] = Counter()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
             continue
-        prefix, digits, suffix = match.groups()
-        number = int(digits)
-        if around == (prefix, suffix):
-            first, last, width = runs[-1]
-            if digits == f"{last + 1:0{width}}":
-                runs[-1] = (first, number, width)
-            else:
-                runs.append((number, number, len(digits)))
+        names, form, count = _line(words, f"{where}:{number}")
+        forms.setdefault(form, number)
+        for name in names:
+            repeats[name] += 1
+            if repeats[name] > 1 and count is not None:
+                raise InputError(f"{where}:{number}: host {name} is there twice with slots: give each host one line")
+            slots[name] = count
+    if not slots:
+        raise InputError(f"{where} names no host: give one a line")
+    if "openmpi" in forms and "hydra" in forms:
+        raise InputError(
+            f"{where} is {FORMATS['openmpi']} at line {forms['openmpi']} and {FORMATS['hydra']} at line "
+            f"{forms['hydra']}: write it in one format"
+        )
+    several = any(count > 1 for count in repeats.values())
+    hosts = (Host(name=n, slots=repeats[n] if several and count is None else count) for n, count in slots.items())
+    form = next((form for form in ("openmpi", "hydra") if form in forms), "plain")
+    return HostList(hosts=tuple(hosts), form=form)
+
+
+def _line(words: list[str], where: str) -> tuple[tuple[str, ...], str, int | None]:
+    """Host names, format and slots of a line."""
+    first, settings = words[0], dict(word.partition("=")[::2] for word in words[1:])
+    form, slots = "plain", None
+    match = WITH_SLOTS.fullmatch(first)
+    if match and not _is_ip(first):
+        form, first, slots = "hydra", match.group(1), int(match.group(2))
+    for key, value in settings.items():
+        if key in SLOTS_KEYS and form != "hydra" and value.isdigit():
+            form, slots = "openmpi", int(value) if key == "slots" else slots
+        elif key == "binding" and form != "openmpi":
+            form = "hydra"
         else:
-            close()
-            around, runs = (prefix, suffix), [(number, number, len(digits))]
-    close()
-    return ",".join(parts)
+            raise InputError(f"{where}: {key}={value} is not slots=N, max_slots=N or binding=...: mend the line")
+    if slots == 0:
+        raise InputError(f"{where}: {first} has 0 slots: give it one or take it out")
+    names = expand(first) if "[" in first and not first.startswith("[") else (first,)
+    return tuple(check_name(name, where) for name in names), form, slots
+
+
+def check_name(name: str, where: str) -> str:
+    """The name, if a host may be called so. Raises InputError otherwise."""
+    if not NAME.fullmatch(name) and not _is_ip(name.rpartition("@")[2]):
+        raise InputError(f"{where}: {name[:60]!r} is no host name or address: letters, digits, . - _ only")
+    return name
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
+    """The hosts that Slurm or PBS has given to the job that this process is in; None outside one."""
+    if nodes := env.get("SLURM_JOB_NODELIST"):
+        names = expand(nodes)
+        tasks = env.get("SLURM_TASKS_PER_NODE") if "SLURM_NTASKS" in env else None
+        counts: tuple[int | None, ...] = tasks_per_node(tasks) if tasks else (None,) * len(names)
+        if len(counts) != len(names):
+            raise InputError(f"SLURM_TASKS_PER_NODE={tasks} does not match the {len(names)} hosts of {nodes}")
+        hosts = tuple(Host(name=check_name(n, nodes), slots=c) for n, c in zip(names, counts, strict=True))
+        return HostList(hosts=hosts, form="plain")
+    if path := env.get("PBS_NODEFILE"):
+        return read_hostfile(Path(path))
+    return None
+
+
+def format_hosts(hosts: Iterable[Host], form: str) -> str:
+    """A hostfile in a launcher's format; the inverse of `parse_hosts` where slots are given."""
+    if form == "openmpi":
+        lines = [host.name if host.slots is None else f"{host.name} slots={host.slots}" for host in hosts]
+    elif form == "hydra":
+        lines = [_name_in_hydra(host.name) + ("" if host.slots is None else f":{host.slots}") for host in hosts]
+    else:
+        lines = [host.name for host in hosts for _ in range(host.slots or 1)]
+    return "\n".join(lines) + "\n"
+
+
+def _name_in_hydra(name: str) -> str:
+    return f"[{name}]" if ":" in name and not name.startswith("[") else name

@@ -1,35 +1,50 @@
-"""Plan x hosts x command -> frozen Job."""
+"""Plans x hosts x command -> frozen Job."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.plan import Plan
+from mpi.cluster import Kind
+from mpi.rank import MASTER_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One command, started `ppn` times on each host, every copy bound by its plan.
+    """One command, started on each host as often as its plan has workers, every copy bound by that plan.
 
-    `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `verify` makes a rank that the
-    kernel bound otherwise an error; with `keep_env` variables that a rank inherits win over the plan's.
-    `plain_rank` names a rank whose output is shown without its label.
+    `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` says who binds: "self",
+    each rank itself, or "launcher". `verify` makes a rank that the kernel bound otherwise an error; with `keep_env`
+    variables that a rank inherits win over the plan's. `plain_rank` names a rank whose output is shown without its
+    label. `variables` are set for every rank.
     """
 
-    plan: Plan
-    hosts: tuple[str, ...]
+    kinds: tuple[Kind, ...]
     command: tuple[str, ...]
     plan_path: Path
     log_dir: Path
+    binder: str = "self"
     verify: bool = True
     keep_env: bool = False
     plain_rank: int | None = None
+    master_port: int = MASTER_PORT
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first kind of host, which is that of all where there is one kind."""
+        return self.kinds[0].plan
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Every host, in the order of the ranks."""
+        return tuple(host for kind in self.kinds for host in kind.hosts)
 
     @property
     def ppn(self) -> int:
-        """Workers per host."""
+        """Workers per host, on the first kind."""
         return len(self.plan.workers)
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return self.ppn * len(self.hosts)
+        return sum(len(kind.hosts) * len(kind.plan.workers) for kind in self.kinds)

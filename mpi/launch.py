@@ -1,17 +1,37 @@
-"""One small function per launcher: Job -> tokens. Nothing here starts anything."""
+"""One small function per launcher: Job -> tokens, variables, files. Nothing here starts anything."""
 
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+from affinity.cpuset import format_list, format_mask
+from affinity.errors import InputError
+from affinity.plan import Plan
+from mpi.hosts import Host, format_hosts
 from mpi.job import Job
-from mpi.rank import Rank, rendezvous
+from mpi.launcher import Launcher
+from mpi.rank import LOOPBACK, Rank, rendezvous
 
-LOOPBACK = "127.0.0.1"
-MASTER_PORT = 29500  # torch.distributed's own default
+MASKS_IN_HEX = (2021,)  # Intel MPI from this version on wants 0x before a mask, older ones refuse it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What starts a job: the launcher's tokens, variables to add to its environment, files to write beforehand."""
+
+    argv: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[Path, str], ...] = ()
 
 
 def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
     """The job's command behind affinity.bind, the same tokens for every rank."""
-    flags = (*(() if job.verify else ("--no-verify",)), *(("--keep-env",) if job.keep_env else ()))
+    flags = (
+        *(("--bound",) if job.binder == "launcher" else ()),
+        *(() if job.verify else ("--no-verify",)),
+        *(("--keep-env",) if job.keep_env else ()),
+    )
     return (python, "-m", "affinity.bind", "--plan", str(job.plan_path), *flags, "--", *job.command)
 
 
@@ -23,10 +43,137 @@ def local(job: Job, port: int) -> tuple[tuple[tuple[str, ...], dict[str, str]], 
     return tuple((bound(job), rendezvous(rank, LOOPBACK, port)) for rank in ranks)
 
 
-def intelmpi(job: Job) -> tuple[str, ...]:
-    """Intel MPI's mpirun. Its own pinning is switched off: each rank binds itself, so there is one binder."""
-    return (
-        *("mpirun", "-np", str(job.world_size), "-ppn", str(job.ppn), "-hostfile", "hosts"),
-        *("-genv", "I_MPI_PIN", "0", "-genv", "MASTER_ADDR", job.hosts[0], "-genv", "MASTER_PORT", str(MASTER_PORT)),
-        *bound(job, python="python"),
+def start(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+    """What starts `command` as every rank of the job; its files lie in the folder."""
+    if job.binder == "launcher" and len(job.kinds) > 1:
+        raise InputError("--bind launcher gives all hosts the same masks: hosts of several kinds need --bind self")
+    if job.binder == "launcher" and launcher.kind == "torchrun":
+        raise InputError("torchrun binds nobody: leave --bind launcher out")
+    return LAUNCHERS[launcher.kind](job, launcher, command, folder)
+
+
+def intelmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+    """Intel MPI's mpirun; its pinning is switched off, or given the plan's masks by local rank."""
+    pin: tuple[str, ...] = ("-genv", "I_MPI_PIN", "0")
+    if job.binder == "launcher":
+        spell = format_mask if launcher.version >= MASKS_IN_HEX else _bare_mask
+        masks = ",".join(spell(worker.pus) for worker in job.plan.workers)
+        pin = ("-genv", "I_MPI_PIN", "1", "-genv", "I_MPI_PIN_DOMAIN", f"[{masks}]")
+    hosts = folder / "hosts"
+    variables = (word for name, value in rank_variables(job) for word in ("-genv", name, value))
+    return Start(
+        argv=(
+            *(launcher.program, "-np", str(job.world_size)),
+            *(("-ppn", str(job.ppn)) if len(job.kinds) == 1 else ()),
+            *("-machinefile", str(hosts), *pin, *variables, *command),
+        ),
+        variables=launcher.variables,
+        files=((hosts, _hostfile(job, "hydra")),),
     )
+
+
+def mpich(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+    """MPICH's mpiexec (Hydra)."""
+    pin = "none"
+    if job.binder == "launcher":
+        pin = "user:" + ",".join("+".join(map(str, worker.pus)) for worker in job.plan.workers)
+    hosts = folder / "hosts"
+    variables = (word for name, value in rank_variables(job) for word in ("-genv", name, value))
+    return Start(
+        argv=(launcher.program, "-n", str(job.world_size), "-f", str(hosts), "-bind-to", pin, *variables, *command),
+        variables=launcher.variables,
+        files=((hosts, _hostfile(job, "hydra")),),
+    )
+
+
+def openmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+    """Open MPI's mpirun, 4 and 5; bound by a rankfile in logical cores, which both read."""
+    hosts, ranks = folder / "hosts", folder / "rankfile"
+    files = [(hosts, _hostfile(job, "openmpi"))]
+    place: tuple[str, ...] = ("--map-by", "slot", "--bind-to", "none")
+    if job.binder == "launcher":
+        files.append((ranks, rankfile(job)))
+        old = launcher.version < (5,)
+        place = ("--rankfile", str(ranks)) if old else ("--map-by", f"rankfile:file={ranks}")
+    exports = (word for name, value in rank_variables(job) for word in ("-x", f"{name}={value}"))
+    return Start(
+        argv=(
+            *(launcher.program, *(("--allow-run-as-root",) if launcher.as_root else ())),
+            *(("--prefix", launcher.prefix) if launcher.prefix else ()),
+            *("-np", str(job.world_size), "--hostfile", str(hosts), *place, *exports, *command),
+        ),
+        variables=launcher.variables,
+        files=tuple(files),
+    )
+
+
+def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+    """Slurm's srun, inside an allocation. Each host is wanted whole: only then are masks honoured, and only then may
+    a rank bind itself to any PU of the plan."""
+    if len(job.kinds) > 1 or job.hosts == ("localhost",):
+        raise InputError("srun starts equal numbers of ranks on hosts of an allocation: give --hosts of one kind")
+    pin = "none"
+    if job.binder == "launcher":
+        pin = "mask_cpu:" + ",".join(format_mask(worker.pus) for worker in job.plan.workers)
+    pus = len(job.plan.machine.allowed_pus) // job.ppn
+    hosts = folder / "hosts"
+    return Start(
+        argv=(
+            *(launcher.program, f"--nodes={len(job.hosts)}", f"--ntasks={job.world_size}"),
+            *(f"--ntasks-per-node={job.ppn}", f"--cpus-per-task={pus}", "--exclusive", f"--nodefile={hosts}"),
+            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *command),
+        ),
+        variables=(*launcher.variables, *rank_variables(job)),
+        files=((hosts, format_hosts([Host(name=host) for host in job.hosts], "plain")),),
+    )
+
+
+def torchrun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+    """torchrun, whose line is the same on every host and has to be started on each."""
+    if len(job.kinds) > 1:
+        raise InputError("torchrun starts equal numbers of ranks on each host: hosts of several kinds need mpirun")
+    return Start(
+        argv=(
+            *(launcher.program, f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.ppn}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={job.hosts[0]}:{job.master_port}", "--no-python", *command),
+        ),
+        variables=(*launcher.variables, *job.variables),
+    )
+
+
+LAUNCHERS: dict[str, Callable[[Job, Launcher, tuple[str, ...], Path], Start]] = {
+    "intelmpi": intelmpi,
+    "openmpi": openmpi,
+    "mpich": mpich,
+    "srun": srun,
+    "torchrun": torchrun,
+}
+
+
+def rank_variables(job: Job) -> tuple[tuple[str, str], ...]:
+    """What every rank gets beside its plan's environment: where rank 0 is, and the job's own variables."""
+    address = LOOPBACK if job.hosts == ("localhost",) else job.hosts[0].rpartition("@")[2]
+    return (("MASTER_ADDR", address), ("MASTER_PORT", str(job.master_port)), *job.variables)
+
+
+def _hostfile(job: Job, form: str) -> str:
+    return format_hosts((Host(name=host, slots=len(plan.workers)) for host, plan in _hosts(job)), form)
+
+
+def _hosts(job: Job) -> Iterator[tuple[str, Plan]]:
+    return ((host, kind.plan) for kind in job.kinds for host in kind.hosts)
+
+
+def rankfile(job: Job) -> str:
+    """Open MPI's rankfile: the logical cores of each rank's domain, as hwloc counts them among those allowed."""
+    lines, rank = [], 0
+    for host, plan in _hosts(job):
+        logical = {pu: i for i, core in enumerate(plan.machine.allowed_cores) for pu in core.pus}
+        for worker in plan.workers:
+            lines.append(f"rank {rank}={host} slot={format_list({logical[pu] for pu in worker.pus})}")
+            rank += 1
+    return "\n".join(lines) + "\n"
+
+
+def _bare_mask(pus: tuple[int, ...]) -> str:
+    return format_mask(pus).removeprefix("0x")

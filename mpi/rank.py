@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from affinity.errors import InputError
 
+LOOPBACK = "127.0.0.1"
+MASTER_PORT = 29500  # torch.distributed's own default
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:

@@ -16,8 +16,9 @@ from typing import TextIO
 
 from affinity.errors import RunError
 from mpi.job import Job
-from mpi.launch import LOOPBACK, local
+from mpi.launch import local
 from mpi.output import Stream
+from mpi.rank import LOOPBACK
 
 POLL_S = 0.05
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them

@@ -55,6 +55,19 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def mpi_path(name: str) -> dict[str, str]:
+    """PATH with a launcher first: those of `make mpi`, or the system's "openmpi4"; skips where it is absent."""
+    if name == "openmpi4":
+        program = shutil.which("mpirun.openmpi", path="/usr/bin")
+        if program is None:
+            pytest.skip(reason="needs the system package openmpi-bin (mpirun.openmpi)")
+        return {"PATH": f"/usr/bin:{os.environ['PATH']}"}
+    folder = Path(__file__).parents[1] / ".mpi" / name / "bin"
+    if not (folder / "mpirun").exists():
+        pytest.skip(reason=f"needs {name}: make mpi")
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 def build_machine(
     packages: int, nodes: int, cores: int, smt: int, numbering: str = "block", memory_bytes: int = 64 << 30
 ) -> Machine:

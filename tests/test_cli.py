@@ -81,7 +81,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "ppn=64 needs 64 cores; host skx-8160-2s lends 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
         (("plan", "--hosts", "a,a"), "names a host twice"),
-        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but --hosts names 2"),
+        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
         (("launch", "--nodes", "2", "--", "true"), "on this host only"),
         (("launch", "--pnn", "2", "--", "true"), "No such option"),
         (("launch",), "Missing argument"),

@@ -1,16 +1,25 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from affinity.catalog import find_machine
+from affinity.errors import InputError
 from affinity.plan import Request, plan_machine
+from affinity.plan_file import plan_of_host, worker_from_dict
 from affinity.runtime import Runtime
+from mpi.cluster import Kind, job_plan_json
 from mpi.job import Job
-from mpi.launch import bound, intelmpi, local
+from mpi.launch import bound, local, start
+from mpi.launcher import newest
+from mpi.script import broken
 
 
 def job(nodes: int, **changes) -> Job:
     plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=2, nodes=nodes), Runtime())
     hosts = tuple(f"n{i}" for i in range(nodes))
-    fields = {"plan": plan, "hosts": hosts, "command": ("python", "a b.py"), "plan_path": Path("p.json")}
+    fields = {"kinds": (Kind(hosts=hosts, plan=plan),), "command": ("python", "a b.py"), "plan_path": Path("p.json")}
     return Job(**{**fields, "log_dir": Path("logs"), **changes})
 
 
@@ -22,12 +31,52 @@ def test_local_workers_meet_on_loopback() -> None:
     assert all(argv[-2:] == ("python", "a b.py") for argv, _ in started)
 
 
-def test_intelmpi_starts_every_rank_and_binds_none() -> None:
-    argv = intelmpi(job(256))
-    assert argv[:5] == ("mpirun", "-np", "512", "-ppn", "2")
-    assert argv[argv.index("I_MPI_PIN") + 1] == "0"
-    assert argv[argv.index("MASTER_ADDR") + 1] == "n0"
-    assert argv[-2:] == ("python", "a b.py")
+@pytest.mark.parametrize("kind", ["intelmpi", "openmpi", "mpich", "srun", "torchrun"])
+@pytest.mark.parametrize("binder", ["self", "launcher"])
+def test_lines_of_every_launcher(kind: str, binder: str, golden) -> None:
+    """Tokens, variables and files of a job on three hosts, as they were read when they were last changed."""
+    made_for = [newest(kind)]
+    if kind in ("intelmpi", "openmpi"):
+        old = (2019, 9) if kind == "intelmpi" else (4, 1)
+        made_for.append(replace(newest(kind), version=old, as_root=True, prefix="/opt/mpi"))
+    texts = []
+    for launcher in made_for:
+        if (kind, binder) == ("torchrun", "launcher"):
+            with pytest.raises(InputError, match="torchrun binds nobody"):
+                start(job(3, binder=binder), launcher, ("CMD",), Path())
+            return
+        made = start(job(3, binder=binder, variables=(("NAME", "it's"),)), launcher, ("CMD", "a b"), Path())
+        texts.append("\n".join([str(launcher.version), broken(made.argv, 90), *map("=".join, made.variables)]))
+        texts += [f"{path}:\n{text}" for path, text in made.files]
+    golden(f"launch/{kind}-{binder}.txt", "\n".join(texts))
+
+
+def test_hosts_of_several_kinds_have_their_own_slots_and_plans(tmp_path: Path) -> None:
+    phi = plan_machine(find_machine("knl-7250-snc4-flat"), Request(), Runtime())
+    kinds = (*job(2).kinds, Kind(hosts=("k1",), plan=phi))
+    mixed = job(2, kinds=kinds)
+    assert mixed.world_size == 8
+    for kind, text in (("openmpi", "n0 slots=2\nn1 slots=2\nk1 slots=4\n"), ("mpich", "n0:2\nn1:2\nk1:4\n")):
+        assert start(mixed, newest(kind), ("CMD",), Path()).files[0][1] == text
+    data = json.loads(job_plan_json(kinds))
+    assert worker_from_dict(plan_of_host(data, "k1.cluster"), 3) == kinds[1].plan.workers[3]
+    assert worker_from_dict(plan_of_host(data, "n1"), 1) == kinds[0].plan.workers[1]
+    with pytest.raises(InputError, match="host x is of no kind"):
+        plan_of_host(data, "x")
+    with pytest.raises(InputError, match="need --bind self"):
+        start(job(2, kinds=kinds, binder="launcher"), newest("mpich"), ("CMD",), Path())
+    for kind in ("srun", "torchrun"):
+        with pytest.raises(InputError, match="kind"):
+            start(mixed, newest(kind), ("CMD",), Path())
+
+
+def test_ten_thousand_hosts_of_four_ranks() -> None:
+    plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=4, nodes=10_000), Runtime())
+    hosts = tuple(f"n{i:05}" for i in range(10_000))
+    big = job(1, kinds=(Kind(hosts=hosts, plan=plan),), binder="launcher")
+    made = start(big, newest("openmpi"), ("CMD",), Path())
+    assert big.world_size == 40_000
+    assert made.files[1][1].count("\n") == 40_000
 
 
 def test_no_verify_reaches_the_rank() -> None:

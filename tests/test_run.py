@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.run_folder import write_plan
+from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
 
@@ -28,7 +30,10 @@ def job(tmp_path: Path, code: str) -> Job:
     write_plan(tmp_path / "plan.json", plan)
     command = (sys.executable, "-c", code)
     return Job(
-        plan=plan, hosts=("localhost",), command=command, plan_path=tmp_path / "plan.json", log_dir=tmp_path / "logs"
+        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        command=command,
+        plan_path=tmp_path / "plan.json",
+        log_dir=tmp_path / "logs",
     )
 
 
@@ -92,9 +97,7 @@ def test_ranks_that_refuse_their_input_make_status_2(tmp_path: Path) -> None:
 def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
     err = io.StringIO()
     made = job(tmp_path, "")
-    wrong = Job(
-        **{f: getattr(made, f) for f in ("plan", "hosts", "plan_path", "log_dir")}, command=("no-such-program",)
-    )
+    wrong = replace(made, command=("no-such-program",))
     assert run_local(wrong, io.StringIO(), err) == 2
     assert "cannot start 'no-such-program'" in err.getvalue()
 

@@ -17,6 +17,7 @@ from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.planning import request_of
 from cputrain.recipe import load_recipe
 from cputrain.run_folder import write_plan
+from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
 
@@ -43,8 +44,7 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / "plan.json", plan)
     job = Job(
-        plan=plan,
-        hosts=("localhost",),
+        kinds=(Kind(hosts=("localhost",), plan=plan),),
         command=(sys.executable, "-m", "cputrain", *sys.argv[1:]),
         plan_path=scratch / "plan.json",
         log_dir=scratch / "logs",

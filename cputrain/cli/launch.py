@@ -10,6 +10,7 @@ from affinity.picture import picture
 from affinity.plan import Request
 from cputrain.cli.options import Asked, make_plan, planning_options
 from cputrain.run_folder import LOGS, PLAN, write_plan
+from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.launch import bound
 from mpi.run import run_local
@@ -43,8 +44,7 @@ def command(
     plan = make_plan(asked, Request(pin_threads=pin_threads), cmd)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     job = Job(
-        plan=plan,
-        hosts=asked.hosts,
+        kinds=(Kind(hosts=asked.hosts, plan=plan),),
         command=cmd,
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,

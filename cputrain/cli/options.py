@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -13,10 +14,13 @@ from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime, find_runtime, target_of
-from mpi.hosts import expand
+from mpi.hosts import Host, check_name, read_hostfile
+from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
+from mpi.nodelist import expand
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"
+KINDS = ["auto", "local", *PACKAGES]
 OTHERS = ("profile", "balance", "local_batch", "link_gbit")
 
 
@@ -53,16 +57,20 @@ class Asked:
     balance: str | None
     local_batch: int | None
     link_gbit: float | None
+    launcher: str
+    bind: str
 
 
 def planning_options(command: F) -> F:
     """Add the planning options; the command gets one `asked`."""
 
     def gathered(
-        machine: str, hosts: str | None, nodes: int | None, smt: str | None, **rest: Any
+        hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
     ) -> Any:  # click passes options by name
-        given = {key: rest.pop(key) for key in (*NUMBERS, *OTHERS)}
-        asked = Asked(machine=machine, hosts=_hosts(hosts, nodes), smt=smt, **given)
+        given = {key: rest.pop(key) for key in ("machine", "smt", "launcher", "bind", *NUMBERS, *OTHERS)}
+        listed = _hosts(hosts, hostfile, nodes)
+        given["ppn"] = _slots(listed, given["ppn"])
+        asked = Asked(hosts=tuple(host.name for host in listed), **given)
         return command(asked=asked, **rest)
 
     gathered.__doc__ = command.__doc__
@@ -75,6 +83,7 @@ def planning_options(command: F) -> F:
             help="whose plan",
         ),
         click.option("--hosts", metavar="LIST", help="host names, as n1,n2 or n[001-128,130]"),
+        click.option("--hostfile", type=click.Path(path_type=Path), help="hosts in any launcher's format"),
         click.option("--nodes", type=click.IntRange(1), help="number of hosts, where their names are not known"),
         click.option("--ppn", type=AutoInt(1), help="workers per host"),
         click.option("--threads", type=AutoInt(1), help="intra-op threads per worker"),
@@ -86,6 +95,8 @@ def planning_options(command: F) -> F:
         click.option("--balance", type=click.Choice(BALANCES), help="batch: local batches in proportion to cores"),
         click.option("--local-batch", type=click.IntRange(1), help="images a step of a worker, on average"),
         click.option("--link-gbit", type=click.FloatRange(0.001), help="speed of a host's link  [default: 100]"),
+        click.option("--launcher", type=click.Choice(KINDS), default="auto", help="auto: what is on PATH here"),
+        click.option("--bind", type=click.Choice(["self", "launcher"]), default="self", help="who binds the ranks"),
     )
     decorated: Any = gathered
     for option in reversed(options):
@@ -116,10 +127,45 @@ def request(asked: Asked, base: Request) -> Request:
     return replace(base, **changes)
 
 
-def _hosts(names: str | None, nodes: int | None) -> tuple[str, ...]:
-    if names is None:
-        return ("localhost",) if nodes in (None, 1) else tuple(f"node{i:03d}" for i in range(1, (nodes or 1) + 1))
-    hosts = expand(names)
+def planned_launcher(asked: str, machine: str) -> Launcher:
+    """The launcher of a job that is only planned: the one asked for, as it is here or as its newest version is.
+
+    What is on PATH here says nothing of another machine: Intel MPI then, where nobody asks for another.
+    """
+    if asked == "auto" and machine != "this":
+        return newest("intelmpi")
+    try:
+        return find_launcher(asked, os.environ)
+    except InputError:
+        return newest("intelmpi" if asked == "auto" else asked)
+
+
+def _hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> tuple[Host, ...]:
+    if names is not None and hostfile is not None:
+        raise InputError("--hosts and --hostfile: give one of them")
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile).hosts
+    elif names is not None:
+        hosts = tuple(Host(name=check_name(name, "--hosts")) for name in expand(names))
+    else:
+        count = nodes or 1
+        return tuple(Host(name="localhost" if count == 1 else f"node{i:03d}") for i in range(1, count + 1))
     if nodes not in (None, len(hosts)):
-        raise InputError(f"--nodes {nodes} but --hosts names {len(hosts)}: leave one out")
+        raise InputError(f"--nodes {nodes} but {len(hosts)} hosts are named: leave one out")
     return hosts
+
+
+def _slots(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
+    """Workers per host: as asked, which the hosts' slots must allow, or else as many as the slots."""
+    slots = {host.slots for host in hosts}
+    if slots == {None} or (ppn == "auto" and None in slots):
+        return ppn
+    if len(slots) > 1:
+        few, many = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
+        raise InputError(
+            f"host {few.name} has {few.slots} slots, {many.name} {many.slots}: hosts of several kinds need --kind each"
+        )
+    each = slots.pop()
+    if isinstance(ppn, int) and ppn != each:
+        raise InputError(f"ppn={ppn} but the hostfile gives {hosts[0].name} {each} slots: set ppn to {each} or mend it")
+    return each

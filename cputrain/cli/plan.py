@@ -14,32 +14,42 @@ from affinity.catalog import find_machine
 from affinity.diff import plan_differences
 from affinity.errors import InputError
 from affinity.picture import picture
-from affinity.plan import Plan, Request
+from affinity.plan import Request
 from affinity.plan_file import dumps, plan_to_json, read_plan
 from affinity.split import USUAL_BATCH
 from affinity.svg import picture_svg
 from affinity.workload import RESNET50
-from cputrain.cli.options import Asked, make_plan, planning_options, request
-from mpi.cluster import Cluster, cluster_to_dict, plan_cluster
-from mpi.hosts import expand, fold
+from cputrain.cli.options import Asked, make_plan, planned_launcher, planning_options, request
+from cputrain.files import write_atomic
+from mpi.cluster import Cluster, cluster_to_dict, job_plan_json, one_kind, plan_cluster
 from mpi.job import Job
-from mpi.launch import bound, intelmpi
+from mpi.launch import Start, bound, start
+from mpi.nodelist import expand, fold
+from mpi.script import launch_script
 
 
-def _yaml(plan: Plan) -> str:
-    return str(yaml.safe_dump(json.loads(plan_to_json(plan)), sort_keys=False)).rstrip()
+def _json(cluster: Cluster) -> str:
+    return plan_to_json(cluster.kinds[0].plan) if len(cluster.kinds) == 1 else dumps(cluster_to_dict(cluster))
 
 
-def _env(plan: Plan) -> str:
+def _yaml(cluster: Cluster) -> str:
+    return str(yaml.safe_dump(json.loads(_json(cluster)), sort_keys=False)).rstrip()
+
+
+def _svg(cluster: Cluster) -> str:
+    return picture_svg(cluster.kinds[0].plan)
+
+
+def _env(cluster: Cluster) -> str:
     """Shell assignments, one block a worker."""
     blocks = (
         f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env)
-        for worker in plan.workers
+        for worker in cluster.kinds[0].plan.workers
     )
     return "\n".join(blocks)
 
 
-FORMS: dict[str, Callable[[Plan], str]] = {"json": plan_to_json, "yaml": _yaml, "svg": picture_svg, "env": _env}
+FORMS: dict[str, Callable[[Cluster], str]] = {"json": _json, "yaml": _yaml, "svg": _svg, "env": _env}
 
 
 @click.command("plan")
@@ -56,6 +66,7 @@ FORMS: dict[str, Callable[[Plan], str]] = {"json": plan_to_json, "yaml": _yaml, 
 @click.option(
     "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A.json B.json", help="only what B changes against A"
 )
+@click.option("--write", type=click.Path(path_type=Path), metavar="DIR", help="write plan, hostfile, launch.sh")
 @click.option("--kind", "kinds", multiple=True, metavar="HOSTS=MACHINE", help="a kind of host, once for each")
 @planning_options
 def command(
@@ -65,6 +76,7 @@ def command(
     form: str,
     explained: bool,
     diff: tuple[Path, Path] | None,
+    write: Path | None,
     kinds: tuple[str, ...],
 ) -> None:
     """Decide and explain who runs where, for this machine or any other.
@@ -84,24 +96,70 @@ def command(
             raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
         training = load_recipe(recipe, settings)
         base = request_of(training)
-    if kinds:
-        _show_cluster(_cluster(kinds, asked, base), form, explained=explained)
-        return
-    plan = make_plan(asked, base)
+    cluster = _cluster(kinds, asked, base) if kinds else one_kind(asked.hosts, make_plan(asked, base))
     train = ("python", "-m", "cputrain", "train", recipe, *settings) if recipe else ("CMD...",)
-    job = Job(plan=plan, hosts=asked.hosts, command=train, plan_path=Path("plan.json"), log_dir=Path("logs"))
-    tokens = intelmpi(job) if len(asked.hosts) > 1 else bound(job, python="python")
-    if form != "text":
-        click.echo(FORMS[form](plan) if form in FORMS else shlex.join(tokens))
-        return
-    click.echo(picture(plan, coloured=_coloured(), explained=explained))
-    if training is not None:
-        from cputrain.cli.derived import derivation
+    job = Job(
+        kinds=cluster.kinds,
+        command=train,
+        plan_path=Path("plan.json"),
+        log_dir=Path("logs"),
+        binder=asked.bind,
+    )
+    if write is not None:
+        _write(job, asked, write)
+    elif form == "command":
+        click.echo(shlex.join(_start(job, asked).argv))
+    elif form in FORMS and (form == "json" or len(cluster.kinds) == 1):
+        click.echo(FORMS[form](cluster))
+    elif form != "text":
+        raise InputError(f"--format {form} shows one kind of host: ask for text, json or command, or plan each alone")
+    else:
+        _show(cluster, job, asked, explained=explained)
+        if training is not None:
+            from cputrain.cli.derived import derivation
 
-        click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts)))
-    if recipe is not None or len(asked.hosts) > 1:
-        click.echo("\ncommand" + (" (hosts: one name a line)" if len(asked.hosts) > 1 else ", for each worker"))
-        click.echo("  " + shlex.join(tokens))
+            click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts)))
+        if recipe is not None or len(job.hosts) > 1:
+            click.echo("\ncommand" + ("" if len(job.hosts) > 1 else ", for each worker"))
+            click.echo("  " + shlex.join(_start(job, asked).argv))
+
+
+def _start(job: Job, asked: Asked) -> Start:
+    """What starts the job, as somebody would call it from the folder of its files."""
+    command = bound(job, python="python")
+    if len(job.hosts) == 1 and asked.launcher in ("auto", "local"):
+        return Start(argv=command)
+    return start(job, planned_launcher(asked.launcher, asked.machine), command, Path())
+
+
+def _write(job: Job, asked: Asked, folder: Path) -> None:
+    """plan.json, plan.svg, hostfile, rankfile where there is one, launch.sh."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--write {folder} is there already: name another folder")
+    made = _start(job, asked)
+    about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as plan.json has them; written by cputrain plan"
+    files = {path.name: text for path, text in made.files}
+    files |= {"plan.json": job_plan_json(job.kinds), "launch.sh": launch_script(made, about)}
+    for i, kind in enumerate(job.kinds):
+        files["plan.svg" if len(job.kinds) == 1 else f"plan-{i}.svg"] = picture_svg(kind.plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomic(folder / name, text.encode())
+    (folder / "launch.sh").chmod(0o755)
+    click.echo(f"{folder}: {', '.join(sorted(files))}; start with {folder}/launch.sh")
+
+
+def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
+    for kind in cluster.kinds:
+        if len(cluster.kinds) > 1:
+            click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
+        click.echo(picture(kind.plan, coloured=_coloured(), explained=explained))
+        if len(cluster.kinds) > 1:
+            click.echo()
+    if len(cluster.kinds) > 1:
+        click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")
+    for warning in cluster.warnings:
+        click.echo(f"warning: {warning}")
 
 
 def _cluster(kinds: tuple[str, ...], asked: Asked, base: Request) -> Cluster:
@@ -114,21 +172,6 @@ def _cluster(kinds: tuple[str, ...], asked: Asked, base: Request) -> Cluster:
     if bad is not None:
         raise InputError(f"--kind {bad!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
     return plan_cluster([(expand(hosts), find_machine(spec)) for hosts, _, spec in pairs], request(asked, base))
-
-
-def _show_cluster(cluster: Cluster, form: str, *, explained: bool) -> None:
-    if form == "json":
-        click.echo(dumps(cluster_to_dict(cluster)))
-        return
-    if form != "text":
-        raise InputError(f"--format {form} shows one kind of host: ask for text or json, or plan each kind alone")
-    for kind in cluster.kinds:
-        click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
-        click.echo(picture(kind.plan, coloured=_coloured(), explained=explained) + "\n")
-    hosts = sum(len(kind.hosts) for kind in cluster.kinds)
-    click.echo(f"{hosts:,} hosts, {cluster.world_size:,} workers")
-    for warning in cluster.warnings:
-        click.echo(f"warning: {warning}")
 
 
 def _coloured() -> bool:

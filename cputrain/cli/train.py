@@ -15,6 +15,7 @@ from cputrain.derivation import explain
 from cputrain.planning import request_of
 from cputrain.recipe import load_recipe
 from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
+from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
 
@@ -65,8 +66,7 @@ def command(
     folder = training.folder
     flags = (*(("--resume",) if resume else ()), *(("--no-verify",) if no_verify else ()))
     job = Job(
-        plan=plan,
-        hosts=("localhost",),
+        kinds=(Kind(hosts=("localhost",), plan=plan),),
         command=(sys.executable, "-m", "cputrain", "train", str(folder / RECIPE), "--prepared", *flags),
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,

@@ -17,8 +17,7 @@ import torch.distributed.nn.functional
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
-from mpi.launch import LOOPBACK, MASTER_PORT
-from mpi.rank import Rank, rendezvous
+from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
 
 T = TypeVar("T")
 
