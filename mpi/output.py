@@ -10,11 +10,13 @@ PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one lin
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One pipe of one rank. A carriage return makes what follows transient, as progress bars do."""
+    """One pipe of one rank. A carriage return makes what follows transient, as progress bars do; `live` says that a
+    person watches, for whom they are redrawn."""
 
     label: str
     terminal: TextIO
     log: BinaryIO
+    live: bool
     _pending: bytes = b""
     _transient: bool = False
     _shown_at: float = float("-inf")
@@ -33,7 +35,7 @@ class Stream:
     def flush(self) -> None:
         """Show and log an unfinished last line; an unfinished bar goes away."""
         pending, self._pending = self._pending, b""
-        if self._transient and self.terminal.isatty():
+        if self._transient and self.live:
             self.terminal.write(CLEAR_LINE)
         if pending and not self._transient:
             self._line(pending)
@@ -50,16 +52,16 @@ class Stream:
         self.log.flush()
         if not line and self._transient:
             self._transient = False  # a bar that ends with a line feed: already on the screen
-            self.terminal.write("\n" if self.terminal.isatty() else "")
+            self.terminal.write("\n" if self.live else "")
             return
-        start = CLEAR_LINE if self.terminal.isatty() else ""
+        start = CLEAR_LINE if self.live else ""
         self.terminal.write(f"{start}{self.label}{line.decode(errors='replace')}\n")
         self._transient = False
 
     def _progress(self, text: bytes) -> None:
         self._transient = True
         shown = f"{self.label}{text.decode(errors='replace')}"
-        if self.terminal.isatty():
+        if self.live:
             self.terminal.write(CLEAR_LINE + shown)
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")

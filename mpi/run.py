@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from affinity.errors import RunError
@@ -19,6 +18,7 @@ from mpi.job import Job
 from mpi.launch import local
 from mpi.output import Stream
 from mpi.rank import LOOPBACK
+from mpi.signals import STOPS, InterruptedBySignalError, interruptible
 
 POLL_S = 0.05
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
@@ -26,10 +26,6 @@ GRACE_S = 5.0  # between asking a worker to stop and killing it
 REAP_S = 2.0  # what a killed worker had started is reaped by init; waited for at most this long
 LAST_LINES = 15
 PR_SET_PDEATHSIG = 1
-
-
-class InterruptedBySignalError(Exception):
-    """The launcher was told to stop (signal number in args[0])."""
 
 
 @dataclass(slots=True)
@@ -52,7 +48,11 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
     """
     job.log_dir.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    stops = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    with interruptible():
+        return _run(job, port, out or sys.stdout, err or sys.stderr)
+
+
+def _run(job: Job, port: int, out: TextIO, err: TextIO) -> int:
     workers: list[Worker] = []
     selector = selectors.DefaultSelector()
     try:
@@ -61,22 +61,19 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
             workers.append(worker)
             label = "" if rank == job.plain_rank else f"[{rank}] "
             log = worker.log.open("wb")
-            for pipe, terminal in (
-                (worker.process.stdout, out or sys.stdout),
-                (worker.process.stderr, err or sys.stderr),
-            ):
+            for pipe, terminal in ((worker.process.stdout, out), (worker.process.stderr, err)):
                 assert pipe is not None
-                stream = Stream(label=label, terminal=terminal, log=log)
+                stream = Stream(label=label, terminal=terminal, log=log, live=terminal.isatty())
                 worker.streams.append(stream)
                 selector.register(pipe, selectors.EVENT_READ, stream)
         return _watch(workers, selector)
     except InterruptedBySignalError as stop:
         number = stop.args[0]
-        print(f"\nstopping {len(workers)} workers ({signal.Signals(number).name})", file=err or sys.stderr)
+        print(f"\nstopping {len(workers)} workers ({signal.Signals(number).name})", file=err)
         return 128 + int(number)
     finally:
         _tear_down(workers)
-        for number in stops:
+        for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
         _pump(selector, timeout_s=0.0, until_empty=True)
         for worker in workers:
@@ -84,8 +81,6 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
                 stream.close()
             worker.streams[0].log.close()
         selector.close()
-        for number, handler in stops.items():
-            signal.signal(number, handler)
 
 
 def free_port() -> int:
@@ -206,7 +201,3 @@ def _signal_groups(workers: list[Worker], number: int) -> bool:
         except ProcessLookupError:
             continue  # the whole group is gone already
     return found
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise InterruptedBySignalError(number)

@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
 
 def feed(terminal: io.StringIO, *chunks: bytes, label: str = "[1] ") -> tuple[str, bytes]:
     log = io.BytesIO()
-    stream = Stream(label=label, terminal=terminal, log=log)
+    stream = Stream(label=label, terminal=terminal, log=log, live=terminal.isatty())
     for chunk in chunks:
         stream.feed(chunk)
     stream.close()

@@ -1,5 +1,7 @@
 """cputrain launch: run any command under a plan."""
 
+import os
+import shlex
 import time
 from pathlib import Path
 
@@ -12,8 +14,11 @@ from cputrain.cli.options import Asked, make_plan, planning_options
 from cputrain.run_folder import LOGS, PLAN, write_plan
 from mpi.cluster import Kind
 from mpi.job import Job
-from mpi.launch import bound
-from mpi.run import run_local
+from mpi.launch import bound, start
+from mpi.launcher import find_launcher
+from mpi.rank import MASTER_PORT
+from mpi.remote import run_remote
+from mpi.run import free_port, run_local
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
@@ -39,8 +44,15 @@ def command(
 
     A script that calls torch.distributed.init_process_group() runs as it is.
     """
-    if len(asked.hosts) > 1 or asked.machine != "this":
-        raise InputError("launch starts workers on this host only: for several hosts run what `cputrain plan` prints")
+    here = asked.hosts == ("localhost",)
+    if asked.machine != "this" and here:
+        raise InputError("launch runs on real hosts: leave --machine out, or name with --hosts those that are such")
+    remote = not here or asked.launcher not in ("auto", "local")
+    if asked.launcher == "local" and not here:
+        raise InputError("--launcher local starts workers on this host only: leave it or --hosts out")
+    if asked.bind == "launcher" and not remote:
+        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    launcher = find_launcher(asked.launcher, os.environ) if remote else None
     plan = make_plan(asked, Request(pin_threads=pin_threads), cmd)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     job = Job(
@@ -48,13 +60,20 @@ def command(
         command=cmd,
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
+        binder=asked.bind,
         verify=not no_verify,
         keep_env=keep_env,
+        master_port=free_port() if here else MASTER_PORT,
     )
     if dry_run:
-        click.echo(f"{picture(plan)}\n\ncommand, for each worker\n  " + " ".join(bound(job)))
+        argv = bound(job) if launcher is None else start(job, launcher, bound(job), folder).argv
+        click.echo(
+            f"{picture(plan)}\n\ncommand{', for each worker' if launcher is None else ''}\n  " + shlex.join(argv)
+        )
         return 0
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"output {folder} is there already: name another folder")
+    if launcher is not None:
+        return run_remote(job, launcher, folder)
     write_plan(job.plan_path, plan)
     return run_local(job)

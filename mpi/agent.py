@@ -1,0 +1,196 @@
+"""One rank's guardian on its host: starts it, labels and logs its output, gives signs of life, ends it with the job.
+
+python -m mpi.agent --monitor HOST:PORT --logs DIR -- CMD...
+"""
+
+import argparse
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from affinity.errors import InputError, RunError
+from mpi.output import Stream
+from mpi.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
+from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
+
+POLL_S = 0.2
+GRACE_S = 3.0
+LAST_LINES = 15
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """The rank's exit status; 128 + n where signal n ended it; 1 where the job ended it."""
+    parser = argparse.ArgumentParser(prog="python -m mpi.agent", description=__doc__)
+    parser.add_argument("--monitor", required=True, metavar="HOST:PORT")
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--plain-rank", type=int, help="whose lines have no label")
+    parser.add_argument("--live", action="store_true", help="a person watches: redraw progress bars")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    try:
+        rank = discover(os.environ)
+        if rank is None:
+            raise InputError("no launcher has started this agent: it is for cputrain launch to call")
+        host, _, port = options.monitor.rpartition(":")
+        line = _connect(host, int(port), rank)
+        return guard(
+            rank,
+            tuple(options.command),
+            line,
+            options.logs,
+            labelled=rank.rank != options.plain_rank,
+            live=options.live,
+        )
+    except (InputError, RunError) as error:
+        print(f"mpi.agent: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def _connect(host: str, port: int, rank: Rank) -> Line:
+    try:
+        connection = socket.create_connection((host, port), timeout=SILENT_S)
+    except OSError as error:
+        raise RunError(
+            f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {host}:{port}: {error}: "
+            "look at the firewall between them"
+        ) from None
+    line = Line(connection)
+    line.send(what="hello", token=os.environ.get(TOKEN_VARIABLE, ""), rank=rank.rank, host=socket.gethostname())
+    return line
+
+
+def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, labelled: bool, live: bool) -> int:
+    """Run the command as this rank to its end, or until the job ends or the monitor is silent."""
+    signal.signal(signal.SIGTERM, _leave)
+    label = f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] " if labelled else ""
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"rank-{rank.rank}.log"
+    process = _start(rank, command)
+    with path.open("wb") as log, selectors.DefaultSelector() as selector:
+        streams = []
+        for pipe, terminal in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert pipe is not None
+            streams.append(Stream(label=label, terminal=terminal, log=log, live=live))
+            selector.register(pipe, selectors.EVENT_READ, streams[-1])
+        selector.register(line.connection, selectors.EVENT_READ, line)
+        try:
+            ended = _watch(process, selector, line)
+        except _TerminatedError:
+            ended = False
+        if not ended:
+            _end(process)
+        for stream in streams:
+            stream.close()
+    status = process.wait()
+    tail = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    line.send(what="end", status=status, tail=tail, log=str(path), by_job=not ended)
+    line.close()
+    if not ended:
+        return 1
+    return status if status >= 0 else 128 - status
+
+
+def _start(rank: Rank, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    address = os.environ.get("MASTER_ADDR", LOOPBACK)
+    port = int(os.environ.get("MASTER_PORT", MASTER_PORT))
+    prctl = ctypes.CDLL(None).prctl
+
+    def die_with_agent() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    try:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **rendezvous(rank, address, port), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            close_fds=False,  # the launcher talks to its ranks through files that it has opened for them
+            start_new_session=True,
+            preexec_fn=die_with_agent,  # noqa: PLW1509  this process has one thread
+        )
+    except OSError as error:
+        raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
+
+
+def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, line: Line) -> bool:
+    """True when the rank has ended by itself, False when the job has to end it."""
+    heard = beaten = time.monotonic()
+    while True:
+        for key, _ in selector.select(POLL_S):
+            if key.data is line:
+                messages = line.receive()
+                if messages is None or any(message.get("what") == "stop" for message in messages):
+                    return False
+                heard = time.monotonic()
+            else:
+                _feed(selector, key)
+        now = time.monotonic()
+        if now - beaten >= BEAT_S:
+            line.send(what="beat", stopped=_is_stopped(process.pid))
+            beaten = now
+        if now - heard > SILENT_S:
+            return False
+        if process.poll() is not None:
+            _drain(selector)
+            return True
+
+
+def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    data = os.read(key.fd, 1 << 16)
+    if data:
+        key.data.feed(data)
+    else:
+        selector.unregister(key.fileobj)
+
+
+def _drain(selector: selectors.BaseSelector) -> None:
+    """What a rank printed last; not what its own children go on printing."""
+    while ready := [key for key, _ in selector.select(0) if isinstance(key.data, Stream)]:
+        for key in ready:
+            _feed(selector, key)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped (SIGSTOP), and computes nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the rank and everything it has started: asked first, killed after GRACE_S."""
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        _signal_group(process.pid, number)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(POLL_S / 4)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return  # the whole group is gone already
+
+
+class _TerminatedError(Exception):
+    """The launcher has told this agent to end."""
+
+
+def _leave(_number: int, _frame: object) -> None:
+    raise _TerminatedError
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

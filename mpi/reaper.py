@@ -1,0 +1,53 @@
+"""End every process that this one has started, directly or not: launchers put theirs into groups of their own."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
+
+
+def adopt_orphans() -> None:
+    """From now on a process whose parent ends becomes a child of this process, if it descends from it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(pid: int) -> tuple[int, ...]:
+    """The processes below this one that still run, parents before children."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # gone meanwhile
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: list[int] = []
+    layer = [pid]
+    while layer:
+        layer = [child for parent in layer for child in children.get(parent, ())]
+        found += layer
+    return tuple(found)
+
+
+def end_descendants(grace_s: float) -> None:
+    """Ask all processes below this one to end; kill those that have not after grace_s, and reap them all."""
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
+        for pid in descendants(os.getpid()):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        deadline = time.monotonic() + patience_s
+        while descendants(os.getpid()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if not descendants(os.getpid()):
+            break
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return  # nobody is left

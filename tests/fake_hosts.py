@@ -1,0 +1,168 @@
+"""Hosts that are network namespaces of this one: a name, an address, processes and an sshd each. Needs root."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+NETWORKS = count()  # each set of hosts has a bridge and addresses of its own
+SSHD = """Port 22
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+MaxStartups 200
+PidFile none
+AcceptEnv *
+"""
+SSH = """Host *
+ IdentityFile {folder}/key
+ StrictHostKeyChecking no
+ UserKnownHostsFile /dev/null
+ LogLevel ERROR
+ BatchMode yes
+ ConnectTimeout 5
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeHosts:
+    """Running hosts by name: the pid of each one's first process, and a folder with `ssh` that reaches them."""
+
+    folder: Path
+    network: int
+    scratch: str
+    pids: dict[str, int]
+
+    @property
+    def names(self) -> list[str]:
+        """The hosts' names, in order."""
+        return list(self.pids)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What makes every launcher use our ssh."""
+        ssh = str(self.folder / "ssh")
+        return {
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC": ssh,
+            "HYDRA_LAUNCHER_EXEC": ssh,
+            "OMPI_MCA_plm_rsh_agent": ssh,
+            "PRTE_MCA_plm_ssh_agent": ssh,
+            "FI_PROVIDER": "tcp",
+            # The hosts share /tmp, and their process ids repeat: Open MPI's session folders would be the same.
+            "OMPI_MCA_orte_tmpdir_base": self.scratch,
+            "PRTE_MCA_prte_tmpdir_base": self.scratch,
+        }
+
+    def inside(self, host: str, *argv: str) -> list[str]:
+        """Tokens that run a command on a host, in the caller's working directory."""
+        spaces = ("--net", "--uts", "--ipc", "--mount", "--pid")
+        return ["nsenter", "-t", str(self.pids[host]), *spaces, f"--wd={Path.cwd()}", "--", *argv]
+
+    def cut(self, host: str) -> None:
+        """Take a host's cable out."""
+        number = self.names.index(host) + 1
+        subprocess.run(["ip", "link", "set", cable(self.network, number), "down"], check=True)
+
+    def processes(self, word: str) -> dict[str, list[str]]:
+        """Host -> the command lines on it that contain a word."""
+        found = {}
+        for host in self.names:
+            argv = self.inside(host, "ps", "-eo", "args")
+            lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+            found[host] = [line for line in lines if word in line and "ps -eo" not in line]
+        return found
+
+
+def cable(network: int, number: int) -> str:
+    """The name of a host's cable at our end; the kernel takes some time to forget those of earlier test runs."""
+    return f"c{os.getpid() % 100_000}v{network}n{number}"
+
+
+@contextmanager
+def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
+    """Start so many hosts, h1 to hN; end them all, by pid, and the bridge between them."""
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root (network namespaces)")
+    for package, program in (("iproute2", "ip"), ("openssh-server", "/usr/sbin/sshd"), ("util-linux", "nsenter")):
+        if shutil.which(program) is None:
+            pytest.skip(reason=f"needs the system package {package} ({program})")
+    names = [f"h{i}" for i in range(1, hosts + 1)]
+    started: list[subprocess.Popen[bytes]] = []
+    network = next(NETWORKS)
+    bridge = f"cputrain{network}"
+    _files(folder, names, network)
+    subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
+    try:
+        subprocess.run(["ip", "link", "set", bridge, "up"], check=True)
+        pids = {}
+        for number, name in enumerate(names, 1):
+            started.append(_start(folder, name))
+            pids[name] = _child(started[-1].pid)
+            _connect(pids[name], network, number)
+        with tempfile.TemporaryDirectory(prefix="cp") as scratch:  # a short path: sockets lie in it
+            yield FakeHosts(folder=folder, network=network, scratch=scratch, pids=pids)
+    finally:
+        for process in started:
+            process.kill()  # unshare --kill-child: the host's first process, and so all on it, ends with it
+        for process in started:
+            process.wait()
+        subprocess.run(["ip", "link", "del", bridge], check=True)
+
+
+def _files(folder: Path, names: list[str], network: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    addresses = [f"10.78.{network}.{i} {name}" for i, name in enumerate(names, 1)]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for key in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "sshd_config").write_text(SSHD.format(folder=folder))
+    (folder / "ssh_config").write_text(SSH.format(folder=folder))
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
+    (folder / "ssh").chmod(0o755)
+
+
+def _start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    inner = (
+        f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && mount -t tmpfs none /dev/shm && "
+        f"ip link set lo up && exec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
+    )
+    spaces = ("--net", "--uts", "--ipc", "--mount", "--pid")
+    return subprocess.Popen(
+        ["unshare", *spaces, "--fork", "--kill-child", "--mount-proc", "sh", "-c", inner],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / f"{name}.log").open("wb"),
+    )
+
+
+def _child(pid: int) -> int:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
+        time.sleep(0.01)
+    raise RuntimeError("a fake host did not start")
+
+
+def _connect(pid: int, network: int, number: int) -> None:
+    host = cable(network, number)
+    for argv in (
+        ["ip", "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", str(pid)],
+        ["ip", "link", "set", host, "master", f"cputrain{network}", "up"],
+        ["nsenter", "-t", str(pid), "-n", "ip", "addr", "add", f"10.78.{network}.{number}/24", "dev", "eth0"],
+        ["nsenter", "-t", str(pid), "-n", "ip", "link", "set", "eth0", "up"],
+    ):
+        subprocess.run(argv, check=True)

@@ -1,0 +1,127 @@
+"""Jobs through real launchers: on this host, and on four hosts that are network namespaces."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from affinity.sysfs import this_machine
+from tests.conftest import cputrain, mpi_path
+from tests.fake_hosts import FakeHosts, fake_hosts
+
+MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
+WORKERS = min(2, len(this_machine().allowed_cores))
+ALL_REDUCE = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(value)
+print("rank", dist.get_rank(), "on", socket.gethostname(), "of", dist.get_world_size(), "sum", value.item(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def launch(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    kind = name.removesuffix("4")
+    return cputrain("launch", "--launcher", kind, "--output", "out", *arguments, cwd=cwd, **mpi_path(name))
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, subprocess, time; p = subprocess.Popen(['sleep', '3141']); print('about to', flush=True); "
+        f"os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '{WORKERS - 1}' else time.sleep(300)"
+    )
+    started = time.monotonic()
+    result = launch(name, "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert time.monotonic() - started < 30
+    assert result.returncode == 1
+    assert f"rank {WORKERS - 1} on " in result.stderr and "was ended by SIGKILL" in result.stderr
+    assert "  | about to" in result.stderr
+    if WORKERS > 1:
+        assert subprocess.run(["pgrep", "-f", "sleep 3141"], capture_output=True).stdout.count(b"\n") <= 1
+    subprocess.run(["pkill", "-f", "sleep 3141"])  # a rank killed by kill -9 leaves what it had started
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_output_is_labelled_and_logged_and_status_2_passed_on(name: str, tmp_path: Path) -> None:
+    result = launch(name, "--", sys.executable, "-c", "print('hello'); raise SystemExit(2)", cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "\x1b" not in result.stdout
+    labels = {line.split("]")[0] for line in result.stdout.splitlines() if "hello" in line}
+    assert {label.split(":")[1] for label in labels} == {str(i) for i in range(WORKERS)}
+    assert (tmp_path / "out/logs/rank-0.log").read_text() == "hello\n"
+
+
+def test_a_signal_ends_everything(tmp_path: Path) -> None:
+    env = {**os.environ, **mpi_path("openmpi4")}
+    argv = [sys.executable, "-m", "cputrain", "launch", "--launcher", "openmpi", "--output", "out", "--"]
+    code = "import subprocess, time; p = subprocess.Popen(['sleep', '2718']); print('up', flush=True); time.sleep(300)"
+    with subprocess.Popen(
+        [*argv, sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE
+    ) as process:
+        for _ in range(WORKERS):
+            process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    assert subprocess.run(["pgrep", "-f", "sleep 2718"], capture_output=True).returncode == 1
+
+
+def test_an_absent_launcher_is_named_with_its_package(tmp_path: Path) -> None:
+    result = cputrain("launch", "--launcher", "mpich", "--", "true", cwd=tmp_path, PATH="/nonexistent")
+    assert result.returncode == 2
+    assert "no mpich on PATH: install mpich" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
+    with fake_hosts(tmp_path_factory.mktemp("hosts"), 4) as made:
+        yield made
+
+
+def launch_on(hosts: FakeHosts, name: str, *arguments: str, cwd: Path) -> list[str]:
+    """Tokens of a launch from h1 on all hosts."""
+    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
+    command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name.removesuffix("4"))
+    listed = ("--hosts", ",".join(hosts.names), "--ppn", str(WORKERS), "--output", str(cwd / "out"))
+    return hosts.inside("h1", "env", *env, *command, *listed, *arguments)
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(ALL_REDUCE)
+    argv = launch_on(hosts, name, "--", sys.executable, str(script), cwd=tmp_path)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr + result.stdout
+    size = 4 * WORKERS
+    for rank in range(size):
+        host = hosts.names[rank // WORKERS]
+        said = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
+        assert said in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "openmpi"])
+def test_a_host_that_is_cut_off_ends_the_job_and_is_named(name: str, tmp_path: Path) -> None:
+    with fake_hosts(tmp_path / "hosts", 3) as hosts:
+        code = "import time; print('up', flush=True); time.sleep(600)"
+        argv = launch_on(hosts, name, "--", sys.executable, "-c", code, cwd=tmp_path)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            for _ in range(3 * WORKERS):
+                process.stdout.readline()
+            started = time.monotonic()
+            hosts.cut("h3")
+            _, said = process.communicate(timeout=60)
+        assert time.monotonic() - started < 30
+        assert process.returncode == 1
+        assert "on h3 has been silent for 15 s" in said, said
+        deadline = time.monotonic() + 10
+        while any(left := hosts.processes("time.sleep(600)").values()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not any(left), left
