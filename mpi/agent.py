@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
+from mpi.fabric import interface_to
 from mpi.output import Stream
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
 from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
@@ -84,7 +85,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
             ended = _watch(process, selector, line)
         except _TerminatedError:
             ended = False
-        if not ended:
+        if ended:
+            _signal_group(process.pid, signal.SIGKILL)  # what the rank has left behind
+        else:
             _end(process)
         for stream in streams:
             stream.close()
@@ -100,6 +103,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
 def _start(rank: Rank, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
     address = os.environ.get("MASTER_ADDR", LOOPBACK)
     port = int(os.environ.get("MASTER_PORT", MASTER_PORT))
+    several_hosts = rank.local_world_size < rank.world_size
+    interface = interface_to(address) if several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ else None
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     prctl = ctypes.CDLL(None).prctl
 
     def die_with_agent() -> None:
@@ -108,7 +114,7 @@ def _start(rank: Rank, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             command,
-            env={**os.environ, **rendezvous(rank, address, port), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **gloo, **rendezvous(rank, address, port), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

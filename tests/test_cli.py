@@ -82,7 +82,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
         (("plan", "--hosts", "a,a"), "names a host twice"),
         (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
-        (("launch", "--nodes", "2", "--", "true"), "on this host only"),
+        (("launch", "--nodes", "2", "--", "true"), "launch needs its hosts' names"),
         (("launch", "--pnn", "2", "--", "true"), "No such option"),
         (("launch",), "Missing argument"),
         (("train", "imagefolder"), "no data.path"),

@@ -44,9 +44,7 @@ def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> 
     assert result.returncode == 1
     assert f"rank {WORKERS - 1} on " in result.stderr and "was ended by SIGKILL" in result.stderr
     assert "  | about to" in result.stderr
-    if WORKERS > 1:
-        assert subprocess.run(["pgrep", "-f", "sleep 3141"], capture_output=True).stdout.count(b"\n") <= 1
-    subprocess.run(["pkill", "-f", "sleep 3141"])  # a rank killed by kill -9 leaves what it had started
+    assert subprocess.run(["pgrep", "-f", "sleep 3141"], capture_output=True).returncode == 1  # nothing is left
 
 
 @pytest.mark.parametrize("name", MPI)

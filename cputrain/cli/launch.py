@@ -3,6 +3,7 @@
 import os
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,12 +14,28 @@ from affinity.plan import Request
 from cputrain.cli.options import Asked, make_plan, planning_options
 from cputrain.run_folder import LOGS, PLAN, write_plan
 from mpi.cluster import Kind
+from mpi.hosts import allocated_hosts
 from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import find_launcher
 from mpi.rank import MASTER_PORT
 from mpi.remote import run_remote
 from mpi.run import free_port, run_local
+
+
+def _with_real_hosts(asked: Asked) -> Asked:
+    """Inside a Slurm or PBS job its hosts, where none are named."""
+    if asked.named or asked.launcher == "local":
+        return asked
+    found = allocated_hosts(os.environ)
+    if found is not None and len(found.hosts) > 1:
+        hosts = tuple(host.name for host in found.hosts)
+        if len(asked.hosts) not in (1, len(hosts)):
+            raise InputError(f"--nodes {len(asked.hosts)} but this job has {len(hosts)} hosts: leave --nodes out")
+        return replace(asked, hosts=hosts, named=True)
+    if len(asked.hosts) > 1:
+        raise InputError("launch needs its hosts' names: give --hosts or --hostfile, or call it in a Slurm or PBS job")
+    return asked
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
@@ -44,6 +61,7 @@ def command(
 
     A script that calls torch.distributed.init_process_group() runs as it is.
     """
+    asked = _with_real_hosts(asked)
     here = asked.hosts == ("localhost",)
     if asked.machine != "this" and here:
         raise InputError("launch runs on real hosts: leave --machine out, or name with --hosts those that are such")
@@ -64,6 +82,9 @@ def command(
         verify=not no_verify,
         keep_env=keep_env,
         master_port=free_port() if here else MASTER_PORT,
+        variables=()
+        if here
+        else tuple((name, value) for name, value, _ in asked.network.settings if name not in os.environ),
     )
     if dry_run:
         argv = bound(job) if launcher is None else start(job, launcher, bound(job), folder).argv

@@ -14,6 +14,7 @@ from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime, find_runtime, target_of
+from mpi.fabric import FABRICS, Fabric, fabric_here
 from mpi.hosts import Host, check_name, read_hostfile
 from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
 from mpi.nodelist import expand
@@ -59,6 +60,14 @@ class Asked:
     link_gbit: float | None
     launcher: str
     bind: str
+    fabric: str
+    named: bool
+
+    @property
+    def network(self) -> Fabric:
+        """The fabric between the hosts: this host's own, or, for another machine, that of the published run."""
+        here = "shm" if len(self.hosts) == 1 else fabric_here() if self.machine == "this" else "opa"
+        return FABRICS[here if self.fabric == "auto" else self.fabric]
 
 
 def planning_options(command: F) -> F:
@@ -67,10 +76,11 @@ def planning_options(command: F) -> F:
     def gathered(
         hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
     ) -> Any:  # click passes options by name
-        given = {key: rest.pop(key) for key in ("machine", "smt", "launcher", "bind", *NUMBERS, *OTHERS)}
+        given = {key: rest.pop(key) for key in ("machine", "smt", "launcher", "bind", "fabric", *NUMBERS, *OTHERS)}
         listed = _hosts(hosts, hostfile, nodes)
         given["ppn"] = _slots(listed, given["ppn"])
-        asked = Asked(hosts=tuple(host.name for host in listed), **given)
+        named = hosts is not None or hostfile is not None
+        asked = Asked(hosts=tuple(host.name for host in listed), named=named, **given)
         return command(asked=asked, **rest)
 
     gathered.__doc__ = command.__doc__
@@ -94,8 +104,9 @@ def planning_options(command: F) -> F:
         click.option("--profile", type=click.Choice(list(PROFILES)), help="published practice decides what is auto"),
         click.option("--balance", type=click.Choice(BALANCES), help="batch: local batches in proportion to cores"),
         click.option("--local-batch", type=click.IntRange(1), help="images a step of a worker, on average"),
-        click.option("--link-gbit", type=click.FloatRange(0.001), help="speed of a host's link  [default: 100]"),
+        click.option("--link-gbit", type=click.FloatRange(0.001), help="speed of a host's link, if not the fabric's"),
         click.option("--launcher", type=click.Choice(KINDS), default="auto", help="auto: what is on PATH here"),
+        click.option("--fabric", type=click.Choice(["auto", *FABRICS]), default="auto", help="network between hosts"),
         click.option("--bind", type=click.Choice(["self", "launcher"]), default="self", help="who binds the ranks"),
     )
     decorated: Any = gathered
@@ -116,7 +127,7 @@ def make_plan(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Pla
 
 def request(asked: Asked, base: Request) -> Request:
     """What the options ask for, over what the recipe asks for."""
-    changes: dict[str, Any] = {"nodes": len(asked.hosts)}
+    changes: dict[str, Any] = {"nodes": len(asked.hosts), "link_gbit": asked.network.link_gbit}
     changes |= {name: value for name in OTHERS if (value := getattr(asked, name)) is not None}
     for name in NUMBERS:
         value = getattr(asked, name)

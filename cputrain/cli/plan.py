@@ -22,6 +22,7 @@ from affinity.workload import RESNET50
 from cputrain.cli.options import Asked, make_plan, planned_launcher, planning_options, request
 from cputrain.files import write_atomic
 from mpi.cluster import Cluster, cluster_to_dict, job_plan_json, one_kind, plan_cluster
+from mpi.fabric import Setting
 from mpi.job import Job
 from mpi.launch import Start, bound, start
 from mpi.nodelist import expand, fold
@@ -104,6 +105,7 @@ def command(
         plan_path=Path("plan.json"),
         log_dir=Path("logs"),
         binder=asked.bind,
+        variables=tuple((name, value) for name, value, _ in _settings(cluster, asked)),
     )
     if write is not None:
         _write(job, asked, write)
@@ -122,6 +124,11 @@ def command(
         if recipe is not None or len(job.hosts) > 1:
             click.echo("\ncommand" + ("" if len(job.hosts) > 1 else ", for each worker"))
             click.echo("  " + shlex.join(_start(job, asked).argv))
+
+
+def _settings(cluster: Cluster, asked: Asked) -> tuple[Setting, ...]:
+    """What the fabric wants set, where there is one."""
+    return asked.network.settings if sum(len(kind.hosts) for kind in cluster.kinds) > 1 else ()
 
 
 def _start(job: Job, asked: Asked) -> Start:
@@ -160,6 +167,12 @@ def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
         click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")
     for warning in cluster.warnings:
         click.echo(f"warning: {warning}")
+    settings = _settings(cluster, asked)
+    if settings:
+        click.echo(f"\nfabric {asked.network.name}")
+        width = max(len(f"{name}={value}") for name, value, _ in settings)
+        for name, value, why in settings:
+            click.echo(f"  {f'{name}={value}':<{width}}  {why}")
 
 
 def _cluster(kinds: tuple[str, ...], asked: Asked, base: Request) -> Cluster:

@@ -17,6 +17,7 @@ import torch.distributed.nn.functional
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
+from mpi.fabric import interface_to
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
 
 T = TypeVar("T")
@@ -32,6 +33,8 @@ def start_group(rank: Rank, worker: WorkerPlan) -> None:
         raise InputError("several hosts, but MASTER_ADDR is not set: export it as the name of rank 0's host")
     address = os.environ.get("MASTER_ADDR", LOOPBACK)
     os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", MASTER_PORT))))
+    if not one_host and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_to(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     with running_on(worker.comm_pus or worker.compute_pus):
         dist.init_process_group("gloo")
 

@@ -1,0 +1,165 @@
+"""How ranks on several hosts reach each other: the fabric -> settings of libfabric, MPI, oneCCL and gloo, and why."""
+
+import fcntl
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from affinity.errors import InputError
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+Setting = tuple[str, str, str]
+"""Variable, value, why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """A kind of network: the speed of a host's link in Gbit/s where nobody says, and what to set for it."""
+
+    name: str
+    link_gbit: float
+    settings: tuple[Setting, ...]
+
+
+COMMON_MPI: tuple[Setting, ...] = (
+    ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
+    ("CCL_ATL_TRANSPORT", "mpi", "oneCCL's transport that measured best under Intel MPI; it follows MPI's provider"),
+)
+FABRICS = {
+    fabric.name: fabric
+    for fabric in (
+        Fabric(
+            name="opa",
+            link_gbit=100,
+            settings=(
+                ("FI_PROVIDER", "psm2", "Omni-Path's own provider"),
+                ("HFI_NO_CPUAFFINITY", "1", "PSM2 would bind each rank by itself, against the plan"),
+                ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open endpoints of their own"),
+                *COMMON_MPI,
+                (
+                    "CCL_ALLREDUCE",
+                    "rabenseifner",
+                    "large gradients over one link a host: bandwidth decides",
+                ),
+            ),
+        ),
+        Fabric(
+            name="psm3",
+            link_gbit=100,
+            settings=(
+                ("FI_PROVIDER", "psm3", "Intel Ethernet or InfiniBand through PSM3, as Intel's MLPerf runs had it"),
+                ("PSM3_ALLOW_ROUTERS", "1", "hosts may be in several subnets"),
+                *COMMON_MPI,
+            ),
+        ),
+        Fabric(
+            name="ib",
+            link_gbit=200,
+            settings=(
+                ("FI_PROVIDER", "mlx", "UCX over InfiniBand's verbs"),
+                ("UCX_TLS", "rc,sm,self", "reliable connections between hosts, shared memory inside"),
+                *COMMON_MPI,
+                ("CCL_ALLREDUCE", "ring", "large gradients: bandwidth decides"),
+            ),
+        ),
+        Fabric(
+            name="ethernet",
+            link_gbit=25,
+            settings=(
+                ("FI_PROVIDER", "tcp", "plain sockets, on every network card"),
+                *COMMON_MPI,
+                ("CCL_ALLREDUCE", "ring", "large gradients over a slow link: each byte crosses it as seldom as can be"),
+            ),
+        ),
+        Fabric(
+            name="efa",
+            link_gbit=100,
+            settings=(
+                ("FI_PROVIDER", "efa", "Amazon's Elastic Fabric Adapter"),
+                ("FI_EFA_FORK_SAFE", "1", "scripts start loader processes"),
+                *COMMON_MPI,
+            ),
+        ),
+        Fabric(
+            name="slingshot",
+            link_gbit=200,
+            settings=(
+                ("FI_PROVIDER", "cxi", "Slingshot's own provider"),
+                ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no memory of accelerators takes part"),
+                *COMMON_MPI,
+            ),
+        ),
+        Fabric(
+            name="shm",
+            link_gbit=100,
+            settings=(
+                ("I_MPI_FABRICS", "shm", "one host: shared memory alone"),
+                ("CCL_ATL_TRANSPORT", "mpi", "oneCCL follows MPI"),
+            ),
+        ),
+    )
+}
+
+
+def fabric_here(root: Path = Path("/")) -> str:
+    """The fabric of the host under root: its fastest network device's. Ethernet where nothing else is found."""
+    if any((root / "sys/class/hfi1").glob("hfi1*")):
+        return "opa"
+    if any((root / "sys/class/cxi").glob("cxi*")):
+        return "slingshot"
+    for device in sorted((root / "sys/class/infiniband").glob("*")):
+        if device.name.startswith("hfi1"):
+            return "opa"
+        if device.name.startswith("efa") or _vendor(device) == "0x1d0f":
+            return "efa"
+        if any(_is_infiniband(port) for port in sorted((device / "ports").glob("*"))):
+            return "ib"
+        if device.name.startswith("irdma"):
+            return "psm3"
+    return "ethernet"
+
+
+def _vendor(device: Path) -> str:
+    path = device / "device/vendor"
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _is_infiniband(port: Path) -> bool:
+    """Whether a port's link layer is InfiniBand and its state active."""
+    layer, state = port / "link_layer", port / "state"
+    active = not state.is_file() or "ACTIVE" in state.read_text()
+    return layer.is_file() and layer.read_text().strip() == "InfiniBand" and active
+
+
+def settings_for(name: str) -> tuple[Setting, ...]:
+    """What to set for a fabric. Raises InputError for one that is not known."""
+    if name not in FABRICS:
+        raise InputError(f"fabric={name}: there are auto, {', '.join(FABRICS)}")
+    return FABRICS[name].settings
+
+
+def interface_to(peer: str) -> str | None:
+    """The network interface over which this host reaches a peer, by the kernel's route; None where it has none."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: it only chooses the route
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    if family == socket.AF_INET6:
+        wanted = socket.inet_pton(family, own.partition("%")[0]).hex()
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((words[-1] for words in lines if words[0] == wanted), None)
+    return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
+
+
+def _address(interface: str) -> str | None:
+    """An interface's IPv4 address, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
