@@ -1,0 +1,113 @@
+"""A real Slurm on this host: one controller, two daemons that are a host each, and 256 hosts that are only names."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CONF = """ClusterName=made
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SlurmdTimeout=10
+KillWait=2
+ResumeProgram=/bin/true
+SuspendProgram=/bin/true
+SuspendTime=-1
+NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cores} CoresPerSocket={cores}
+NodeName=c[001-256] NodeAddr=127.0.0.1 Sockets=2 CoresPerSocket=24 ThreadsPerCore=2 RealMemory=190000 State=CLOUD
+PartitionName=real Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=NO
+PartitionName=fake Nodes=c[001-256] MaxTime=INFINITE
+"""
+READY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slurm:
+    """A running cluster; `env` makes Slurm's commands talk to it."""
+
+    env: dict[str, str]
+
+    def run(self, *argv: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands."""
+        return subprocess.run(argv, cwd=cwd, env=self.env, input=text, capture_output=True, text=True, timeout=120)
+
+    def state(self, job: str, cwd: Path) -> str:
+        """A job's state, as scontrol names it."""
+        said = self.run("scontrol", "show", "job", job, cwd=cwd).stdout
+        return next((word.partition("=")[2] for word in said.split() if word.startswith("JobState=")), "GONE")
+
+
+@contextmanager
+def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
+    """Start a controller and two daemons with so many cores each; end them by pid."""
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root (slurmd)")
+    for program in ("slurmctld", "slurmd", "sbatch"):
+        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
+            pytest.skip(reason=f"needs the system package slurm-wlm ({program})")
+    (folder / "state").mkdir(parents=True)
+    ports = _free_ports(3)
+    conf = folder / "slurm.conf"
+    host = socket.gethostname()
+    conf.write_text(CONF.format(host=host, folder=folder, port=ports, first=ports + 1, last=ports + 2, cores=cores))
+    env = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+    argvs = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{i}"] for i in (1, 2))]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    daemons = [subprocess.Popen(argv, env=env, **quiet) for argv in argvs]
+    try:
+        slurm = Slurm(env=env)
+        deadline = time.monotonic() + READY_S
+        while slurm.run("sinfo", "-h", "-p", "real", "-t", "idle", "-o", "%D", cwd=folder).stdout.strip() != "2":
+            assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()[-3000:]
+            time.sleep(0.2)
+        yield slurm
+    finally:
+        for daemon in reversed(daemons):  # slurmd first
+            daemon.terminate()
+        for daemon in reversed(daemons):
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many TCP ports in a row that are free now."""
+    for first in range(26_000 + os.getpid() % 1000 * 4, 32_000, count):
+        sockets = []
+        try:
+            for port in range(first, first + count):
+                sockets.append(socket.create_server(("127.0.0.1", port)))
+        except OSError:
+            continue
+        finally:
+            for opened in sockets:
+                opened.close()
+        if len(sockets) == count:
+            return first
+    raise RuntimeError("no free ports")
