@@ -1,10 +1,12 @@
 """The bar that rank 0 shows while it trains."""
 
+import os
 import sys
 from typing import Any
 
 from tqdm import tqdm
 
+REDRAWN_S = 0.5
 FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {remaining} left"
 
 
@@ -21,7 +23,7 @@ class Progress:
             unit="img",
             file=sys.stderr,
             bar_format=FORMAT,
-            mininterval=0.5,
+            mininterval=float(os.environ.get("TQDM_MININTERVAL", REDRAWN_S)),
             leave=False,
         )
 

@@ -1,5 +1,6 @@
 """Job scripts: as they read, clean to shellcheck, safe from any value, and run by a real Slurm."""
 
+import re
 import subprocess
 import sys
 import time
@@ -110,12 +111,16 @@ def test_sweeps_are_key_and_values() -> None:
             parse_sweep(text)
 
 
-HOSTILE = st.text(st.sampled_from("ab $`\"'\\\n;&|<>(){}[]*?!#~%=,-./"), min_size=1, max_size=24).map(
-    lambda text: f"{text}$(touch canary)`touch canary`';touch canary;'\"; touch canary; \"\ntouch canary\n"
+# Each breaks out of one way of quoting; all at once they would only be a syntax error, which runs nothing.
+PAYLOADS = (
+    *("$(touch canary)", "`touch canary`", "; touch canary; ", "\ntouch canary\n", "| touch canary", "&touch canary&"),
+    *("'; touch canary; '", "'$(touch canary)'", '"; touch canary; "', '"$(touch canary)"', "${x:-$(touch canary)}"),
+    *(")\ntouch canary\n(", "END_OF_RECIPE\ntouch canary\n", "a[$(touch canary)]", "#\ntouch canary"),
 )
+HOSTILE = st.tuples(st.text("ab /-=.,", max_size=6), st.sampled_from(PAYLOADS)).map("".join)
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(texts=st.lists(HOSTILE, min_size=8, max_size=8))
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_no_value_becomes_shell_code(
@@ -138,7 +143,7 @@ def test_no_value_becomes_shell_code(
         sweep=("batch.local", (value, "2")),
         launch=("mpirun", texts[4]),
     )
-    script = job_script(batch, scheduler).replace(f". '{venv}", ": '").replace("#!/bin/bash", "")
+    script = re.sub(r"^\. ", ": ", job_script(batch, scheduler), flags=re.MULTILINE)  # there is no such venv
     stubs = folder / "bin"
     stubs.mkdir()
     for program in ("srun", "mpirun", "pbsdsh", "apptainer", "scontrol", "module"):
@@ -150,7 +155,8 @@ def test_no_value_becomes_shell_code(
         **{"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7"},
         **{"PBS_JOBID": "7.pbs", "PBS_ARRAY_INDEX": "0", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": "nodes"},
     }
-    subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, timeout=30)
+    ran = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=30)
+    assert ran.returncode == 0, ran.stderr  # it went through to its end
     assert not list(folder.rglob("canary"))
 
 

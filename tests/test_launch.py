@@ -1,8 +1,11 @@
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
@@ -13,7 +16,7 @@ from mpi.cluster import Kind, job_plan_json
 from mpi.job import Job
 from mpi.launch import bound, local, start
 from mpi.launcher import newest
-from mpi.script import broken
+from mpi.script import broken, launch_script
 
 
 def job(nodes: int, **changes) -> Job:
@@ -83,3 +86,24 @@ def test_no_verify_reaches_the_rank() -> None:
     assert "--no-verify" in bound(job(1, verify=False))
     assert "--no-verify" not in bound(job(1))
     assert "--keep-env" in bound(job(1, keep_env=True))
+
+
+@settings(max_examples=40)
+@given(texts=st.lists(st.text(min_size=1, max_size=40), min_size=3, max_size=3))
+@pytest.mark.parametrize("kind", ["intelmpi", "openmpi", "mpich", "srun", "torchrun"])
+def test_no_token_becomes_shell_code(tmp_path_factory, kind: str, texts: list[str]) -> None:
+    """launch.sh, run by sh with a launcher that writes down its arguments: they arrive as they were given."""
+    safe = (text.replace("\0", "").encode("utf-8", "replace").decode() for text in texts)
+    words = [text + "';touch canary;$(touch canary)" for text in safe]
+    folder = tmp_path_factory.mktemp("hostile")
+    told = replace(newest(kind), program=str(folder / "launcher"))
+    made = start(job(3, variables=(("NAME", words[0]),)), told, ("CMD", *words[1:]), Path())
+    (folder / "launcher").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > arguments\nprintf "%s" "${NAME-}" > name\n')
+    (folder / "launcher").chmod(0o755)
+    (folder / "launch.sh").write_text(launch_script(made, "made\nby $(touch canary) `touch canary`"))
+    subprocess.run(["sh", folder / "launch.sh"], check=True, timeout=30)
+    arguments = (folder / "arguments").read_bytes().decode().split("\0")[:-1]
+    assert tuple(arguments) == made.argv[1:]
+    if kind in ("srun", "torchrun"):
+        assert (folder / "name").read_bytes().decode() == words[0]
+    assert not list(folder.rglob("canary")) and not Path("canary").exists()

@@ -50,6 +50,7 @@ fi
 MASTER_ADDR="$(hostname)"
 MASTER_PORT=$((29500 + SLURM_JOB_ID % 1000))
 export MASTER_ADDR MASTER_PORT
+export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
 export FI_PROVIDER=psm2  # Omni-Path's own provider
 export HFI_NO_CPUAFFINITY=1  # PSM2 would bind each rank by itself, against the plan
 export PSM2_MULTI_EP=1  # MPI and oneCCL each open endpoints of their own
