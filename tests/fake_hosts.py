@@ -74,6 +74,11 @@ class FakeHosts:
         number = self.names.index(host) + 1
         subprocess.run(["ip", "link", "set", cable(self.network, number), "down"], check=True)
 
+    def slow_down(self, host: str, rate: str) -> None:
+        """Let a host send no more than that, as tc says it."""
+        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+        subprocess.run(self.inside(host, "tc", "qdisc", "add", "dev", "eth0", *shape), check=True)
+
     def processes(self, word: str) -> dict[str, list[str]]:
         """Host -> the command lines on it that contain a word."""
         found = {}

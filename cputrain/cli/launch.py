@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from affinity.picture import picture
 from affinity.plan import Request
 from cputrain.cli.options import Asked, make_plan, planning_options
@@ -17,7 +17,8 @@ from mpi.cluster import Kind
 from mpi.hosts import allocated_hosts
 from mpi.job import Job
 from mpi.launch import bound, start
-from mpi.launcher import find_launcher
+from mpi.launcher import Launcher, find_launcher
+from mpi.preflight_run import run_preflight
 from mpi.rank import MASTER_PORT
 from mpi.remote import run_remote
 from mpi.run import free_port, run_local
@@ -38,6 +39,20 @@ def _with_real_hosts(asked: Asked) -> Asked:
     return asked
 
 
+def _preflight(job: Job, launcher: Launcher, folder: Path) -> None:
+    """Say what is doubtful about the hosts. Raises RunError with all that is wrong."""
+    started = time.monotonic()
+    verdict = run_preflight(job, launcher, folder / "preflight")
+    for doubt in verdict.doubtful:
+        click.echo(f"pre-flight: {doubt}", err=True)
+    if verdict.wrong:
+        more = "".join(f"\n  {wrong}" for wrong in verdict.wrong[1:])
+        raise RunError(f"pre-flight: {verdict.wrong[0]}{more}\n  (--no-preflight starts all the same)")
+    click.echo(
+        f"pre-flight: {len(job.hosts)} hosts are alike and answer ({time.monotonic() - started:.1f} s)", err=True
+    )
+
+
 @click.command("launch", context_settings={"allow_interspersed_args": False})
 @click.argument("cmd", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 @click.option(
@@ -46,6 +61,7 @@ def _with_real_hosts(asked: Asked) -> Asked:
 @click.option("--no-verify", is_flag=True, help="go on when the kernel gave something else than planned")
 @click.option("--pin-threads", is_flag=True, help="bind each OpenMP thread to a PU; loader processes then share one PU")
 @click.option("--keep-env", is_flag=True, help="inherited OMP_*, KMP_*, GOMP_* win over the plan's")
+@click.option("--preflight/--no-preflight", default=None, help="check all hosts first  [default: above one host]")
 @click.option("--dry-run", is_flag=True, help="print plan and command, start nothing")
 @planning_options
 def command(
@@ -55,6 +71,7 @@ def command(
     no_verify: bool,
     pin_threads: bool,
     keep_env: bool,
+    preflight: bool | None,
     dry_run: bool,
 ) -> int:
     """Run any command under a plan: bound workers with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
@@ -95,6 +112,8 @@ def command(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"output {folder} is there already: name another folder")
     if launcher is not None:
+        if preflight or (preflight is None and len(asked.hosts) > 1):
+            _preflight(job, launcher, folder)
         return run_remote(job, launcher, folder)
     write_plan(job.plan_path, plan)
     return run_local(job)
