@@ -241,6 +241,13 @@ def dump_recipe(recipe: Recipe) -> str:
     return str(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
 
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe, to be read from any folder."""
+    path = recipe.data.path
+    data = recipe.data.model_copy(update={"path": None if path is None else str(Path(path).absolute())})
+    return recipe.model_copy(update={"data": data, "output": str(recipe.folder.absolute())})
+
+
 def parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
     """ "batch.local=16" -> (("batch", "local"), 16)."""
     key, equals, text = setting.partition("=")

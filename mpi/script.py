@@ -5,11 +5,21 @@ import shlex
 from mpi.launch import Start
 
 
-def launch_script(start: Start, about: str) -> str:
-    """A POSIX shell script; its folder becomes the working directory, which the start's paths are relative to."""
+def launch_script(start: Start, about: str, *, open_end: bool = False) -> str:
+    """A POSIX shell script; its folder becomes the working directory, which the start's paths are relative to.
+
+    `open_end`: the script's arguments are the end of the command.
+    """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in start.variables]
     said = " ".join(about.split())
-    lines = ["#!/bin/sh", f"# {said}", "set -eu", 'cd "$(dirname "$0")"', *exports, f"exec {broken(start.argv)}"]
+    lines = [
+        "#!/bin/sh",
+        f"# {said}",
+        "set -eu",
+        'cd "$(dirname "$0")"',
+        *exports,
+        f"exec {broken(start.argv)}" + (' "$@"' if open_end else ""),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,6 @@
 """Job scripts: as they read, clean to shellcheck, safe from any value, and run by a real Slurm."""
 
+import json
 import re
 import subprocess
 import sys
@@ -13,10 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
 from mpi.batch import Batch, job_script, parse_sweep
+from mpi.cluster import Kind, job_plan_json
 from mpi.fabric import settings_for
+from mpi.job import Job
+from mpi.launch import bound, start
+from mpi.launcher import newest
 from tests.conftest import cputrain, refused, write_images
 from tests.slurm_cluster import Slurm, slurm_cluster
 
@@ -241,6 +248,33 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     starts = [event for event in read_events(place / "run") if event["event"] == "start"]
     ends = [event for event in read_events(place / "run") if event["event"] == "end"]
     assert (len(starts), len(ends)) == (2, 1)
+
+
+@pytest.mark.parametrize("binder", ["self", "launcher"])
+def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path) -> None:
+    """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
+    plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
+    code = (
+        "import os, json; from mpi.rank import discover; r = discover(os.environ); "
+        "said = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
+        "os.write(1, json.dumps(said).encode() + b'\\n')"
+    )
+    job = Job(
+        kinds=(Kind(hosts=("n1", "n2"), plan=plan),),
+        command=(sys.executable, "-c", code),
+        plan_path=tmp_path / "plan.json",
+        log_dir=tmp_path / "logs",
+        binder=binder,
+    )
+    made = start(job, newest("srun"), bound(job), tmp_path)
+    job.plan_path.write_text(job_plan_json(job.kinds))
+    for path, text in made.files:
+        path.write_text(text)
+    result = slurm.run("salloc", "-N2", "--exclusive", *made.argv, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    workers = [list(worker.pus) for worker in plan.workers]
+    assert said == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
 
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:

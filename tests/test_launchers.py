@@ -85,3 +85,35 @@ def test_a_launcher_s_wrong_binding_is_told(name: str, tmp_path: Path) -> None:
 
 def fields(job: Job) -> dict:
     return {name: getattr(job, name) for name in ("kinds", "command", "plan_path", "log_dir")}
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    """plan --write, then launch.sh from another folder, with a path that needs quotes."""
+    env = {**os.environ, **mpi_path(name)}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    if name == "openmpi4":
+        env["PATH"] = f"{link_first(tmp_path)}:{env['PATH']}"
+    folder = tmp_path / "it's a job"
+    kind = name.removesuffix("4")
+    argv = [sys.executable, "-m", "cputrain", "plan", "--ppn", str(WORKERS), "--hosts", "localhost"]
+    written = subprocess.run([*argv, "--launcher", kind, "--write", folder], env=env, capture_output=True, text=True)
+    assert written.returncode == 0, written.stderr
+    assert {"plan.json", "plan.svg", "hosts", "launch.sh"} <= {path.name for path in folder.iterdir()}
+    checker = Path(sys.executable).with_name("shellcheck")
+    assert subprocess.run([checker, folder / "launch.sh"], capture_output=True).returncode == 0
+    script = [folder / "launch.sh", "python", "-c", TELL]
+    result = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    assert [(line[0], line[3]) for line in said] == [
+        (i, list(worker.pus))
+        for i, worker in enumerate(plan_machine(this_machine(), Request(ppn=WORKERS), Runtime()).workers)
+    ]
+
+
+def link_first(folder: Path) -> Path:
+    """A folder with the system's mpirun, to stand before this Python's on PATH."""
+    (folder / "bin").mkdir()
+    (folder / "bin/mpirun").symlink_to("/usr/bin/mpirun.openmpi")
+    return folder / "bin"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from affinity.sysfs import this_machine
-from tests.conftest import cputrain, mpi_path
+from cputrain.events import read_events
+from tests.conftest import cputrain, mpi_path, write_images
 from tests.fake_hosts import FakeHosts, fake_hosts
 
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
@@ -108,6 +109,22 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
         host = hosts.names[rank // WORKERS]
         said = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
         assert said in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "openmpi"])
+def test_a_training_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    """The real trainer, started as a user starts it: data and run folder where all hosts see them."""
+    write_images(tmp_path / "images", train=12, val=3)
+    settings = (f"data.path={tmp_path}/images", "model.name=resnet18", "data.crop=32", "batch.local=2", "epochs=1")
+    command = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings, "schedule.warmup_epochs=0")
+    argv = launch_on(hosts, name, "--no-preflight", "--", *command, f"output={tmp_path}/run", cwd=tmp_path)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr + result.stdout
+    events = read_events(tmp_path / "run")
+    bindings = events[0]["bindings"]
+    assert [binding["host"] for binding in bindings] == [host for host in hosts.names for _ in range(WORKERS)]
+    assert all(binding["pus"] == binding["planned_pus"] for binding in bindings)
+    assert (events[-1]["status"], events[-1]["images"]) == ("done", 36 // (8 * WORKERS) * 8 * WORKERS)
 
 
 @pytest.mark.parametrize("name", ["intelmpi", "openmpi"])

@@ -5,7 +5,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import yaml
@@ -51,6 +53,10 @@ def _env(cluster: Cluster) -> str:
 
 
 FORMS: dict[str, Callable[[Cluster], str]] = {"json": _json, "yaml": _yaml, "svg": _svg, "env": _env}
+
+
+if TYPE_CHECKING:
+    from cputrain.recipe import Recipe
 
 
 @click.command("plan")
@@ -108,7 +114,7 @@ def command(
         variables=tuple((name, value) for name, value, _ in _settings(cluster, asked)),
     )
     if write is not None:
-        _write(job, asked, write)
+        _write(job, asked, write, training)
     elif form == "command":
         click.echo(shlex.join(_start(job, asked).argv))
     elif form in FORMS and (form == "json" or len(cluster.kinds) == 1):
@@ -134,26 +140,40 @@ def _settings(cluster: Cluster, asked: Asked) -> tuple[Setting, ...]:
 def _start(job: Job, asked: Asked) -> Start:
     """What starts the job, as somebody would call it from the folder of its files."""
     command = bound(job, python="python")
-    if len(job.hosts) == 1 and asked.launcher in ("auto", "local"):
+    if job.hosts == ("localhost",) and asked.launcher in ("auto", "local"):
         return Start(argv=command)
     return start(job, planned_launcher(asked.launcher, asked.machine), command, Path())
 
 
-def _write(job: Job, asked: Asked, folder: Path) -> None:
-    """plan.json, plan.svg, hostfile, rankfile where there is one, launch.sh."""
+def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> None:
+    """plan.json, plan.svg, hostfile, rankfile where there is one, the recipe, and launch.sh, which starts it all.
+
+    Without a recipe launch.sh takes the command to start as its arguments.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"--write {folder} is there already: name another folder")
-    made = _start(job, asked)
+    if asked.launcher == "local":
+        raise InputError("--write makes files for a launcher: name it with --launcher")
+    files = {"plan.json": job_plan_json(job.kinds)}
+    command: tuple[str, ...] = ()
+    if recipe is not None:
+        from cputrain.recipe import dump_recipe, with_absolute_paths
+
+        files["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
+        command = ("python", "-m", "cputrain", "train", "recipe.yaml")
+    job = replace(job, command=command)
+    made = start(job, planned_launcher(asked.launcher, asked.machine), bound(job, python="python"), Path())
     about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as plan.json has them; written by cputrain plan"
-    files = {path.name: text for path, text in made.files}
-    files |= {"plan.json": job_plan_json(job.kinds), "launch.sh": launch_script(made, about)}
+    files |= {path.name: text for path, text in made.files}
+    files["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, kind in enumerate(job.kinds):
         files["plan.svg" if len(job.kinds) == 1 else f"plan-{i}.svg"] = picture_svg(kind.plan)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     (folder / "launch.sh").chmod(0o755)
-    click.echo(f"{folder}: {', '.join(sorted(files))}; start with {folder}/launch.sh")
+    what = "" if recipe else " CMD..."
+    click.echo(f"{folder}: {', '.join(sorted(files))}; start with {folder}/launch.sh{what}")
 
 
 def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
