@@ -144,9 +144,20 @@ def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, l
             beaten = now
         if now - heard > SILENT_S:
             return False
-        if process.poll() is not None:
+        if _has_ended(process, selector):
             _drain(selector)
             return True
+
+
+def _has_ended(process: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> bool:
+    """Whether the rank has ended; one that has closed its output is about to, and waited for a moment."""
+    if any(isinstance(key.data, Stream) for key in selector.get_map().values()):
+        return process.poll() is not None
+    try:
+        process.wait(POLL_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:

@@ -22,6 +22,7 @@ from mpi.signals import InterruptedBySignalError, interruptible
 from mpi.wire import TOKEN_VARIABLE
 
 POLL_S = 0.1
+LAST_POLL_S = 0.01  # all ranks have said goodbye: the launcher ends at once
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
 GRACE_S = 8.0  # between telling the agents to stop and killing the launcher
 KILL_S = 2.0  # between asking what the launcher has started to end, and killing it
@@ -97,8 +98,11 @@ def run_remote(job: Job, launcher: Launcher, folder: Path) -> int:
 def _watch(job: Job, launcher: Launcher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
     started = time.monotonic()
     while True:
-        monitor.poll(POLL_S)
+        done = len(monitor.ranks) == job.world_size and all(seen.status == 0 for seen in monitor.ranks.values())
+        monitor.poll(LAST_POLL_S if done else POLL_S)
         ended = process.poll() is not None
+        if done and ended and process.returncode == 0:
+            return 0
         if ended or monitor.failed():
             settled = time.monotonic() + SETTLE_S
             while time.monotonic() < settled:

@@ -1,0 +1,76 @@
+"""What `cputrain launch` adds to a bare launcher: 2 ranks of a command that does nothing, from start to end.
+
+    python -m benchmarks.launch_overhead [--rounds 7]
+
+Rounds are interleaved; medians. Takes the launchers of `make mpi`, and the system's mpirun where it is another one.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MPI = Path(__file__).parents[1] / ".mpi"
+COMMANDS = {"true": ("true",), "python -c pass": (sys.executable, "-c", "pass")}
+BARE = {
+    "intelmpi": ("mpirun", "-np", "2"),
+    "openmpi": ("mpirun", "--allow-run-as-root", "-np", "2"),
+    "mpich": ("mpirun", "-np", "2"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    print("| command | launcher | bare, s | cputrain launch, s | ratio |\n|---|---|---|---|---|")
+    for shown, command in COMMANDS.items():
+        for kind in BARE:
+            folder = MPI / kind
+            if not (folder / "bin/mpirun").exists():
+                continue
+            bare, ours = [], []
+            for _ in range(options.rounds):
+                bare.append(seconds((*BARE[kind], *command), environment(folder)))
+                with tempfile.TemporaryDirectory() as scratch:
+                    launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", kind, "--ppn", "2")
+                    ours.append(seconds((*launch, "--output", f"{scratch}/run", "--", *command), environment(folder)))
+            a, b = statistics.median(bare), statistics.median(ours)
+            print(f"| {shown} | {kind} | {a:.2f} | {b:.2f} | {b / a:.2f} |")
+    with tempfile.TemporaryDirectory() as scratch:
+        own = [
+            seconds(
+                (sys.executable, "-m", "cputrain", "launch", "--output", f"{scratch}/{i}", "--", "true"), os.environ
+            )
+            for i in range(options.rounds)
+        ]
+    print(f"| true | cputrain's own, this host | | {statistics.median(own):.2f} | |")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What a launcher from PyPI needs to find itself."""
+    lib = str(folder / "lib")
+    return {
+        **os.environ,
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        **(
+            {"I_MPI_ROOT": str(folder), "FI_PROVIDER_PATH": lib, "LD_LIBRARY_PATH": lib}
+            if "intel" in folder.name
+            else {}
+        ),
+    }
+
+
+def seconds(argv: tuple[str, ...], env: "os._Environ[str] | dict[str, str]") -> float:
+    """From a command's start to its end. Raises when it fails."""
+    started = time.perf_counter()
+    subprocess.run(argv, env=env, check=True, capture_output=True, timeout=60)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
