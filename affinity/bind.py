@@ -18,8 +18,10 @@ from affinity.errors import InputError, RunError
 from affinity.mempolicy import set_memory_policy
 from affinity.observe import launcher_differences, refuse, verify
 from affinity.openmp import reconciled
-from affinity.plan import WorkerPlan
-from affinity.plan_file import plan_of_host, read_json, worker_from_dict
+from affinity.plan import Request, WorkerPlan, plan_machine
+from affinity.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
+from affinity.runtime import find_runtime, target_of
+from affinity.sysfs import this_machine
 
 # Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
 LOCAL_RANK_VARIABLES = (
@@ -103,7 +105,7 @@ def become(
     env, clashes = reconciled(os.environ, dict(worker.env), keep=keep_env)
     if clashes and worker.local_rank == 0:
         print(f"affinity: inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}", file=sys.stderr)
-    env |= {PLAN_VARIABLE: str(plan_path.resolve()), WORKER_VARIABLE: str(worker.local_rank)}
+    env |= {PLAN_VARIABLE: str(plan_path.absolute()), WORKER_VARIABLE: str(worker.local_rank)}
     sys.stdout.flush()
     try:
         os.execvpe(command[0], command, env)
@@ -111,10 +113,22 @@ def become(
         raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
 
 
+def plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Path:
+    """Plan this host and keep the plan in memory, where this process and what it becomes can read it; nothing is left
+    behind. Every worker of a host makes the same plan: planning is pure."""
+    plan = plan_machine(this_machine(), request, find_runtime(target_of(command), env))
+    kept = os.memfd_create("plan.json", 0)  # no close-on-exec: the command inherits it
+    with os.fdopen(kept, "wb", closefd=False) as file:
+        file.write(plan_to_json(plan).encode())
+    return Path(f"/proc/self/fd/{kept}")
+
+
 def main(arguments: list[str]) -> int:
     """Command line of `python -m affinity.bind`."""
     parser = argparse.ArgumentParser(prog="python -m affinity.bind", description="bind as planned, then run a command")
-    parser.add_argument("--plan", type=Path, required=True, help="plan.json written by cputrain plan")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--plan", type=Path, help="plan.json written by cputrain plan")
+    which.add_argument("--plan-here", metavar="JSON", help="plan this host: what is asked of the plan, ppn included")
     parser.add_argument("--local-rank", type=int, help="default: from the launcher's environment")
     parser.add_argument("--bound", action="store_true", help="the launcher has bound this process: check that it has")
     parser.add_argument("--no-verify", action="store_true", help="go on when the kernel gave something else")
@@ -125,11 +139,11 @@ def main(arguments: list[str]) -> int:
     try:
         if local_rank is None:
             raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set; give --local-rank")
-        worker = planned_worker(options.plan, local_rank)
         command = tuple(options.command)
+        path = options.plan or plan_here(request_from_json(options.plan_here), command, os.environ)
         become(
-            worker,
-            options.plan,
+            planned_worker(path, local_rank),
+            path,
             command,
             check=not options.no_verify,
             keep_env=options.keep_env,

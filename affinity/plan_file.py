@@ -81,12 +81,9 @@ def plan_from_dict(data: Any) -> Plan:
             del machine[count]
         cores = tuple(Core(**_tuples(core)) for core in machine.pop("core_list"))
         nodes = tuple(NumaNode(**_tuples(node)) for node in machine.pop("numa_node_list"))
-        request = dict(data["request"])
-        if request["workload"] is not None:
-            request["workload"] = Workload(**request["workload"])
         return Plan(
             machine=Machine(**_tuples(machine), cores=cores, numa_nodes=nodes),
-            request=Request(**request),
+            request=_request(data["request"]),
             runtime=Runtime(**_tuples(data["runtime"])),
             workers=tuple(map(_worker, data["workers"])),
             unused=tuple(Unused(**_tuples(item)) for item in data["unused"]),
@@ -95,6 +92,24 @@ def plan_from_dict(data: Any) -> Plan:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"the plan is damaged ({error!r}): make it again") from None
+
+
+def request_to_json(request: Request) -> str:
+    """What is asked of a plan, as one line of JSON."""
+    return json.dumps(asdict(request))
+
+
+def request_from_json(text: str) -> Request:
+    """The inverse of `request_to_json`. Raises InputError on anything else."""
+    try:
+        return _request(json.loads(text))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{text[:60]!r} is no request for a plan ({error!r})") from None
+
+
+def _request(fields: dict[str, Any]) -> Request:
+    workload = fields.get("workload")
+    return Request(**{**fields, "workload": None if workload is None else Workload(**workload)})
 
 
 def read_plan(path: Path) -> Plan:

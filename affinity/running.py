@@ -64,8 +64,9 @@ def look_at(pid: int) -> Running:
         raise InputError(f"cannot look into process {pid}: {error.strerror}: give a pid of your own") from None
     worker = None
     if PLAN_VARIABLE in variables and WORKER_VARIABLE in variables:
-        path = proc / "cwd" / variables[PLAN_VARIABLE]
-        worker = planned_worker(path, int(variables[WORKER_VARIABLE])) if path.is_file() else None
+        told = variables[PLAN_VARIABLE].replace("/proc/self/", f"/proc/{pid}/")  # a plan kept in memory
+        path = proc / "cwd" / told
+        worker = planned_worker(path, int(variables[WORKER_VARIABLE])) if path.exists() else None
     return Running(pid=pid, command=command, worker=worker, threads=threads, memory_bytes=memory)
 
 

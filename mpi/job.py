@@ -15,7 +15,8 @@ class Job:
     `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` says who binds: "self",
     each rank itself, or "launcher". `verify` makes a rank that the kernel bound otherwise an error; with `keep_env`
     variables that a rank inherits win over the plan's. `plain_rank` names a rank whose output is shown without its
-    label. `variables` are set for every rank.
+    label. `variables` are set for every rank. With `plan_on_host` each host is planned by its own ranks, as the kinds'
+    plans were asked for: hosts need not be alike.
     """
 
     kinds: tuple[Kind, ...]
@@ -28,6 +29,7 @@ class Job:
     plain_rank: int | None = None
     master_port: int = MASTER_PORT
     variables: tuple[tuple[str, str], ...] = ()
+    plan_on_host: bool = False
 
     @property
     def plan(self) -> Plan:

@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.cpuset import format_list, format_mask
 from affinity.errors import InputError
 from affinity.plan import Plan
+from affinity.plan_file import request_to_json
 from mpi.hosts import Host, format_hosts
 from mpi.job import Job
 from mpi.launcher import Launcher
@@ -32,7 +33,10 @@ def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
         *(() if job.verify else ("--no-verify",)),
         *(("--keep-env",) if job.keep_env else ()),
     )
-    return (python, "-m", "affinity.bind", "--plan", str(job.plan_path), *flags, "--", *job.command)
+    plan = ("--plan", str(job.plan_path))
+    if job.plan_on_host:
+        plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
+    return (python, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
 
 
 def local(job: Job, port: int) -> tuple[tuple[tuple[str, ...], dict[str, str]], ...]:

@@ -58,7 +58,12 @@ def run_preflight(job: Job, launcher: Launcher, folder: Path) -> Verdict:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             end_descendants(2.0)
-    plans = {host: kind.plan for kind in job.kinds for host in kind.hosts}
+    # Hosts that plan themselves are held to no plan of ours.
+    plans = {
+        host: replace(kind.plan, workers=()) if job.plan_on_host else kind.plan
+        for kind in job.kinds
+        for host in kind.hosts
+    }
     return judge(reports, plans)
 
 

@@ -14,9 +14,11 @@ from affinity.errors import InputError, RunError
 from affinity.mempolicy import set_memory_policy
 from affinity.observe import differences, observe
 from affinity.plan import Plan, Request, plan_machine
-from affinity.plan_file import plan_to_dict
+from affinity.plan_file import plan_to_dict, request_to_json
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
+from affinity.workload import RESNET50
+from tests.conftest import cputrain
 
 TELL = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
 
@@ -144,3 +146,30 @@ def test_apply_refuses_what_is_not_there() -> None:
         apply(worker)
     with pytest.raises(InputError):
         plan_machine(this_machine(), Request(ppn=10_000), Runtime())
+
+
+def test_a_host_can_plan_itself(tmp_path: Path) -> None:
+    """Each worker makes the same plan in memory, binds by it, and what it becomes can read it there."""
+    read = (
+        "import os, json; from affinity.bind import bound_worker; w = bound_worker(os.environ); "
+        "print(json.dumps([w.local_rank, w.pus == tuple(sorted(os.sched_getaffinity(0)))]))"
+    )
+    ppn = min(2, len(this_machine().allowed_cores))
+    asked = request_to_json(Request(ppn=ppn, local_batch=32, workload=RESNET50))
+    for local_rank in range(ppn):
+        argv = [sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--local-rank", str(local_rank)]
+        result = subprocess.run([*argv, "--", sys.executable, "-c", read], capture_output=True, text=True, cwd=tmp_path)
+        assert json.loads(result.stdout) == [local_rank, True], result.stderr
+    assert not list(tmp_path.iterdir())
+    wrong = [sys.executable, "-m", "affinity.bind", "--plan-here", '{"pnp": 2}', "--local-rank", "0", "--", "true"]
+    refused = subprocess.run(wrong, capture_output=True, text=True)
+    assert refused.returncode == 2 and "is no request for a plan" in refused.stderr
+
+
+def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
+    ppn = str(min(2, len(this_machine().allowed_cores)))
+    launch = ("launch", "--plan-on-host", "--ppn", ppn, "--output", "out", "--", sys.executable, "-c", TELL)
+    result = cputrain(*launch, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("AFFINITY_PLAN") == int(ppn)
+    assert "--plan-on-host needs --ppn" in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr

@@ -11,7 +11,7 @@ import click
 from affinity.errors import InputError, RunError
 from affinity.picture import picture
 from affinity.plan import Request
-from cputrain.cli.options import Asked, make_plan, planning_options
+from cputrain.cli.options import Asked, make_plan, planning_options, tell_format
 from cputrain.run_folder import LOGS, PLAN, write_plan
 from mpi.cluster import Kind
 from mpi.hosts import allocated_hosts
@@ -61,6 +61,7 @@ def _preflight(job: Job, launcher: Launcher, folder: Path) -> None:
 @click.option("--no-verify", is_flag=True, help="go on when the kernel gave something else than planned")
 @click.option("--pin-threads", is_flag=True, help="bind each OpenMP thread to a PU; loader processes then share one PU")
 @click.option("--keep-env", is_flag=True, help="inherited OMP_*, KMP_*, GOMP_* win over the plan's")
+@click.option("--plan-on-host", is_flag=True, help="each host plans itself for --ppn workers: hosts may differ")
 @click.option("--preflight/--no-preflight", default=None, help="check all hosts first  [default: above one host]")
 @click.option("--dry-run", is_flag=True, help="print plan and command, start nothing")
 @planning_options
@@ -71,6 +72,7 @@ def command(
     no_verify: bool,
     pin_threads: bool,
     keep_env: bool,
+    plan_on_host: bool,
     preflight: bool | None,
     dry_run: bool,
 ) -> int:
@@ -87,7 +89,11 @@ def command(
         raise InputError("--launcher local starts workers on this host only: leave it or --hosts out")
     if asked.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
+        raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")
     launcher = find_launcher(asked.launcher, os.environ) if remote else None
+    if launcher is not None:
+        tell_format(asked, launcher)
     plan = make_plan(asked, Request(pin_threads=pin_threads), cmd)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     job = Job(
@@ -98,6 +104,7 @@ def command(
         binder=asked.bind,
         verify=not no_verify,
         keep_env=keep_env,
+        plan_on_host=plan_on_host,
         master_port=free_port() if here else MASTER_PORT,
         variables=()
         if here

@@ -15,7 +15,7 @@ from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime, find_runtime, target_of
 from mpi.fabric import FABRICS, Fabric, fabric_here
-from mpi.hosts import Host, check_name, read_hostfile
+from mpi.hosts import FORMATS, Host, check_name, read_hostfile
 from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
 from mpi.nodelist import expand
 
@@ -62,6 +62,7 @@ class Asked:
     bind: str
     fabric: str
     named: bool
+    host_form: str
 
     @property
     def network(self) -> Fabric:
@@ -77,10 +78,10 @@ def planning_options(command: F) -> F:
         hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
     ) -> Any:  # click passes options by name
         given = {key: rest.pop(key) for key in ("machine", "smt", "launcher", "bind", "fabric", *NUMBERS, *OTHERS)}
-        listed = _hosts(hosts, hostfile, nodes)
+        listed, form = _hosts(hosts, hostfile, nodes)
         given["ppn"] = _slots(listed, given["ppn"])
         named = hosts is not None or hostfile is not None
-        asked = Asked(hosts=tuple(host.name for host in listed), named=named, **given)
+        asked = Asked(hosts=tuple(host.name for host in listed), named=named, host_form=form, **given)
         return command(asked=asked, **rest)
 
     gathered.__doc__ = command.__doc__
@@ -151,19 +152,29 @@ def planned_launcher(asked: str, machine: str) -> Launcher:
         return newest("intelmpi" if asked == "auto" else asked)
 
 
-def _hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> tuple[Host, ...]:
+def tell_format(asked: Asked, launcher: Launcher) -> None:
+    """Say that a hostfile is another launcher's, which this one would misread: it gets one in its own format."""
+    form = "openmpi" if launcher.kind == "openmpi" else "hydra"
+    if asked.host_form not in ("plain", form):
+        click.echo(f"the hostfile is {FORMATS[asked.host_form]}: written anew for {launcher.kind}", err=True)
+
+
+def _hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> tuple[tuple[Host, ...], str]:
+    """The hosts, and the format that their list was written in."""
     if names is not None and hostfile is not None:
         raise InputError("--hosts and --hostfile: give one of them")
+    form = "plain"
     if hostfile is not None:
-        hosts = read_hostfile(hostfile).hosts
+        listed = read_hostfile(hostfile)
+        hosts, form = listed.hosts, listed.form
     elif names is not None:
         hosts = tuple(Host(name=check_name(name, "--hosts")) for name in expand(names))
     else:
         count = nodes or 1
-        return tuple(Host(name="localhost" if count == 1 else f"node{i:03d}") for i in range(1, count + 1))
+        hosts = tuple(Host(name="localhost" if count == 1 else f"node{i:03d}") for i in range(1, count + 1))
     if nodes not in (None, len(hosts)):
         raise InputError(f"--nodes {nodes} but {len(hosts)} hosts are named: leave one out")
-    return hosts
+    return hosts, form
 
 
 def _slots(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:

@@ -21,7 +21,7 @@ from affinity.plan_file import dumps, plan_to_json, read_plan
 from affinity.split import USUAL_BATCH
 from affinity.svg import picture_svg
 from affinity.workload import RESNET50
-from cputrain.cli.options import Asked, make_plan, planned_launcher, planning_options, request
+from cputrain.cli.options import Asked, make_plan, planned_launcher, planning_options, request, tell_format
 from cputrain.files import write_atomic
 from mpi.cluster import Cluster, cluster_to_dict, job_plan_json, one_kind, plan_cluster
 from mpi.fabric import Setting
@@ -162,7 +162,9 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
         files["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
         command = ("python", "-m", "cputrain", "train", "recipe.yaml")
     job = replace(job, command=command)
-    made = start(job, planned_launcher(asked.launcher, asked.machine), bound(job, python="python"), Path())
+    launcher = planned_launcher(asked.launcher, asked.machine)
+    tell_format(asked, launcher)
+    made = start(job, launcher, bound(job, python="python"), Path())
     about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as plan.json has them; written by cputrain plan"
     files |= {path.name: text for path, text in made.files}
     files["launch.sh"] = launch_script(made, about, open_end=recipe is None)
