@@ -1,5 +1,6 @@
 """The job's signs of life: which rank is where, which has ended, which is silent. Lives where the job was launched."""
 
+import resource
 import selectors
 import signal
 import socket
@@ -32,10 +33,13 @@ class Monitor:
 
     token: str
     ranks: dict[int, Seen] = field(default_factory=dict)
+    _speakers: dict[Line, Seen] = field(default_factory=dict)
     _server: socket.socket = field(default_factory=lambda: socket.create_server(("", 0), backlog=4096))
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def __post_init__(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ, None)
 
@@ -64,9 +68,9 @@ class Monitor:
         for message in messages:
             if message.get("what") == "hello" and message.get("token") == self.token:
                 seen = Seen(rank=int(message["rank"]), host=str(message["host"]), line=line, heard=now)
-                self.ranks[seen.rank] = seen
+                self.ranks[seen.rank] = self._speakers[line] = seen
                 continue
-            speaker = next((seen for seen in self.ranks.values() if seen.line is line), None)
+            speaker = self._speakers.get(line)
             if speaker is None:
                 continue  # no agent of this job
             speaker.heard = now

@@ -76,6 +76,7 @@ def _collect(
 ) -> list[Report]:
     """Hello, report, ring and speed of every host, by the hosts' names in the job."""
     lines: dict[int, Line] = {}
+    ranks: dict[Line, int] = {}
     reports: dict[int, dict[str, Any]] = {}
     speeds: dict[int, float | None] = {}
     deadline = time.monotonic() + ANSWER_S + ANSWER_S_PER_HOST * len(hosts)
@@ -92,7 +93,7 @@ def _collect(
                 if messages is None:
                     selector.unregister(key.fileobj)
                 for message in messages or ():
-                    _take(message, key.data, token, lines, reports, speeds)
+                    _take(message, key.data, token, lines, ranks, reports, speeds)
             if len(reports) == len(hosts) and not speeds and all("sent" not in report for report in reports.values()):
                 _start_ring(lines, reports)
                 deadline = time.monotonic() + RING_S + ANSWER_S
@@ -131,13 +132,16 @@ def _take(
     line: Line,
     token: str,
     lines: dict[int, Line],
+    ranks: dict[Line, int],
     reports: dict[int, dict[str, Any]],
     speeds: dict[int, float | None],
 ) -> None:
-    rank = next((rank for rank, known in lines.items() if known is line), None)
+    """What a host has said, noted under its rank."""
+    rank = ranks.get(line)
     match message.get("what"):
         case "hello" if message.get("token") == token:
             lines[int(message["rank"])] = line
+            ranks[line] = int(message["rank"])
             line.send(what="clock", now_s=time.time())
         case "report" if rank is not None:
             reports[rank] = message

@@ -1,0 +1,100 @@
+"""Signs of life: silence, stops, strangers, and a job of many ranks."""
+
+import socket
+import time
+
+import pytest
+
+from mpi import monitor as module
+from mpi.monitor import Monitor, first_cause, obituary
+from mpi.wire import Line
+
+
+def agent(monitor: Monitor, rank: int, token: str = "secret") -> Line:
+    line = Line(socket.create_connection(("127.0.0.1", monitor.port)))
+    line.send(what="hello", token=token, rank=rank, host=f"h{rank}")
+    return line
+
+
+def heard(monitor: Monitor, ranks: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(monitor.ranks) < ranks and time.monotonic() < deadline:
+        monitor.poll(0.1)
+    assert len(monitor.ranks) == ranks
+
+
+@pytest.fixture
+def monitor():
+    made = Monitor(token="secret")
+    yield made
+    made.close()
+
+
+def test_silence_is_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.3)
+    lines = [agent(monitor, rank) for rank in range(2)]
+    heard(monitor, 2)
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        lines[0].send(what="beat", stopped=False)
+        monitor.poll(0.05)
+    assert [seen.rank for seen in monitor.failed()] == [1]
+    assert "rank 1 on h1 has been silent for 0.3 s" in obituary(monitor.failed()[0])
+    for line in lines:
+        line.close()
+
+
+def test_a_stopped_rank_is_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.3)
+    line = agent(monitor, 0)
+    heard(monitor, 1)
+    deadline = time.monotonic() + 0.8
+    while time.monotonic() < deadline:
+        line.send(what="beat", stopped=True)
+        monitor.poll(0.05)
+    assert "has been stopped" in obituary(monitor.failed()[0])
+    line.close()
+
+
+def test_strangers_and_noise_are_not_listened_to(monitor: Monitor) -> None:
+    stranger = agent(monitor, 0, token="guess")
+    noise = socket.create_connection(("127.0.0.1", monitor.port))
+    noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    friend = agent(monitor, 3)
+    heard(monitor, 1)
+    assert list(monitor.ranks) == [3] and monitor.failed() == []
+    for end in (stranger, noise, friend):
+        end.close()
+
+
+def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
+    lines = [agent(monitor, rank) for rank in range(3)]
+    heard(monitor, 3)
+    lines[1].send(what="end", status=1, tail=["lost a peer"], log="l")
+    lines[2].send(what="end", status=-9, tail=[], log="l")
+    lines[0].send(what="end", status=1, tail=[], log="l", by_job=True)
+    deadline = time.monotonic() + 10
+    while len(monitor.failed()) < 2 and time.monotonic() < deadline:
+        monitor.poll(0.05)
+    assert sorted(seen.rank for seen in monitor.failed()) == [1, 2]
+    assert "rank 2 on h2 was ended by SIGKILL" in obituary(first_cause(monitor.failed()))
+    for line in lines:
+        line.close()
+
+
+def test_many_ranks(monitor: Monitor) -> None:
+    lines = []
+    for rank in range(1500):
+        lines.append(agent(monitor, rank))
+        monitor.poll(0)
+    heard(monitor, 1500)
+    for line in lines:
+        line.send(what="beat", stopped=False)
+    deadline = time.monotonic() + 20
+    answered = 0
+    while answered < 1500 and time.monotonic() < deadline:
+        monitor.poll(0.05)
+        answered += sum(len(line.receive() or ()) for line in lines)
+    assert answered == 1500
+    for line in lines:
+        line.close()
