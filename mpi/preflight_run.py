@@ -28,6 +28,7 @@ from mpi.wire import TOKEN_VARIABLE, Line
 ANSWER_S = 15.0
 ANSWER_S_PER_HOST = 0.02
 POLL_S = 0.1
+ENDS_S = 5.0
 SSH_PORT, KNOCK_S, KNOCKS_AT_ONCE = 22, 3.0, 64
 
 
@@ -54,6 +55,7 @@ def run_preflight(job: Job, launcher: Launcher, folder: Path) -> Verdict:
         )
         try:
             reports = _collect(server, token, job.hosts, process)
+            _let_end(process)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -65,6 +67,14 @@ def run_preflight(job: Job, launcher: Launcher, folder: Path) -> Verdict:
         for host in kind.hosts
     }
     return judge(reports, plans)
+
+
+def _let_end(process: subprocess.Popen[bytes]) -> None:
+    """Give the launcher time to end on all hosts: cut short, it may be in the way of the job that is started next."""
+    try:
+        process.wait(ENDS_S)
+    except subprocess.TimeoutExpired:
+        return
 
 
 def _one_worker(plan: Plan) -> Plan:

@@ -24,8 +24,8 @@ from mpi.wire import TOKEN_VARIABLE
 POLL_S = 0.1
 LAST_POLL_S = 0.01  # all ranks have said goodbye: the launcher ends at once
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
-GRACE_S = 8.0  # between telling the agents to stop and killing the launcher
-KILL_S = 2.0  # between asking what the launcher has started to end, and killing it
+GRACE_S = 4.0  # between telling the agents to stop and killing the launcher
+KILL_S = 1.0  # between asking what the launcher has started to end, and killing it
 HELLO_S = 120.0  # from the launcher's start to the last rank's hello
 
 

@@ -115,6 +115,8 @@ def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
             started.append(_start(folder, name))
             pids[name] = _child(started[-1].pid)
             _connect(pids[name], network, number)
+        for name in names:
+            _wait_for_sshd(folder, pids[names[0]], name)
         with tempfile.TemporaryDirectory(prefix="cp") as scratch:  # a short path: sockets lie in it
             yield FakeHosts(folder=folder, network=network, scratch=scratch, pids=pids)
     finally:
@@ -160,6 +162,15 @@ def _child(pid: int) -> int:
             return int(children[0])
         time.sleep(0.01)
     raise RuntimeError("a fake host did not start")
+
+
+def _wait_for_sshd(folder: Path, pid: int, name: str) -> None:
+    """Until the first host reaches this one by ssh."""
+    argv = ["nsenter", "-t", str(pid), "--net", "--uts", "--mount", "--", str(folder / "ssh"), name, "true"]
+    deadline = time.monotonic() + 20
+    while subprocess.run(argv, capture_output=True).returncode != 0:
+        assert time.monotonic() < deadline, f"{name} does not answer: {(folder / f'{name}.log').read_text()}"
+        time.sleep(0.1)
 
 
 def _connect(pid: int, network: int, number: int) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
 from tests.conftest import cputrain, mpi_path, write_images
@@ -109,6 +111,26 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
         host = hosts.names[rank // WORKERS]
         said = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
         assert said in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "openmpi"])
+def test_hosts_of_two_kinds(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    """Two hosts planned as this machine, one as a machine of a single core: each rank is bound by its host's plan."""
+    code = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
+    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
+    launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--output", str(tmp_path / "out"))
+    kinds = ("--kind", "h[1-2]=this", "--kind", "h3=pack:1 core:1")
+    argv = hosts.inside("h1", "env", *env, *launch, *kinds, "--", sys.executable, "-c", code)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    this = plan_machine(this_machine(), Request(), Runtime()).workers
+    told = dict(line.split("] ", 1) for line in result.stdout.splitlines() if line.startswith("[h"))
+    expected = {
+        f"[h{host}:{rank}": f"{rank} {len(this)} {list(worker.pus)}"
+        for host in (1, 2)
+        for rank, worker in enumerate(this, (host - 1) * len(this))
+    }
+    assert told == {**expected, f"[h3:{2 * len(this)}": f"{2 * len(this)} 1 [0]"}
 
 
 @pytest.mark.parametrize("name", ["intelmpi", "openmpi"])

@@ -11,9 +11,9 @@ import click
 from affinity.errors import InputError, RunError
 from affinity.picture import picture
 from affinity.plan import Request
-from cputrain.cli.options import Asked, make_plan, planning_options, tell_format
+from cputrain.cli.options import Asked, cluster_of, make_plan, planning_options, tell_format
 from cputrain.run_folder import LOGS, PLAN, write_plan
-from mpi.cluster import Kind
+from mpi.cluster import one_kind
 from mpi.hosts import allocated_hosts
 from mpi.job import Job
 from mpi.launch import bound, start
@@ -61,6 +61,7 @@ def _preflight(job: Job, launcher: Launcher, folder: Path) -> None:
 @click.option("--no-verify", is_flag=True, help="go on when the kernel gave something else than planned")
 @click.option("--pin-threads", is_flag=True, help="bind each OpenMP thread to a PU; loader processes then share one PU")
 @click.option("--keep-env", is_flag=True, help="inherited OMP_*, KMP_*, GOMP_* win over the plan's")
+@click.option("--kind", "kinds", multiple=True, metavar="HOSTS=MACHINE", help="a kind of host, once for each")
 @click.option("--plan-on-host", is_flag=True, help="each host plans itself for --ppn workers: hosts may differ")
 @click.option("--preflight/--no-preflight", default=None, help="check all hosts first  [default: above one host]")
 @click.option("--dry-run", is_flag=True, help="print plan and command, start nothing")
@@ -72,6 +73,7 @@ def command(
     no_verify: bool,
     pin_threads: bool,
     keep_env: bool,
+    kinds: tuple[str, ...],
     plan_on_host: bool,
     preflight: bool | None,
     dry_run: bool,
@@ -80,24 +82,19 @@ def command(
 
     A script that calls torch.distributed.init_process_group() runs as it is.
     """
-    asked = _with_real_hosts(asked)
-    here = asked.hosts == ("localhost",)
-    if asked.machine != "this" and here:
-        raise InputError("launch runs on real hosts: leave --machine out, or name with --hosts those that are such")
+    asked = asked if kinds else _with_real_hosts(asked)
+    here = not kinds and asked.hosts == ("localhost",)
     remote = not here or asked.launcher not in ("auto", "local")
-    if asked.launcher == "local" and not here:
-        raise InputError("--launcher local starts workers on this host only: leave it or --hosts out")
-    if asked.bind == "launcher" and not remote:
-        raise InputError("--bind launcher needs a launcher: name one with --launcher")
-    if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
-        raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")
+    _check(asked, here=here, remote=remote, plan_on_host=plan_on_host)
     launcher = find_launcher(asked.launcher, os.environ) if remote else None
     if launcher is not None:
         tell_format(asked, launcher)
-    plan = make_plan(asked, Request(pin_threads=pin_threads), cmd)
+    base = Request(pin_threads=pin_threads)
+    cluster = cluster_of(kinds, asked, base) if kinds else one_kind(asked.hosts, make_plan(asked, base, cmd))
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
+    fabric = () if here else asked.network.settings
     job = Job(
-        kinds=(Kind(hosts=asked.hosts, plan=plan),),
+        kinds=cluster.kinds,
         command=cmd,
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
@@ -106,21 +103,31 @@ def command(
         keep_env=keep_env,
         plan_on_host=plan_on_host,
         master_port=free_port() if here else MASTER_PORT,
-        variables=()
-        if here
-        else tuple((name, value) for name, value, _ in asked.network.settings if name not in os.environ),
+        variables=tuple((name, value) for name, value, _ in fabric if name not in os.environ),
     )
     if dry_run:
         argv = bound(job) if launcher is None else start(job, launcher, bound(job), folder).argv
-        click.echo(
-            f"{picture(plan)}\n\ncommand{', for each worker' if launcher is None else ''}\n  " + shlex.join(argv)
-        )
+        for kind in job.kinds:
+            click.echo(picture(kind.plan) + "\n")
+        click.echo(f"command{', for each worker' if launcher is None else ''}\n  {shlex.join(argv)}")
         return 0
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"output {folder} is there already: name another folder")
     if launcher is not None:
-        if preflight or (preflight is None and len(asked.hosts) > 1):
+        if preflight or (preflight is None and len(job.hosts) > 1):
             _preflight(job, launcher, folder)
         return run_remote(job, launcher, folder)
-    write_plan(job.plan_path, plan)
+    write_plan(job.plan_path, job.plan)
     return run_local(job)
+
+
+def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> None:
+    """Raise InputError where options exclude each other."""
+    if asked.machine != "this" and here:
+        raise InputError("launch runs on real hosts: leave --machine out, or name with --hosts those that are such")
+    if asked.launcher == "local" and not here:
+        raise InputError("--launcher local starts workers on this host only: leave it or --hosts out")
+    if asked.bind == "launcher" and not remote:
+        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
+        raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")

@@ -14,6 +14,7 @@ from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime, find_runtime, target_of
+from mpi.cluster import Cluster, plan_cluster
 from mpi.fabric import FABRICS, Fabric, fabric_here
 from mpi.hosts import FORMATS, Host, check_name, read_hostfile
 from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
@@ -137,6 +138,22 @@ def request(asked: Asked, base: Request) -> Request:
     if asked.smt is not None:
         changes["smt"] = asked.smt == "on"
     return replace(base, **changes)
+
+
+def cluster_of(kinds: tuple[str, ...], asked: Asked, base: Request) -> Cluster:
+    """The plans of hosts of several kinds, each HOSTS=MACHINE."""
+    if len(asked.hosts) > 1 or asked.machine != "this":
+        raise InputError("--kind names hosts and machines: leave out --hosts, --nodes and --machine")
+    pairs = [kind.partition("=") for kind in kinds]
+    bad = next(
+        (kind for kind, (_, equals, machine) in zip(kinds, pairs, strict=True) if not (equals and machine)), None
+    )
+    if bad is not None:
+        raise InputError(f"--kind {bad!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
+    return plan_cluster(
+        [(tuple(check_name(host, "--kind") for host in expand(hosts)), find_machine(spec)) for hosts, _, spec in pairs],
+        request(asked, base),
+    )
 
 
 def planned_launcher(asked: str, machine: str) -> Launcher:

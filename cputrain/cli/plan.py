@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from affinity.catalog import find_machine
 from affinity.diff import plan_differences
 from affinity.errors import InputError
 from affinity.picture import picture
@@ -21,13 +20,13 @@ from affinity.plan_file import dumps, plan_to_json, read_plan
 from affinity.split import USUAL_BATCH
 from affinity.svg import picture_svg
 from affinity.workload import RESNET50
-from cputrain.cli.options import Asked, make_plan, planned_launcher, planning_options, request, tell_format
+from cputrain.cli.options import Asked, cluster_of, make_plan, planned_launcher, planning_options, tell_format
 from cputrain.files import write_atomic
-from mpi.cluster import Cluster, cluster_to_dict, job_plan_json, one_kind, plan_cluster
+from mpi.cluster import Cluster, cluster_to_dict, job_plan_json, one_kind
 from mpi.fabric import Setting
 from mpi.job import Job
 from mpi.launch import Start, bound, start
-from mpi.nodelist import expand, fold
+from mpi.nodelist import fold
 from mpi.script import launch_script
 
 
@@ -103,7 +102,7 @@ def command(
             raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
         training = load_recipe(recipe, settings)
         base = request_of(training)
-    cluster = _cluster(kinds, asked, base) if kinds else one_kind(asked.hosts, make_plan(asked, base))
+    cluster = cluster_of(kinds, asked, base) if kinds else one_kind(asked.hosts, make_plan(asked, base))
     train = ("python", "-m", "cputrain", "train", recipe, *settings) if recipe else ("CMD...",)
     job = Job(
         kinds=cluster.kinds,
@@ -195,18 +194,6 @@ def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
         width = max(len(f"{name}={value}") for name, value, _ in settings)
         for name, value, why in settings:
             click.echo(f"  {f'{name}={value}':<{width}}  {why}")
-
-
-def _cluster(kinds: tuple[str, ...], asked: Asked, base: Request) -> Cluster:
-    if len(asked.hosts) > 1 or asked.machine != "this":
-        raise InputError("--kind names hosts and machines: leave out --hosts, --nodes and --machine")
-    pairs = [kind.partition("=") for kind in kinds]
-    bad = next(
-        (kind for kind, (_, equals, machine) in zip(kinds, pairs, strict=True) if not (equals and machine)), None
-    )
-    if bad is not None:
-        raise InputError(f"--kind {bad!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
-    return plan_cluster([(expand(hosts), find_machine(spec)) for hosts, _, spec in pairs], request(asked, base))
 
 
 def _coloured() -> bool:
