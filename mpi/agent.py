@@ -1,6 +1,6 @@
 """One rank's guardian on its host: starts it, labels and logs its output, gives signs of life, ends it with the job.
 
-python -m mpi.agent --monitor HOST:PORT --logs DIR -- CMD...
+python -m mpi.agent --report-to HOST:PORT --into DIR -- CMD...
 """
 
 import argparse
@@ -26,11 +26,12 @@ LAST_LINES = 15
 PR_SET_PDEATHSIG = 1
 
 
+# No option of ours may begin one of torchrun's: it would take it for its own, wherever it stands.
 def main(arguments: list[str]) -> int:
     """The rank's exit status; 128 + n where signal n ended it; 1 where the job ended it."""
     parser = argparse.ArgumentParser(prog="python -m mpi.agent", description=__doc__)
-    parser.add_argument("--monitor", required=True, metavar="HOST:PORT")
-    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--report-to", required=True, metavar="HOST:PORT", dest="monitor")
+    parser.add_argument("--into", type=Path, required=True, dest="logs", metavar="DIR", help="folder of rank-N.log")
     parser.add_argument("--plain-rank", type=int, help="whose lines have no label")
     parser.add_argument("--live", action="store_true", help="a person watches: redraw progress bars")
     parser.add_argument("command", nargs="+")

@@ -65,6 +65,17 @@ def test_ranks_that_refuse_their_input_make_status_2(name: str, tmp_path: Path) 
     assert launch(name, "--", sys.executable, "-c", "raise SystemExit(2)", cwd=tmp_path).returncode == 2
 
 
+def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    code = "import os; print('rank', os.environ['RANK'], flush=True)"
+    launch_ = ("launch", "--launcher", "torchrun", "--output", "out", "--", sys.executable, "-c", code)
+    result = cputrain(*launch_, cwd=tmp_path, PATH=path)
+    assert result.returncode == 0, result.stderr
+    assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(WORKERS)}
+    refused = cputrain("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
+    assert refused.returncode == 2 and "on each host" in refused.stderr
+
+
 def test_a_signal_ends_everything(tmp_path: Path) -> None:
     env = {**os.environ, **mpi_path("openmpi4")}
     argv = [sys.executable, "-m", "cputrain", "launch", "--launcher", "openmpi", "--output", "out", "--"]

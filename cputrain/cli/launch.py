@@ -127,6 +127,8 @@ def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> Non
         raise InputError("launch runs on real hosts: leave --machine out, or name with --hosts those that are such")
     if asked.launcher == "local" and not here:
         raise InputError("--launcher local starts workers on this host only: leave it or --hosts out")
+    if asked.launcher == "torchrun" and not here:
+        raise InputError("torchrun has to be started on each host: run there what cputrain plan prints, or use mpirun")
     if asked.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
     if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
