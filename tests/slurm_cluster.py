@@ -85,6 +85,10 @@ def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
             assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()[-3000:]
             time.sleep(0.2)
         yield slurm
+        slurm.run("scancel", "--full", "--user", "root", cwd=folder)  # what a failed test has left running
+        deadline = time.monotonic() + 10
+        while slurm.run("squeue", "-h", cwd=folder).stdout.strip() and time.monotonic() < deadline:
+            time.sleep(0.2)
     finally:
         for daemon in reversed(daemons):  # slurmd first
             daemon.terminate()
