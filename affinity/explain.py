@@ -58,7 +58,7 @@ ASSUMPTIONS = (
     Reason(
         what="training, GFLOP/s per core",
         value=", ".join(f"{isa} {gflops:g}" for isa, gflops in workload.CORE_GFLOPS.items()),
-        why="measured: 48 on Zen 3, 88 on Zen 4; the 256-node run: 44 per core at scale",
+        why="measured: 48 on Zen 3, 88 on Zen 4; the 256-node run comes to 35, and 44 before its loss to communication",
     ),
     Reason(
         what="images decoded per core and s",

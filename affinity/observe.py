@@ -1,6 +1,7 @@
 """What the kernel really gave a process: PUs, memory, the place of each thread; and where that differs from a plan."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,12 +155,16 @@ def memory_share(address: int) -> dict[int, float]:
     except OSError:  # kernels without NUMA have no such file
         return {}
     at = max((line for line in lines if int(line.split()[0], 16) <= address), key=_start, default="")
-    pages = {
-        int(node[1:]): int(count)
-        for node, equals, count in (word.partition("=") for word in at.split())
-        if equals and node[0] == "N" and node[1:].isdigit()
-    }
+    pages = pages_by_node(at)
     return {node: count / sum(pages.values()) for node, count in pages.items()}
+
+
+def pages_by_node(numa_maps: str) -> dict[int, int]:
+    """NUMA node -> pages in memory, added up over lines of a numa_maps file."""
+    pages: dict[int, int] = {}
+    for node, count in re.findall(r" N(\d+)=(\d+)", numa_maps):
+        pages[int(node)] = pages.get(int(node), 0) + int(count)
+    return pages
 
 
 def misallocated(worker: WorkerPlan, share: dict[int, float]) -> list[str]:

@@ -9,8 +9,14 @@ from affinity.profiles import PROFILES
 from affinity.workload import Workload
 
 LEAST = {
-    **{"ppn": 1, "threads": 1, "inter_op": 1, "comm_cores": 0, "loader_cores": 0, "nodes": 1, "local_batch": 1},
-    **{"link_gbit": 0.001},
+    "ppn": 1,
+    "threads": 1,
+    "inter_op": 1,
+    "comm_cores": 0,
+    "loader_cores": 0,
+    "nodes": 1,
+    "local_batch": 1,
+    "link_gbit": 0.001,
 }
 BALANCES = ("equal", "batch")
 

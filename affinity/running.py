@@ -8,7 +8,7 @@ from pathlib import Path
 from affinity.bind import PLAN_VARIABLE, WORKER_VARIABLE, planned_worker
 from affinity.cpuset import format_list
 from affinity.errors import InputError
-from affinity.observe import Thread, threads_of
+from affinity.observe import Thread, pages_by_node, threads_of
 from affinity.plan import WorkerPlan
 
 MIB = 1 << 20
@@ -73,14 +73,11 @@ def look_at(pid: int) -> Running:
 def _memory(proc: Path) -> dict[int, int]:
     """NUMA node -> bytes of a process's pages there; empty where the kernel does not tell."""
     try:
-        words = (proc / "numa_maps").read_text().split()
+        pages = pages_by_node((proc / "numa_maps").read_text())
     except OSError:
         return {}
-    size, found = os.sysconf("SC_PAGE_SIZE"), dict[int, int]()
-    for node, equals, count in (word.partition("=") for word in words):
-        if equals and node[0] == "N" and node[1:].isdigit():
-            found[int(node[1:])] = found.get(int(node[1:]), 0) + int(count) * size
-    return found
+    size = os.sysconf("SC_PAGE_SIZE")
+    return {node: count * size for node, count in pages.items()}
 
 
 def report(processes: list[Running]) -> str:

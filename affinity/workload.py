@@ -8,8 +8,9 @@ PROCESS_BYTES = 400_000_000
 # Peak resident memory over what backward keeps: gradients of activations, reordered copies. Measured with torch 2.13:
 # 1.45 for ResNet-50 (batch 4 to 32, 224 x 224), 1.6 for ResNet-18.
 PEAK_OVER_KEPT = 1.6
-# GFLOP/s of one core in a whole training step, float32. Measured 48 on AVX2 (Zen 3), 88 on AVX-512 (Zen 4); the
-# 256-node run's Xeon 8160 did 44 per core at scale. AMX speeds up bfloat16 only.
+# GFLOP/s of one core in a whole training step, float32. Measured 48 on AVX2 (Zen 3), 88 on AVX-512 (Zen 4);
+# the 256-node run comes to 35 (16,400 img/s on 256 x 44 computing cores), 44 before its loss to communication. AMX
+# speeds up bfloat16 only.
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}
 LEAST_GFLOPS = 20.0
 

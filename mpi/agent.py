@@ -4,7 +4,6 @@ python -m mpi.agent --report-to HOST:PORT --into DIR -- CMD...
 """
 
 import argparse
-import ctypes
 import os
 import selectors
 import signal
@@ -15,15 +14,16 @@ import time
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from mpi.fabric import interface_to
+from mpi.ends import LAST_LINES
 from mpi.output import Stream
+from mpi.process import signal_group, start_rank
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
+from mpi.route import interface_to
 from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
 
 POLL_S = 0.2
 GRACE_S = 3.0
-LAST_LINES = 15
-PR_SET_PDEATHSIG = 1
+LONGEST_LINE = 1000  # letters of each of a rank's last lines that are told
 
 
 # No option of ours may begin one of torchrun's: it would take it for its own, wherever it stands.
@@ -87,13 +87,13 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
         except _TerminatedError:
             ended = False
         if ended:
-            _signal_group(process.pid, signal.SIGKILL)  # what the rank has left behind
+            signal_group(process.pid, signal.SIGKILL)  # what the rank has left behind
         else:
             _end(process)
         for stream in streams:
             stream.close()
     status = process.wait()
-    tail = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    tail = [text[:LONGEST_LINE] for text in path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
     line.send(what="end", status=status, tail=tail, log=str(path), by_job=not ended)
     line.close()
     if not ended:
@@ -107,22 +107,9 @@ def _start(rank: Rank, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
     several_hosts = rank.local_world_size < rank.world_size
     interface = interface_to(address) if several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ else None
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    prctl = ctypes.CDLL(None).prctl
-
-    def die_with_agent() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
+    env = {**os.environ, **gloo, **rendezvous(rank, address, port)}
     try:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **gloo, **rendezvous(rank, address, port), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            close_fds=False,  # the launcher talks to its ranks through files that it has opened for them
-            start_new_session=True,
-            preexec_fn=die_with_agent,  # noqa: PLW1509  this process has one thread
-        )
+        return start_rank(command, env, inherit_files=True)
     except OSError as error:
         raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
 
@@ -187,19 +174,12 @@ def _is_stopped(pid: int) -> bool:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the rank and everything it has started: asked first, killed after GRACE_S."""
     for number in (signal.SIGTERM, signal.SIGCONT):
-        _signal_group(process.pid, number)
+        signal_group(process.pid, number)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and process.poll() is None:
         time.sleep(POLL_S / 4)
-    _signal_group(process.pid, signal.SIGKILL)
+    signal_group(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _signal_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        return  # the whole group is gone already
 
 
 class _TerminatedError(Exception):

@@ -21,11 +21,11 @@ HOSTFILE = {"intelmpi": "$h:{ppn}", "mpich": "$h:{ppn}", "openmpi": "$h slots={p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A training as a job. `recipe` is its whole text, `settings` what is set on top; `rank_tokens` starts the ranks
-    from what the launcher needs to know, with `{hosts}` for its hostfile.
+    """A training as a job. `recipe` is its whole text, `settings` what is set on top, `plan_options` how its plan is
+    asked for; `launch` are mpirun's tokens up to its hostfile, none for srun. `data` is the folder of the images.
 
     `sweep` is a key and its values: one job of an array each. `stage` is a folder on every host that the data is
-    copied to first. `chain` is how many jobs in a row do the work, each going on where the one before had to stop.
+    copied to first.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Batch:
     time: str
     launcher: str
     launch: tuple[str, ...]
+    plan_options: tuple[str, ...]
     fabric: tuple[Setting, ...]
     partition: str | None = None
     account: str | None = None
@@ -47,7 +48,6 @@ class Batch:
     container: str | None = None
     stage: str | None = None
     sweep: tuple[str, tuple[str, ...]] | None = None
-    chain: int = 1
 
 
 def job_script(batch: Batch, scheduler: str) -> str:

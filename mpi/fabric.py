@@ -1,14 +1,10 @@
 """How ranks on several hosts reach each other: the fabric -> settings of libfabric, MPI, oneCCL and gloo, and why."""
 
-import fcntl
-import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
 
-SIOCGIFADDR = 0x8915  # linux/sockios.h
 Setting = tuple[str, str, str]
 """Variable, value, why."""
 
@@ -24,7 +20,7 @@ class Fabric:
 
 COMMON_MPI: tuple[Setting, ...] = (
     ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
-    ("CCL_ATL_TRANSPORT", "mpi", "oneCCL's transport that measured best under Intel MPI; it follows MPI's provider"),
+    ("CCL_ATL_TRANSPORT", "mpi", "oneCCL over MPI, which has been started anyway and has chosen its provider"),
 )
 FABRICS = {
     fabric.name: fabric
@@ -40,7 +36,7 @@ FABRICS = {
                 (
                     "CCL_ALLREDUCE",
                     "rabenseifner",
-                    "large gradients over one link a host: bandwidth decides",
+                    "assumed, not measured: for large gradients bandwidth decides",
                 ),
             ),
         ),
@@ -60,7 +56,7 @@ FABRICS = {
                 ("FI_PROVIDER", "mlx", "UCX over InfiniBand's verbs"),
                 ("UCX_TLS", "rc,sm,self", "reliable connections between hosts, shared memory inside"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "large gradients: bandwidth decides"),
+                ("CCL_ALLREDUCE", "ring", "assumed, not measured: for large gradients bandwidth decides"),
             ),
         ),
         Fabric(
@@ -69,7 +65,7 @@ FABRICS = {
             settings=(
                 ("FI_PROVIDER", "tcp", "plain sockets, on every network card"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "large gradients over a slow link: each byte crosses it as seldom as can be"),
+                ("CCL_ALLREDUCE", "ring", "assumed, not measured: each byte crosses the slow link as seldom as can be"),
             ),
         ),
         Fabric(
@@ -137,29 +133,3 @@ def settings_for(name: str) -> tuple[Setting, ...]:
     if name not in FABRICS:
         raise InputError(f"fabric={name}: there are auto, {', '.join(FABRICS)}")
     return FABRICS[name].settings
-
-
-def interface_to(peer: str) -> str | None:
-    """The network interface over which this host reaches a peer, by the kernel's route; None where it has none."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it only chooses the route
-            own = str(probe.getsockname()[0])
-    except OSError:
-        return None
-    if family == socket.AF_INET6:
-        wanted = socket.inet_pton(family, own.partition("%")[0]).hex()
-        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
-        return next((words[-1] for words in lines if words[0] == wanted), None)
-    return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
-
-
-def _address(interface: str) -> str | None:
-    """An interface's IPv4 address, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])

@@ -2,12 +2,11 @@
 
 import resource
 import selectors
-import signal
 import socket
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from mpi.ends import End, first_cause, obituary
 from mpi.wire import SILENT_S, Line
 
 
@@ -108,22 +107,17 @@ class Monitor:
         self._server.close()
 
 
-def first_cause(failed: list[Seen]) -> Seen:
-    """The rank that others died of: the earliest; of those that ended together, one ended by a signal."""
-    ended = [seen for seen in failed if seen.status is not None]
-    if not ended:
-        return min(failed, key=lambda seen: (seen.heard, seen.rank))
-    return min(ended, key=lambda seen: ((seen.status or 0) > 0, seen.ended, seen.rank))
-
-
-def obituary(seen: Seen) -> str:
-    """What became of a rank, in one line and its last lines."""
-    who = f"rank {seen.rank} on {seen.host}"
-    if seen.status is None and seen.stopped_since is not None:
+def cause_of(failed: list[Seen]) -> str:
+    """What became of the rank that the others followed, in one line and its last lines."""
+    ends = [
+        End(rank=seen.rank, host=seen.host, status=seen.status, at=seen.ended, log=seen.log, tail=seen.tail)
+        for seen in failed
+        if seen.status is not None
+    ]
+    if ends:
+        return obituary(first_cause(ends))
+    first = min(failed, key=lambda seen: (seen.heard, seen.rank))
+    who = f"rank {first.rank} on {first.host}"
+    if first.stopped_since is not None:
         return f"{who} has been stopped for {SILENT_S:g} s: look who sent it SIGSTOP"
-    if seen.status is None:
-        return f"{who} has been silent for {SILENT_S:g} s: its host is down, cut off or overloaded"
-    code = seen.status
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    tail = "".join(f"\n  | {line}" for line in seen.tail)
-    return f"{who} {how}; log {Path(seen.log)}" + (f"; its last lines:{tail}" if tail else "; it printed nothing")
+    return f"{who} has been silent for {SILENT_S:g} s: its host is down, cut off or overloaded"

@@ -12,18 +12,19 @@ from pathlib import Path
 
 from affinity.errors import InputError, RunError
 from mpi.cluster import job_plan_json
+from mpi.ends import SETTLE_S
 from mpi.job import Job
 from mpi.launch import Start, bound, start
 from mpi.launcher import Launcher
-from mpi.monitor import Monitor, first_cause, obituary
+from mpi.monitor import Monitor, cause_of
 from mpi.rank import LOOPBACK
 from mpi.reaper import adopt_orphans, end_descendants
+from mpi.route import address_to
 from mpi.signals import InterruptedBySignalError, interruptible
 from mpi.wire import TOKEN_VARIABLE
 
 POLL_S = 0.1
 LAST_POLL_S = 0.01  # all ranks have said goodbye: the launcher ends at once
-SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
 GRACE_S = 4.0  # between telling the agents to stop and killing the launcher
 KILL_S = 1.0  # between asking what the launcher has started to end, and killing it
 HELLO_S = 120.0  # from the launcher's start to the last rank's hello
@@ -57,10 +58,7 @@ def own_address(hosts: tuple[str, ...]) -> str:
     if not others:
         return LOOPBACK
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(others[0], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it only chooses the route
-            return str(probe.getsockname()[0])
+        return address_to(others[0])
     except OSError as error:
         raise InputError(f"host {others[0]} has no address here: {error}: mend the name or the hostfile") from None
 
@@ -111,7 +109,7 @@ def _watch(job: Job, launcher: Launcher, process: subprocess.Popen[bytes], monit
         if failed:
             if all(seen.status == 2 for seen in failed):
                 return 2  # the ranks have said themselves what is wrong with their input
-            raise RunError(obituary(first_cause(failed)))
+            raise RunError(cause_of(failed))
         if ended:
             return _launcher_s_end(job, launcher, process, monitor)
         if len(monitor.ranks) < job.world_size and time.monotonic() - started > HELLO_S:

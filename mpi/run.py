@@ -1,6 +1,5 @@
 """The only file that starts processes: start a job's workers, show and log their output, watch, tear down."""
 
-import ctypes
 import os
 import selectors
 import signal
@@ -8,24 +7,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from affinity.errors import RunError
+from mpi.ends import LAST_LINES, SETTLE_S, End, first_cause, obituary
 from mpi.job import Job
 from mpi.launch import local
 from mpi.output import Stream
+from mpi.process import signal_group, start_rank
 from mpi.rank import LOOPBACK
 from mpi.signals import STOPS, InterruptedBySignalError, interruptible
 
 POLL_S = 0.05
-SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
 GRACE_S = 5.0  # between asking a worker to stop and killing it
 REAP_S = 2.0  # what a killed worker had started is reaped by init; waited for at most this long
-LAST_LINES = 15
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -92,21 +89,8 @@ def free_port() -> int:
 
 def _start(rank: int, argv: tuple[str, ...], variables: dict[str, str], job: Job) -> Worker:
     # A single host's ranks meet on loopback, whatever this host's name resolves to.
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **variables, "PYTHONUNBUFFERED": "1"}
-    prctl = ctypes.CDLL(None).prctl
-
-    def die_with_launcher() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    process = subprocess.Popen(
-        argv,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # the rank and all that it starts can then be signalled together
-        preexec_fn=die_with_launcher,  # noqa: PLW1509  this process has one thread
-    )
+    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **variables}
+    process = start_rank(argv, env)
     return Worker(rank=rank, process=process, log=job.log_dir / f"rank-{rank}.log")
 
 
@@ -127,23 +111,21 @@ def _watch(workers: list[Worker], selector: selectors.BaseSelector) -> int:
         return 2  # the ranks have said themselves what is wrong with their input
     _tear_down(workers)
     _pump(selector, timeout_s=0.0, until_empty=True)
-    raise RunError(_obituary(first_cause(failed)))
+    raise RunError(obituary(first_cause(map(_end, failed))))
 
 
-def first_cause(failed: Iterable[Worker]) -> Worker:
-    """The rank that others died of: the earliest; among those seen to end together, one ended by a signal."""
-    return min(failed, key=lambda w: (w.ended_at, w.process.returncode > 0, w.rank))
-
-
-def _obituary(worker: Worker) -> str:
-    code = worker.process.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+def _end(worker: Worker) -> End:
     for stream in worker.streams:
         stream.flush()
-    lines = worker.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    tail = "".join(f"\n  | {line}" for line in lines)
-    shown = f"; its last lines:{tail}" if lines else "; it printed nothing"
-    return f"rank {worker.rank} on {socket.gethostname()} {how}; log {worker.log}{shown}"
+    assert worker.ended_at is not None
+    return End(
+        rank=worker.rank,
+        host=socket.gethostname(),
+        status=worker.process.returncode,
+        at=worker.ended_at,
+        log=str(worker.log),
+        tail=tuple(worker.log.read_text(errors="replace").splitlines()[-LAST_LINES:]),
+    )
 
 
 def _failed(worker: Worker) -> bool:
@@ -193,11 +175,5 @@ def _tear_down(workers: list[Worker]) -> None:
 
 def _signal_groups(workers: list[Worker], number: int) -> bool:
     """Send a signal (0: none) to every worker and what it started; whether any of them is still there."""
-    found = False
-    for worker in workers:
-        try:
-            os.killpg(worker.process.pid, number)  # a session's leader gives its group its own pid
-            found = True
-        except ProcessLookupError:
-            continue  # the whole group is gone already
-    return found
+    reached = [signal_group(worker.process.pid, number) for worker in workers]
+    return any(reached)

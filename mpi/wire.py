@@ -6,6 +6,7 @@ from typing import Any
 
 TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # tells a job's own agents from whoever else finds the monitor's port
 BEAT_S = 2.0
+SEND_S = 5.0  # a message waits no longer for room
 SILENT_S = 15.0  # neither side waits longer for a sign of life
 MOST_BYTES = 1 << 20
 
@@ -24,10 +25,13 @@ class Line:
 
     def send(self, **message: Any) -> bool:
         """Send a message; False when the other end is gone or takes no more."""
+        self.connection.settimeout(SEND_S)
         try:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             return False
+        finally:
+            self.connection.setblocking(False)
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:

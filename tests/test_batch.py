@@ -39,6 +39,7 @@ PLAIN = Batch(
     time="02:00:00",
     launcher="intelmpi",
     launch=("mpirun", "-np", "512", "-genv", "I_MPI_PIN", "0", "-machinefile"),
+    plan_options=("--ppn", "2", "--nodes", "256", "--fabric", "opa"),
     fabric=settings_for("opa"),
 )
 FULL = replace(
@@ -275,6 +276,19 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     workers = [list(worker.pus) for worker in plan.workers]
     assert said == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--bind", "launcher"), "--bind launcher"),
+        (("--launcher", "openmpi"), "started by srun"),
+        (("--local-batch", "8"), "set batch.local=8"),
+    ],
+)
+def test_options_that_a_job_cannot_heed_are_refused(options: tuple[str, ...], told: str) -> None:
+    arguments = ("job", "slurm", "imagefolder", "--machine", "skx-8160-2s", "--nodes", "2", "--time", "1:00:00")
+    assert told in refused(cputrain(*arguments, *options))
 
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:

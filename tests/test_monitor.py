@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mpi import monitor as module
-from mpi.monitor import Monitor, first_cause, obituary
+from mpi.monitor import Monitor, cause_of
 from mpi.wire import Line
 
 
@@ -39,7 +39,7 @@ def test_silence_is_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch)
         lines[0].send(what="beat", stopped=False)
         monitor.poll(0.05)
     assert [seen.rank for seen in monitor.failed()] == [1]
-    assert "rank 1 on h1 has been silent for 0.3 s" in obituary(monitor.failed()[0])
+    assert "rank 1 on h1 has been silent for 0.3 s" in cause_of(monitor.failed())
     for line in lines:
         line.close()
 
@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_a_failure(monitor: Monitor, monkeypatch: pytest.Monke
     while time.monotonic() < deadline:
         line.send(what="beat", stopped=True)
         monitor.poll(0.05)
-    assert "has been stopped" in obituary(monitor.failed()[0])
+    assert "has been stopped" in cause_of(monitor.failed())
     line.close()
 
 
@@ -77,7 +77,7 @@ def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
     while len(monitor.failed()) < 2 and time.monotonic() < deadline:
         monitor.poll(0.05)
     assert sorted(seen.rank for seen in monitor.failed()) == [1, 2]
-    assert "rank 2 on h2 was ended by SIGKILL" in obituary(first_cause(monitor.failed()))
+    assert "rank 2 on h2 was ended by SIGKILL" in cause_of(monitor.failed())
     for line in lines:
         line.close()
 

@@ -36,6 +36,7 @@ def command(
     recipe: str,
     settings: tuple[str, ...],
     array: str | None,
+    chain: int,
     submit: bool,
     **given: str | int | tuple[str, ...] | None,
 ) -> None:
@@ -44,6 +45,12 @@ def command(
     The script holds the recipe, makes the plan on its first host, and goes on from the last checkpoint where an
     earlier job had to stop.
     """
+    if asked.bind == "launcher":
+        raise InputError("--bind launcher: in a job the ranks bind themselves, by the plan made there: leave it out")
+    if asked.launcher not in ("auto", "srun" if scheduler == "slurm" else asked.launcher):
+        raise InputError(f"--launcher {asked.launcher}: Slurm's jobs are started by srun: leave it out")
+    if asked.local_batch is not None:
+        raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
     training = load_recipe(recipe, settings)
     plan = make_plan(asked, request_of(training))
     launcher = "srun" if scheduler == "slurm" else "intelmpi" if asked.launcher == "auto" else asked.launcher
@@ -58,6 +65,7 @@ def command(
         pus_per_node=len(plan.machine.allowed_pus),
         launcher=launcher,
         launch=_launch(launcher, asked, len(asked.hosts) * len(plan.workers)),
+        plan_options=_plan_options(asked, len(plan.workers)),
         fabric=asked.network.settings if len(asked.hosts) > 1 else (),
         sweep=None if array is None else parse_sweep(array),
         **given,  # type: ignore[arg-type]  # click has checked each
@@ -65,13 +73,19 @@ def command(
     script = job_script(batch, scheduler)
     click.echo(script, nl=False)
     if submit:
-        _submit(script, scheduler, batch.chain)
+        _submit(script, scheduler, chain)
 
 
 def _planned(asked: Asked) -> tuple[str, ...]:
     """The planning options, said as settings of the recipe, for the plan that is made on the first host."""
     names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "balance")
     return tuple(f"plan.{name}={value}" for name in names if (value := getattr(asked, name)) is not None)
+
+
+def _plan_options(asked: Asked, ppn: int) -> tuple[str, ...]:
+    """How the plan that is made on the first host is asked for, beside the recipe."""
+    link = () if asked.link_gbit is None else ("--link-gbit", f"{asked.link_gbit:g}")
+    return ("--ppn", str(ppn), "--nodes", str(len(asked.hosts)), "--fabric", asked.network.name, *link)
 
 
 def _launch(launcher: str, asked: Asked, ranks: int) -> tuple[str, ...]:

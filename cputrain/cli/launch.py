@@ -11,9 +11,8 @@ import click
 from affinity.errors import InputError, RunError
 from affinity.picture import picture
 from affinity.plan import Request
-from cputrain.cli.options import Asked, cluster_of, make_plan, planning_options, tell_format
+from cputrain.cli.options import Asked, cluster_of, planning_options, tell_format, with_kinds
 from cputrain.run_folder import LOGS, PLAN, write_plan
-from mpi.cluster import one_kind
 from mpi.hosts import allocated_hosts
 from mpi.job import Job
 from mpi.launch import bound, start
@@ -82,15 +81,15 @@ def command(
 
     A script that calls torch.distributed.init_process_group() runs as it is.
     """
-    asked = asked if kinds else _with_real_hosts(asked)
-    here = not kinds and asked.hosts == ("localhost",)
+    asked = _with_real_hosts(with_kinds(asked, kinds))
+    here = asked.hosts == ("localhost",)
     remote = not here or asked.launcher not in ("auto", "local")
     _check(asked, here=here, remote=remote, plan_on_host=plan_on_host)
     launcher = find_launcher(asked.launcher, os.environ) if remote else None
     if launcher is not None:
         tell_format(asked, launcher)
     base = Request(pin_threads=pin_threads)
-    cluster = cluster_of(kinds, asked, base) if kinds else one_kind(asked.hosts, make_plan(asked, base, cmd))
+    cluster = cluster_of(asked, base, cmd)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     fabric = () if here else asked.network.settings
     job = Job(

@@ -14,7 +14,7 @@ from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime, find_runtime, target_of
-from mpi.cluster import Cluster, plan_cluster
+from mpi.cluster import Cluster, one_kind, plan_cluster
 from mpi.fabric import FABRICS, Fabric, fabric_here
 from mpi.hosts import FORMATS, Host, check_name, read_hostfile
 from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
@@ -45,7 +45,11 @@ class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The planning options as given; None where the recipe or the rules decide."""
+    """The planning options as given; None where the recipe or the rules decide.
+
+    `named` says that the hosts' names are real ones, `host_form` how their list was written, `kinds` which machine
+    each group of them is, where they are not all alike.
+    """
 
     machine: str
     hosts: tuple[str, ...]
@@ -64,6 +68,7 @@ class Asked:
     fabric: str
     named: bool
     host_form: str
+    kinds: tuple[tuple[tuple[str, ...], str], ...] = ()
 
     @property
     def network(self) -> Fabric:
@@ -140,20 +145,27 @@ def request(asked: Asked, base: Request) -> Request:
     return replace(base, **changes)
 
 
-def cluster_of(kinds: tuple[str, ...], asked: Asked, base: Request) -> Cluster:
-    """The plans of hosts of several kinds, each HOSTS=MACHINE."""
-    if len(asked.hosts) > 1 or asked.machine != "this":
+def cluster_of(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Cluster:
+    """The plans of the asked hosts: one for all, or one for each kind."""
+    if not asked.kinds:
+        return one_kind(asked.hosts, make_plan(asked, base, command))
+    return plan_cluster([(hosts, find_machine(spec)) for hosts, spec in asked.kinds], request(asked, base))
+
+
+def with_kinds(asked: Asked, kinds: tuple[str, ...]) -> Asked:
+    """What is asked of hosts of several kinds, each HOSTS=MACHINE."""
+    if not kinds:
+        return asked
+    if len(asked.hosts) > 1 or asked.named or asked.machine != "this":
         raise InputError("--kind names hosts and machines: leave out --hosts, --nodes and --machine")
-    pairs = [kind.partition("=") for kind in kinds]
-    bad = next(
-        (kind for kind, (_, equals, machine) in zip(kinds, pairs, strict=True) if not (equals and machine)), None
-    )
-    if bad is not None:
-        raise InputError(f"--kind {bad!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
-    return plan_cluster(
-        [(tuple(check_name(host, "--kind") for host in expand(hosts)), find_machine(spec)) for hosts, _, spec in pairs],
-        request(asked, base),
-    )
+    pairs = []
+    for kind in kinds:
+        hosts, _, spec = kind.partition("=")
+        if not spec:
+            raise InputError(f"--kind {kind!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
+        pairs.append((tuple(check_name(host, "--kind") for host in expand(hosts)), spec))
+    every = tuple(host for hosts, _ in pairs for host in hosts)
+    return replace(asked, hosts=every, named=True, kinds=tuple(pairs))
 
 
 def planned_launcher(asked: str, machine: str) -> Launcher:

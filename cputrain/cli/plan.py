@@ -20,9 +20,9 @@ from affinity.plan_file import dumps, plan_to_json, read_plan
 from affinity.split import USUAL_BATCH
 from affinity.svg import picture_svg
 from affinity.workload import RESNET50
-from cputrain.cli.options import Asked, cluster_of, make_plan, planned_launcher, planning_options, tell_format
+from cputrain.cli.options import Asked, cluster_of, planned_launcher, planning_options, tell_format, with_kinds
 from cputrain.files import write_atomic
-from mpi.cluster import Cluster, cluster_to_dict, job_plan_json, one_kind
+from mpi.cluster import Cluster, cluster_to_dict, job_plan_json
 from mpi.fabric import Setting
 from mpi.job import Job
 from mpi.launch import Start, bound, start
@@ -102,7 +102,8 @@ def command(
             raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
         training = load_recipe(recipe, settings)
         base = request_of(training)
-    cluster = cluster_of(kinds, asked, base) if kinds else one_kind(asked.hosts, make_plan(asked, base))
+    asked = with_kinds(asked, kinds)
+    cluster = cluster_of(asked, base)
     train = ("python", "-m", "cputrain", "train", recipe, *settings) if recipe else ("CMD...",)
     job = Job(
         kinds=cluster.kinds,
@@ -110,7 +111,7 @@ def command(
         plan_path=Path("plan.json"),
         log_dir=Path("logs"),
         binder=asked.bind,
-        variables=tuple((name, value) for name, value, _ in _settings(cluster, asked)),
+        variables=tuple((name, value) for name, value, _ in _settings(asked)),
     )
     if write is not None:
         _write(job, asked, write, training)
@@ -122,7 +123,7 @@ def command(
         raise InputError(f"--format {form} shows one kind of host: ask for text, json or command, or plan each alone")
     else:
         _show(cluster, job, asked, explained=explained)
-        if training is not None:
+        if training is not None and len(cluster.kinds) == 1:  # its rules count equal hosts
             from cputrain.cli.derived import derivation
 
             click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts)))
@@ -131,9 +132,9 @@ def command(
             click.echo("  " + shlex.join(_start(job, asked).argv))
 
 
-def _settings(cluster: Cluster, asked: Asked) -> tuple[Setting, ...]:
+def _settings(asked: Asked) -> tuple[Setting, ...]:
     """What the fabric wants set, where there is one."""
-    return asked.network.settings if sum(len(kind.hosts) for kind in cluster.kinds) > 1 else ()
+    return asked.network.settings if len(asked.hosts) > 1 else ()
 
 
 def _start(job: Job, asked: Asked) -> Start:
@@ -188,7 +189,7 @@ def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
         click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")
     for warning in cluster.warnings:
         click.echo(f"warning: {warning}")
-    settings = _settings(cluster, asked)
+    settings = _settings(asked)
     if settings:
         click.echo(f"\nfabric {asked.network.name}")
         width = max(len(f"{name}={value}") for name, value, _ in settings)

@@ -17,8 +17,8 @@ import torch.distributed.nn.functional
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
-from mpi.fabric import interface_to
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
+from mpi.route import interface_to
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import library
 
 # torchvision's wheels for CUDA cannot load their operators into a CPU torch; its Python side then fails to import
 # because it describes operators that nobody has defined. None of them is needed for training a classifier.
@@ -13,7 +14,7 @@ MISSING = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_declared: list[torch.library.Library] = []  # a library's operators live as long as the object
+_declared: list[library.Library] = []  # what is declared lives as long as the object
 
 
 def torchvision_models() -> ModuleType:
@@ -25,9 +26,9 @@ def torchvision_models() -> ModuleType:
             raise
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]  # what the failed import left half-made
-    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    declared: Any = library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator, schema in MISSING.items():
         if not hasattr(torch.ops.torchvision, operator):
-            library.define(operator + schema)
-    _declared.append(library)
+            declared.define(operator + schema)
+    _declared.append(declared)
     return importlib.import_module("torchvision.models")

@@ -45,7 +45,7 @@ fi
 
 # Made on the first host; every rank checks that its own host gave it just this.
 "${python[@]}" -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
-    --ppn 2 --nodes 256 --format json > "$files/plan.json"
+--ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
 
 MASTER_ADDR="$(hostname)"
 MASTER_PORT=$((29500 + SLURM_JOB_ID % 1000))
@@ -55,8 +55,8 @@ export FI_PROVIDER=psm2  # Omni-Path's own provider
 export HFI_NO_CPUAFFINITY=1  # PSM2 would bind each rank by itself, against the plan
 export PSM2_MULTI_EP=1  # MPI and oneCCL each open endpoints of their own
 export I_MPI_FABRICS=shm:ofi  # shared memory inside a host, libfabric between hosts
-export CCL_ATL_TRANSPORT=mpi  # oneCCL's transport that measured best under Intel MPI; it follows MPI's provider
-export CCL_ALLREDUCE=rabenseifner  # large gradients over one link a host: bandwidth decides
+export CCL_ATL_TRANSPORT=mpi  # oneCCL over MPI, which has been started anyway and has chosen its provider
+export CCL_ALLREDUCE=rabenseifner  # assumed, not measured: for large gradients bandwidth decides
 
 stage='/scratch/x y'/"$SLURM_JOB_ID"
 each_host=(srun --nodes=256 --ntasks=256 --ntasks-per-node=1)
