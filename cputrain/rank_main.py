@@ -42,15 +42,16 @@ def train_rank(
         with Events(recipe.folder) as events:
             events.write("start", recipe=recipe.name, workers=rank.world_size, bindings=bindings)
             outcome = train(session, events, resume=resume)
+            accuracy = outcome.accuracy
             events.write(
                 "end",
                 step=outcome.step,
-                top1=outcome.accuracy.top1,
-                top5=outcome.accuracy.top5,
+                top1=accuracy.top1 if accuracy else None,
+                top5=accuracy.top5 if accuracy else None,
                 steps=outcome.step,
                 images=outcome.step * session.numbers.global_batch,
                 time_to_train_s=outcome.total_s,
-                status="done",
+                status="done" if accuracy else "stopped",
             )
     else:
         outcome = train(session, None, resume=resume)
@@ -86,6 +87,9 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     from cputrain.report.page import write_report  # matplotlib: a second that only the end needs
 
     accuracy = outcome.accuracy
+    if accuracy is None:
+        print(f"stopped by SIGUSR1    after step {outcome.step}, which is saved: --resume goes on from there")
+        return
     print(f"total training time  {outcome.trained_s:.1f} s (updates only)")
     print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
     print(f"top-1                {accuracy.top1:.2f} %")

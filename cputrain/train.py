@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from affinity.errors import InputError, RunError
 from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from cputrain.comm.group import gather, total
+from cputrain.comm.group import gather, job_store, total
 from cputrain.data.decode import Pixels, decode_training
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
@@ -27,6 +27,7 @@ from cputrain.engine import Normalize, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
 from cputrain.events import Events
 from cputrain.models.build import build_model
+from cputrain.notice import Notice
 from cputrain.optim.build import build_optimizer, set_rate
 from cputrain.optim.schedules import warmup_linear
 from cputrain.progress import Progress
@@ -75,15 +76,20 @@ class Training:
     normalize: Normalize
     progress: Progress
     events: Events | None
+    notice: Notice
     step: int
     best_top1: float
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a training ended: `trained_s` counts updates only, `total_s` also evaluations and checkpoints."""
+    """How a training ended: `trained_s` counts updates only, `total_s` also evaluations and checkpoints.
 
-    accuracy: Accuracy
+    `accuracy` is None where a notice has stopped it.
+    """
+
+    accuracy: Accuracy | None
     step: int
     trained_s: float
     total_s: float
@@ -106,6 +112,11 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
         seconds = time.perf_counter() - epoch_started
         trained_s += seconds
         average_batchnorm(training.network)
+        if training.stopped:
+            if session.leads:
+                _save(training, best=False)
+            dist.barrier()
+            break
         ends = training.step >= last_step
         accuracy = evaluate(training.network, session) if ends or due(epoch, recipe.evaluate.every_epochs) else None
         _report_epoch(training, epoch, sums, accuracy, seconds, (training.step - first) * numbers.global_batch)
@@ -113,10 +124,12 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
         if accuracy is not None and better:
             training.best_top1 = accuracy.top1
         if session.leads and (ends or better or due(epoch, recipe.checkpoint.every_epochs)):
-            _save(training, epoch, best=better)
+            _save(training, best=better)
         dist.barrier()  # nobody runs ahead of rank 0's writing
     training.progress.close()
-    if accuracy is None:  # resumed where nothing was left to do
+    if training.stopped:
+        accuracy = None
+    elif accuracy is None:  # resumed where nothing was left to do
         accuracy = evaluate(training.network, session)
     return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
 
@@ -150,13 +163,14 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         normalize=Normalize(recipe.data),
         progress=Progress(numbers.global_batch * done["step"], numbers.global_batch * last_step, shown=session.leads),
         events=events,
+        notice=Notice(job_store(), leads=session.leads),
         step=done["step"],
         best_top1=done["top1"],
     )
 
 
 def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
-    """Update until step `stop`, all of it inside one epoch's permutation."""
+    """Update until step `stop`, all of it inside one epoch's permutation, or until a notice."""
     recipe, numbers = training.session.recipe, training.session.numbers
     loaded = _batches(training.session, epoch, training.step, stop)
     sums = Sums()
@@ -184,6 +198,9 @@ def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
                 data_wait_s=data_wait_s,
                 comm_wait_s=comm_wait_s,
             )
+        if training.notice.is_last(training.step) and training.step < stop:
+            training.stopped = True
+            break
     return sums
 
 
@@ -276,8 +293,8 @@ def _report_epoch(
         )
 
 
-def _save(training: Training, epoch: int, *, best: bool) -> None:
-    recipe = training.session.recipe
+def _save(training: Training, *, best: bool) -> None:
+    recipe, epoch = training.session.recipe, training.step / training.session.numbers.steps_per_epoch
     path = save_checkpoint(
         recipe.folder / CHECKPOINTS,
         training.network,
@@ -288,4 +305,4 @@ def _save(training: Training, epoch: int, *, best: bool) -> None:
         best=best,
     )
     if training.events:
-        training.events.write("checkpoint", step=training.step, epoch=epoch + 1, path=str(path), best=best)
+        training.events.write("checkpoint", step=training.step, epoch=epoch, path=str(path), best=best)

@@ -19,6 +19,7 @@ from mpi.output import Stream
 from mpi.process import signal_group, start_rank
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
 from mpi.route import interface_to
+from mpi.signals import NOTICE
 from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
 
 POLL_S = 0.2
@@ -75,6 +76,7 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank-{rank.rank}.log"
     process = _start(rank, command)
+    signal.signal(NOTICE, lambda _number, _frame: process.send_signal(NOTICE))
     with path.open("wb") as log, selectors.DefaultSelector() as selector:
         streams = []
         for pipe, terminal in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -121,8 +123,11 @@ def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, l
         for key, _ in selector.select(POLL_S):
             if key.data is line:
                 messages = line.receive()
-                if messages is None or any(message.get("what") == "stop" for message in messages):
+                said = {"stop"} if messages is None else {message.get("what") for message in messages}
+                if "stop" in said:
                     return False
+                if "notice" in said:
+                    process.send_signal(NOTICE)
                 heard = time.monotonic()
             else:
                 _feed(selector, key)

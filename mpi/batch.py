@@ -15,7 +15,8 @@ from mpi.script import broken
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
 TIME = re.compile(r"(?:\d+-)?\d{1,3}(?::\d{2}){0,2}")
 SCHEDULERS = ("slurm", "pbs")
-LIMIT_NOTICE_S = 120  # between the notice that the time is up and the end of it: the ranks are ended, the job requeued
+LIMIT_NOTICE_S = 120  # between the notice that the time is up and the end of it: state is saved, the job requeued
+SAVE_S = 90  # of it, for the step in progress and the checkpoint; ranks that take longer are ended
 HOSTFILE = {"intelmpi": "$h:{ppn}", "mpich": "$h:{ppn}", "openmpi": "$h slots={ppn}"}
 
 
@@ -74,6 +75,7 @@ def job_script(batch: Batch, scheduler: str) -> str:
             delimiter=_delimiter(batch.recipe),
             launch=broken(batch.launch, 90),
             notice_s=LIMIT_NOTICE_S,
+            save_s=SAVE_S,
             hostfile_line=HOSTFILE.get(batch.launcher, "$h").format(ppn=batch.ppn),
         )
     )

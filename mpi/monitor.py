@@ -98,6 +98,11 @@ class Monitor:
         for seen in self.ranks.values():
             seen.line.send(what="stop")
 
+    def give_notice(self) -> None:
+        """Tell every agent to pass SIGUSR1 on to its rank."""
+        for seen in self.ranks.values():
+            seen.line.send(what="notice")
+
     def close(self) -> None:
         """Hang up on everybody: an agent that is left ends its rank then."""
         for key in list(self._selector.get_map().values()):

@@ -8,7 +8,9 @@ is one host's part, started on each of them by `run_preflight`.
 import argparse
 import hashlib
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,7 +42,8 @@ GIB = 1 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a host says of itself. `clock_s` is its clock minus the launching host's; `link_gbit` what it sent to its
-    neighbour in the ring, None where that failed or there is none."""
+    neighbour in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
+    is told to use and that the host's fi_info does not list."""
 
     host: str
     python: str
@@ -50,6 +53,7 @@ class Report:
     memory_bytes: int
     scratch_bytes: int
     allowed_pus: tuple[int, ...]
+    no_provider: str | None = None
     link_gbit: float | None = None
 
 
@@ -84,6 +88,11 @@ def judge(reports: Iterable[Report], plans: dict[str, Plan]) -> Verdict:
             verdict.wrong.append(
                 f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, its plan needs {need / GIB:.1f}"
             )
+        if report.no_provider:
+            verdict.doubtful.append(
+                f"{report.host}'s libfabric has no provider {report.no_provider} (fi_info -l): unless the MPI brings "
+                "its own, choose another --fabric"
+            )
         if abs(report.clock_s) > CLOCK_S:
             verdict.doubtful.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: look at its time service")
         if report.scratch_bytes < SCRATCH_BYTES:
@@ -112,7 +121,21 @@ def look(paths: tuple[str, ...], scratch: str, machine: Machine, now_s: float) -
         memory_bytes=free_kib * 1024,
         scratch_bytes=space.f_bavail * space.f_frsize,
         allowed_pus=machine.allowed_pus,
+        no_provider=missing_provider(os.environ.get("FI_PROVIDER")),
     )
+
+
+def missing_provider(wanted: str | None) -> str | None:
+    """The first of the wanted libfabric providers ("psm3", "tcp;ofi_rxm") that fi_info does not list; None without it.
+
+    "^" excludes providers: nothing is wanted then.
+    """
+    program = shutil.which("fi_info")
+    if wanted is None or wanted.startswith("^") or program is None:
+        return None
+    said = subprocess.run([program, "-l"], capture_output=True, text=True, check=False)
+    offered = {line.removesuffix(":") for line in said.stdout.splitlines() if line.endswith(":")}
+    return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
 
 
 def _version(package: str) -> str | None:

@@ -35,7 +35,8 @@ SSH_PORT, KNOCK_S, KNOCKS_AT_ONCE = 22, 3.0, 64
 def run_preflight(job: Job, launcher: Launcher, folder: Path) -> Verdict:
     """Ask every host. Raises RunError naming those that do not answer within 15 s (0.02 s more for each host)."""
     token = secrets.token_hex(8)
-    files = tuple(str(Path(word).resolve()) for word in job.command if Path(word).is_file())
+    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))  # noqa: PTH113
     with socket.create_server(("", 0), backlog=4096) as server, interruptible():
         where = f"{own_address(job.hosts)}:{server.getsockname()[1]}"
         alone = replace(

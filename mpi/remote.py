@@ -67,14 +67,14 @@ def run_remote(job: Job, launcher: Launcher, folder: Path) -> int:
     """Run the job to its end; 0 when all ranks ended well, 2 when all that failed refused their input.
 
     Raises RunError naming rank, host, its end or silence, its log and last lines. On SIGINT or SIGTERM stops
-    everything on all hosts and returns 128 + the signal.
+    everything on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
     """
     monitor = Monitor(token=secrets.token_hex(8))
     made = remote_start(job, launcher, folder, monitor)
     for path, text in ((job.plan_path, job_plan_json(job.kinds)), *made.files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    with interruptible():
+    with interruptible(monitor.give_notice):
         process: subprocess.Popen[bytes] | None = None
         adopt_orphans()
         try:

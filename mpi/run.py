@@ -18,7 +18,7 @@ from mpi.launch import local
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
 from mpi.rank import LOOPBACK
-from mpi.signals import STOPS, InterruptedBySignalError, interruptible
+from mpi.signals import NOTICE, STOPS, InterruptedBySignalError, interruptible
 
 POLL_S = 0.05
 GRACE_S = 5.0  # between asking a worker to stop and killing it
@@ -41,16 +41,16 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
 
     Output is labelled with its rank and also written to log_dir/rank-N.log. When one rank fails the others are
     stopped. Raises RunError naming the rank, its exit or signal, its log and last lines; on SIGINT or SIGTERM stops
-    everything and returns 128 + the signal. No process is left behind in any case.
+    everything and returns 128 + the signal; SIGUSR1 is passed on. No process is left behind in any case.
     """
     job.log_dir.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    with interruptible():
-        return _run(job, port, out or sys.stdout, err or sys.stderr)
-
-
-def _run(job: Job, port: int, out: TextIO, err: TextIO) -> int:
     workers: list[Worker] = []
+    with interruptible(lambda: _pass_notice_on(workers)):
+        return _run(job, port, workers, out or sys.stdout, err or sys.stderr)
+
+
+def _run(job: Job, port: int, workers: list[Worker], out: TextIO, err: TextIO) -> int:
     selector = selectors.DefaultSelector()
     try:
         for rank, (argv, variables) in enumerate(local(job, port)):
@@ -78,6 +78,11 @@ def _run(job: Job, port: int, out: TextIO, err: TextIO) -> int:
                 stream.close()
             worker.streams[0].log.close()
         selector.close()
+
+
+def _pass_notice_on(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.process.send_signal(NOTICE)
 
 
 def free_port() -> int:

@@ -1,11 +1,12 @@
-"""SIGINT and SIGTERM as an exception in the process that holds a job."""
+"""Signals in the process that holds a job: SIGINT and SIGTERM as an exception, SIGUSR1 passed on to the ranks."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+NOTICE = signal.SIGUSR1  # the time is nearly up: a training saves its state and stops
 
 
 class InterruptedBySignalError(Exception):
@@ -13,9 +14,11 @@ class InterruptedBySignalError(Exception):
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise InterruptedBySignalError at each stop signal, wherever the process is; afterwards as it was before."""
+def interruptible(pass_on: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Raise InterruptedBySignalError at each stop signal, wherever the process is, and call `pass_on` at a notice;
+    afterwards as it was before."""
     before = {number: signal.signal(number, _interrupt) for number in STOPS}
+    before[NOTICE] = signal.signal(NOTICE, lambda _number, _frame: pass_on())
     try:
         yield
     finally:

@@ -43,17 +43,21 @@ PartitionName=real Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=NO
 PartitionName=fake Nodes=c[001-256] MaxTime=INFINITE
 """
 READY_S = 30.0
+# A process for which the hosts' names lead here, and for nobody else.
+KNOWING = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm:
-    """A running cluster; `env` makes Slurm's commands talk to it."""
+    """A running cluster; `env` makes Slurm's commands talk to it, `hosts` is its /etc/hosts."""
 
     env: dict[str, str]
+    hosts: Path
 
     def run(self, *argv: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands."""
-        return subprocess.run(argv, cwd=cwd, env=self.env, input=text, capture_output=True, text=True, timeout=120)
+        command = (*KNOWING, str(self.hosts), *argv)
+        return subprocess.run(command, cwd=cwd, env=self.env, input=text, capture_output=True, text=True, timeout=120)
 
     def state(self, job: str, cwd: Path) -> str:
         """A job's state, as scontrol names it."""
@@ -77,9 +81,11 @@ def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
     env = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
     argvs = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{i}"] for i in (1, 2))]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    daemons = [subprocess.Popen(argv, env=env, **quiet) for argv in argvs]
+    hosts = folder / "hosts"
+    hosts.write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 n1 n2\n")
+    daemons = [subprocess.Popen([*KNOWING, str(hosts), *argv], env=env, **quiet) for argv in argvs]
     try:
-        slurm = Slurm(env=env)
+        slurm = Slurm(env=env, hosts=hosts)
         deadline = time.monotonic() + READY_S
         while slurm.run("sinfo", "-h", "-p", "real", "-t", "idle", "-o", "%D", cwd=folder).stdout.strip() != "2":
             assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()[-3000:]

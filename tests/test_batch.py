@@ -1,7 +1,9 @@
 """Job scripts: as they read, clean to shellcheck, safe from any value, and run by a real Slurm."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,8 +25,8 @@ from mpi.cluster import Kind, job_plan_json
 from mpi.fabric import settings_for
 from mpi.job import Job
 from mpi.launch import bound, start
-from mpi.launcher import newest
-from tests.conftest import cputrain, refused, write_images
+from mpi.launcher import find_launcher, newest
+from tests.conftest import cputrain, mpi_path, refused, write_images
 from tests.slurm_cluster import Slurm, slurm_cluster
 
 PLAIN = Batch(
@@ -248,7 +250,35 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     assert "requeued, to go on from the last checkpoint" in told
     starts = [event for event in read_events(place / "run") if event["event"] == "start"]
     ends = [event for event in read_events(place / "run") if event["event"] == "end"]
-    assert (len(starts), len(ends)) == (2, 1)
+    assert (len(starts), [end["status"] for end in ends]) == (2, ["stopped", "done"])
+    steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
+    assert steps_done == list(range(1, ends[-1]["steps"] + 1))  # none lost, none twice
+
+
+def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
+    """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
+    arguments = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
+    made = cputrain("job", "pbs", *SMALL, *arguments, *HERE, "--launcher", "intelmpi", cwd=place)
+    assert made.returncode == 0, made.stderr
+    (place / "nodes").write_text("localhost\n" * CORES)
+    path = {**os.environ, **mpi_path("intelmpi")}
+    env = {**path, **dict(find_launcher("intelmpi", path).variables)}
+    env |= {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(place), "PBS_NODEFILE": str(place / "nodes")}
+    job = subprocess.Popen(["bash", "-c", made.stdout], cwd=place, env=env, stdout=subprocess.PIPE, text=True)
+    events = place / "run/events.jsonl"
+    deadline = time.monotonic() + 120
+    while not (events.is_file() and '"step"' in events.read_text()):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 143 and "stopped by SIGUSR1" in said
+    again = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
+    assert steps_done == list(range(1, len(steps_done) + 1)) and read_events(place / "run")[-1]["status"] == "done"
+    finished = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True)
+    assert finished.returncode == 0 and "run is finished" in finished.stdout
 
 
 @pytest.mark.parametrize("binder", ["self", "launcher"])
@@ -276,6 +306,30 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     workers = [list(worker.pus) for worker in plan.workers]
     assert said == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
+
+
+TOGETHER = """
+import os, torch, torch.distributed as dist, torch.distributed.nn.functional
+dist.init_process_group("gloo")
+sum = torch.ones(1)
+dist.all_reduce(sum)
+os.write(1, f"rank {dist.get_rank()} sum {int(sum)} pus {sorted(os.sched_getaffinity(0))}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_path: Path) -> None:
+    """The pre-flight, the monitor and its agents, all through srun; then a rank that fails is named."""
+    launch = ("salloc", "-N2", "--exclusive", sys.executable, "-m", "cputrain", "launch", "--ppn", str(CORES))
+    ran = slurm.run(*launch, "--", sys.executable, "-c", TOGETHER, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "pre-flight: 2 hosts are alike and answer" in ran.stderr
+    said = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", ran.stdout))
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
+    assert said == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)]
+    fails = ("--no-preflight", "--", "sh", "-c", 'test "$RANK" = 1 && exit 3; exec sleep 60')
+    failed = slurm.run(*launch, *fails, cwd=tmp_path)
+    assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
 
 
 @pytest.mark.parametrize(

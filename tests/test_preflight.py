@@ -10,8 +10,8 @@ import pytest
 from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.workload import RESNET50
-from mpi.preflight import Report, judge
-from tests.conftest import build_machine
+from mpi.preflight import Report, judge, missing_provider
+from tests.conftest import build_machine, need
 from tests.fake_hosts import fake_hosts
 from tests.test_remote import launch_on
 
@@ -53,6 +53,7 @@ def test_equal_hosts_are_right() -> None:
         ({"clock_s": -7.25}, "", "h3's clock is -7.2 s off"),
         ({"scratch_bytes": 0}, "", "h3 has 0.0 GiB of scratch"),
         ({"link_gbit": 1.0}, "", "h3 sends 1.00 Gbit/s"),
+        ({"no_provider": "psm3"}, "", "h3's libfabric has no provider psm3"),
     ],
 )
 def test_a_host_that_is_not_like_the_others_is_named(changes: dict, wrong: str, doubtful: str) -> None:
@@ -82,3 +83,10 @@ def test_hosts_are_asked_before_a_job(tmp_path: Path) -> None:
         lost = launched("c")
         assert lost.returncode == 1 and "ran" not in lost.stdout
         assert "no answer from h3" in lost.stderr, lost.stderr
+
+
+def test_the_real_fi_info_tells_which_providers_there_are() -> None:
+    need("libfabric-bin", "fi_info")
+    assert missing_provider("tcp") is None and missing_provider("tcp;shm") is None
+    assert missing_provider("tcp;mlx") == "mlx"
+    assert missing_provider("^mlx") is None and missing_provider(None) is None

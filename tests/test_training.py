@@ -269,3 +269,29 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert [b["threads"] for b in start["bindings"]] == [len(this_machine().allowed_cores)]
     variables = json.loads((place / "run/environment.json").read_text())["variables"]
     assert variables["OMP_PROC_BIND"] == "close"
+
+
+def test_a_notice_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
+    """The losses of the interrupted training, step by step, are those of one that was left alone."""
+    arguments = ("train", "imagefolder", *SMALL, "epochs=4", "checkpoint.every_epochs=4", "evaluate.every_epochs=4")
+    alone = cputrain(*arguments, "output=alone", cwd=place)
+    assert alone.returncode == 0, alone.stderr
+    command = [sys.executable, "-m", "cputrain", *arguments]
+    events = place / "run/events.jsonl"
+    process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (events.is_file() and '"step"' in events.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGUSR1" in out, err
+    end = read_events(place / "run")[-1]
+    assert end["status"] == "stopped" and 0 < end["steps"] < read_events(place / "alone")[-1]["steps"]
+    resumed = cputrain(*arguments, "--resume", cwd=place)
+    assert resumed.returncode == 0, resumed.stderr
+
+    def losses(run: str) -> list[tuple[int, float]]:
+        return [(event["step"], event["loss"]) for event in read_events(place / run) if event["event"] == "step"]
+
+    assert losses("run") == losses("alone")

@@ -101,7 +101,8 @@ def _launch(launcher: str, asked: Asked, ranks: int) -> tuple[str, ...]:
         return (program, "-np", str(ranks), "--map-by", "slot", "--bind-to", "none", *passed, "--hostfile")
     if launcher == "mpich":
         return (program, "-n", str(ranks), "-bind-to", "none", "-f")
-    return (program, "-np", str(ranks), "-genv", "I_MPI_PIN", "0", "-machinefile")
+    # Intel's mpirun is a shell script, which a signal for the ranks would end.
+    return ("mpiexec.hydra", "-np", str(ranks), "-genv", "I_MPI_PIN", "0", "-machinefile")
 
 
 def _submit(script: str, scheduler: str, chain: int) -> None:

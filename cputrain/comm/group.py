@@ -13,6 +13,7 @@ import torch.distributed as dist
 # Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
 # gloo's threads would then outlive destroy_process_group and abort the interpreter's exit now and then.
 import torch.distributed.nn.functional
+from torch._C._distributed_c10d import Store
 
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
@@ -37,6 +38,11 @@ def start_group(rank: Rank, worker: WorkerPlan) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     with running_on(worker.comm_pus or worker.compute_pus):
         dist.init_process_group("gloo")
+
+
+def job_store() -> Store:
+    """The store that the job's ranks met in."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def end_group() -> None:

@@ -37,6 +37,8 @@ def _summary(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     end = next((e for e in reversed(events) if e["event"] == "end"), None)
     if end is None:
         return [("status", "not finished")]
+    if end["top1"] is None:
+        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on")]
     return [
         ("status", end["status"]),
         ("top-1", f"{end['top1']:.2f} %"),

@@ -22,7 +22,7 @@ python=(python)
 # What an earlier job has done is gone on from; what it has finished is left alone.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
-    if grep -q '"event": "end"' "$output/events.jsonl"; then
+    if grep -q '"status": "done"' "$output/events.jsonl"; then
         echo "$output is finished"
         exit 0
     fi
@@ -31,7 +31,7 @@ fi
 
 # Made on the first host; every rank checks that its own host gave it just this.
 "${python[@]}" -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
---ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
+    --ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
 
 MASTER_ADDR="$(hostname)"
 MASTER_PORT=$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))
@@ -53,7 +53,8 @@ mpirun -np 512 -genv I_MPI_PIN 0 -machinefile "$files/hosts" \
     "${python[@]}" -m affinity.bind --plan "$files/plan.json" -- \
     "${python[@]}" -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 ranks=$!
-# The time is up: PBS tells first; end the ranks, for the next job of the chain to go on from the last checkpoint.
-trap 'kill -TERM "$ranks" 2> /dev/null || true; wait "$ranks" || true; exit 143' TERM
+# The time is up: PBS tells first, and kills after its kill_delay. The ranks save their state and end; the next job of
+# the chain goes on from there.
+trap 'kill -USR1 "$ranks" 2> /dev/null || true; wait "$ranks" || true; exit 143' TERM
 wait "$ranks"
 

@@ -36,7 +36,7 @@ python=("$container" exec --bind "$PWD" 'image'"'"'s.sif' python)
 # What an earlier job has done is gone on from; what it has finished is left alone.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
-    if grep -q '"event": "end"' "$output/events.jsonl"; then
+    if grep -q '"status": "done"' "$output/events.jsonl"; then
         echo "$output is finished"
         exit 0
     fi
@@ -45,7 +45,7 @@ fi
 
 # Made on the first host; every rank checks that its own host gave it just this.
 "${python[@]}" -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
---ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
+    --ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
 
 MASTER_ADDR="$(hostname)"
 MASTER_PORT=$((29500 + SLURM_JOB_ID % 1000))
@@ -65,9 +65,14 @@ each_host=(srun --nodes=256 --ntasks=256 --ntasks-per-node=1)
 unstage() { "${each_host[@]}" rm -rf -- "$stage" || true; }
 trap unstage EXIT
 settings+=("data.path=$stage")
-# The time is nearly up: end the ranks and queue this job again; it goes on from its last checkpoint.
+# The time is nearly up: the ranks save their state and end; this job is queued again and goes on from there.
 requeue() {
     echo "time limit: requeued, to go on from the last checkpoint"
+    kill -USR1 "$ranks" 2> /dev/null || true
+    for ((i = 0; i < 90; i++)); do
+        kill -0 "$ranks" 2> /dev/null || break
+        sleep 1
+    done
     kill -TERM "$ranks" 2> /dev/null || true
     wait "$ranks" || true
     scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"

@@ -25,7 +25,7 @@ python=(python)
 # What an earlier job has done is gone on from; what it has finished is left alone.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
-    if grep -q '"event": "end"' "$output/events.jsonl"; then
+    if grep -q '"status": "done"' "$output/events.jsonl"; then
         echo "$output is finished"
         exit 0
     fi
@@ -34,7 +34,7 @@ fi
 
 # Made on the first host; every rank checks that its own host gave it just this.
 "${python[@]}" -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
---ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
+    --ppn 2 --nodes 256 --fabric opa --format json > "$files/plan.json"
 
 MASTER_ADDR="$(hostname)"
 MASTER_PORT=$((29500 + SLURM_JOB_ID % 1000))
@@ -47,9 +47,14 @@ export I_MPI_FABRICS=shm:ofi  # shared memory inside a host, libfabric between h
 export CCL_ATL_TRANSPORT=mpi  # oneCCL over MPI, which has been started anyway and has chosen its provider
 export CCL_ALLREDUCE=rabenseifner  # assumed, not measured: for large gradients bandwidth decides
 
-# The time is nearly up: end the ranks and queue this job again; it goes on from its last checkpoint.
+# The time is nearly up: the ranks save their state and end; this job is queued again and goes on from there.
 requeue() {
     echo "time limit: requeued, to go on from the last checkpoint"
+    kill -USR1 "$ranks" 2> /dev/null || true
+    for ((i = 0; i < 90; i++)); do
+        kill -0 "$ranks" 2> /dev/null || break
+        sleep 1
+    done
     kill -TERM "$ranks" 2> /dev/null || true
     wait "$ranks" || true
     scontrol requeue "$SLURM_JOB_ID"
