@@ -25,13 +25,12 @@ class Line:
 
     def send(self, **message: Any) -> bool:
         """Send a message; False when the other end is gone or takes no more."""
-        self.connection.settimeout(SEND_S)
         try:
+            self.connection.settimeout(SEND_S)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.setblocking(False)
         except OSError:
             return False
-        finally:
-            self.connection.setblocking(False)
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:
