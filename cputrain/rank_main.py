@@ -38,9 +38,11 @@ def train_rank(
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
     bindings = gather(binding_record(session))
     if session.leads:
-        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(), indent=1).encode())
+        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session.group), indent=1).encode())
         with Events(recipe.folder) as events:
-            events.write("start", recipe=recipe.name, workers=rank.world_size, bindings=bindings)
+            events.write(
+                "start", recipe=recipe.name, workers=rank.world_size, backend=session.group.backend, bindings=bindings
+            )
             outcome = train(session, events, resume=resume)
             accuracy = outcome.accuracy
             events.write(
@@ -55,7 +57,7 @@ def train_rank(
             )
     else:
         outcome = train(session, None, resume=resume)
-    end_group()
+    end_group(session.group)
     if session.leads:
         _say_end(session, outcome)
 
@@ -69,7 +71,7 @@ def eval_rank(
     load_checkpoint(checkpoint, network)
     accuracy = evaluate(network, session)
     damaged = sorted(name for names in gather(accuracy.damaged) for name in names)
-    end_group()
+    end_group(session.group)
     if session.leads:
         if damaged:
             print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")

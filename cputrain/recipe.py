@@ -117,8 +117,10 @@ class CheckpointSection(Section):
 class CommSection(Section):
     """How gradients travel."""
 
-    backend: Literal["auto", "gloo"] = "auto"
-    """The c10d backend; auto: gloo."""
+    backend: Literal["auto", "ccl", "gloo"] = "auto"
+    """The c10d backend; auto: ccl (oneCCL) where every rank can use it, else gloo."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank waits in a collective for the others."""
 
 
 class PlanSection(Section):

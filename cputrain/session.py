@@ -12,7 +12,7 @@ from affinity.errors import InputError
 from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of
 from affinity.plan import WorkerPlan
 from cputrain import __version__
-from cputrain.comm.group import gather, start_group
+from cputrain.comm.group import Group, gather, start_group
 from cputrain.data.source import Dataset, open_dataset
 from cputrain.derivation import Numbers, derive
 from cputrain.recipe import Recipe
@@ -35,6 +35,7 @@ class Session:
     observed: Observed
     dataset: Dataset
     numbers: Numbers
+    group: Group
     batches: tuple[int, ...]
     team: tuple[Thread, ...]
     memory_share: dict[int, float]
@@ -77,7 +78,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         nodes=rank.world_size // rank.local_world_size,
         images=len(dataset.train),
     )
-    start_group(rank, worker)
+    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s)
     return Session(
         recipe=recipe,
         rank=rank,
@@ -85,6 +86,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         observed=observed,
         dataset=dataset,
         numbers=numbers,
+        group=group,
         batches=_batches(recipe, worker),
         team=team,
         memory_share=share,
@@ -107,8 +109,8 @@ def _batches(recipe: Recipe, worker: WorkerPlan) -> tuple[int, ...]:
     return batches
 
 
-def describe_environment() -> dict[str, Any]:
-    """What the run was made with: versions, kernel, CPU features, and the variables that matter."""
+def describe_environment(group: Group) -> dict[str, Any]:
+    """What the run was made with: versions, backend, kernel, CPU features, and the variables that matter."""
     telling = (
         "OMP_",
         "KMP_",
@@ -128,6 +130,8 @@ def describe_environment() -> dict[str, Any]:
         "cputrain": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "backend": group.backend,
+        "backend_why": group.why,
         "torch_build": torch.__config__.show().split("\n"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),

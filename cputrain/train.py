@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from affinity.errors import InputError, RunError
 from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from cputrain.comm.group import gather, job_store, total
+from cputrain.comm.group import gather, total
 from cputrain.data.decode import Pixels, decode_training
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
@@ -163,7 +163,7 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         normalize=Normalize(recipe.data),
         progress=Progress(numbers.global_batch * done["step"], numbers.global_batch * last_step, shown=session.leads),
         events=events,
-        notice=Notice(job_store(), leads=session.leads),
+        notice=Notice(session.group.store, leads=session.leads),
         step=done["step"],
         best_top1=done["top1"],
     )

@@ -221,24 +221,28 @@ def test_torchrun_can_start_the_trainer(place: Path) -> None:
 def test_the_group_s_threads_end_with_it() -> None:
     """Threads of gloo that live on abort the interpreter's exit now and then."""
     code = """
-import os
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-from affinity.observe import observe
-from cputrain.comm.group import end_group, gather
+import os, sys
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
+from affinity.sysfs import this_machine
+from cputrain.comm.group import end_group, gather, start_group
 from cputrain.rank_main import build_model
 from cputrain.recipe import ModelSection
+from mpi.rank import Rank
 import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
+rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="env")
+worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
+group = start_group(rank, worker, sys.argv[1], 60.0)
 model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3))
 model(torch.zeros(2, 3, 32, 32)).sum().backward()
 gather(1)
 del model
-end_group()
+end_group(group)
 names = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
-print([name for name in names if "gloo" in name])
+print([name for name in names if "gloo" in name or "watchdog" in name])
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code, "gloo"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 

@@ -5,6 +5,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -13,21 +15,36 @@ import torch.distributed as dist
 # Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
 # gloo's threads would then outlive destroy_process_group and abort the interpreter's exit now and then.
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as meet
 
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
+from cputrain.comm import ccl
+from cputrain.comm.choice import choose
+from cputrain.comm.watchdog import Watchdog
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
 from mpi.route import interface_to
 
 T = TypeVar("T")
 
 
-def start_group(rank: Rank, worker: WorkerPlan) -> None:
-    """Join the job's gloo group; its threads run on the worker's comm PUs, or on its compute PUs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A job's process group: its backend and why that one, the store that its ranks met in, who watches over it."""
 
-    Raises InputError when the launcher says nothing of where rank 0 is and the job has several hosts.
+    backend: str
+    why: str
+    store: Store
+    watchdog: Watchdog
+
+
+def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) -> Group:
+    """Join the job's group; its threads run on the worker's comm PUs, or on its compute PUs.
+
+    Raises InputError when the launcher says nothing of where rank 0 is and the job has several hosts, InputError or
+    RunError where the backend asked for cannot be used.
     """
     one_host = rank.world_size == rank.local_world_size
     if "MASTER_ADDR" not in os.environ and not one_host:
@@ -36,28 +53,58 @@ def start_group(rank: Rank, worker: WorkerPlan) -> None:
     os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", MASTER_PORT))))
     if not one_host and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_to(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+    store, _, _ = next(meet("env://"))
+    chosen, why = choose(backend, rank, store)
     with running_on(worker.comm_pus or worker.compute_pus):
-        dist.init_process_group("gloo")
+        dist.init_process_group(
+            chosen,
+            store=PrefixStore("group", store),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    watchdog = ccl.watchdog if chosen == "ccl" else _watch_gloo(rank, store)
+    assert watchdog is not None
+    return Group(backend=chosen, why=why, store=store, watchdog=watchdog)
 
 
-def job_store() -> Store:
-    """The store that the job's ranks met in."""
-    return dist.distributed_c10d._get_default_store()
+def _watch_gloo(rank: Rank, store: Store) -> Watchdog:
+    def waits_in() -> tuple[str | None, int]:
+        number = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        return f"gloo's collective #{number} or before the next", number
+
+    return Watchdog(
+        PrefixStore("watchdog", store.clone()),  # type: ignore[attr-defined]
+        rank=rank.rank,
+        world_size=rank.world_size,
+        waits_in=waits_in,
+        note=_nothing,
+        fail=_nothing,
+    )
 
 
-def end_group() -> None:
+def _nothing(_text: str) -> None:
+    """gloo takes neither notes nor an end."""
+
+
+def end_group(group: Group) -> None:
     """Leave the group and end its threads."""
+    group.watchdog.stop()
+    dist.barrier()  # nobody leaves whom another's watchdog still wants to hear
     gc.collect()  # DDP's reference cycles hold the group too
     dist.destroy_process_group()
 
 
 @contextmanager
 def naming_lost_peers(rank: int) -> Iterator[None]:
-    """Turn gloo's word for a peer that is gone into one line (the peer itself is named by who started it)."""
+    """Turn a backend's word for a peer that is gone into one line (the peer itself is named by who started it)."""
     try:
         yield
     except RuntimeError as error:
+        said = str(error).splitlines()[0] if str(error) else ""
         found = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
+        if said.startswith("ccl: ") or ("; rank " in said and "no sign of life" in said):
+            raise RunError(f"rank {rank}: {said.removeprefix('ccl: ')}") from error
         if "gloo" not in str(error) or found is None:
             raise
         raise RunError(f"rank {rank} lost a peer ({found.group()}): see the rank that ended first") from error

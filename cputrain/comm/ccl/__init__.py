@@ -1,0 +1,100 @@
+"""oneCCL as a c10d backend for CPU tensors: import this, then torch.distributed.init_process_group("ccl")."""
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, PrefixStore, get_debug_level
+
+from cputrain.comm.ccl.build import ensure_built, load
+from cputrain.comm.ccl.environment import check_host, settings
+from cputrain.comm.ccl.libraries import find_libraries
+from cputrain.comm.watchdog import Watchdog
+from mpi.fabric import Setting
+from mpi.rank import Rank, discover
+
+BACKEND = "ccl"
+chosen: tuple[Setting, ...] = ()
+"""What was set for oneCCL in this process, and why; empty before the first group."""
+
+watchdog: Watchdog | None = None
+"""Who watches over the default group."""
+
+_extension: ModuleType | None = None
+
+
+def extension(rank: Rank) -> ModuleType:
+    """The compiled backend, loaded with the environment that it needs.
+
+    Raises InputError or RunError where something it needs is missing, naming it and the remedy.
+    """
+    global _extension, chosen  # noqa: PLW0603  libraries load once in a process
+    if _extension is None:
+        libraries = find_libraries(os.environ)
+        check_host(rank, os.environ)
+        chosen = settings(libraries, rank, os.environ)
+        path = ensure_built(libraries, os.environ)
+        os.environ.update({name: value for name, value, _ in chosen})
+        _extension = load(path)
+        sys.addaudithook(_refuse_fork)
+    return _extension
+
+
+def _refuse_fork(event: str, _arguments: tuple[Any, ...]) -> None:
+    """A forked child would share oneCCL's and MPI's memory and connections with its parent."""
+    if event in ("os.fork", "os.forkpty") and dist.is_initialized():
+        raise RuntimeError(
+            "fork after the ccl group was made: oneCCL and MPI do not survive it: use threads, or the spawn method of "
+            "multiprocessing and DataLoader (multiprocessing_context='spawn')"
+        )
+
+
+def _create(options: Any, _backend_options: Any) -> Any:
+    rank = discover(os.environ) or Rank(
+        rank=options.group_rank,
+        world_size=options.group_size,
+        local_rank=options.group_rank,
+        local_world_size=options.group_size,
+        launcher="script",
+    )
+    loaded = extension(rank)
+    backend = loaded.CclBackend(
+        options.store, options.group_rank, options.group_size, options.timeout.total_seconds(), options.group_id
+    )
+    if not dist.is_initialized():
+        _watch(options, loaded)
+    if get_debug_level() == DebugLevel.DETAIL:
+        # Compares what all ranks are about to do, over gloo, before each collective.
+        return dist.distributed_c10d._create_process_group_wrapper(
+            wrapped_pg=backend,
+            store_prefix=options.group_id,
+            store=options.store,
+            rank=options.group_rank,
+            world_size=options.group_size,
+            timeout=options.timeout,
+        )
+    return backend
+
+
+def _watch(options: Any, loaded: ModuleType) -> None:
+    global watchdog  # noqa: PLW0603  one default group in a process
+    if watchdog is not None:
+        watchdog.stop()
+
+    def waits_in() -> tuple[str | None, int]:
+        description, number = loaded.waits_in()
+        return description or None, number
+
+    watchdog = Watchdog(
+        PrefixStore("watchdog", options.store.clone()),
+        rank=options.group_rank,
+        world_size=options.group_size,
+        waits_in=waits_in,
+        note=loaded.note,
+        fail=loaded.abort,
+    )
+
+
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,214 @@
+#include "engine.hpp"
+
+#include <ATen/core/grad_mode.h>
+#include <pthread.h>
+
+namespace cputrain {
+
+namespace {
+
+constexpr auto kShortestRest = std::chrono::microseconds(20);
+constexpr auto kLongestRest = std::chrono::microseconds(500);
+constexpr int kSpins = 2000;  // looks of a waiting caller before it gives way between two of them
+
+}  // namespace
+
+Operation::Operation(
+    int rank,
+    c10d::OpType type,
+    const std::string& title,
+    std::string description,
+    uint64_t sequence,
+    std::chrono::milliseconds timeout,
+    std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, type, title.c_str()),
+      description_(std::move(description)),
+      sequence_(sequence),
+      started_(Clock::now()),
+      deadline_(started_ + timeout),
+      outputs_(std::move(outputs)),
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+bool Operation::isCompleted() {
+  if (!future_->completed()) {
+    Engine::instance().drive();
+  }
+  return future_->completed();
+}
+
+bool Operation::isSuccess() const {
+  return future_->completed() && !future_->hasError();
+}
+
+std::exception_ptr Operation::exception() const {
+  return future_->hasError() ? future_->exception_ptr() : nullptr;
+}
+
+std::vector<at::Tensor> Operation::result() {
+  return outputs_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
+  return future_;
+}
+
+uint64_t Operation::getSequencenumber() const {
+  return sequence_;
+}
+
+bool Operation::wait(std::chrono::milliseconds timeout) {
+  auto& engine = Engine::instance();
+  const auto deadline = timeout == kNoTimeout ? deadline_ : Clock::now() + timeout;
+  engine.waiting_++;
+  for (int looks = 0; !future_->completed(); looks++) {
+    engine.drive();
+    if (looks > kSpins) {
+      std::this_thread::yield();
+      if (Clock::now() > deadline) {
+        engine.time_out(*this);
+        break;
+      }
+    }
+  }
+  engine.waiting_--;
+  engine.work_.notify_one();
+  if (future_->hasError()) {
+    std::rethrow_exception(future_->exception_ptr());
+  }
+  return true;
+}
+
+// Never destroyed: its thread runs to the process's end.
+Engine& Engine::instance() {
+  static Engine* engine = new Engine();
+  return *engine;
+}
+
+Engine::Engine() {
+  std::thread([this] { run(); }).detach();
+}
+
+void Engine::submit(
+    const c10::intrusive_ptr<Operation>& operation,
+    std::function<Events()> launch,
+    std::function<void()> finish) {
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(aborted_.empty(), aborted_);
+    operation->launch_ = std::move(launch);
+    operation->finish_ = std::move(finish);
+    try {
+      operation->events_ = operation->launch_();
+    } catch (const ccl::exception& error) {
+      TORCH_CHECK(false, "oneCCL refused ", operation->description_, ": ", error.what());
+    }
+    pending_.push_back(operation);
+  }
+  work_.notify_one();
+}
+
+bool Engine::drive() {
+  std::list<c10::intrusive_ptr<Operation>> done;
+  std::string error;
+  {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+      return false;
+    }
+    try {
+      for (auto at = pending_.begin(); at != pending_.end();) {
+        auto& events = (*at)->events_;
+        while (!events.empty() && events.back().test()) {
+          events.pop_back();
+        }
+        auto next = std::next(at);
+        if (events.empty()) {
+          done.splice(done.end(), pending_, at);
+        }
+        at = next;
+      }
+    } catch (const ccl::exception& failure) {
+      error = failure.what();
+    }
+  }
+  // Outside the lock: what waits for a future may submit the next operation.
+  for (const auto& operation : done) {
+    try {
+      const at::NoGradGuard unrecorded;
+      operation->finish_();
+      if (operation->recordFunctionEndCallback_) {
+        operation->recordFunctionEndCallback_();
+      }
+      operation->launch_ = nullptr;
+      operation->finish_ = nullptr;
+      operation->future_->markCompleted(operation->outputs_);
+    } catch (const std::exception& failure) {
+      operation->future_->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(failure.what())));
+    }
+  }
+  if (!error.empty()) {
+    abort("oneCCL failed: " + error);
+  }
+  return true;
+}
+
+void Engine::run() {
+  pthread_setname_np(pthread_self(), "cputrain-ccl");
+  auto rest = kShortestRest;
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      work_.wait(lock, [this] { return !pending_.empty() && waiting_ == 0; });
+    }
+    const auto before = pending().size();
+    drive();
+    rest = pending().size() < before ? kShortestRest : std::min(2 * rest, kLongestRest);
+    std::this_thread::sleep_for(rest);
+  }
+}
+
+void Engine::note(std::string absent) {
+  const std::lock_guard lock(mutex_);
+  absent_ = std::move(absent);
+}
+
+void Engine::time_out(const Operation& operation) {
+  std::string absent;
+  {
+    const std::lock_guard lock(mutex_);
+    absent = absent_.empty() ? "" : "; " + absent_;
+  }
+  const auto waited = std::chrono::duration<double>(operation.deadline_ - operation.started_).count();
+  abort(c10::str("ccl: Timed out after ", waited, " s in ", operation.description_, absent));
+}
+
+void Engine::abort(const std::string& reason) {
+  std::list<c10::intrusive_ptr<Operation>> lost;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) {
+      return;
+    }
+    aborted_ = reason;
+    lost = pending_;  // they stay there too: their buffers may still be written to
+  }
+  for (const auto& operation : lost) {
+    operation->future_->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(reason)));
+  }
+}
+
+std::unique_lock<std::mutex> Engine::enter() {
+  return std::unique_lock(mutex_);
+}
+
+std::vector<c10::intrusive_ptr<Operation>> Engine::pending() {
+  const std::lock_guard lock(mutex_);
+  return {pending_.begin(), pending_.end()};
+}
+
+bool Engine::idle() {
+  const std::lock_guard lock(mutex_);
+  return pending_.empty();
+}
+
+}  // namespace cputrain

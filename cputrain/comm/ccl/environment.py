@@ -1,0 +1,99 @@
+"""What oneCCL, Intel MPI and libfabric read from the environment, decided before they load; the user's own stays."""
+
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+from affinity.errors import InputError
+from cputrain.comm.ccl.libraries import Libraries
+from mpi.fabric import Setting
+from mpi.rank import Rank
+from mpi.route import interface_to
+
+SHM = Path("/dev/shm")
+SHM_BYTES_PER_RANK = 32 << 20
+# Providers that register memory with the network card.
+PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
+LOCKED_BYTES = 64 << 20
+OTHER_MPI = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun"}
+
+
+def transport_of(env: Mapping[str, str], world_size: int) -> tuple[str, str]:
+    """ "mpi" or "ofi", and why. Raises InputError where the user wants MPI and its ranks cannot meet.
+
+    MPI is there for ranks that a process manager of its own kind has started: Intel MPI's and MPICH's mpirun, srun with
+    PMI-2. All others meet through the job's store and talk over libfabric.
+    """
+    asked = env.get("CCL_ATL_TRANSPORT")
+    other = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
+    managed = other is None and "PMI_RANK" in env and env.get("PMI_SIZE", "") == str(world_size)
+    if asked == "mpi" and not managed:
+        starter = other or "a launcher without Intel MPI's process manager (PMI)"
+        raise InputError(
+            f"CCL_ATL_TRANSPORT=mpi, but this rank was started by {starter}: start it with Intel MPI's mpirun or "
+            "srun --mpi=pmi2, or unset the variable"
+        )
+    if asked:
+        return asked, "CCL_ATL_TRANSPORT is set"
+    if managed:
+        return "mpi", "the launcher speaks PMI"
+    return "ofi", f"started by {other}" if other else "no process manager (PMI) has started this rank"
+
+
+def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Variable, value and reason of all that is not set yet."""
+    transport, why = transport_of(env, rank.world_size)
+    root = libraries.mpi.parent.parent
+    found: list[Setting] = [
+        ("CCL_ATL_TRANSPORT", transport, why),
+        ("CCL_ROOT", str(libraries.include.parent), "where oneCCL lies"),
+        ("I_MPI_ROOT", str(root), "where Intel MPI lies"),
+        ("FI_PROVIDER_PATH", str(libraries.fabric.parent), "libfabric's providers come with Intel MPI"),
+        ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "not whichever libmpi is found first"),
+        ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric that the providers belong to"),
+        ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "one libfabric in a process"),
+        ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "one libfabric in a process"),
+        ("CCL_LOG_LEVEL", "error", "each variable set here would be warned of"),
+    ]
+    if transport == "ofi":
+        found += [
+            ("CCL_PROCESS_LAUNCHER", "none", "ranks meet through the job's store"),
+            ("CCL_LOCAL_RANK", str(rank.local_rank), "told by the launcher"),
+            ("CCL_LOCAL_SIZE", str(rank.local_world_size), "told by the launcher"),
+        ]
+    else:
+        found += [
+            ("CCL_PROCESS_LAUNCHER", "hydra", "ranks are told by PMI"),
+            ("I_MPI_THREAD_SPLIT", "0", "oneCCL is entered by one thread at a time"),
+        ]
+    if "CCL_WORKER_AFFINITY" not in env:
+        found.append(
+            ("CCL_WORKER_OFFLOAD", "0", "no comm cores: oneCCL's spinning threads would take turns with the computing")
+        )
+    if rank.local_world_size < rank.world_size and (interface := interface_to(env.get("MASTER_ADDR", ""))):
+        found += [
+            ("CCL_KVS_IFACE", interface, "the way to rank 0's host"),
+            ("FI_TCP_IFACE", interface, "the way to rank 0's host"),
+        ]
+    return tuple(setting for setting in found if setting[0] not in env)
+
+
+def check_host(rank: Rank, env: Mapping[str, str]) -> None:
+    """Raise InputError where this host lets oneCCL and MPI fail later, and without a reason."""
+    if rank.local_world_size > 1:
+        space = os.statvfs(SHM) if SHM.is_dir() else None
+        found = space.f_blocks * space.f_frsize if space else 0
+        if found < rank.local_world_size * SHM_BYTES_PER_RANK:
+            raise InputError(
+                f"{SHM} has {found >> 20} MiB, {rank.local_world_size} ranks that share memory need "
+                f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20}: enlarge it (docker --shm-size=2g), or set "
+                "comm.backend=gloo"
+            )
+    provider = next((name for name in PINNING if name in env.get("FI_PROVIDER", "")), None)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if provider and limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
+        raise InputError(
+            f"FI_PROVIDER={provider} registers memory, but this process may lock {limit >> 10} KiB only: raise the "
+            "limit (ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK), or use FI_PROVIDER=tcp"
+        )
