@@ -121,6 +121,10 @@ class CommSection(Section):
     """The c10d backend; auto: ccl (oneCCL) where every rank can use it, else gloo."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long a rank waits in a collective for the others."""
+    bucket_mb: Annotated[float, Field(gt=0)] | Auto = "auto"
+    """MiB of gradients sent at a time; auto: from what all-reduces take at the start."""
+    compression: Literal["none", "bf16"] = "none"
+    """bf16: gradients travel as bfloat16, with the rounding carried over to the next step."""
 
 
 class PlanSection(Section):

@@ -9,17 +9,16 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
+from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from affinity.errors import InputError, RunError
 from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.group import gather, total
+from cputrain.comm.hooks import HOOKS, CommClock
 from cputrain.data.decode import Pixels, decode_training
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
@@ -31,6 +30,7 @@ from cputrain.notice import Notice
 from cputrain.optim.build import build_optimizer, set_rate
 from cputrain.optim.schedules import warmup_linear
 from cputrain.progress import Progress
+from cputrain.recipe import CommSection
 from cputrain.run_folder import CHECKPOINTS
 from cputrain.session import Session
 
@@ -40,18 +40,6 @@ SYNC_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in signature(DistributedDataParallel).parameters
 )
-
-
-@dataclass(slots=True)
-class CommClock:
-    """When a step's last gradient was ready: what the backward pass takes after that is waiting for communication."""
-
-    last_ready_s: float = 0.0
-
-    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's own averaging, with the time noted."""
-        self.last_ready_s = time.perf_counter()
-        return allreduce_hook(group, bucket)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -151,8 +139,10 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         )
     # DDP sends rank 0's weights to all. Running statistics stay each rank's own until they are averaged to evaluate.
     keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
-    model = DistributedDataParallel(network, gradient_as_bucket_view=True, **keep_buffers)
-    clock = CommClock()
+    model = DistributedDataParallel(
+        network, gradient_as_bucket_view=True, bucket_cap_mb=_bucket_mb(recipe.comm, network), **keep_buffers
+    )
+    clock = HOOKS[recipe.comm.compression]()
     model.register_comm_hook(None, clock.hook)
     return Training(
         session=session,
@@ -167,6 +157,14 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         step=done["step"],
         best_top1=done["top1"],
     )
+
+
+def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
+    """MiB of a bucket of gradients; measured where the recipe leaves it open."""
+    if comm.bucket_mb != "auto":
+        return comm.bucket_mb
+    gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
+    return bucket_bytes(gradients, *measure_alpha_beta()) / (1 << 20)
 
 
 def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:

@@ -18,9 +18,10 @@ class Fabric:
     settings: tuple[Setting, ...]
 
 
+# CCL_ATL_TRANSPORT is not here: over MPI only where Intel MPI's or MPICH's mpirun or srun's PMI starts the ranks, which
+# each rank sees for itself (cputrain.comm.ccl).
 COMMON_MPI: tuple[Setting, ...] = (
     ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
-    ("CCL_ATL_TRANSPORT", "mpi", "oneCCL over MPI, which has been started anyway and has chosen its provider"),
 )
 FABRICS = {
     fabric.name: fabric
@@ -89,10 +90,7 @@ FABRICS = {
         Fabric(
             name="shm",
             link_gbit=100,
-            settings=(
-                ("I_MPI_FABRICS", "shm", "one host: shared memory alone"),
-                ("CCL_ATL_TRANSPORT", "mpi", "oneCCL follows MPI"),
-            ),
+            settings=(("I_MPI_FABRICS", "shm", "one host: shared memory alone"),),
         ),
     )
 }

@@ -3,6 +3,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <bit>
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -41,6 +42,10 @@ ccl::datatype datatype_of(at::ScalarType type) {
       return ccl::datatype::int64;
     case at::kUInt64:
       return ccl::datatype::uint64;
+    case at::kHalf:
+      return ccl::datatype::float16;
+    case at::kBFloat16:
+      return ccl::datatype::bfloat16;
     case at::kFloat:
       return ccl::datatype::float32;
     case at::kDouble:
@@ -76,20 +81,65 @@ Tensor bytes_of(const Tensor& contiguous) {
   return at::from_blob(contiguous.data_ptr(), {static_cast<int64_t>(contiguous.nbytes())}, at::kByte);
 }
 
-// What a reduction does to a tensor before and after oneCCL's part: `values` goes over the wire.
+// oneCCL's own bfloat16 sums and products are truncated on processors without AVX512-BF16. These are rounded to nearest,
+// ties to even, on all; oneCCL takes them for all-reduces over libfabric alone.
+inline float widened(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+inline uint16_t rounded(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const auto nearest = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  return value != value ? static_cast<uint16_t>(0x7fc0) : nearest;
+}
+
+__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) void add_bfloat16(
+    const uint16_t* in, uint16_t* inout, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    inout[i] = rounded(widened(in[i]) + widened(inout[i]));
+  }
+}
+
+__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) void multiply_bfloat16(
+    const uint16_t* in, uint16_t* inout, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    inout[i] = rounded(widened(in[i]) * widened(inout[i]));
+  }
+}
+
+template <void (*Combine)(const uint16_t*, uint16_t*, size_t)>
+void reduce_bfloat16(
+    const void* in, size_t count, void* inout, size_t* out_count, ccl::datatype, const ccl::fn_context*) {
+  Combine(static_cast<const uint16_t*>(in), static_cast<uint16_t*>(inout), count);
+  if (out_count != nullptr) {
+    *out_count = count;
+  }
+}
+
+// A tensor as it travels through a reduction, and what is done with it on the way and after it.
 struct Reduction {
   Tensor values;
   ccl::reduction op;
+  ccl::reduction_fn function;  // where op is custom
   double divisor;
+
+  ccl::allreduce_attr attributes() const {
+    auto made = ccl::create_operation_attr<ccl::allreduce_attr>();
+    if (function != nullptr) {
+      made.set<ccl::allreduce_attr_id::reduction_fn>(function);
+    }
+    return made;
+  }
 };
 
-// The wire form of a tensor for a reduction. Half types travel as float32, so that each sum is rounded once, the same
-// on every processor; complex numbers as pairs; truth as 0 and 1.
-Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size) {
+// How bfloat16 is added and multiplied, each rounded to nearest.
+enum class Brain { ours, theirs, as_float32 };
+
+// The wire form of a tensor for a reduction: complex numbers as pairs, truth as 0 and 1.
+Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size, Brain brain) {
   const auto type = tensor.scalar_type();
   const bool adds = op == ReduceOp::SUM || op == ReduceOp::AVG;
-  TORCH_CHECK(
-      op <= ReduceOp::MAX, "ccl does not reduce by ", name_of(op), " here: use sum, avg, product, min or max");
+  TORCH_CHECK(op <= ReduceOp::MAX, "ccl does not reduce by ", name_of(op), " here: use sum, avg, product, min or max");
   TORCH_CHECK(!tensor.is_complex() || adds, "complex numbers have no ", name_of(op), " in ccl: reduce their parts");
   TORCH_CHECK(
       op != ReduceOp::AVG || tensor.is_floating_point() || tensor.is_complex(),
@@ -98,21 +148,22 @@ Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size) {
   if (tensor.is_complex()) {
     values = at::view_as_real(values);
   }
-  if (type == at::kHalf || type == at::kBFloat16) {
-    values = values.to(at::kFloat);
-  }
-  auto how = ccl::reduction::sum;
-  if (op == ReduceOp::PRODUCT) {
-    how = ccl::reduction::prod;
-  } else if (op == ReduceOp::MIN) {
-    how = ccl::reduction::min;
-  } else if (op == ReduceOp::MAX) {
-    how = ccl::reduction::max;
-  }
+  auto how = adds ? ccl::reduction::sum
+             : op == ReduceOp::PRODUCT ? ccl::reduction::prod
+             : op == ReduceOp::MIN ? ccl::reduction::min
+                                   : ccl::reduction::max;
+  ccl::reduction_fn function = nullptr;
   if (type == at::kBool) {
     how = op == ReduceOp::SUM || op == ReduceOp::MAX ? ccl::reduction::max : ccl::reduction::min;
+  } else if (type == at::kBFloat16 && (adds || op == ReduceOp::PRODUCT)) {
+    if (brain == Brain::ours) {
+      how = ccl::reduction::custom;
+      function = adds ? reduce_bfloat16<add_bfloat16> : reduce_bfloat16<multiply_bfloat16>;
+    } else if (brain == Brain::as_float32) {
+      values = values.to(at::kFloat);
+    }
   }
-  return {values, how, op == ReduceOp::AVG ? static_cast<double>(size) : 1.0};
+  return {values, how, function, op == ReduceOp::AVG ? static_cast<double>(size) : 1.0};
 }
 
 // Brings reduced values back to where the caller wants them.
@@ -190,9 +241,12 @@ class CclBackend : public c10d::Backend {
         process_(getpid()),
         options_(c10::make_intrusive<Options>("ccl", timeout)) {
     std::shared_ptr<ccl::kvs> meeting;
-    if (rank == 0) {
+    {
       const auto lock = Engine::instance().enter();
       ccl::init();
+    }
+    if (rank == 0) {
+      const auto lock = Engine::instance().enter();
       meeting = ccl::create_main_kvs();
       const auto address = meeting->get_address();
       store_->set("ccl", std::vector<uint8_t>(address.begin(), address.end()));
@@ -202,11 +256,16 @@ class CclBackend : public c10d::Backend {
       TORCH_CHECK(told.size() == address.size(), "another backend has met under this group's name");
       std::copy(told.begin(), told.end(), address.begin());
       const auto lock = Engine::instance().enter();
-      ccl::init();
       meeting = ccl::create_kvs(address);
     }
     const auto lock = Engine::instance().enter();
     comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, meeting));
+    uint8_t all_round = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
+    ccl::allreduce(&all_round, &all_round, 1, ccl::datatype::uint8, ccl::reduction::min, *comm_).wait();
+    const char* transport = std::getenv("CCL_ATL_TRANSPORT");
+    const bool over_ofi = transport != nullptr && std::string(transport) == "ofi";
+    brain_ = all_round ? Brain::theirs : Brain::as_float32;
+    brain_of_allreduce_ = over_ofi ? Brain::ours : brain_;
   }
 
   // A communicator whose operations will never end cannot be taken down either: it is left behind.
@@ -218,6 +277,9 @@ class CclBackend : public c10d::Backend {
       static_cast<void>(comm_.release());
     }
   }
+
+  // Whether bfloat16 travels as such through a sum, and not as float32.
+  bool sums_bfloat16() const { return brain_of_allreduce_ != Brain::as_float32; }
 
   const std::string getBackendName() const override { return "ccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -252,7 +314,7 @@ class CclBackend : public c10d::Backend {
     check_one(tensors);
     check_dense(tensors);
     const auto tensor = tensors[0];
-    const auto plan = reduction_of(tensor, opts.reduceOp, size_);
+    const auto plan = reduction_of(tensor, opts.reduceOp, size_, brain_);
     const bool receives = rank_ == opts.rootRank;
     const auto result = receives ? plan.values : at::empty_like(plan.values);
     return submit(
@@ -364,37 +426,29 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     check_point_to_point(tensors, to);
-    const auto buffer = tensors[0].contiguous();
-    const auto envelope = envelope_of(buffer, tag);
+    const auto letter = at::cat({envelope_of(tensors[0], tag), bytes_of(tensors[0].contiguous())});
     return submit(
         OpType::SEND, tensors, c10d::kUnsetTimeout, tensors,
-        [=, this] {
-          Events events;
-          events.push_back(ccl::send(envelope.data_ptr(), envelope.numel(), ccl::datatype::int64, to, *comm_));
-          events.push_back(ccl::send(buffer.data_ptr(), buffer.nbytes(), ccl::datatype::uint8, to, *comm_));
-          return events;
-        },
+        [=, this] { return one(ccl::send(letter.data_ptr(), letter.nbytes(), ccl::datatype::uint8, to, *comm_)); },
         [] {});
   }
 
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     check_point_to_point(tensors, from);
-    const auto buffer = tensors[0].contiguous();
-    const auto wanted = envelope_of(buffer, tag), envelope = at::empty_like(wanted);
+    const auto wanted = envelope_of(tensors[0], tag);
+    const auto letter = at::empty({wanted.numel() + static_cast<int64_t>(tensors[0].nbytes())}, at::kByte);
     return submit(
         OpType::RECV, tensors, c10d::kUnsetTimeout, tensors,
-        [=, this] {
-          Events events;
-          events.push_back(ccl::recv(envelope.data_ptr(), envelope.numel(), ccl::datatype::int64, from, *comm_));
-          events.push_back(ccl::recv(buffer.data_ptr(), buffer.nbytes(), ccl::datatype::uint8, from, *comm_));
-          return events;
-        },
-        [=] {
-          const auto* found = envelope.const_data_ptr<int64_t>();
+        [=, this] { return one(ccl::recv(letter.data_ptr(), letter.nbytes(), ccl::datatype::uint8, from, *comm_)); },
+        [tensor = tensors[0], wanted, letter, tag, from] {
+          const auto* found = static_cast<const int64_t*>(letter.const_data_ptr());
           TORCH_CHECK(
-              envelope.equal(wanted), "recv of ", buffer.nbytes(), " bytes with tag ", tag, " from rank ", from,
-              " met ", found[1], " bytes with tag ", found[0], ": oneCCL delivers in the order of sending");
-          copies_back(tensors, {buffer})();
+              letter.slice(0, 0, wanted.numel()).equal(wanted), "recv of ", tensor.nbytes(), " bytes with tag ", tag,
+              " from rank ", from, " met ", found[1], " bytes with tag ", found[0],
+              ": oneCCL delivers in the order of sending");
+          const auto whole = at::empty(tensor.sizes(), tensor.options());
+          bytes_of(whole).copy_(letter.slice(0, wanted.numel()));
+          tensor.copy_(whole);
         });
   }
 
@@ -432,7 +486,7 @@ class CclBackend : public c10d::Backend {
     }
     std::vector<Reduction> plans;
     for (const auto& tensor : tensors) {
-      plans.push_back(reduction_of(tensor, op, size_));
+      plans.push_back(reduction_of(tensor, op, size_, brain_of_allreduce_));
     }
     return submit(
         type, tensors, timeout, tensors,
@@ -441,7 +495,7 @@ class CclBackend : public c10d::Backend {
           for (const auto& plan : plans) {
             events.push_back(ccl::allreduce(
                 plan.values.data_ptr(), plan.values.data_ptr(), plan.values.numel(),
-                datatype_of(plan.values.scalar_type()), plan.op, *comm_));
+                datatype_of(plan.values.scalar_type()), plan.op, *comm_, plan.attributes()));
           }
           return events;
         },
@@ -548,7 +602,7 @@ class CclBackend : public c10d::Backend {
     std::vector<Reduction> plans;
     Tensors results;
     for (const auto& input : inputs) {
-      plans.push_back(reduction_of(input, op, size_));
+      plans.push_back(reduction_of(input, op, size_, brain_));
       results.push_back(at::empty({plans.back().values.numel() / size_}, plans.back().values.options()));
     }
     return submit(
@@ -688,9 +742,9 @@ class CclBackend : public c10d::Backend {
     TORCH_CHECK(other != rank_, "rank ", rank_, " can neither send to nor receive from itself");
   }
 
-  // oneCCL's messages have no tag: it is sent ahead, with the size, for the receiver to compare.
-  static Tensor envelope_of(const Tensor& buffer, int tag) {
-    return at::tensor({static_cast<int64_t>(tag), static_cast<int64_t>(buffer.nbytes())}, at::kLong);
+  // oneCCL's messages have no tag: it goes before the bytes, with their number, for the receiver to compare.
+  static Tensor envelope_of(const Tensor& tensor, int tag) {
+    return at::tensor({static_cast<int64_t>(tag), static_cast<int64_t>(tensor.nbytes())}, at::kLong).view(at::kByte);
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -698,6 +752,8 @@ class CclBackend : public c10d::Backend {
   const pid_t process_;
   const c10::intrusive_ptr<Options> options_;
   std::unique_ptr<ccl::communicator> comm_;
+  Brain brain_;
+  Brain brain_of_allreduce_;
   std::atomic<uint64_t> sequence_{0};
 };
 
@@ -707,6 +763,7 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   namespace py = pybind11;
   using cputrain::CclBackend;
   py::class_<CclBackend, c10d::Backend, c10::intrusive_ptr<CclBackend>>(module, "CclBackend")
+      .def_property_readonly("sums_bfloat16", &CclBackend::sums_bfloat16)
       .def(
           py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, double timeout_s,
                       const std::string& name) {

@@ -52,9 +52,9 @@ def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[
         ("FI_PROVIDER_PATH", str(libraries.fabric.parent), "libfabric's providers come with Intel MPI"),
         ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "not whichever libmpi is found first"),
         ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric that the providers belong to"),
+        ("CCL_LOG_LEVEL", "error", "each variable set here would be warned of; this one still is"),
         ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "one libfabric in a process"),
         ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "one libfabric in a process"),
-        ("CCL_LOG_LEVEL", "error", "each variable set here would be warned of"),
     ]
     if transport == "ofi":
         found += [
@@ -70,6 +70,14 @@ def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[
     if "CCL_WORKER_AFFINITY" not in env:
         found.append(
             ("CCL_WORKER_OFFLOAD", "0", "no comm cores: oneCCL's spinning threads would take turns with the computing")
+        )
+    if "MALLOC_TRIM_THRESHOLD_" in env or "malloc" in env.get("LD_PRELOAD", ""):
+        found.append(
+            (
+                "CCL_BUFFER_CACHE",
+                "0",
+                "the allocator keeps memory; oneCCL would keep a buffer of each size it saw",
+            )
         )
     if rank.local_world_size < rank.world_size and (interface := interface_to(env.get("MASTER_ADDR", ""))):
         found += [

@@ -41,7 +41,6 @@ export FI_PROVIDER=psm2  # Omni-Path's own provider
 export HFI_NO_CPUAFFINITY=1  # PSM2 would bind each rank by itself, against the plan
 export PSM2_MULTI_EP=1  # MPI and oneCCL each open endpoints of their own
 export I_MPI_FABRICS=shm:ofi  # shared memory inside a host, libfabric between hosts
-export CCL_ATL_TRANSPORT=mpi  # oneCCL over MPI, which has been started anyway and has chosen its provider
 export CCL_ALLREDUCE=rabenseifner  # assumed, not measured: for large gradients bandwidth decides
 
 unset OMP_NUM_THREADS  # PBS sets it, on the first host alone
