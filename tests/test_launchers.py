@@ -91,7 +91,12 @@ def fields(job: Job) -> dict:
 def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
     """plan --write, then launch.sh from another folder, with a path that needs quotes."""
     env = {**os.environ, **mpi_path(name)}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    # Not this environment's whole bin/: it may have an mpirun, too.
+    python = tmp_path / "alone/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    env["PATH"] = f"{python.parent}:{env['PATH']}"
     if name == "openmpi4":
         env["PATH"] = f"{link_first(tmp_path)}:{env['PATH']}"
     folder = tmp_path / "it's a job"

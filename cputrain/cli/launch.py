@@ -102,7 +102,8 @@ def command(
         keep_env=keep_env,
         plan_on_host=plan_on_host,
         master_port=free_port() if here else MASTER_PORT,
-        variables=tuple((name, value) for name, value, _ in fabric if name not in os.environ),
+        # What the user has set wins, and has to reach the other hosts, too: not every launcher hands it on.
+        variables=tuple((name, os.environ.get(name, value)) for name, value, _ in fabric),
     )
     if dry_run:
         argv = bound(job) if launcher is None else start(job, launcher, bound(job), folder).argv

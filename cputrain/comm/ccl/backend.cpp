@@ -229,6 +229,35 @@ std::string shape_of(const Tensors& tensors) {
   return text;
 }
 
+// Where the ranks of a communicator tell each other their addresses: the job's own store.
+class StoreKvs : public ccl::kvs_interface {
+ public:
+  explicit StoreKvs(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  // Nothing where nobody has set it: oneCCL asks again.
+  ccl::vector_class<char> get(const ccl::string_class& key) override {
+    const auto name = "kvs/" + std::string(key.c_str());
+    if (left_ || !store_->check({name})) {
+      return {};
+    }
+    const auto value = store_->get(name);
+    return {value.begin(), value.end()};
+  }
+
+  void set(const ccl::string_class& key, const ccl::vector_class<char>& data) override {
+    if (!left_) {
+      store_->set("kvs/" + std::string(key.c_str()), std::vector<uint8_t>(data.begin(), data.end()));
+    }
+  }
+
+  // A communicator clears its entries as it goes; the store may have gone before it.
+  void leave() { left_ = true; }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::atomic<bool> left_{false};
+};
+
 }  // namespace
 
 class CclBackend : public c10d::Backend {
@@ -236,30 +265,13 @@ class CclBackend : public c10d::Backend {
   CclBackend(
       c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout, std::string name)
       : Backend(rank, size),
-        store_(std::move(store)),
+        meeting_(std::make_shared<StoreKvs>(store)),
         name_(std::move(name)),
         process_(getpid()),
         options_(c10::make_intrusive<Options>("ccl", timeout)) {
-    std::shared_ptr<ccl::kvs> meeting;
-    {
-      const auto lock = Engine::instance().enter();
-      ccl::init();
-    }
-    if (rank == 0) {
-      const auto lock = Engine::instance().enter();
-      meeting = ccl::create_main_kvs();
-      const auto address = meeting->get_address();
-      store_->set("ccl", std::vector<uint8_t>(address.begin(), address.end()));
-    } else {
-      const auto told = store_->get("ccl");
-      ccl::kvs::address_type address;
-      TORCH_CHECK(told.size() == address.size(), "another backend has met under this group's name");
-      std::copy(told.begin(), told.end(), address.begin());
-      const auto lock = Engine::instance().enter();
-      meeting = ccl::create_kvs(address);
-    }
     const auto lock = Engine::instance().enter();
-    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, meeting));
+    ccl::init();
+    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, meeting_));
     uint8_t all_round = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
     ccl::allreduce(&all_round, &all_round, 1, ccl::datatype::uint8, ccl::reduction::min, *comm_).wait();
     const char* transport = std::getenv("CCL_ATL_TRANSPORT");
@@ -270,6 +282,7 @@ class CclBackend : public c10d::Backend {
 
   // A communicator whose operations will never end cannot be taken down either: it is left behind.
   ~CclBackend() override {
+    meeting_->leave();
     if (Engine::instance().idle() && getpid() == process_) {
       const auto lock = Engine::instance().enter();
       comm_.reset();
@@ -747,7 +760,7 @@ class CclBackend : public c10d::Backend {
     return at::tensor({static_cast<int64_t>(tag), static_cast<int64_t>(tensor.nbytes())}, at::kLong).view(at::kByte);
   }
 
-  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<StoreKvs> meeting_;
   const std::string name_;
   const pid_t process_;
   const c10::intrusive_ptr<Options> options_;

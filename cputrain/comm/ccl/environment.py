@@ -80,10 +80,7 @@ def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[
             )
         )
     if rank.local_world_size < rank.world_size and (interface := interface_to(env.get("MASTER_ADDR", ""))):
-        found += [
-            ("CCL_KVS_IFACE", interface, "the way to rank 0's host"),
-            ("FI_TCP_IFACE", interface, "the way to rank 0's host"),
-        ]
+        found.append(("FI_TCP_IFACE", interface, "the way to rank 0's host"))
     return tuple(setting for setting in found if setting[0] not in env)
 
 
