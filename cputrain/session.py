@@ -3,15 +3,18 @@
 import os
 import platform
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from affinity.cpuset import format_list
 from affinity.errors import InputError
-from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of
+from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of, threads_of
 from affinity.plan import WorkerPlan
 from cputrain import __version__
+from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
 from cputrain.data.source import Dataset, open_dataset
 from cputrain.derivation import Numbers, derive
@@ -79,6 +82,8 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         images=len(dataset.train),
     )
     group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s)
+    if check and group.backend == ccl.BACKEND:
+        refuse(worker, misplaced_comm(rank.local_rank, os.environ, threads_of(os.getpid())))
     return Session(
         recipe=recipe,
         rank=rank,
@@ -91,6 +96,16 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         team=team,
         memory_share=share,
     )
+
+
+def misplaced_comm(local_rank: int, env: Mapping[str, str], threads: tuple[Thread, ...]) -> list[str]:
+    """Which of this rank's oneCCL threads are not where CCL_WORKER_AFFINITY has them; empty without one."""
+    if "CCL_WORKER_AFFINITY" not in env:
+        return []
+    count = int(env.get("CCL_WORKER_COUNT", "1"))
+    places = [int(pu) for pu in env["CCL_WORKER_AFFINITY"].split(",")][local_rank * count :][:count]
+    empty = sorted(pu for pu in places if (pu,) not in [thread.pus for thread in threads])
+    return [f"oneCCL's threads planned on PUs {format_list(places)}, none on {format_list(empty)}"] if empty else []
 
 
 def touch(values: torch.Tensor) -> None:

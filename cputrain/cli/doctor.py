@@ -1,5 +1,7 @@
 """cputrain doctor: what is really the case, and what to do about it."""
 
+import os
+
 import click
 
 from affinity.errors import InputError
@@ -24,3 +26,22 @@ def affinity(pids: tuple[int, ...]) -> int:
     processes = [look_at(pid) for pid in found]
     click.echo(report(processes))
     return int(any(process.strays or process.remote_bytes for process in processes))
+
+
+@command.command("ccl")
+def ccl() -> None:
+    """Find oneCCL, compile its backend if that is not done, and sum over two ranks of this host.
+
+    Do this once on a cluster's login host: its jobs then find the backend compiled.
+    """
+    from cputrain.comm.ccl.build import ensure_built
+    from cputrain.comm.ccl.check import two_ranks
+    from cputrain.comm.ccl.libraries import find_libraries
+
+    libraries = find_libraries(os.environ)
+    click.echo(f"oneCCL {'.'.join(map(str, libraries.version))}  {libraries.ccl}")
+    click.echo(f"Intel MPI     {libraries.mpi}")
+    click.echo(f"libfabric     {libraries.fabric}")
+    click.echo(f"backend       {ensure_built(libraries, os.environ)}")
+    for size, seconds in two_ranks().items():
+        click.echo(f"all-reduce    {size / 1024:>8,.0f} KiB over 2 ranks {1000 * seconds:8.3f} ms")

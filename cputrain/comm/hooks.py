@@ -25,7 +25,7 @@ class CommClock:
 
 @dataclass(slots=True)
 class Bf16Gradients(CommClock):
-    """Gradients summed as bfloat16, half the bytes; what rounding took from a step is added to the next one's.
+    """Gradients summed as bfloat16, half the bytes; what rounding took from a rank's own is added to its next ones.
 
     Error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, section 3.
     """

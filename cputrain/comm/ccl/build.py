@@ -31,9 +31,8 @@ TELL_S = 2.0  # silence that a waiting process bears before it says what it wait
 
 def compiler(env: Mapping[str, str]) -> str:
     """The C++ compiler. Raises InputError where there is none."""
-    found = next(
-        (path for name in (env.get("CXX"), "c++", "g++", "clang++") if name and (path := shutil.which(name))), None
-    )
+    named = [name for name in (env.get("CXX"), "c++", "g++", "clang++") if name]
+    found = next((path for name in named if (path := shutil.which(name, path=env.get("PATH")))), None)
     if found is None:
         raise InputError("comm.backend=ccl: no C++ compiler on PATH: install g++, or set comm.backend=gloo")
     return found

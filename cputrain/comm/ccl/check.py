@@ -1,0 +1,73 @@
+"""Two ranks of this host over oneCCL: is a sum right, and how long does it take? For cputrain doctor."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+
+from affinity.errors import RunError
+from cputrain.comm import ccl
+from mpi.rank import LOOPBACK, Rank, rendezvous
+from mpi.run import free_port
+
+SIZES = (1 << 10, 1 << 20, 25 << 20)
+ROUNDS, LIMIT_S = 9, 120.0
+
+
+def two_ranks() -> dict[int, float]:
+    """Median seconds of an all-reduce by its bytes. Raises RunError with the ranks' last line where it fails."""
+    port = free_port()
+    with tempfile.TemporaryFile() as said:
+        ranks = []
+        for i in (0, 1):
+            rank = Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, launcher="env")
+            env = {**os.environ, **rendezvous(rank, LOOPBACK, port)}
+            command = [sys.executable, "-m", "cputrain.comm.ccl.check"]
+            ranks.append(subprocess.Popen(command, env=env, stdout=said, stderr=said))
+        deadline = time.monotonic() + LIMIT_S
+        try:
+            statuses = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in ranks]
+        except subprocess.TimeoutExpired:
+            statuses = [1]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    if any(statuses):
+        raise RunError(f"two ranks here cannot sum over oneCCL: {lines[-1] if lines else 'they say nothing'}")
+    return {int(size): seconds for line in lines if line.startswith("{") for size, seconds in json.loads(line).items()}
+
+
+def main() -> None:
+    """One of the two."""
+    torch.set_num_threads(1)
+    dist.init_process_group(ccl.BACKEND)
+    found = {}
+    for size in SIZES:
+        seconds = []
+        for _ in range(ROUNDS):
+            values = torch.full((size // 4,), float(dist.get_rank() + 1))
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(values)
+            seconds.append(time.perf_counter() - started)
+            if not bool((values == 3.0).all()):
+                raise RunError(f"a sum of {size} bytes is wrong")
+        found[size] = median(seconds)
+    if dist.get_rank() == 0:
+        os.write(1, json.dumps(found).encode() + b"\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Who is silent, who is absent: the watchdog's judgement from beats."""
+
+from cputrain.comm.watchdog import Beat, Heard, absent_ranks, silent_rank
+
+
+def heard(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> Heard:
+    return Heard(beat=Beat(count=1, host="n1", waits_in=waits_in, sequence=sequence, left=left), at=at)
+
+
+def test_the_longest_silent_rank_is_named_with_where_it_was() -> None:
+    seen = {0: heard(99.0), 1: heard(80.0, "ALLREDUCE #4 (Float[3])", 4), 2: heard(84.0)}
+    assert silent_rank(seen, 100.0, 15.0) == (
+        "rank 1 on n1 has given no sign of life for 20 s: it was in ALLREDUCE #4 (Float[3]) when last heard of"
+    )
+    assert silent_rank(seen, 100.0, 25.0) is None
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    assert silent_rank({0: heard(99.0), 1: heard(10.0, left=True)}, 100.0, 15.0) is None
+
+
+def test_who_has_not_joined_the_newest_collective_is_named() -> None:
+    seen = {0: heard(0, "ALLREDUCE #5", 5), 1: heard(0, "BROADCAST #4", 4), 2: heard(0), 3: heard(0, left=True)}
+    assert absent_ranks(seen) == (
+        "not joined by rank 1 on n1 (in BROADCAST #4), rank 2 on n1 (in no collective), rank 3 on n1 (has left)"
+    )
+    assert absent_ranks({0: heard(0), 1: heard(0)}) == ""
+    assert "not all in the same one" in absent_ranks({0: heard(0, "ALLREDUCE #5", 5), 1: heard(0, "BROADCAST #5", 5)})
+    many = {0: heard(0, "ALLREDUCE #1", 1), **{i: heard(0) for i in range(1, 20)}}
+    assert absent_ranks(many).endswith("rank 5 on n1 (in no collective) and 14 more")
