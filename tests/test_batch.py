@@ -26,6 +26,7 @@ from mpi.fabric import settings_for
 from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import find_launcher, newest
+from mpi.run import free_port
 from tests.conftest import cputrain, mpi_path, refused, write_images
 from tests.slurm_cluster import Slurm, slurm_cluster
 
@@ -330,6 +331,23 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     fails = ("--no-preflight", "--", "sh", "-c", 'test "$RANK" = 1 && exit 3; exec sleep 60')
     failed = slurm.run(*launch, *fails, cwd=tmp_path)
     assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
+
+
+@pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])
+def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> None:
+    ranks = (
+        f"--mpi={mpi}",
+        "-n2",
+        "--ntasks-per-node=1",
+        f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_port()}",
+    )
+    meet = (sys.executable, "-m", "tests.ccl_rank", "meet")
+    result = slurm.run("salloc", "-N2", "--exclusive", "srun", *ranks, *meet, cwd=Path(__file__).parents[1])
+    assert result.returncode == 0, result.stderr
+    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"rank"')]
+    assert sorted((line["rank"], line["sum"], line["transport"]) for line in said) == [
+        (i, 2.0, transport) for i in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(

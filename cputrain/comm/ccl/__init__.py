@@ -93,7 +93,7 @@ def _watch(options: Any, loaded: ModuleType) -> None:
         world_size=options.group_size,
         waits_in=waits_in,
         note=loaded.note,
-        fail=loaded.abort,
+        fail=lambda why: loaded.abort(f"ccl: {why}"),
     )
 
 

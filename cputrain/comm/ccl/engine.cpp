@@ -147,7 +147,7 @@ bool Engine::drive() {
     }
   }
   if (!error.empty()) {
-    abort("oneCCL failed: " + error);
+    abort("ccl: oneCCL failed: " + error);
   }
   return true;
 }

@@ -1,0 +1,200 @@
+"""All-reduces and training steps of two ranks of this host, a PU each: our ccl backend against its peers in one run.
+
+    python -m benchmarks.comm [--rounds 3] [--crop 64]
+
+Peers: oneCCL without Python (benchmarks/bare_ccl.cpp), gloo, Intel MPI's own benchmark (IMB-MPI1), and the time to copy
+the bytes once. Rounds are interleaved; medians of the rounds' medians. Needs two cores and the ccl extra.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from affinity.sysfs import this_machine
+from cputrain.comm.ccl.build import compiler
+from cputrain.comm.ccl.environment import settings
+from cputrain.comm.ccl.libraries import find_libraries
+from mpi.rank import Rank
+from mpi.run import free_port
+
+HERE = Path(__file__).parent
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 25 << 20, 100 << 20, 256 << 20)
+REPEATS = 25
+LIBRARIES = find_libraries(os.environ)
+PREFIX = LIBRARIES.mpi.parent.parent
+PUS = [core.pus[0] for core in this_machine().allowed_cores[:2]]
+Times = dict[int, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--crop", type=int, default=64)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        bare = compile_bare(Path(scratch))
+        show_allreduce(options.rounds, bare, Path(scratch))
+    show_steps(options.rounds, options.batch, options.crop)
+
+
+def show_allreduce(rounds: int, bare: Path, scratch: Path) -> None:
+    """The table of all-reduces."""
+    python = (sys.executable, "-m", "benchmarks.comm_rank")
+    sizes = tuple(map(str, SIZES))
+    numbers = iter(range(1000))
+
+    def bare_over(transport: str) -> Callable[[], Times]:
+        def run() -> Times:
+            file = scratch / f"address{next(numbers)}"
+            commands = [(str(bare), str(rank), "2", str(file), str(REPEATS), *sizes) for rank in (0, 1)]
+            return times_of(both(commands, transport))
+
+        return run
+
+    def ours(backend: str, transport: str) -> Callable[[], Times]:
+        return lambda: times_of(both([(*python, backend, "allreduce", str(REPEATS), *sizes)] * 2, transport))
+
+    contenders: dict[str, Callable[[], Times]] = {
+        "copy": copy_times,
+        "IMB": imb,
+        "bare, mpi": bare_over("mpi"),
+        "ccl, mpi": ours("ccl", "mpi"),
+        "bare, ofi": bare_over("ofi"),
+        "ccl, ofi": ours("ccl", "ofi"),
+        "gloo": ours("gloo", "ofi"),
+    }
+    measured: dict[str, list[Times]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, run in contenders.items():
+            print(f"round {number + 1}/{rounds}  {name}", file=sys.stderr)
+            measured[name].append(run())
+    names = " | ".join(f"{name}, us" for name in contenders)
+    print(f"| bytes | {names} | ccl/bare, mpi | ccl/bare, ofi | gloo/ccl, mpi |")
+    print("|---" * (len(contenders) + 4) + "|")
+    for size in SIZES:
+        us = {name: 1e6 * median(times.get(size, math.nan) for times in rows) for name, rows in measured.items()}
+        ratios = (us["ccl, mpi"] / us["bare, mpi"], us["ccl, ofi"] / us["bare, ofi"], us["gloo"] / us["ccl, mpi"])
+        cells = [f"{value:,.0f}" for value in us.values()] + [f"{ratio:.2f}" for ratio in ratios]
+        print(f"| {size:,} | " + " | ".join(cells) + " |")
+
+
+def show_steps(rounds: int, batch: int, crop: int) -> None:
+    """The table of ResNet-50 steps; exposed: what a step takes more than one without communication."""
+    contenders = {"gloo": ("gloo", "ofi"), "ccl, mpi": ("ccl", "mpi"), "ccl, ofi": ("ccl", "ofi")}
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, (backend, transport) in contenders.items():
+            print(f"round {number + 1}/{rounds}  steps, {name}", file=sys.stderr)
+            command = (sys.executable, "-m", "benchmarks.comm_rank", backend, "ddp", "5", str(batch), str(crop))
+            steps[name] += both([command] * 2, transport)
+    print(f"\n| ResNet-50, {batch} x {crop} x {crop} a rank | step, s | without communication, s | exposed |")
+    print("|---|---|---|---|")
+    for name, rows in steps.items():
+        step, alone = (median(row[key] for row in rows) for key in ("step", "no_sync"))
+        print(f"| {name} | {step:.3f} | {alone:.3f} | {100 * (step - alone) / step:.1f} % |")
+
+
+def environment(transport: str, rank: int) -> dict[str, str]:
+    """What a rank of two needs to run over a transport."""
+    place = Rank(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launcher="env")
+    pmi = {"PMI_RANK": str(rank), "PMI_SIZE": "2"} if transport == "mpi" else {}
+    told = {name: value for name, value, _ in settings(LIBRARIES, place, pmi)}
+    return {**told, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": f"{LIBRARIES.ccl.parent}:{PREFIX}/lib"}
+
+
+def both(commands: list[tuple[str, ...]], transport: str) -> list[dict[str, float]]:
+    """Run a command as each of two ranks, bound to a PU each; the JSON lines of their output."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if transport == "mpi":
+        argv = [str(PREFIX / "bin/mpiexec.hydra"), "-genv", "I_MPI_PIN", "0"]
+        for rank, command in enumerate(commands):
+            more = [word for name, value in environment("mpi", rank).items() for word in ("-env", name, value)]
+            argv += [*([":"] if rank else []), "-n", "1", *more, "taskset", "-c", str(PUS[rank]), *command]
+        env |= {"I_MPI_ROOT": str(PREFIX), "LD_LIBRARY_PATH": f"{PREFIX}/lib", "PATH": f"{PREFIX}/bin:{env['PATH']}"}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=600)
+        return lines(done.stdout)
+    processes = []
+    for rank, command in enumerate(commands):
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        mine = {**env, **environment("ofi", rank), **{name: str(value) for name, value in told.items()}}
+        processes.append(
+            subprocess.Popen(["taskset", "-c", str(PUS[rank]), *command], env=mine, stdout=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{commands[0]} failed")
+    return [line for output in outputs for line in lines(output)]
+
+
+def lines(output: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def times_of(said: list[dict[str, float]]) -> Times:
+    return {int(row["bytes"]): row["seconds"] for row in said}
+
+
+def imb() -> Times:
+    """Intel MPI's own measurement of its all-reduce."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(map(str, SIZES)) + "\n")
+        file.flush()
+        env = {**os.environ, "I_MPI_ROOT": str(PREFIX), "LD_LIBRARY_PATH": f"{PREFIX}/lib"}
+        env |= {"FI_PROVIDER_PATH": str(LIBRARIES.fabric.parent), "PATH": f"{PREFIX}/bin:{env['PATH']}"}
+        domain = ",".join(hex(1 << pu) for pu in PUS)
+        argv = [str(PREFIX / "bin/mpiexec.hydra"), "-genv", "I_MPI_PIN_DOMAIN", f"[{domain}]", "-n", "2"]
+        argv += [
+            str(PREFIX / "bin/IMB-MPI1"),
+            "Allreduce",
+            "-npmin",
+            "2",
+            "-msglen",
+            file.name,
+            "-mem",
+            "2",
+            "-iter",
+            str(REPEATS),
+        ]
+        said = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=300).stdout
+    rows = re.findall(r"^\s+(\d+)\s+\d+\s+[\d.]+\s+[\d.]+\s+([\d.]+)", said, re.MULTILINE)
+    return {int(size): float(us) / 1e6 for size, us in rows}
+
+
+def copy_times() -> Times:
+    """The time to copy each size once, on one core."""
+    code = (
+        "import json, os, sys, time, torch\n"
+        f"os.sched_setaffinity(0, [{PUS[0]}])\ntorch.set_num_threads(1)\n"
+        "for size in map(int, sys.argv[1:]):\n"
+        "    a, b, s = torch.ones(size // 4), torch.ones(size // 4), []\n"
+        f"    for _ in range({REPEATS}):\n"
+        "        t = time.perf_counter(); b.copy_(a); s.append(time.perf_counter() - t)\n"
+        "    print(json.dumps({'bytes': size, 'seconds': sorted(s)[len(s) // 2]}))\n"
+    )
+    argv = [sys.executable, "-c", code, *map(str, SIZES)]
+    return times_of(lines(subprocess.run(argv, capture_output=True, text=True, check=True).stdout))
+
+
+def compile_bare(folder: Path) -> Path:
+    """benchmarks/bare_ccl.cpp as a program."""
+    program = folder / "bare_ccl"
+    argv = [compiler(os.environ), "-std=c++17", "-O2", f"-I{LIBRARIES.include}", str(HERE / "bare_ccl.cpp")]
+    argv += ["-o", str(program), f"-L{LIBRARIES.ccl.parent}", f"-l:{LIBRARIES.ccl.name}", "-Wl,--disable-new-dtags"]
+    subprocess.run([*argv, f"-Wl,-rpath,{LIBRARIES.ccl.parent}", "-pthread"], check=True)
+    return program
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
