@@ -266,6 +266,14 @@ def wrong(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP)
         if how == "late" and rank.rank == victim:
             time.sleep(8)
+        if how == "late_future":
+            if rank.rank == victim:
+                time.sleep(8)
+            dist.all_reduce(values, async_op=True).get_future().wait()
+        if how == "late_group":
+            if rank.rank == victim:
+                time.sleep(12)
+            dist.new_group([0, 1], timeout=timedelta(seconds=4))
         if how == "shape":
             values = torch.ones(10 + rank.rank)
         if how == "type":
@@ -300,7 +308,7 @@ TASKS = {"examples": examples, "gloo": against_gloo, "soak": soak, "users": user
 def main() -> None:
     """Join, do the task, leave."""
     task, *arguments = sys.argv[1:]
-    limit_s = 4.0 if arguments == ["late"] else 120.0
+    limit_s = 4.0 if arguments and str(arguments[0]).startswith("late") else 120.0
     dist.init_process_group("ccl", timeout=timedelta(seconds=limit_s))
     TASKS[task](*(int(word) if word.isdigit() else word for word in arguments))
     dist.barrier()

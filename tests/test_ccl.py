@@ -119,9 +119,15 @@ def failing(how: str, **env: str) -> list[str]:
     return errors
 
 
-def test_a_rank_that_does_not_join_is_named_at_the_timeout() -> None:
-    error = failing("late")[0]
+@pytest.mark.parametrize("how", ["late", "late_future"])
+def test_a_rank_that_does_not_join_is_named_at_the_timeout(how: str) -> None:
+    """Whether the other waits for the collective itself, or for its future, as DDP does."""
+    error = failing(how)[0]
     assert "Timed out after 4 s in ALLREDUCE #2 of group 0 (Float[10]); not joined by rank 1 on" in error
+
+
+def test_a_group_that_a_rank_does_not_come_to_is_given_up() -> None:
+    assert "Timed out after 4 s of making a group: not all of its ranks have come" in failing("late_group")[0]
 
 
 @pytest.mark.parametrize(

@@ -232,10 +232,14 @@ std::string shape_of(const Tensors& tensors) {
 // Where the ranks of a communicator tell each other their addresses: the job's own store.
 class StoreKvs : public ccl::kvs_interface {
  public:
-  explicit StoreKvs(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  StoreKvs(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout)
+      : store_(std::move(store)), timeout_(timeout), deadline_(Clock::now() + timeout) {}
 
-  // Nothing where nobody has set it: oneCCL asks again.
+  // Nothing where nobody has set it: oneCCL asks again, for as long as ranks are missing.
   ccl::vector_class<char> get(const ccl::string_class& key) override {
+    TORCH_CHECK(
+        left_ || Clock::now() < deadline_, "ccl: Timed out after ", timeout_.count() / 1000.0,
+        " s of making a group: not all of its ranks have come");
     const auto name = "kvs/" + std::string(key.c_str());
     if (left_ || !store_->check({name})) {
       return {};
@@ -255,6 +259,8 @@ class StoreKvs : public ccl::kvs_interface {
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
+  const std::chrono::milliseconds timeout_;
+  const Clock::time_point deadline_;
   std::atomic<bool> left_{false};
 };
 
@@ -265,11 +271,12 @@ class CclBackend : public c10d::Backend {
   CclBackend(
       c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout, std::string name)
       : Backend(rank, size),
-        meeting_(std::make_shared<StoreKvs>(store)),
+        meeting_(std::make_shared<StoreKvs>(store, timeout)),
         name_(std::move(name)),
         process_(getpid()),
         options_(c10::make_intrusive<Options>("ccl", timeout)) {
     const auto lock = Engine::instance().enter();
+    Engine::instance().tell("the making of group " + name_, 0);
     ccl::init();
     comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, meeting_));
     uint8_t all_round = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
@@ -278,7 +285,9 @@ class CclBackend : public c10d::Backend {
     const bool over_ofi = transport != nullptr && std::string(transport) == "ofi";
     brain_ = all_round ? Brain::theirs : Brain::as_float32;
     brain_of_allreduce_ = over_ofi ? Brain::ours : brain_;
+    Engine::instance().tell_oldest();
   }
+
 
   // A communicator whose operations will never end cannot be taken down either: it is left behind.
   ~CclBackend() override {
@@ -785,11 +794,7 @@ PYBIND11_MODULE(cputrain_ccl, module) {
           }),
           py::call_guard<py::gil_scoped_release>());
   // The oldest collective in flight and its number; ("", 0) where there is none.
-  module.def("waits_in", [] {
-    const auto pending = cputrain::Engine::instance().pending();
-    return pending.empty() ? std::pair<std::string, uint64_t>("", 0)
-                           : std::pair(pending.front()->description(), pending.front()->getSequencenumber());
-  });
+  module.def("waits_in", [] { return cputrain::Engine::instance().waits_in(); });
   module.def("note", [](std::string absent) { cputrain::Engine::instance().note(std::move(absent)); });
   module.def(
       "abort", [](const std::string& reason) { cputrain::Engine::instance().abort(reason); },

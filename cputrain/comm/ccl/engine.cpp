@@ -1,5 +1,7 @@
 #include "engine.hpp"
 
+#include <cmath>
+
 #include <ATen/core/grad_mode.h>
 #include <pthread.h>
 
@@ -103,6 +105,7 @@ void Engine::submit(
       TORCH_CHECK(false, "oneCCL refused ", operation->description_, ": ", error.what());
     }
     pending_.push_back(operation);
+    tell_oldest();
   }
   work_.notify_one();
 }
@@ -129,6 +132,9 @@ bool Engine::drive() {
       }
     } catch (const ccl::exception& failure) {
       error = failure.what();
+    }
+    if (!done.empty()) {
+      tell_oldest();
     }
   }
   // Outside the lock: what waits for a future may submit the next operation.
@@ -160,26 +166,61 @@ void Engine::run() {
       std::unique_lock lock(mutex_);
       work_.wait(lock, [this] { return !pending_.empty() && waiting_ == 0; });
     }
-    const auto before = pending().size();
+    const auto before = time_out_late();
     drive();
-    rest = pending().size() < before ? kShortestRest : std::min(2 * rest, kLongestRest);
+    rest = time_out_late() < before ? kShortestRest : std::min(2 * rest, kLongestRest);
     std::this_thread::sleep_for(rest);
   }
 }
 
+// Ends what has been in flight for too long, as those who wait for a future do not look themselves; how many are left.
+size_t Engine::time_out_late() {
+  c10::intrusive_ptr<Operation> late;
+  size_t count = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    count = pending_.size();
+    if (count > 0 && aborted_.empty() && Clock::now() > pending_.front()->deadline_) {
+      late = pending_.front();
+    }
+  }
+  if (late) {
+    time_out(*late);
+  }
+  return count;
+}
+
+void Engine::tell_oldest() {
+  if (pending_.empty()) {
+    tell("", 0);
+  } else {
+    tell(pending_.front()->description_, pending_.front()->sequence_);
+  }
+}
+
+void Engine::tell(std::string waits_in, uint64_t sequence) {
+  const std::lock_guard lock(told_mutex_);
+  waits_in_ = {std::move(waits_in), sequence};
+}
+
+std::pair<std::string, uint64_t> Engine::waits_in() {
+  const std::lock_guard lock(told_mutex_);
+  return waits_in_;
+}
+
 void Engine::note(std::string absent) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(told_mutex_);
   absent_ = std::move(absent);
 }
 
 void Engine::time_out(const Operation& operation) {
   std::string absent;
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(told_mutex_);
     absent = absent_.empty() ? "" : "; " + absent_;
   }
-  const auto waited = std::chrono::duration<double>(operation.deadline_ - operation.started_).count();
-  abort(c10::str("ccl: Timed out after ", waited, " s in ", operation.description_, absent));
+  const auto waited = std::chrono::duration<double>(Clock::now() - operation.started_).count();
+  abort(c10::str("ccl: Timed out after ", std::round(waited), " s in ", operation.description_, absent));
 }
 
 void Engine::abort(const std::string& reason) {
@@ -199,11 +240,6 @@ void Engine::abort(const std::string& reason) {
 
 std::unique_lock<std::mutex> Engine::enter() {
   return std::unique_lock(mutex_);
-}
-
-std::vector<c10::intrusive_ptr<Operation>> Engine::pending() {
-  const std::lock_guard lock(mutex_);
-  return {pending_.begin(), pending_.end()};
 }
 
 bool Engine::idle() {

@@ -82,11 +82,14 @@ class Engine {
   // What the message of a timeout adds: who has not joined.
   void note(std::string absent);
 
-  // Calls into oneCCL that are no operations: making communicators.
+  // Calls into oneCCL that are no operations: making communicators. Those may take as long as a rank is late.
   std::unique_lock<std::mutex> enter();
 
-  // The operations in flight, oldest first.
-  std::vector<c10::intrusive_ptr<Operation>> pending();
+  // The oldest operation in flight and its number, or what else this process waits for; ("", 0) for nothing. Never
+  // waits itself.
+  std::pair<std::string, uint64_t> waits_in();
+  void tell(std::string waits_in, uint64_t sequence);
+  void tell_oldest();  // with the engine entered
 
   bool idle();
 
@@ -96,12 +99,15 @@ class Engine {
   Engine();
   void run();
   void time_out(const Operation& operation);
+  size_t time_out_late();
 
   std::mutex mutex_;
   std::condition_variable work_;
   std::list<c10::intrusive_ptr<Operation>> pending_;
   std::string aborted_;
+  std::mutex told_mutex_;  // held for a moment only, and while mutex_ may be held
   std::string absent_;
+  std::pair<std::string, uint64_t> waits_in_{"", 0};
   std::atomic<int> waiting_{0};  // callers that drive by themselves
 };
 
