@@ -134,8 +134,9 @@ def test_a_group_that_a_rank_does_not_come_to_is_given_up() -> None:
     ("how", "told"), [("shape", "Tensor Tensor shapes"), ("type", "Tensor Tensor dtypes"), ("order", "Op type")]
 )
 def test_debug_mode_names_what_ranks_disagree_on(how: str, told: str) -> None:
-    for error in failing(how, TORCH_DISTRIBUTED_DEBUG="DETAIL"):
-        assert "Detected mismatch between collectives on ranks" in error and told in error, error
+    # The rank that finds it first ends, and the other may see no more than that.
+    errors = failing(how, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert any("Detected mismatch between collectives on ranks" in error and told in error for error in errors), errors
 
 
 def test_tags_out_of_order_and_forks_are_refused() -> None:
