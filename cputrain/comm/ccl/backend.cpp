@@ -300,9 +300,6 @@ class CclBackend : public c10d::Backend {
     }
   }
 
-  // Whether bfloat16 travels as such through a sum, and not as float32.
-  bool sums_bfloat16() const { return brain_of_allreduce_ != Brain::as_float32; }
-
   const std::string getBackendName() const override { return "ccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
@@ -785,7 +782,6 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   namespace py = pybind11;
   using cputrain::CclBackend;
   py::class_<CclBackend, c10d::Backend, c10::intrusive_ptr<CclBackend>>(module, "CclBackend")
-      .def_property_readonly("sums_bfloat16", &CclBackend::sums_bfloat16)
       .def(
           py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, double timeout_s,
                       const std::string& name) {
