@@ -101,10 +101,10 @@ def naming_lost_peers(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else ""
+        ours = re.search(r"(?:^|: )ccl: (.*)", str(error))  # within PyTorch's words where a hook has met it
         found = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
-        if said.startswith("ccl: "):
-            raise RunError(f"rank {rank}: {said.removeprefix('ccl: ')}") from error
+        if ours:
+            raise RunError(f"rank {rank}: {ours[1]}") from error
         if "gloo" not in str(error) or found is None:
             raise
         raise RunError(f"rank {rank} lost a peer ({found.group()}): see the rank that ended first") from error

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, PrefixStore, get_debug_level
+from torch._C._distributed_c10d import PrefixStore
 
 from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings
@@ -65,16 +65,6 @@ def _create(options: Any, _backend_options: Any) -> Any:
     )
     if not dist.is_initialized():
         _watch(options, loaded)
-    if get_debug_level() == DebugLevel.DETAIL:
-        # Compares what all ranks are about to do, over gloo, before each collective.
-        return dist.distributed_c10d._create_process_group_wrapper(
-            wrapped_pg=backend,
-            store_prefix=options.group_id,
-            store=options.store,
-            rank=options.group_rank,
-            world_size=options.group_size,
-            timeout=options.timeout,
-        )
     return backend
 
 

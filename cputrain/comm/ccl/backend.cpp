@@ -288,7 +288,6 @@ class CclBackend : public c10d::Backend {
     Engine::instance().tell_oldest();
   }
 
-
   // A communicator whose operations will never end cannot be taken down either: it is left behind.
   ~CclBackend() override {
     meeting_->leave();
@@ -493,7 +492,8 @@ class CclBackend : public c10d::Backend {
     const auto number = ++sequence_;
     auto operation = c10::make_intrusive<Operation>(
         rank_, type, "ccl:" + c10d::opTypeToString(type),
-        c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(told), ")"), number, timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
+        c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(told), ")"), number,
+        timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
     Engine::instance().submit(operation, std::move(launch), std::move(finish));
     return operation;
   }
