@@ -300,8 +300,9 @@ class CclBackend : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "ccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  // These two override nothing in torch 2.8.
+  c10::intrusive_ptr<Options> getBackendOptions() { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   void abort() override { Engine::instance().abort("ccl: aborted"); }
@@ -421,7 +422,7 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
-    return scatter_sums(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, opts.reduceOp, opts.timeout);
+    return scatter_sums(OpType::COALESCED, outputs, inputs, opts.reduceOp, opts.timeout);
   }
 
   WorkPtr alltoall_base(

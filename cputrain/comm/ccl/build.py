@@ -46,12 +46,20 @@ def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...
     return (
         *(cxx, "-std=c++20", "-O2", "-fPIC", "-shared", "-Wl,--disable-new-dtags"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *_pybind11_flags(),
         *(f"-I{libraries.include}", f"-I{sysconfig.get_path('include')}", f"-I{torch_root}/include"),
         f"-I{torch_root}/include/torch/csrc/api/include",
         *(str(HERE / name) for name in SOURCES if name.endswith(".cpp")),
         *("-o", str(output), f"-L{torch_root}/lib", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"),
         *(f"-L{libraries.ccl.parent}", f"-l:{libraries.ccl.name}", *rpath),
     )
+
+
+def _pybind11_flags() -> tuple[str, ...]:
+    """What makes our classes' bases torch's: pybind11 before version 3 compares these names, as torch's build had them."""
+    names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+    had = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
+    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in had if value is not None)
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
@@ -64,7 +72,7 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """Where the compiled extension lies: a name made of all that it depends on."""
     source = "".join((HERE / name).read_text() for name in SOURCES)
-    parts = (source, torch.__version__, torch.__file__, sys.version, platform.machine(), str(libraries))
+    parts = (source, torch.__version__, sys.version, platform.machine(), *command_line("c++", libraries, Path(NAME)))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"ccl-torch{torch.__version__}-{platform.machine()}-{key}" / f"{NAME}.so"
 
