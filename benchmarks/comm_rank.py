@@ -1,6 +1,7 @@
 """One rank of benchmarks.comm: all-reduces, or ResNet-50 steps, over a c10d backend; rank 0 prints JSON lines.
 
 python -m benchmarks.comm_rank ccl|gloo allreduce ROUNDS BYTES...
+python -m benchmarks.comm_rank ccl|gloo levels ROUNDS BYTES...
 python -m benchmarks.comm_rank ccl|gloo ddp ROUNDS LOCAL_BATCH CROP [bf16]
 """
 
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from statistics import median
 
 import torch
@@ -35,6 +37,13 @@ def main() -> None:
     if what == "allreduce":
         for size in map(int, rest):
             tell(bytes=size, seconds=allreduce(size, int(rounds)))
+    elif what == "levels":
+        act = two_levels(rank.local_world_size)
+        for size in map(int, rest):
+            values = torch.ones(size // 4)
+            once = partial(act, values)
+            once()
+            tell(bytes=size, flat=allreduce(size, int(rounds)), levels=timed(once, int(rounds)))
     else:
         tell(**ddp(int(rounds), int(rest[0]), int(rest[1]), compressed="bf16" in rest))
     dist.barrier()
@@ -54,6 +63,21 @@ def allreduce(size: int, rounds: int) -> float:
         dist.all_reduce(values)
 
     return timed(once, rounds)
+
+
+def two_levels(per_host: int) -> Callable[[torch.Tensor], None]:
+    """An all-reduce by hand: sums scattered inside each host, parts summed over the hosts, gathered again."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    inside = [dist.new_group(range(first, first + per_host)) for first in range(0, world, per_host)][me // per_host]
+    across = [dist.new_group(range(local, world, per_host)) for local in range(per_host)][me % per_host]
+
+    def reduce(values: torch.Tensor) -> None:
+        part = values.new_empty(values.numel() // per_host)
+        dist.reduce_scatter_tensor(part, values, group=inside)
+        dist.all_reduce(part, group=across)
+        dist.all_gather_into_tensor(values, part, group=inside)
+
+    return reduce
 
 
 def timed(act: Callable[[], None], rounds: int) -> float:

@@ -56,7 +56,7 @@ def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...
 
 
 def _pybind11_flags() -> tuple[str, ...]:
-    """What makes our classes' bases torch's: pybind11 before version 3 compares these names, as torch's build had them."""
+    """What pybind11 before version 3 compares to know torch's classes in ours: the names that torch was built with."""
     names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
     had = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
     return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in had if value is not None)
