@@ -17,7 +17,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev]"
+	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,turbo]"
 	@touch $@
 
 # Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.

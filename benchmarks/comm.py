@@ -21,9 +21,9 @@ from statistics import median
 import torch
 
 from affinity.sysfs import this_machine
-from cputrain.comm.ccl.build import compiler
 from cputrain.comm.ccl.environment import settings
 from cputrain.comm.ccl.libraries import find_libraries
+from cputrain.compiled import compiler
 from mpi.rank import Rank
 from mpi.run import free_port
 
@@ -189,7 +189,7 @@ def copy_times() -> Times:
 def compile_bare(folder: Path) -> Path:
     """benchmarks/bare_ccl.cpp as a program."""
     program = folder / "bare_ccl"
-    argv = [compiler(os.environ), "-std=c++17", "-O2", f"-I{LIBRARIES.include}", str(HERE / "bare_ccl.cpp")]
+    argv = [compiler(os.environ) or "c++", "-std=c++17", "-O2", f"-I{LIBRARIES.include}", str(HERE / "bare_ccl.cpp")]
     argv += ["-o", str(program), f"-L{LIBRARIES.ccl.parent}", f"-l:{LIBRARIES.ccl.name}", "-Wl,--disable-new-dtags"]
     subprocess.run([*argv, f"-Wl,-rpath,{LIBRARIES.ccl.parent}", "-pthread"], check=True)
     return program

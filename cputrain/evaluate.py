@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.comm.group import total
-from cputrain.data.decode import decode_evaluation
+from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import evaluation_share
+from cputrain.data.views import evaluation_look
 from cputrain.engine import Normalize
 from cputrain.models.build import batchnorms
 from cputrain.session import Session
@@ -74,13 +75,17 @@ def average_batchnorm(model: nn.Module) -> None:
 
 def _batches(session: Session) -> Iterator[Batch]:
     data, rank = session.recipe.data, session.rank
-    resize = data.resize or round(data.crop * 256 / 224)
+    look = evaluation_look(data.resize or round(data.crop * 256 / 224), data.crop)
     share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
     size = session.recipe.batch.local
+
+    def decode(encoded: bytes, _image: int, place: Pixels) -> None:
+        session.decode(encoded, look, place)
+
     return batches(
         session.dataset.val,
         (share[i : i + size] for i in range(0, len(share), size)),
-        lambda encoded, _: decode_evaluation(encoded, resize, data.crop),
+        decode,
         crop=data.crop,
         threads=session.loader_threads,
         pus=session.loader_pus,

@@ -38,7 +38,7 @@ def train_rank(
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
     bindings = gather(binding_record(session))
     if session.leads:
-        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session.group), indent=1).encode())
+        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session), indent=1).encode())
         with Events(recipe.folder) as events:
             events.write(
                 "start", recipe=recipe.name, workers=rank.world_size, backend=session.group.backend, bindings=bindings

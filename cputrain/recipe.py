@@ -57,6 +57,8 @@ class DataSection(Section):
     """Subtracted from the channels (red, green, blue, each 0 to 1)."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """The channels are divided by this afterwards."""
+    decoder: Literal["auto", "turbo", "pillow"] = "auto"
+    """turbo: libjpeg-turbo 3 decodes no more of a JPEG than is needed; auto: turbo where it can be had, else Pillow."""
     on_error: Literal["skip", "raise"] = "skip"
     """What an image that cannot be decoded does: it is named, counted and left out, or it ends the training."""
     images_per_epoch: Positive | None = None

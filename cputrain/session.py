@@ -16,6 +16,7 @@ from affinity.plan import WorkerPlan
 from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
+from cputrain.data.decode import Decode, choose_decoder
 from cputrain.data.source import Dataset, open_dataset
 from cputrain.derivation import Numbers, derive
 from cputrain.recipe import Recipe
@@ -29,7 +30,7 @@ class Session:
     """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start.
 
     `batches` are the images of each rank's backward pass, recipe.batch.local on average; `team` the threads of its
-    first parallel region, `memory_share` the NUMA nodes of its first large allocation.
+    first parallel region, `memory_share` the NUMA nodes of its first large allocation; `decoder` what `decode` is.
     """
 
     recipe: Recipe
@@ -37,6 +38,8 @@ class Session:
     worker: WorkerPlan
     observed: Observed
     dataset: Dataset
+    decode: Decode
+    decoder: str
     numbers: Numbers
     group: Group
     batches: tuple[int, ...]
@@ -75,6 +78,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
     torch.set_num_interop_threads(worker.inter_op)
     torch.manual_seed(recipe.seed)
     dataset = open_dataset(recipe.data.path)
+    decode, decoder = choose_decoder(recipe.data.decoder, os.environ)
     numbers = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -90,6 +94,8 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         worker=worker,
         observed=observed,
         dataset=dataset,
+        decode=decode,
+        decoder=decoder,
         numbers=numbers,
         group=group,
         batches=_batches(recipe, worker),
@@ -124,7 +130,7 @@ def _batches(recipe: Recipe, worker: WorkerPlan) -> tuple[int, ...]:
     return batches
 
 
-def describe_environment(group: Group) -> dict[str, Any]:
+def describe_environment(session: Session) -> dict[str, Any]:
     """What the run was made with: versions, backend, kernel, CPU features, and the variables that matter."""
     telling = (
         "OMP_",
@@ -145,8 +151,9 @@ def describe_environment(group: Group) -> dict[str, Any]:
         "cputrain": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "backend": group.backend,
-        "backend_why": group.why,
+        "backend": session.group.backend,
+        "backend_why": session.group.why,
+        "decoder": session.decoder,
         "torch_build": torch.__config__.show().split("\n"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),

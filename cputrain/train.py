@@ -19,9 +19,10 @@ from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoi
 from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.group import gather, total
 from cputrain.comm.hooks import HOOKS, CommClock
-from cputrain.data.decode import Pixels, decode_training
+from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
+from cputrain.data.views import training_look
 from cputrain.engine import Normalize, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
 from cputrain.events import Events
@@ -243,11 +244,10 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
     each = [batch * recipe.batch.accumulation for batch in session.batches]
     shares = (rank_share(order, step % numbers.steps_per_epoch, each, rank.rank) for step in range(first, stop))
 
-    def decode(encoded: bytes, image: int) -> Pixels:
+    def decode(encoded: bytes, image: int, place: Pixels) -> None:
         rng = sample_generator(seed, epoch, image)
-        return decode_training(
-            encoded, data.crop, rng, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip
-        )
+        look = training_look(data.crop, rng, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
+        session.decode(encoded, look, place)
 
     return batches(
         session.dataset.train,

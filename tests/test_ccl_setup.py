@@ -15,8 +15,9 @@ import pytest
 
 from affinity.errors import InputError, RunError
 from affinity.observe import Thread
-from cputrain.comm.ccl import build, environment
-from cputrain.comm.ccl.build import built_path, command_line, compiler, ensure_built, load
+from cputrain import compiled
+from cputrain.comm.ccl import environment
+from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings, transport_of
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.session import misplaced_comm
@@ -145,9 +146,9 @@ def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
         check_host(RANK, {"FI_PROVIDER": "psm3"})
 
 
-def test_no_compiler_is_named() -> None:
-    with pytest.raises(InputError, match=r"no C\+\+ compiler on PATH: install g\+\+"):
-        compiler({"PATH": "/none"})
+def test_no_compiler_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"comm.backend=ccl: no C\+\+ compiler on PATH: install g\+\+, or set"):
+        ensure_built(LIBRARIES, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
 
 
 def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> None:
@@ -161,7 +162,9 @@ def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> No
 
 def test_what_does_not_compile_says_why_and_leaves_nothing_half_made(tmp_path: Path) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]}
-    with pytest.raises(RunError, match=r"cannot compile the backend: .*oneapi/ccl.hpp.*; all of it in .*\.log"):
+    with pytest.raises(
+        RunError, match=r"cannot compile the oneCCL backend for torch .*: .*oneapi/ccl.hpp.*; all of it in .*\.log"
+    ):
         ensure_built(LIBRARIES, env)
     assert [path.suffix for path in built_path(LIBRARIES, env).parent.iterdir()] == [".log"]
 
@@ -196,7 +199,7 @@ def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "STALE_S", 1.0)
+    monkeypatch.setattr(compiled, "STALE_S", 1.0)
     env = {
         "CPUTRAIN_CACHE": str(tmp_path / "cache"),
         "PATH": os.environ["PATH"],
@@ -209,7 +212,7 @@ def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: p
 
 
 def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "STALE_S", 1.0)
+    monkeypatch.setattr(compiled, "STALE_S", 1.0)
     env = {
         "CPUTRAIN_CACHE": str(tmp_path / "cache"),
         "PATH": os.environ["PATH"],

@@ -1,8 +1,8 @@
 """Folders, shards, order, decoding and loading, on real files."""
 
-import io
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.decode import ImageError, decode_evaluation, decode_training, random_box
+from cputrain.data.decode import Pixels, decode_pillow
 from cputrain.data.digits import write_digits
-from cputrain.data.loader import batches
+from cputrain.data.loader import MOST_AHEAD, ahead, batches
 from cputrain.data.order import epoch_order, evaluation_share, rank_share, sample_generator
 from cputrain.data.prepare import prepare_folder
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.data.survey import survey
+from cputrain.data.views import evaluation_look
 from tests.conftest import write_images
-
-ODD = Path(__file__).parents[2] / "shared" / "data" / "odd-jpegs"
 
 
 @pytest.fixture
@@ -160,86 +159,24 @@ def test_evaluation_sees_each_image_once(images: int, workers: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@given(
-    size=st.tuples(st.integers(1, 700), st.integers(1, 700)),
-    seed=st.integers(0, 1000),
-    min_area=st.floats(0.05, 1),
-    max_aspect=st.floats(1, 2),
-)
-def test_random_boxes_lie_inside(size: tuple[int, int], seed: int, min_area: float, max_aspect: float) -> None:
-    width, height = size
-    box = random_box(width, height, np.random.default_rng(seed), min_area=min_area, max_aspect=max_aspect)
-    assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
-
-
-def encoded(pixels: np.ndarray, form: str = "png") -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format=form)
-    return buffer.getvalue()
-
-
-def test_evaluation_is_resize_and_centre_crop() -> None:
-    pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels).resize((48, 32), Image.Resampling.BILINEAR)
-    expected = np.asarray(image)[2:30, 10:38]
-    assert np.array_equal(decode_evaluation(encoded(pixels), 32, 28), expected)
-
-
-def test_training_crops_are_seeded_and_flipped() -> None:
-    pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
-
-    def crop(seed: int, flip: bool = True) -> np.ndarray:
-        rng = np.random.default_rng(seed)
-        return decode_training(encoded(pixels), 32, rng, min_area=0.3, max_aspect=4 / 3, flip=flip)
-
-    assert crop(1).shape == (32, 32, 3)
-    assert np.array_equal(crop(1), crop(1)) and not np.array_equal(crop(1), crop(2))
-    flipped = [not np.array_equal(crop(seed), crop(seed, flip=False)) for seed in range(40)]
-    assert 8 < sum(flipped) < 32
-    assert all(np.array_equal(crop(seed)[:, ::-1], crop(seed, flip=False)) for seed, was in enumerate(flipped) if was)
-
-
-@pytest.mark.parametrize("form", ["L", "LA", "P", "RGBA", "CMYK", "1"])
-def test_every_kind_of_image_becomes_rgb(form: str) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (20, 30), (200, 100, 50)).convert(form).save(buffer, format="TIFF" if form == "CMYK" else "PNG")
-    assert decode_evaluation(buffer.getvalue(), 16, 16).shape == (16, 16, 3)
-
-
-def test_damage_is_an_image_error() -> None:
-    whole = encoded(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8), "jpeg")
-    for data in (b"", b"<html>404</html>", whole[: len(whole) // 2], whole[:30]):
-        with pytest.raises(ImageError):
-            decode_evaluation(data, 32, 32)
-        with pytest.raises(ImageError):
-            decode_training(data, 32, np.random.default_rng(0), min_area=0.5, max_aspect=1.3, flip=True)
-
-
-def test_odd_jpegs_are_taken_or_named() -> None:
-    """Those that Pillow takes are pixels, the others an ImageError; nothing else comes out."""
-    damaged = set()
-    for path in sorted(ODD.glob("*.*")):
-        if path.suffix == ".md":
-            continue
-        try:
-            assert decode_evaluation(path.read_bytes(), 64, 64).shape == (64, 64, 3)
-        except ImageError:
-            damaged.add(path.name)
-    if ODD.is_dir():
-        assert {"derived_html_404.JPEG", "derived_truncated60pct.JPEG", "derived_zero_bytes.JPEG"} <= damaged
-        assert "derived_cmyk_adobe.JPEG" not in damaged
+def small(data: bytes, _image: int, place: Pixels) -> None:
+    decode_pillow(data, evaluation_look(16, 16), place)
 
 
 def test_batches_come_in_order_with_damage_marked(folder: Path) -> None:
     (folder / "train/class0/003.jpg").write_bytes(b"junk")
     images = open_dataset(str(folder)).train
     shares = [np.array([0, 3, 12]), np.array([30, 1])]
-    got = list(batches(images, shares, lambda data, i: decode_evaluation(data, 16, 16), crop=16, threads=2, pus=()))
+    got = [
+        replace(batch, images=batch.images.clone())
+        for batch in batches(images, shares, small, crop=16, threads=2, pus=())
+    ]
     assert [batch.labels.tolist() for batch in got] == [[0, 0, 1], [2, 0]]
     assert [batch.weights.tolist() for batch in got] == [[1, 0, 1], [1, 1]]
     assert len(got[0].damaged) == 1 and "class0/003.jpg" in got[0].damaged[0]
     assert (got[0].images[1] == 128).all()
-    expected = decode_evaluation(images.read(12), 16, 16)
+    expected = np.empty((16, 16, 3), dtype=np.uint8)
+    small(images.read(12), 12, expected)
     assert np.array_equal(got[0].images[2].numpy(), expected)
 
 
@@ -247,18 +184,35 @@ def test_loader_threads_stay_on_their_pus(folder: Path) -> None:
     pu = max(os.sched_getaffinity(0))
     where: set[tuple[int, ...]] = set()
 
-    def decode(data: bytes, i: int) -> np.ndarray:
+    def decode(data: bytes, i: int, place: Pixels) -> None:
         where.add(tuple(os.sched_getaffinity(0)))
-        return decode_evaluation(data, 8, 8)
+        small(data, i, place)
 
     images = open_dataset(str(folder)).train
-    list(batches(images, [np.arange(8)], decode, crop=8, threads=2, pus=(pu,)))
+    list(batches(images, [np.arange(8)], decode, crop=16, threads=2, pus=(pu,)))
     assert where == {(pu,)}
 
 
 def test_a_failing_thread_is_an_error_at_once(folder: Path) -> None:
-    def decode(data: bytes, i: int) -> np.ndarray:
+    def decode(data: bytes, i: int, place: Pixels) -> None:
         raise ZeroDivisionError("a defect, not a damaged image")
 
     with pytest.raises(ZeroDivisionError):
         next(batches(open_dataset(str(folder)).train, [np.arange(4)], decode, crop=8, threads=1, pus=()))
+
+
+def test_a_batch_s_memory_is_used_again_only_when_the_next_is_asked_for(folder: Path) -> None:
+    images = open_dataset(str(folder)).train
+    shares = [np.arange(i % 30, i % 30 + 6 - i // 36) for i in range(40)]
+    places = set()
+    for share, batch in zip(shares, batches(images, shares, small, crop=16, threads=2, pus=()), strict=True):
+        places.add(batch.images.data_ptr())
+        expected = np.empty((16, 16, 3), dtype=np.uint8)
+        for i, found in zip(share.tolist(), batch.images.numpy(), strict=True):
+            small(images.read(i), i, expected)
+            assert np.array_equal(found, expected)
+    assert len(places) <= MOST_AHEAD + 2
+
+
+def test_what_is_decoded_ahead_is_bounded_in_bytes() -> None:
+    assert [ahead(size) for size in (1, 8 << 20, 64 << 20)] == [8, 4, 2]

@@ -1,19 +1,23 @@
-"""Encoded bytes -> one square of uint8 pixels, for training (random crop, flip) and for evaluation (centre crop)."""
+"""Encoded bytes -> the square of uint8 pixels that is wanted of them: by libjpeg-turbo where it can, else by Pillow."""
 
 import io
-import math
 import struct
 import warnings
 import zlib
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-Pixels = NDArray[np.uint8]
-Box = tuple[float, float, float, float]
+from affinity.errors import InputError, RunError
+from cputrain.data import turbo
+from cputrain.data.views import Look
 
-CROP_TRIES = 10  # Szegedy et al. 2014 by way of torchvision: then the largest allowed centre crop
+Pixels = NDArray[np.uint8]
+Decode = Callable[[bytes, Look, Pixels], None]
+"""An encoded image, what is wanted of it, and the (side, side, 3) place for that. Raises ImageError."""
+
 # All that Pillow raises on files that are no image, or damaged.
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
@@ -22,45 +26,40 @@ class ImageError(Exception):
     """An image that cannot be decoded, with the decoder's words."""
 
 
-def decode_training(
-    data: bytes, crop: int, rng: np.random.Generator, *, min_area: float, max_aspect: float, flip: bool
-) -> Pixels:
-    """A random part of the image scaled to (crop, crop, 3), perhaps mirrored. Raises ImageError."""
+def choose_decoder(asked: str, env: Mapping[str, str]) -> tuple[Decode, str]:
+    """The decoder that data.decoder asks for, and what it is.
+
+    Raises InputError or RunError where "turbo" is asked for and cannot be had.
+    """
+    if asked == "pillow":
+        return decode_pillow, "Pillow: data.decoder=pillow"
+    try:
+        fast = turbo.load(env)
+    except (InputError, RunError) as error:
+        if asked == "turbo":
+            raise
+        return decode_pillow, f"Pillow: {error}"
+
+    def decode(data: bytes, look: Look, place: Pixels) -> None:
+        if not fast.decode(data, look, place):  # no JPEG, a rare kind of one, or a damaged one: Pillow's to judge
+            decode_pillow(data, look, place)
+
+    return decode, f"libjpeg-turbo: {fast.library}"
+
+
+def decode_pillow(data: bytes, look: Look, place: Pixels) -> None:
+    """Decode with Pillow, which takes all that it takes for an image."""
     try:
         with _open(data) as image:
-            box = random_box(image.width, image.height, rng, min_area=min_area, max_aspect=max_aspect)
-            pixels = _pixels(image.resize((crop, crop), Image.Resampling.BILINEAR, box=box))
+            view = look(image.width, image.height)
+            left, top, width, height = view.box
+            part = image.crop((left, top, left + width, top + height)).resize(view.size, Image.Resampling.BILINEAR)
+            x, y = view.at
+            square = part.crop((x, y, x + view.side, y + view.side)).convert("RGB")
     except DAMAGE as error:
         raise ImageError(str(error)) from None
-    return pixels[:, ::-1] if flip and rng.random() < 0.5 else pixels
-
-
-def decode_evaluation(data: bytes, resize: int, crop: int) -> Pixels:
-    """The centre (crop, crop, 3) of the image after its short side is scaled to `resize`. Raises ImageError."""
-    try:
-        with _open(data) as image:
-            short = min(image.size)
-            size = tuple(max(crop, int(resize * side / short)) for side in image.size)
-            scaled = image.resize((size[0], size[1]), Image.Resampling.BILINEAR)
-            left, top = round((size[0] - crop) / 2), round((size[1] - crop) / 2)
-            return _pixels(scaled.crop((left, top, left + crop, top + crop)))
-    except DAMAGE as error:
-        raise ImageError(str(error)) from None
-
-
-def random_box(width: int, height: int, rng: np.random.Generator, *, min_area: float, max_aspect: float) -> Box:
-    """A rectangle inside width x height: area uniform in [min_area, 1] of it, log-uniform aspect, uniform place."""
-    log_aspect = math.log(max_aspect)
-    for _ in range(CROP_TRIES):
-        area = width * height * rng.uniform(min_area, 1)
-        aspect = math.exp(rng.uniform(-log_aspect, log_aspect))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-            return left, top, left + w, top + h
-    w, h = min(width, round(height * max_aspect)), min(height, round(width * max_aspect))
-    left, top = (width - w) // 2, (height - h) // 2
-    return left, top, left + w, top + h
+    pixels = np.asarray(square)
+    place[:] = pixels[:, ::-1] if view.flip else pixels
 
 
 def _open(data: bytes) -> Image.Image:
@@ -69,7 +68,3 @@ def _open(data: bytes) -> Image.Image:
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata; the pixels are what counts
         image = Image.open(io.BytesIO(data))
         return image if image.mode in ("RGB", "L") else image.convert("RGB")
-
-
-def _pixels(image: Image.Image) -> Pixels:
-    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cputrain.data.decode import ImageError, Pixels
 from cputrain.data.order import Order
 from cputrain.data.source import Images
 
-AHEAD = 2  # batches in flight: one being decoded, one waiting
+AHEAD_BYTES = 32 << 20  # of decoded images that wait
+MOST_AHEAD = 8  # batches
+TOGETHER = 8  # images that one thread decodes in a row: handing each over costs as much as a tenth of decoding it
+GREY = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """images (N, crop, crop, 3) uint8; labels (N,) int64; weights (N,) float32, 0 where the image is damaged.
+    """images (N, crop, crop, 3) uint8, good until the next batch is asked for; labels (N,) int64; weights (N,) float32,
+    0 where the image is damaged.
 
     `damaged` names those, each with what is wrong.
     """
@@ -31,56 +34,82 @@ class Batch:
     damaged: tuple[str, ...]
 
 
-Decode = Callable[[bytes, int], Pixels]
-"""Encoded bytes and the image's number -> (crop, crop, 3) uint8, or ImageError."""
+DecodeImage = Callable[[bytes, int, Pixels], None]
+"""Encoded bytes, the image's number and the (crop, crop, 3) place for its pixels. Raises ImageError."""
 
 
 def batches(
-    images: Images, shares: Iterable[Order], decode: Decode, *, crop: int, threads: int, pus: tuple[int, ...]
+    images: Images, shares: Iterable[Order], decode: DecodeImage, *, crop: int, threads: int, pus: tuple[int, ...]
 ) -> Iterator[Batch]:
     """One batch per share of image numbers, in order, decoded by `threads` threads on these PUs (() = anywhere).
 
     A damaged image leaves its place in the batch grey, with weight 0. Any other failure in a thread is raised here.
     """
     labels = images.labels
+    free: list[Pixels] = []
 
     def bind() -> None:
         if pus:
             os.sched_setaffinity(0, pus)
 
+    def place_for(count: int) -> Pixels:
+        """Memory that a batch has left, which the system need not clear again, or new."""
+        while free:
+            place = free.pop()
+            if len(place) >= count:
+                return place
+        return np.empty((count, crop, crop, 3), dtype=np.uint8)
+
     with ThreadPoolExecutor(threads, thread_name_prefix="loader", initializer=bind) as pool:
-        waiting: deque[tuple[Order, NDArray[np.uint8], list[Future[str | None]]]] = deque()
+        waiting: deque[tuple[Order, Pixels, list[Future[list[str | None]]]]] = deque()
 
         def start(share: Order) -> None:
-            pixels = np.full((len(share), crop, crop, 3), 128, dtype=np.uint8)
-            done = [pool.submit(_decode_into, images, int(i), decode, pixels[k]) for k, i in enumerate(share)]
-            waiting.append((share, pixels, done))
+            place = place_for(len(share))
+            done = [
+                pool.submit(_decode_into, images, share[first : first + TOGETHER], decode, place[first:])
+                for first in range(0, len(share), TOGETHER)
+            ]
+            waiting.append((share, place, done))
 
-        def finish() -> Batch:
-            share, pixels, done = waiting.popleft()
-            problems = [future.result() for future in done]
-            return Batch(
-                images=torch.from_numpy(pixels),
+        def finish() -> tuple[Batch, Pixels]:
+            share, place, done = waiting.popleft()
+            problems = [problem for future in done for problem in future.result()]
+            batch = Batch(
+                images=torch.from_numpy(place[: len(share)]),
                 labels=torch.from_numpy(labels[share]),
                 weights=torch.tensor([0.0 if problem else 1.0 for problem in problems]),
                 damaged=tuple(problem for problem in problems if problem),
             )
+            return batch, place
 
         try:
             for share in shares:
                 start(share)
-                if len(waiting) > AHEAD:
-                    yield finish()
+                if len(waiting) > ahead(len(share) * crop * crop * 3):
+                    batch, place = finish()
+                    yield batch
+                    free.append(place)
             while waiting:
-                yield finish()
+                batch, _ = finish()
+                yield batch
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _decode_into(images: Images, i: int, decode: Decode, place: NDArray[np.uint8]) -> str | None:
-    """Decode image i into its place in the batch; what is wrong with it, if anything."""
-    try:
-        place[:] = decode(images.read(i), i)
-    except (ImageError, OSError) as error:
-        return f"{images.name(i)}: {error}"
-    return None
+def ahead(batch_bytes: int) -> int:
+    """How many batches of that size are decoded before they are asked for."""
+    return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
+
+
+def _decode_into(images: Images, share: Order, decode: DecodeImage, places: Pixels) -> list[str | None]:
+    """Decode images into their places in the batch; of each what is wrong with it, if anything."""
+    problems: list[str | None] = []
+    for i, place in zip(share.tolist(), places, strict=False):
+        problem = None
+        try:
+            decode(images.read(i), i, place)
+        except (ImageError, OSError) as error:
+            place[:] = GREY
+            problem = f"{images.name(i)}: {error}"
+        problems.append(problem)
+    return problems

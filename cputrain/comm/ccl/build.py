@@ -1,16 +1,9 @@
-"""The C++ part of the backend: compiled once into a cache, by one process, for this torch, Python and oneCCL."""
+"""The C++ part of the backend: compiled for this torch, Python and oneCCL."""
 
 import hashlib
-import os
 import platform
-import shlex
-import shutil
-import socket
-import subprocess
 import sys
 import sysconfig
-import threading
-import time
 from collections.abc import Mapping
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -19,23 +12,23 @@ from types import ModuleType
 
 import torch
 
-from affinity.errors import InputError, RunError
+from affinity.errors import RunError
 from cputrain.comm.ccl.libraries import Libraries
+from cputrain.compiled import Part, cache_folder, ensure_compiled
 
 NAME = "cputrain_ccl"
 SOURCES = ("engine.hpp", "engine.cpp", "backend.cpp")
 HERE = Path(__file__).parent
-TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2
-TELL_S = 2.0  # silence that a waiting process bears before it says what it waits for
 
 
-def compiler(env: Mapping[str, str]) -> str:
-    """The C++ compiler. Raises InputError where there is none."""
-    named = [name for name in (env.get("CXX"), "c++", "g++", "clang++") if name]
-    found = next((path for name in named if (path := shutil.which(name, path=env.get("PATH")))), None)
-    if found is None:
-        raise InputError("comm.backend=ccl: no C++ compiler on PATH: install g++, or set comm.backend=gloo")
-    return found
+def part(libraries: Libraries) -> Part:
+    """What is to be compiled against these libraries."""
+    return Part(
+        title=f"the oneCCL backend for torch {torch.__version__}",
+        asked="comm.backend=ccl",
+        otherwise="set comm.backend=gloo",
+        argv=lambda cxx, output: command_line(cxx, libraries, output),
+    )
 
 
 def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...]:
@@ -62,13 +55,6 @@ def _pybind11_flags() -> tuple[str, ...]:
     return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in had if value is not None)
 
 
-def cache_folder(env: Mapping[str, str]) -> Path:
-    """CPUTRAIN_CACHE, or the user's own cache."""
-    if "CPUTRAIN_CACHE" in env:
-        return Path(env["CPUTRAIN_CACHE"])
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cputrain"
-
-
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """Where the compiled extension lies: a name made of all that it depends on."""
     source = "".join((HERE / name).read_text() for name in SOURCES)
@@ -78,83 +64,8 @@ def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
 
 
 def ensure_built(libraries: Libraries, env: Mapping[str, str]) -> Path:
-    """The compiled extension, built here or awaited from the process that is building it.
-
-    Raises InputError where there is no compiler, RunError with its first error where it fails.
-    """
-    path = built_path(libraries, env)
-    lock = path.with_suffix(".lock")
-    waited = 0.0
-    while not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # Exclusive creation holds on network file systems too, where flock may not.
-            with lock.open("x") as file:
-                file.write(f"{socket.gethostname()} {os.getpid()}\n")
-        except FileExistsError:
-            waited = _wait(path, lock, waited)
-            continue
-        try:
-            if not path.is_file():
-                _build(libraries, path, lock, env)
-        finally:
-            lock.unlink(missing_ok=True)
-    return path
-
-
-def _wait(path: Path, lock: Path, waited: float) -> float:
-    """Wait while the lock's owner shows signs of life; take the lock of one that is dead away."""
-    seen, since = _mtime(lock), time.monotonic()
-    while not path.is_file() and lock.exists():
-        time.sleep(POLL_S)
-        if waited < TELL_S <= waited + POLL_S:
-            owner = lock.read_text().strip() if lock.exists() else "another process"
-            print(f"cputrain: waiting for {owner} to compile the oneCCL backend", file=sys.stderr)
-        waited += POLL_S
-        now = _mtime(lock)
-        if now != seen:
-            seen, since = now, time.monotonic()
-        elif time.monotonic() - since > STALE_S:
-            lock.unlink(missing_ok=True)
-    return waited
-
-
-def _mtime(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
-
-
-def _build(libraries: Libraries, path: Path, lock: Path, env: Mapping[str, str]) -> None:
-    cxx = compiler(env)
-    beside = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-    print(
-        f"cputrain: compiling the oneCCL backend for torch {torch.__version__} with {cxx}, once, into {path.parent}",
-        file=sys.stderr,
-    )
-    over = threading.Event()
-
-    def show_life() -> None:
-        while not over.wait(TOUCH_S):
-            lock.touch()
-
-    life = threading.Thread(target=show_life, daemon=True)
-    life.start()
-    started = time.monotonic()
-    try:
-        argv = command_line(cxx, libraries, beside)
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    finally:
-        over.set()
-        life.join()
-    if done.returncode:
-        log = path.with_suffix(".log")
-        log.write_text(f"{shlex.join(argv)}\n{done.stdout}{done.stderr}")
-        first = next((line for line in done.stderr.splitlines() if "error" in line), "no word from it")
-        raise RunError(f"comm.backend=ccl: {cxx} cannot compile the backend: {first[:300]}; all of it in {log}")
-    beside.rename(path)
-    print(f"cputrain: compiled in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    """The compiled extension, built here or awaited. Raises InputError or RunError as ensure_compiled does."""
+    return ensure_compiled(part(libraries), built_path(libraries, env), env)
 
 
 def load(path: Path) -> ModuleType:
