@@ -29,7 +29,7 @@ from cputrain.data.order import sample_generator
 from cputrain.data.turbo import Decoder, load
 from cputrain.data.views import View, training_look
 from cputrain.engine import Normalize
-from cputrain.models.vision import torchvision_models
+from cputrain.models.vision import import_torchvision
 from cputrain.recipe import DataSection
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
@@ -124,8 +124,7 @@ def entropy_only() -> One:
 def peers() -> dict[str, One]:
     """Other ways to the same pixels, each with its own random part."""
     found: dict[str, One] = {}
-    torchvision_models()
-    v2 = importlib.import_module("torchvision.transforms.v2")
+    v2 = import_torchvision("transforms.v2")
     crop = [
         v2.RandomResizedCrop(SIDE, ratio=(3 / 4, 4 / 3), antialias=True),
         v2.RandomHorizontalFlip(),

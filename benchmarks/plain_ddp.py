@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cputrain.models.vision import torchvision_models
+from cputrain.models.vision import import_torchvision
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     options = parser.parse_args()
-    models = torchvision_models()
+    models = import_torchvision("models")
     from torchvision import datasets, transforms  # importable once the models are
 
     distributed = "RANK" in os.environ

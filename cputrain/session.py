@@ -17,7 +17,8 @@ from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
 from cputrain.data.decode import Decode, choose_decoder
-from cputrain.data.source import Dataset, open_dataset
+from cputrain.data.images import Dataset
+from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
 from cputrain.recipe import Recipe
 from mpi.rank import Rank

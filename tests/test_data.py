@@ -16,9 +16,9 @@ from cputrain.data.decode import Pixels, decode_pillow
 from cputrain.data.digits import write_digits
 from cputrain.data.loader import MOST_AHEAD, ahead, batches
 from cputrain.data.order import epoch_order, evaluation_share, rank_share, sample_generator
-from cputrain.data.prepare import prepare_folder
+from cputrain.data.prepare import Options, prepare
 from cputrain.data.shards import Shards
-from cputrain.data.source import open_dataset
+from cputrain.data.source import open_dataset, open_folder
 from cputrain.data.survey import survey
 from cputrain.data.views import evaluation_look
 from tests.conftest import write_images
@@ -27,6 +27,10 @@ from tests.conftest import write_images
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images")
+
+
+def pack(folder: Path, out: Path, **how: object) -> dict:
+    return prepare(open_folder(folder), out, Options(kind="imagefolder", source=str(folder), **how))
 
 
 def test_a_folder_is_opened_and_surveyed(folder: Path) -> None:
@@ -60,7 +64,8 @@ def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
 def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) -> None:
     seen: list[None] = []
     out = tmp_path / "shards"
-    splits = prepare_folder(folder, out, seed=3, shard_bytes=20_000, seen=lambda: seen.append(None))
+    options = Options(kind="imagefolder", source=str(folder), seed=3, shard_bytes=20_000)
+    splits = prepare(open_folder(folder), out, options, seen=lambda: seen.append(None))
     assert splits["train"]["images"] == 36 and splits["train"]["shards"] > 1 and len(seen) == 51
     plain, packed = open_dataset(str(folder)), open_dataset(str(out))
     for a, b in ((plain.train, packed.train), (plain.val, packed.val)):
@@ -72,7 +77,7 @@ def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) ->
 
 
 def test_shards_are_webdataset_tars(folder: Path, tmp_path: Path) -> None:
-    prepare_folder(folder, tmp_path / "out", seed=1)
+    pack(folder, tmp_path / "out", seed=1)
     packed = Shards(tmp_path / "out", "train")
     with tarfile.open(tmp_path / "out/train-00000.tar") as tar:
         members = tar.getmembers()
@@ -86,14 +91,14 @@ def test_shards_are_webdataset_tars(folder: Path, tmp_path: Path) -> None:
 def test_the_shuffle_is_its_seed_s(folder: Path, tmp_path: Path) -> None:
     order = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        prepare_folder(folder, tmp_path / name, seed=seed)
+        pack(folder, tmp_path / name, seed=seed)
         order.append(Shards(tmp_path / name, "train").labels.tolist())
     assert order[0] == order[1] != order[2]
 
 
 def test_damaged_shards_are_noticed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare_folder(folder, out, seed=1)
+    pack(folder, out, seed=1)
     shard = out / "train-00000.tar"
     packed = Shards(out, "train")
     data = bytearray(shard.read_bytes())
@@ -103,7 +108,7 @@ def test_damaged_shards_are_noticed(folder: Path, tmp_path: Path) -> None:
         Shards(out, "train").read(4)
     assert Shards(out, "train").read(5) == packed.read(5)
     shard.write_bytes(data[: len(data) // 2])
-    with pytest.raises(InputError, match=r"train-00000.tar has [\d,]+ bytes; its index needs"):
+    with pytest.raises(InputError, match=r"train-00000.tar has [\d,]+ bytes, not [\d,]+: prepare again"):
         Shards(out, "train")
     shard.unlink()
     with pytest.raises(InputError, match=r"train-00000.tar"):
@@ -117,10 +122,10 @@ def test_prepare_never_overwrites_and_leaves_nothing_half_made(folder: Path, tmp
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(InputError, match="already there"):
-        prepare_folder(folder, out, seed=1)
+        pack(folder, out, seed=1)
     (folder / "train/class1/000.jpg").unlink()
     (folder / "train/class1/000.jpg").symlink_to("/nowhere.jpg")
-    splits = prepare_folder(folder, tmp_path / "fine", seed=1)
+    splits = pack(folder, tmp_path / "fine", seed=1)
     assert splits["train"]["images"] == 35  # a dangling link is no file
 
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "job": "a training as a job script for Slurm or PBS",
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",
+    "data": "look at a data folder, verify it",
     "report": "write a run's report.html again",
     "doctor": "compare what was planned with what is",
 }

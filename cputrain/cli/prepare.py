@@ -8,30 +8,87 @@ from tqdm import tqdm
 
 from affinity.errors import InputError
 from cputrain.data.digits import write_digits
-from cputrain.data.prepare import SHARD_BYTES, prepare_folder
+from cputrain.data.prepare import SHARD_BYTES, Options, prepare
+from cputrain.data.source import SPLIT, TORCHVISION, UNSPLIT, open_source
 
 MIB = 1 << 20
+QUALITY = 90
+KINDS = (*SPLIT, *UNSPLIT)
+
+
+def known(_context: click.Context, _parameter: click.Parameter, kind: str) -> str:
+    """The kind as it stands; one that there is not is refused with those that there are."""
+    if kind not in KINDS and not kind.startswith(TORCHVISION):
+        raise click.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}, {TORCHVISION}NAME")
+    return kind
 
 
 @click.command("prepare")
-@click.argument("kind", type=click.Choice(["imagefolder", "digits"]))
+@click.argument("kind", callback=known)
 @click.argument("source", type=click.Path(path_type=Path), metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="of the shuffle over all shards")
 @click.option(
-    "--shard-mib", type=click.IntRange(1), default=SHARD_BYTES // MIB, show_default=True, help="size of a shard"
+    "--shard-mib", type=click.IntRange(1), default=SHARD_BYTES // MIB, show_default=True, help="size of a shard, about"
 )
-def command(kind: str, source: Path, out: Path, seed: int, shard_mib: int) -> None:
+@click.option("--shards", type=click.IntRange(1), help="how many shards each split gets, in place of their size")
+@click.option(
+    "--val-fraction",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="draw this share of each class, by the seed, for validation",
+)
+@click.option("--short-side", type=click.IntRange(8), help="scale images down to this short side, in pixels, as JPEGs")
+@click.option("--quality", type=click.IntRange(1, 95), help=f"of JPEGs written anew  [default: {QUALITY}]")
+@click.option("--jobs", type=click.IntRange(1), help="threads  [default: the cores lent to this process]")
+def command(
+    kind: str,
+    source: Path,
+    out: Path,
+    seed: int,
+    shard_mib: int,
+    shards: int | None,
+    val_fraction: float | None,
+    short_side: int | None,
+    quality: int | None,
+    jobs: int | None,
+) -> None:
     """Pack images into shards, shuffled over all categories, that any webdataset reader opens.
 
-    imagefolder: SRC holds train/CLASS/* and val/CLASS/*, as unpacked ImageNet does. digits: scikit-learn's handwritten
-    digits, written to SRC as such a folder first.
+    \b
+    imagefolder  SRC/train/CLASS/*, SRC/val/CLASS/*; with --val-fraction SRC/CLASS/*
+    imagenet     ILSVRC2012's archives in SRC, read as they lie, or the unpacked tree
+    mnist        the four idx files in SRC, gzipped or not
+    caltech256   256_ObjectCategories.tar or its folder; needs --val-fraction
+    digits       scikit-learn's handwritten digits, written to SRC first
+    torchvision:NAME  one of torchvision's data sets, under SRC, or downloaded there
+
+    Files stay as they are unless --short-side or --quality asks for new JPEGs. What cannot be read is left out and
+    named. Killed and started again, it goes on; done, it does nothing.
     """
-    if out.exists():
-        raise InputError(f"{out} is already there: remove it, or prepare into another folder")
-    if kind == "digits":
+    if kind == "digits" and not source.exists():
         write_digits(source)
-    with tqdm(unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:
-        splits = prepare_folder(source, out, seed=seed, shard_bytes=shard_mib * MIB, seen=bar.update)
-    for split, counts in splits.items():
-        click.echo(f"{out}: {split} {counts['images']:,} images in {counts['shards']} shard(s)")
+    anew = short_side is not None or quality is not None
+    options = Options(
+        kind=kind,
+        source=str(source.absolute()),
+        seed=seed,
+        shard_bytes=shard_mib * MIB,
+        shards=shards,
+        val_fraction=val_fraction,
+        short_side=short_side,
+        quality=(quality or QUALITY) if anew else None,
+    )
+    if out.is_file():
+        raise InputError(f"{out} is a file: name a folder to be made")
+    dataset = open_source(kind, source, val_fraction=val_fraction, seed=seed)
+    images = len(dataset.train) + len(dataset.val)
+    with tqdm(total=images, unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:
+        splits = prepare(dataset, out, options, threads=jobs, seen=bar.update)
+    for split, made in splits.items():
+        mix = made["mix"]
+        click.echo(f"{out}: {split} {made['images']:,} images in {made['shards']} shard(s)")
+        click.echo(f"  classes in 32 in a row: {mix['classes_in_32']:.1f}; at random {mix['at_random']:.1f}")
+        if made["odd"]:
+            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(made["odd"].items())))
+        if made["damaged"]:
+            click.echo(f"  left out {len(made['damaged']):,} that cannot be read: {'; '.join(made['damaged'][:3])}")

@@ -26,20 +26,23 @@ def class_names(root: Path) -> tuple[str, ...]:
     return tuple(found["train"])
 
 
-def list_images(root: Path, split: str, classes: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Paths and labels of a split, in the order of class and file name. Raises InputError when it holds no image."""
+def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Paths and labels of a folder of classes, in the order of class and file name.
+
+    Raises InputError when it holds no image.
+    """
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        folder = root / split / name
-        if not folder.is_dir():
+        place = folder / name
+        if not place.is_dir():
             continue  # val/ need not show every class
-        with os.scandir(folder) as entries:
+        with os.scandir(place) as entries:
             names = sorted(e.name for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file())
-        paths += [f"{folder}/{name}" for name in names]
+        paths += [f"{place}/{name}" for name in names]
         labels += [label] * len(names)
     if not paths:
-        raise InputError(f"{root / split} holds no image ({' '.join(SUFFIXES)}): put images into {split}/CLASS/")
+        raise InputError(f"{folder} holds no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
     return paths, labels
 
 
@@ -49,4 +52,10 @@ def _folders(root: Path, split: str) -> list[str]:
     folder = root / split
     if not folder.is_dir():
         raise InputError(f"{root} has no {split}/ folder: an image folder is train/CLASS/* and val/CLASS/*")
-    return sorted(d.name for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))
+    return folders_in(folder)
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Names of the folders in a folder, sorted; hidden ones left out."""
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())

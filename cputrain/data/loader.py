@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cputrain.data.decode import ImageError, Pixels
+from cputrain.data.images import Images
 from cputrain.data.order import Order
-from cputrain.data.source import Images
 
 AHEAD_BYTES = 32 << 20  # of decoded images that wait
 MOST_AHEAD = 8  # batches

@@ -7,12 +7,15 @@ from typing import Any
 from affinity.errors import InputError
 from cputrain.files import write_atomic
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"version", "classes", "splits": {split: {"images", "shards"}}}. Raises InputError on any other."""
+    """{"version", "classes", "made", "splits": {split: {"images", "shards", "bytes", "mix", "odd", "damaged"}}}.
+
+    `made` are the options it was prepared with, `bytes` each shard's size. Raises InputError on any other.
+    """
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
@@ -23,7 +26,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(folder: Path, classes: tuple[str, ...], splits: dict[str, dict[str, int]]) -> None:
+def write_manifest(
+    folder: Path, classes: tuple[str, ...], made: dict[str, Any], splits: dict[str, dict[str, Any]]
+) -> None:
     """Write the manifest of a folder whose shards and indices are all there."""
-    text = json.dumps({"version": VERSION, "classes": list(classes), "splits": splits}, indent=1)
-    write_atomic(folder / MANIFEST, text.encode())
+    manifest = {"version": VERSION, "classes": list(classes), "made": made, "splits": splits}
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())

@@ -1,34 +1,34 @@
 """Shards: tar files that any webdataset reader opens, and an index for random access.
 
 A folder holds manifest.json, SPLIT-00000.tar, ... and SPLIT.index.npy. A sample is two tar members, KEY.jpg (or the
-suffix of its file) and KEY.cls with the label in decimal.
+suffix of its format) and KEY.cls with the label in decimal.
 """
 
 import io
 import os
 import tarfile
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from cputrain.data.inspect import Encoded
 from cputrain.data.manifest import MANIFEST, read_manifest
 
-RECORD = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("label", "<u4"), ("crc32", "<u4")])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """An encoded image on its way into a shard."""
-
-    image: bytes
-    suffix: str
-    label: int
+RECORD = np.dtype(
+    [
+        ("shard", "<u4"),
+        ("length", "<u4"),
+        ("offset", "<u8"),
+        ("label", "<u4"),
+        ("crc32c", "<u4"),
+        ("width", "<u4"),
+        ("height", "<u4"),
+    ]
+)
 
 
 def shard_path(folder: Path, split: str, number: int) -> Path:
@@ -41,30 +41,37 @@ def index_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.index.npy"
 
 
-def write_split(folder: Path, split: str, samples: Iterable[Sample], shard_bytes: int) -> dict[str, int]:
-    """Write samples in the given order, a new shard whenever shard_bytes is exceeded; returns the manifest's counts."""
-    records: list[tuple[int, int, int, int, int]] = []
-    shards = 0
-    stream = iter(samples)
-    sample = next(stream, None)
-    while sample is not None:
-        with tarfile.open(shard_path(folder, split, shards), "w", format=tarfile.USTAR_FORMAT) as tar:
-            while sample is not None and (tar.offset < shard_bytes or tar.offset == 0):
-                key = f"{len(records):08d}"
-                offset = tar.offset + tarfile.BLOCKSIZE  # behind the member's header
-                _add(tar, f"{key}{sample.suffix}", sample.image)
-                _add(tar, f"{key}.cls", str(sample.label).encode())
-                records.append((shards, offset, len(sample.image), sample.label, zlib.crc32(sample.image)))
-                sample = next(stream, None)
-        shards += 1
-    np.save(index_path(folder, split), np.array(records, dtype=RECORD))
-    return {"images": len(records), "shards": shards}
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli) of the bytes, as the index and TFRecords have it."""
+    return int(google_crc32c.value(data))
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))
+class ShardWriter:
+    """One shard on its way into a file: samples are added in order."""
+
+    def __init__(self, file: BinaryIO, number: int) -> None:
+        self._number = number
+        self._tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  closed by close
+        self.records: list[tuple[int, int, int, int, int, int, int]] = []
+
+    def add(self, key: int, image: Encoded, label: int) -> None:
+        """Append a sample; `key` is its number in the split."""
+        name = f"{key:08d}"
+        offset = self._tar.offset + tarfile.BLOCKSIZE  # behind the member's header
+        self._member(f"{name}{image.suffix}", image.data)
+        self._member(f"{name}.cls", str(label).encode())
+        self.records.append(
+            (self._number, len(image.data), offset, label, crc32c(image.data), image.width, image.height)
+        )
+
+    def close(self) -> None:
+        """End the archive; the file stays open."""
+        self._tar.close()
+
+    def _member(self, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        self._tar.addfile(member, io.BytesIO(data))
 
 
 class Shards:
@@ -72,7 +79,8 @@ class Shards:
 
     def __init__(self, folder: Path, split: str) -> None:
         """Raises InputError when the index or a shard is missing or shorter than the index says."""
-        counts = read_manifest(folder)["splits"][split]
+        manifest = read_manifest(folder)
+        counts = manifest["splits"][split]
         self.paths = [shard_path(folder, split, i) for i in range(counts["shards"])]
         try:
             self.index: NDArray[np.void] = np.load(index_path(folder, split), mmap_mode="r")
@@ -81,11 +89,9 @@ class Shards:
             raise InputError(f"cannot read {folder}: {error}: prepare again") from None
         if self.index.dtype != RECORD or len(self.index) != counts["images"]:
             raise InputError(f"{index_path(folder, split)} does not belong to {folder / MANIFEST}: prepare again")
-        for number, path in enumerate(self.paths):
-            mine = self.index[self.index["shard"] == number]
-            needed = int((mine["offset"] + mine["length"]).max())
-            if path.stat().st_size < needed:
-                raise InputError(f"{path} has {path.stat().st_size:,} bytes; its index needs {needed:,}: prepare again")
+        for path, size in zip(self.paths, counts["bytes"], strict=True):
+            if path.stat().st_size != size:
+                raise InputError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}: prepare again")
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -100,9 +106,13 @@ class Shards:
         record = self.index[i]
         file = self.files[int(record["shard"])]
         data = os.pread(file.fileno(), int(record["length"]), int(record["offset"]))
-        if zlib.crc32(data) != record["crc32"]:
-            raise OSError("checksum differs from the index: the shard is damaged")
+        if crc32c(data) != record["crc32c"]:
+            raise OSError(f"checksum differs from the index: the shard is damaged at byte {int(record['offset']):,}")
         return data
+
+    def size(self, i: int) -> int:
+        """Bytes of sample i's image."""
+        return int(self.index[i]["length"])
 
     def name(self, i: int) -> str:
         """Sample i as people find it: shard and key."""

@@ -1,65 +1,18 @@
-"""What a recipe's data.path holds, whichever form it has."""
+"""What a recipe's data.path holds, and what `cputrain prepare` takes, whichever form it has."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from affinity.errors import InputError
 from cputrain.data import folder
+from cputrain.data.idx import open_mnist
+from cputrain.data.imagenet import TRAIN, members, open_imagenet
+from cputrain.data.images import Dataset, Files, Images, Spans, split_off
 from cputrain.data.manifest import MANIFEST, read_manifest
 from cputrain.data.shards import Shards
 from cputrain.data.survey import data_root
 
-
-class Images(Protocol):
-    """A split: encoded images by number, with their labels."""
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Label of each image, shape (n,)."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, i: int) -> bytes:
-        """Image i as it is stored; OSError when it cannot be read."""
-
-    def name(self, i: int) -> str:
-        """Where image i is, for messages."""
-
-
-class ImageFolder:
-    """One split of an image folder."""
-
-    def __init__(self, root: Path, split: str, classes: tuple[str, ...]) -> None:
-        self.paths, labels = folder.list_images(root, split, classes)
-        self._labels = np.array(labels, dtype=np.int64)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Label of each image, shape (n,)."""
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, i: int) -> bytes:
-        """The file's bytes."""
-        return Path(self.paths[i]).read_bytes()
-
-    def name(self, i: int) -> str:
-        """The file's path."""
-        return self.paths[i]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """Training and validation images that share their classes."""
-
-    classes: tuple[str, ...]
-    train: Images
-    val: Images
+TORCHVISION = "torchvision:"
 
 
 def open_dataset(path: str | None) -> Dataset:
@@ -68,6 +21,75 @@ def open_dataset(path: str | None) -> Dataset:
     if (root / MANIFEST).is_file():
         classes = tuple(read_manifest(root)["classes"])
         return Dataset(classes=classes, train=Shards(root, "train"), val=Shards(root, "val"))
+    return open_folder(root)
+
+
+def open_folder(root: Path) -> Dataset:
+    """train/CLASS/* and val/CLASS/*."""
     classes = folder.class_names(root)
-    train, val = (ImageFolder(root, split, classes) for split in folder.SPLITS)
+    train, val = (Files(*folder.list_images(root / split, classes)) for split in folder.SPLITS)
     return Dataset(classes=classes, train=train, val=val)
+
+
+def open_source(kind: str, source: Path, *, val_fraction: float | None, seed: int) -> Dataset:
+    """What is to be prepared. Raises InputError that names what is missing or wrong.
+
+    With `val_fraction` the validation images are drawn from those for training; what has none needs it.
+    """
+    if kind.startswith(TORCHVISION):
+        from cputrain.data.torchvision_sets import open_torchvision  # torch: only where it is needed
+
+        dataset = open_torchvision(kind.removeprefix(TORCHVISION), source)
+    elif kind in UNSPLIT or (kind == "imagefolder" and val_fraction is not None):
+        classes, images = UNSPLIT.get(kind, _classes_in)(source)
+        if val_fraction is None:
+            raise InputError(f"{kind} has no validation images of its own: split some off with --val-fraction 0.2")
+        return split_off(classes, images, val_fraction, seed)
+    else:
+        dataset = SPLIT[kind](source)
+    return split_off(dataset.classes, dataset.train, val_fraction, seed) if val_fraction is not None else dataset
+
+
+def _imagenet(source: Path) -> Dataset:
+    """The archives, or the tree that people unpack them to."""
+    unpacked = (source / "train").is_dir() and not (source / TRAIN).exists()
+    return open_folder(source) if unpacked else open_imagenet(source)
+
+
+def _classes_in(source: Path) -> tuple[tuple[str, ...], Images]:
+    """CLASS/*, in a folder."""
+    if not source.is_dir():
+        raise InputError(f"{source} is not there: name a folder with a folder for each class")
+    classes = tuple(folder.folders_in(source))
+    return classes, Files(*folder.list_images(source, classes))
+
+
+def _caltech256(source: Path) -> tuple[tuple[str, ...], Images]:
+    """256_ObjectCategories.tar, or the folder it unpacks to: 001.ak47/001_0001.jpg, ..."""
+    if not source.is_file():
+        inner = source / "256_ObjectCategories"
+        return _classes_in(inner if inner.is_dir() else source)
+    found = [row for row in members(source, 0) if row[0].lower().endswith(folder.SUFFIXES)]
+    by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]
+    classes = tuple(sorted({row[0] for row in by_class}))
+    if not by_class:
+        raise InputError(f"{source} holds no image: is it 256_ObjectCategories.tar?")
+    label = {name: number for number, name in enumerate(classes)}
+    images = Spans(
+        [source],
+        [0] * len(by_class),
+        [offset for _, _, offset, _ in by_class],
+        [length for _, _, _, length in by_class],
+        [label[name] for name, *_ in by_class],
+        [name for _, name, _, _ in by_class],
+    )
+    return classes, images
+
+
+SPLIT: dict[str, Callable[[Path], Dataset]] = {
+    "imagefolder": open_folder,
+    "digits": open_folder,
+    "imagenet": _imagenet,
+    "mnist": open_mnist,
+}
+UNSPLIT: dict[str, Callable[[Path], tuple[tuple[str, ...], Images]]] = {"caltech256": _caltech256}

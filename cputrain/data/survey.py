@@ -25,7 +25,7 @@ def survey(path: str | None) -> Survey:
         counts = {split: manifest["splits"][split]["images"] for split in folder.SPLITS}
         return Survey(classes=tuple(manifest["classes"]), **counts)
     classes = folder.class_names(root)
-    counts = {split: len(folder.list_images(root, split, classes)[0]) for split in folder.SPLITS}
+    counts = {split: len(folder.list_images(root / split, classes)[0]) for split in folder.SPLITS}
     return Survey(classes=classes, **counts)
 
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from cputrain.models.vision import torchvision_models
+from cputrain.models.vision import import_torchvision
 from cputrain.recipe import ModelSection
 
 
@@ -11,7 +11,7 @@ def build_model(section: ModelSection, classes: int) -> nn.Module:
 
     Input (N, 3, H, W) float32, output (N, classes) logits.
     """
-    build = getattr(torchvision_models(), section.name)
+    build = getattr(import_torchvision("models"), section.name)
     model: nn.Module = build(num_classes=classes, zero_init_residual=section.zero_gamma == "last_of_block")
     for module in batchnorms(model):
         module.momentum = 1 - section.bn_decay

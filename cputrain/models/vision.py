@@ -17,18 +17,19 @@ MISSING = {
 _declared: list[library.Library] = []  # what is declared lives as long as the object
 
 
-def torchvision_models() -> ModuleType:
-    """`torchvision.models`, also where torchvision was built for CUDA and torch was not."""
+def import_torchvision(part: str) -> ModuleType:
+    """`torchvision.PART`, also where torchvision was built for CUDA and torch was not."""
+    name = f"torchvision.{part}"
     try:
-        return importlib.import_module("torchvision.models")
+        return importlib.import_module(name)
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-        del sys.modules[name]  # what the failed import left half-made
+    for known in [known for known in sys.modules if known.split(".")[0] == "torchvision"]:
+        del sys.modules[known]  # what the failed import left half-made
     declared: Any = library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator, schema in MISSING.items():
         if not hasattr(torch.ops.torchvision, operator):
             declared.define(operator + schema)
     _declared.append(declared)
-    return importlib.import_module("torchvision.models")
+    return importlib.import_module(name)

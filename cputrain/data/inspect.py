@@ -1,0 +1,86 @@
+"""What an encoded image is, and the same image smaller: what `cputrain prepare` does to each."""
+
+import io
+import warnings
+from dataclasses import dataclass
+
+from PIL import Image
+
+from cputrain.data.decode import DAMAGE, ImageError
+
+JPEG_END = b"\xff\xd9"
+EXIF_ORIENTATION = 0x0112
+SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "BMP": ".bmp", "WEBP": ".webp", "TIFF": ".tif", "GIF": ".gif"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """An image as it goes into a shard: its bytes, the suffix of its real format, width and height in pixels.
+
+    `odd` says what is unusual about it: "gray", "cmyk", "no jpeg", "exif rotation" (which is ignored, as torchvision
+    does), "no end marker".
+    """
+
+    data: bytes
+    suffix: str
+    width: int
+    height: int
+    odd: tuple[str, ...]
+
+
+def inspect(data: bytes) -> Encoded:
+    """An image as it is. Decoded only where its end is missing. Raises ImageError."""
+    try:
+        with _open(data) as image:
+            odd = _oddities(image, data)
+            if "no end marker" in odd or image.format != "JPEG":
+                image.load()
+            suffix = SUFFIXES.get(image.format or "", ".img")
+            return Encoded(data=data, suffix=suffix, width=image.width, height=image.height, odd=odd)
+    except DAMAGE as error:
+        raise ImageError(str(error)) from None
+
+
+def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
+    """The image as a JPEG (4:2:0, or grey where it is), its short side not longer than `short_side`. Raises
+    ImageError."""
+    try:
+        with _open(data) as image:
+            odd = _oddities(image, data)
+            pixels = image if image.mode == "L" else image.convert("RGB")
+            short = min(pixels.size)
+            if short_side is not None and short > short_side:
+                size = (round(pixels.width * short_side / short), round(pixels.height * short_side / short))
+                pixels = pixels.resize(size, Image.Resampling.BICUBIC)
+            out = io.BytesIO()
+            # Tables made for the image itself: 4 % smaller files for a little time now.
+            pixels.save(out, "JPEG", quality=quality, subsampling="4:2:0", optimize=True)
+    except DAMAGE as error:
+        raise ImageError(str(error)) from None
+    return Encoded(data=out.getvalue(), suffix=".jpg", width=pixels.width, height=pixels.height, odd=odd)
+
+
+def _open(data: bytes) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd metadata; the pixels are what counts
+        return Image.open(io.BytesIO(data))
+
+
+def _oddities(image: Image.Image, data: bytes) -> tuple[str, ...]:
+    found = {
+        "no jpeg": image.format != "JPEG",
+        "gray": image.mode in ("L", "LA", "1", "I;16"),
+        "cmyk": image.mode == "CMYK",
+        "exif rotation": _orientation(image) not in (0, 1),
+        "no end marker": image.format == "JPEG" and not data.endswith(JPEG_END),
+    }
+    return tuple(name for name, is_so in found.items() if is_so)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's orientation, 0 where it says none that can be read."""
+    try:
+        value = image.getexif().get(EXIF_ORIENTATION, 0)
+    except DAMAGE:
+        return 0
+    return value if isinstance(value, int) else 0

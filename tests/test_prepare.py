@@ -1,0 +1,387 @@
+"""What people have -> shards: every source, killed and started again, odd files counted, damage found."""
+
+import gzip
+import io
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from affinity.errors import InputError
+from cputrain.data import prepare as preparing
+from cputrain.data.idx import read_idx
+from cputrain.data.imagenet import DEVKIT, SYNSETS, TRAIN, VAL
+from cputrain.data.inspect import inspect
+from cputrain.data.mixing import classes_expected, classes_together
+from cputrain.data.order import epoch_order
+from cputrain.data.prepare import Options, prepare
+from cputrain.data.shards import RECORD, Shards
+from cputrain.data.source import open_dataset, open_folder, open_source
+from tests.conftest import cputrain, write_images
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+SYNSET_NAMES = ("n01440764", "n01443537", "n02086240")
+
+
+def options(source: Path, kind: str = "imagefolder", **how: object) -> Options:
+    return Options(kind=kind, source=str(source), **how)
+
+
+def jpeg(seed: int, side: int = 40) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (side, side + 8, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()
+
+
+def archive(path: Path | None, files: dict[str, bytes], mode: str = "w") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    if path is not None:
+        path.write_bytes(out.getvalue())
+    return out.getvalue()
+
+
+@pytest.fixture
+def imagenet(tmp_path: Path) -> Path:
+    """ILSVRC2012's archives in small: 3 classes, 5 images each, 6 for validation, with a link among them."""
+    folder = tmp_path / "ilsvrc"
+    folder.mkdir()
+    inner = {
+        f"{synset}.tar": archive(None, {f"{synset}_{i}.JPEG": jpeg(10 * k + i) for i in range(5)})
+        for k, synset in enumerate(SYNSET_NAMES)
+    }
+    archive(folder / TRAIN, inner)
+    archive(folder / VAL, {f"ILSVRC2012_val_0000000{i}.JPEG": jpeg(100 + i) for i in range(6)})
+    with tarfile.open(folder / VAL, "a") as tar:
+        link = tarfile.TarInfo("../../etc/evil.JPEG")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    (folder / SYNSETS[0]).write_text("".join(f"{SYNSET_NAMES[(i + 1) % 3]}\n" for i in range(6)))
+    return folder
+
+
+def test_imagenet_s_archives_are_read_where_they_lie(imagenet: Path, tmp_path: Path) -> None:
+    dataset = open_source("imagenet", imagenet, val_fraction=None, seed=1)
+    assert dataset.classes == SYNSET_NAMES
+    assert dataset.train.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert [dataset.train.read(i) for i in (0, 7, 14)] == [jpeg(0), jpeg(12), jpeg(24)]
+    assert dataset.train.name(7).endswith(f"{TRAIN}:n01443537/n01443537_2.JPEG")
+    assert dataset.val.labels.tolist() == [1, 2, 0, 1, 2, 0]  # the link is no image
+    assert dataset.val.read(3) == jpeg(103)
+    made = prepare(dataset, tmp_path / "out", options(imagenet, "imagenet"))
+    assert (made["train"]["images"], made["val"]["images"]) == (15, 6)
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_validation_labels_come_from_the_devkit_or_a_list_of_files(imagenet: Path) -> None:
+    scipy_io = pytest.importorskip("scipy.io")
+    (imagenet / SYNSETS[0]).write_text("".join(f"ILSVRC2012_val_0000000{i}.JPEG {SYNSET_NAMES[0]}\n" for i in range(6)))
+    assert open_source("imagenet", imagenet, val_fraction=None, seed=1).val.labels.tolist() == [0] * 6
+    (imagenet / SYNSETS[0]).unlink()
+    meta = io.BytesIO()
+    rows = np.array(
+        [(2, "n01440764"), (1, "n01443537"), (3, "n02086240")], dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O")]
+    )
+    scipy_io.savemat(meta, {"synsets": rows})
+    kit = {
+        "kit/data/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n3\n2\n1\n",
+        "kit/data/meta.mat": meta.getvalue(),
+    }
+    archive(imagenet / DEVKIT, kit, "w:gz")
+    assert open_source("imagenet", imagenet, val_fraction=None, seed=1).val.labels.tolist() == [1, 0, 2, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
+        (lambda f: (f / SYNSETS[0]).unlink(), f"put {DEVKIT} there"),
+        (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
+        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is no class of"),
+        (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip holds no image"),
+        (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "'readme.txt' is not SYNSET.tar"),
+        (lambda f: (f / TRAIN).write_bytes((f / TRAIN).read_bytes()[:30000]), "is its download whole"),
+        (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is its download whole"),
+    ],
+)
+def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, told: str) -> None:
+    harm(imagenet)  # type: ignore[operator]
+    with pytest.raises(InputError, match=told):
+        open_source("imagenet", imagenet, val_fraction=None, seed=1)
+
+
+def write_mnist(folder: Path, zipped: bool) -> np.ndarray:
+    folder.mkdir(exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 255, (30, 28, 28), dtype=np.uint8)
+    labels = (np.arange(30) % 10).astype(np.uint8)
+    for name, part in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
+        for kind, values in (("images-idx3", pixels[part]), ("labels-idx1", labels[part])):
+            data = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
+            data += values.tobytes()
+            path = folder / f"{name}-{kind}-ubyte{'.gz' if zipped else ''}"
+            path.write_bytes(gzip.compress(data) if zipped else data)
+    return pixels
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_mnist_becomes_grey_pngs(tmp_path: Path, zipped: bool) -> None:
+    pixels = write_mnist(tmp_path / "mnist", zipped)
+    made = prepare(
+        open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1),
+        tmp_path / "out",
+        options(tmp_path, "mnist"),
+    )
+    assert made["train"]["odd"] == {"gray": 20, "no jpeg": 20}
+    dataset = open_dataset(str(tmp_path / "out"))
+    assert dataset.classes == tuple("0123456789")
+    found = {np.asarray(Image.open(io.BytesIO(dataset.train.read(i)))).tobytes() for i in range(20)}
+    assert found == {image.tobytes() for image in pixels[:20]}
+    (tmp_path / "mnist").joinpath(f"t10k-labels-idx1-ubyte{'.gz' if zipped else ''}").unlink()
+    with pytest.raises(InputError, match="has no t10k-labels-idx1-ubyte"):
+        open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1)
+
+
+def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x-ubyte"
+    head = struct.pack(">HBBI", 0, 8, 1, 10)
+    for data, told in ((b"", "not an idx file"), (head + b"12345", "has 5 values, its header says 10")):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=told):
+            read_idx(path, 1)
+    packed = tmp_path / "x.gz"
+    packed.write_bytes(gzip.compress(head + bytes(10))[:-9])
+    with pytest.raises(InputError, match="cannot read"):
+        read_idx(packed, 1)
+
+
+def test_caltech256_comes_as_an_archive_or_a_folder(tmp_path: Path) -> None:
+    files = {
+        f"256_ObjectCategories/{k:03d}.thing{k}/{k:03d}_{i:04d}.jpg": jpeg(10 * k + i)
+        for k in (1, 2)
+        for i in range(10)
+    }
+    tar = tmp_path / "256_ObjectCategories.tar"
+    archive(tar, {**files, "256_ObjectCategories/001.thing1/RENAME2": b"text"})
+    with pytest.raises(InputError, match=r"split some off with --val-fraction 0\.2"):
+        open_source("caltech256", tar, val_fraction=None, seed=1)
+    packed = open_source("caltech256", tar, val_fraction=0.2, seed=1)
+    with tarfile.open(tar) as opened:
+        opened.extractall(tmp_path / "unpacked", filter="data")
+    unpacked = open_source("caltech256", tmp_path / "unpacked", val_fraction=0.2, seed=1)
+    for dataset in (packed, unpacked):
+        assert dataset.classes == ("001.thing1", "002.thing2")
+        assert (len(dataset.train), len(dataset.val)) == (16, 4)
+        assert Counter(dataset.val.labels.tolist()) == {0: 2, 1: 2}
+    assert [packed.val.read(i) for i in range(4)] == [unpacked.val.read(i) for i in range(4)]
+
+
+def test_torchvision_s_data_sets_are_taken_and_others_named(tmp_path: Path) -> None:
+    (tmp_path / "MNIST").mkdir()
+    write_mnist(tmp_path / "MNIST" / "raw", zipped=False)
+    dataset = open_source("torchvision:MNIST", tmp_path, val_fraction=None, seed=1)
+    assert (len(dataset.train), len(dataset.val), dataset.train.labels.tolist()[:3]) == (20, 10, [0, 1, 2])
+    assert Image.open(io.BytesIO(dataset.train.read(0))).size == (28, 28)
+    with pytest.raises(InputError, match="no data set 'CIFAR11' with a split for training: nearest are CIFAR1"):
+        open_source("torchvision:CIFAR11", tmp_path, val_fraction=None, seed=1)
+
+
+def test_a_share_of_each_class_is_split_off_by_the_seed(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images") / "train"
+    splits = [open_source("imagefolder", folder, val_fraction=0.25, seed=seed) for seed in (1, 1, 2)]
+    names = [[split.val.name(i) for i in range(len(split.val))] for split in splits]
+    assert names[0] == names[1] != names[2]
+    for split in splits:
+        assert Counter(split.val.labels.tolist()) == {0: 3, 1: 3, 2: 3}
+        all_names = [part.name(i) for part in (split.train, split.val) for i in range(len(part))]
+        assert len(set(all_names)) == 36
+    with pytest.raises(InputError, match=r"class class0 has 12 .*: too few to split off 0\.99"):
+        open_source("imagefolder", folder, val_fraction=0.99, seed=1)
+
+
+def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / f"in/{split}/a").mkdir(parents=True)
+        for i in range(4):
+            side = (300, 100)[i % 2]
+            (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, side))
+    prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
+    packed = Shards(tmp_path / "out", "train")
+    sizes = [Image.open(io.BytesIO(packed.read(i))).size for i in range(4)]
+    assert sorted(sizes) == [(108, 100), (108, 100), (131, 128), (131, 128)]  # smaller ones stay as large as they are
+    assert sizes == [(int(row["width"]), int(row["height"])) for row in packed.index]
+    assert all(inspect(packed.read(i)).suffix == ".jpg" for i in range(4))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: bool) -> None:
+    for split in ("train", "val"):
+        folder = tmp_path / f"in/{split}/odd"
+        folder.mkdir(parents=True)
+        Image.new("L", (20, 20), 7).save(folder / "grey.jpg")
+        Image.new("CMYK", (20, 20)).save(folder / "cmyk.jpeg")
+        Image.new("RGBA", (20, 20)).save(folder / "png.png")
+        (folder / "png.png").rename(folder / "really_png.jpg")
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.new("RGB", (20, 30)).save(folder / "turned.jpg", exif=exif)
+        (folder / "tail.jpg").write_bytes(jpeg(1) + b"trailing")
+        (folder / "cut.jpg").write_bytes(jpeg(1)[:700])
+        (folder / "page.jpg").write_bytes(b"<html>404</html>")
+        (folder / "empty.jpg").write_bytes(b"")
+    how = {"short_side": 16, "quality": 90} if anew else {}
+    made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, **how))["train"]
+    assert made["odd"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
+    assert made["images"] == 5 and len(made["damaged"]) == 3
+    assert sorted(line.split(":")[0].rsplit("/", 1)[1] for line in made["damaged"]) == [
+        "cut.jpg",
+        "empty.jpg",
+        "page.jpg",
+    ]
+    shards = Shards(tmp_path / "out", "train")
+    assert [shards.name(i).rsplit(":", 1)[1] for i in range(5)] == [f"{i:08d}" for i in range(5)]
+    result = cputrain("data", "verify", str(tmp_path / "out"), cwd=tmp_path)
+    assert result.returncode == 0 and "0 of 10 samples damaged" in result.stdout, result.stdout
+
+
+def test_killed_and_started_again_it_goes_on(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=60)
+    command = ("prepare", "imagefolder", "images", "out", "--shards", "24", "--quality", "90", "--jobs", "1")
+    process = subprocess.Popen((sys.executable, "-m", "cputrain", *command), cwd=tmp_path, stderr=subprocess.DEVNULL)
+    beside = tmp_path / ".out.partial"
+    deadline = time.monotonic() + 60
+    while len(list(beside.glob("train-*.json"))) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in beside.glob("*.tar") if path.with_suffix(".json").exists()}
+    assert done and not (tmp_path / "out").exists()
+    assert cputrain(*command, cwd=tmp_path).returncode == 0
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in done} == done, "whole shards are kept"
+    assert not beside.exists() and not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"][1:]
+    whole = prepare(open_folder(folder), tmp_path / "again", options(folder, shards=24, quality=90))
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
+    again = cputrain(*command, cwd=tmp_path)
+    assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
+    other = cputrain(*command, "--seed", "2", cwd=tmp_path)
+    assert other.returncode == 2 and "is already there, and is not this" in other.stderr
+
+
+def test_a_disk_that_is_too_small_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_images(tmp_path / "images")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preparing.shutil, "disk_usage", lambda _folder: usage._replace(free=1000))
+    with pytest.raises(InputError, match=r"has 0.0 GB free, the shards need about"):
+        prepare(open_folder(folder), tmp_path / "out", options(folder))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root, to mount a small file system")
+    folder, small = write_images(tmp_path / "images", train=60), tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+    assert mounted, "needs mount namespaces"
+    code = (
+        "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data import prepare as p\n"
+        "from cputrain.data.source import open_folder\np._check_space = lambda *_: None\n"
+        f"p.prepare(open_folder(Path({str(folder)!r})), Path({str(small)!r}) / 'out', "
+        "p.Options(kind='imagefolder', source='x', shards=2))\n"
+    )
+    script = f'mount -t tmpfs -o size=100k none {small} && {sys.executable} -c "$CODE"; echo rc=$?; find {small} | sort'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script], env={**os.environ, "CODE": code}, capture_output=True, text=True
+    )
+    assert "rc=1" in done.stdout and "No space left" in done.stderr, done.stderr[-500:]
+    whole = ("small/out", "train-00000.tar", "index.npy")
+    assert not [line for line in done.stdout.splitlines() if line.endswith(whole)]
+
+
+def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
+    ordered = np.repeat(np.arange(100), 32)
+    assert classes_together(ordered) == 1.0
+    shuffled = ordered[epoch_order(len(ordered), 1, 0)]
+    assert abs(classes_together(shuffled) - classes_expected(ordered)) < 0.5
+    assert 27 < classes_expected(ordered) < 28
+    for k in range(40):
+        for split in ("train", "val"):
+            (tmp_path / f"in/{split}/c{k:02d}").mkdir(parents=True)
+            for i in range(8):
+                (tmp_path / f"in/{split}/c{k:02d}/{i}.jpg").write_bytes(jpeg(1, 8))
+    made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path))
+    mix = made["train"]["mix"]
+    assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
+
+
+def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    prepare(open_folder(folder), tmp_path / "out", options(folder))
+    shard, index = tmp_path / "out/train-00000.tar", tmp_path / "out/train.index.npy"
+    records = np.load(index)
+    assert records.dtype == RECORD
+    data = bytearray(shard.read_bytes())
+    data[int(records[4]["offset"]) + 30] ^= 4
+    data[int(records[9]["offset"]) - 512 + 20] ^= 1
+    shard.write_bytes(data)
+    records[20]["label"] = 7
+    with index.open("wb") as file:
+        np.save(file, records)
+    result = cputrain("data", "verify", "out", cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"00000004, byte {int(records[4]['offset']):,}: the image's checksum is not the index's" in result.stdout
+    assert "00000009" in result.stdout and "the archive is damaged before it" in result.stdout
+    assert "00000020" in result.stdout and "label 7, but there are 3 classes" in result.stdout
+    assert "3 of 51 samples damaged" in result.stdout
+    plain = cputrain("data", "verify", "images", cwd=tmp_path)
+    assert plain.returncode == 2 and "only what cputrain prepare wrote" in plain.stderr
+
+
+def test_data_is_described_and_shown(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    (folder / "train/class1/000.jpg").write_bytes(b"junk")
+    for place in ("images", "out"):
+        if place == "out":
+            assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
+        info = cputrain("data", "info", place, cwd=tmp_path)
+        assert info.returncode == 0 and "3 classes: class0, class1, class2" in info.stdout
+        shown = cputrain("data", "show", place, "--count", "10", cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
+    assert "left out as damaged: 1" in info.stdout and "made with kind=imagefolder" in info.stdout
+    refused = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "is not one of imagefolder, digits, imagenet, mnist, caltech256" in refused.stderr
+
+
+def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
+    """1.28 million samples: mapped, not parsed; what is resident grows by what is used."""
+    count = 1_281_167
+    (tmp_path / "train-00000.tar").write_bytes(b"")
+    np.save(tmp_path / "train.index.npy", np.zeros(count, dtype=RECORD))
+    made = {"images": count, "shards": 1, "bytes": [0]}
+    manifest = {"version": 2, "classes": ["a"], "made": {}, "splits": {"train": made}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom cputrain.data.shards import Shards\n"
+        "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        f"before = rss(); shards = Shards(Path({str(tmp_path)!r}), 'train'); print(len(shards), rss() - before)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(said[0]) == count and int(said[1]) < 20 << 20
