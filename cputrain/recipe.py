@@ -42,7 +42,7 @@ class DataSection(Section):
     """The images."""
 
     path: str | None = None
-    """A folder with train/CLASS/* and val/CLASS/*, or one that `cputrain prepare` wrote."""
+    """A folder with train/CLASS/* and val/CLASS/*, one that `cputrain prepare` wrote, or one of TFRecords."""
     crop: Positive = 224
     """Side of the square that the network sees, in pixels."""
     resize: Positive | None = None

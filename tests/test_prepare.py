@@ -367,7 +367,7 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
     assert "left out as damaged: 1" in info.stdout and "made with kind=imagefolder" in info.stdout
     refused = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "is not one of imagefolder, digits, imagenet, mnist, caltech256" in refused.stderr
+    assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in refused.stderr
 
 
 def test_a_large_index_opens_at_once(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def command(
     imagenet     ILSVRC2012's archives in SRC, read as they lie, or the unpacked tree
     mnist        the four idx files in SRC, gzipped or not
     caltech256   256_ObjectCategories.tar or its folder; needs --val-fraction
+    tfrecord     ImageNet's TFRecords, train-*-of-*, validation-*-of-*
     digits       scikit-learn's handwritten digits, written to SRC first
     torchvision:NAME  one of torchvision's data sets, under SRC, or downloaded there
 

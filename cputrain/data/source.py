@@ -10,18 +10,19 @@ from cputrain.data.imagenet import TRAIN, members, open_imagenet
 from cputrain.data.images import Dataset, Files, Images, Spans, split_off
 from cputrain.data.manifest import MANIFEST, read_manifest
 from cputrain.data.shards import Shards
-from cputrain.data.survey import data_root
+from cputrain.data.survey import data_root, has_tfrecords
+from cputrain.data.tfrecord import open_tfrecords
 
 TORCHVISION = "torchvision:"
 
 
 def open_dataset(path: str | None) -> Dataset:
-    """Open a prepared folder or an image folder. Raises InputError that names what is missing or wrong."""
+    """Open a prepared folder, an image folder or TFRecords. Raises InputError that names what is missing or wrong."""
     root = data_root(path)
     if (root / MANIFEST).is_file():
         classes = tuple(read_manifest(root)["classes"])
         return Dataset(classes=classes, train=Shards(root, "train"), val=Shards(root, "val"))
-    return open_folder(root)
+    return open_tfrecords(root) if has_tfrecords(root) else open_folder(root)
 
 
 def open_folder(root: Path) -> Dataset:
@@ -91,5 +92,6 @@ SPLIT: dict[str, Callable[[Path], Dataset]] = {
     "digits": open_folder,
     "imagenet": _imagenet,
     "mnist": open_mnist,
+    "tfrecord": open_tfrecords,
 }
 UNSPLIT: dict[str, Callable[[Path], tuple[tuple[str, ...], Images]]] = {"caltech256": _caltech256}

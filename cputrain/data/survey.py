@@ -1,4 +1,4 @@
-"""What a data folder holds, counted without numpy or torch: enough to plan a training and to refuse a bad one."""
+"""What a data folder holds, counted without torch: enough to plan a training and to refuse a bad one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,25 @@ class Survey:
 
 
 def survey(path: str | None) -> Survey:
-    """Count a prepared folder or an image folder. Raises InputError that names what is missing or wrong."""
+    """Count a prepared folder, an image folder or TFRecords. Raises InputError that names what is missing or wrong."""
     root = data_root(path)
     if (root / MANIFEST).is_file():
         manifest = read_manifest(root)
         counts = {split: manifest["splits"][split]["images"] for split in folder.SPLITS}
         return Survey(classes=tuple(manifest["classes"]), **counts)
+    if has_tfrecords(root):
+        from cputrain.data.tfrecord import open_tfrecords  # numpy: only where records must be read to be counted
+
+        dataset = open_tfrecords(root)
+        return Survey(classes=dataset.classes, train=len(dataset.train), val=len(dataset.val))
     classes = folder.class_names(root)
     counts = {split: len(folder.list_images(root / split, classes)[0]) for split in folder.SPLITS}
     return Survey(classes=classes, **counts)
+
+
+def has_tfrecords(root: Path) -> bool:
+    """Whether a folder holds ImageNet's TFRecords."""
+    return next(root.glob("train-*-of-*"), None) is not None
 
 
 def data_root(path: str | None) -> Path:
