@@ -11,9 +11,11 @@ both of the last scale without antialiasing.
 import argparse
 import importlib
 import io
+import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from cputrain.data.decode import decode_pillow
-from cputrain.data.order import sample_generator
+from cputrain.data.loader import batches
+from cputrain.data.manifest import VERSION
+from cputrain.data.order import epoch_order, sample_generator
+from cputrain.data.prepare import Options, prepare
+from cputrain.data.shards import RECORD, Shards
+from cputrain.data.source import open_folder
 from cputrain.data.turbo import Decoder, load
 from cputrain.data.views import View, training_look
 from cputrain.engine import Normalize
@@ -34,6 +41,8 @@ from cputrain.recipe import DataSection
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
 SIDE, SHORT, QUALITY = 224, 256, 90
+IMAGENET = 1_281_167
+ALL = os.sched_getaffinity(0)
 
 One = Callable[[bytes, int], object]
 
@@ -66,6 +75,10 @@ def main() -> None:
         ]
         print(f"| {name} | {' | '.join(cells)} |")
     print(f"| normalising a batch of 32 | | | {normalising(options.rounds):,.0f} | |")
+    gain = median(threads_gain(sets["prepared"], options.rounds))
+    print(f"\ntwo loader threads against one, shards to batches: {gain:.2f}")
+    opened, permuted = start(options.rounds)
+    print(f"1,281,167 samples: index opened in {1000 * opened:.1f} ms, an epoch permuted in {1000 * permuted:.1f} ms")
 
 
 def jpegs(folder: Path) -> list[bytes]:
@@ -97,7 +110,7 @@ def rate(one: One, files: list[bytes]) -> float:
 
 
 def look(i: int) -> Callable[[int, int], View]:
-    return training_look(SIDE, sample_generator(1, 0, i), min_area=0.08, max_aspect=4 / 3, flip=True)
+    return training_look(SIDE, lambda: sample_generator(1, 0, i), min_area=0.08, max_aspect=4 / 3, flip=True)
 
 
 def ours() -> One:
@@ -167,6 +180,55 @@ def installed(name: str) -> object:
     except ImportError:
         print(f"{name} is not installed: left out", file=sys.stderr)
         return None
+
+
+def threads_gain(files: list[bytes], rounds: int) -> list[float]:
+    """Wall time with one thread over that with two, in turns, each on a core of its own."""
+    pus = tuple(sorted(ALL)[:2])
+    if len(pus) < 2:
+        return [float("nan")]
+    os.sched_setaffinity(0, ALL)
+    with tempfile.TemporaryDirectory() as folder:
+        for split in ("train", "val"):
+            (Path(folder) / f"in/{split}/a").mkdir(parents=True)
+            for i, data in enumerate(files):
+                (Path(folder) / f"in/{split}/a/{i}.jpg").write_bytes(data)
+        out = Path(folder) / "out"
+        prepare(open_folder(Path(folder) / "in"), out, Options(kind="imagefolder", source="in"))
+        images, decoder = Shards(out, "train"), load(os.environ)
+
+        def decode(data: bytes, i: int, place: np.ndarray) -> None:
+            decoder.decode(data, look(i), place)
+
+        def seconds(threads: int) -> float:
+            shares = [np.arange(len(images))[k : k + 32] for k in range(0, len(images), 32)] * 4
+            started = time.perf_counter()
+            for _ in batches(images, shares, decode, crop=SIDE, threads=threads, pus=pus[:threads]):
+                pass
+            return time.perf_counter() - started
+
+        return [seconds(1) / seconds(2) for _ in range(rounds)]
+
+
+def start(rounds: int) -> tuple[float, float]:
+    """Seconds to open ImageNet's index, and to permute an epoch of it."""
+    opened, permuted = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        np.save(folder / "train.index.npy", np.zeros(IMAGENET, dtype=RECORD))
+        (folder / "train-00000.tar").write_bytes(b"")
+        made = {"images": IMAGENET, "shards": 1, "bytes": [0]}
+        (folder / "manifest.json").write_text(
+            json.dumps({"version": VERSION, "classes": ["a"], "made": {}, "splits": {"train": made}})
+        )
+        for epoch in range(rounds):
+            begun = time.perf_counter()
+            Shards(folder, "train")
+            opened.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            epoch_order(IMAGENET, 1, epoch)
+            permuted.append(time.perf_counter() - begun)
+    return median(opened), median(permuted)
 
 
 def normalising(rounds: int) -> float:

@@ -75,7 +75,7 @@ def average_batchnorm(model: nn.Module) -> None:
 
 def _batches(session: Session) -> Iterator[Batch]:
     data, rank = session.recipe.data, session.rank
-    look = evaluation_look(data.resize or round(data.crop * 256 / 224), data.crop)
+    look = evaluation_look(data.short_side, data.crop)
     share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
     size = session.recipe.batch.local
 

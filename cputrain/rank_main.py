@@ -9,6 +9,7 @@ from affinity.observe import Observed
 from affinity.plan import WorkerPlan
 from cputrain.checkpoint import load_checkpoint
 from cputrain.comm.group import end_group, gather, on_rank_0
+from cputrain.data.stage import staged
 from cputrain.engine import prepare_model
 from cputrain.evaluate import evaluate
 from cputrain.events import Events
@@ -36,6 +37,15 @@ def train_rank(
     session = start_session(recipe, rank, worker, observed, check=check)
     if not prepared:
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
+    with staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
+        outcome = _train(session, resume=resume)
+    end_group(session.group)
+    if session.leads:
+        _say_end(session, outcome)
+
+
+def _train(session: Session, *, resume: bool) -> Outcome:
+    recipe, rank = session.recipe, session.rank
     bindings = gather(binding_record(session))
     if session.leads:
         write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session), indent=1).encode())
@@ -55,11 +65,8 @@ def train_rank(
                 time_to_train_s=outcome.total_s,
                 status="done" if accuracy else "stopped",
             )
-    else:
-        outcome = train(session, None, resume=resume)
-    end_group(session.group)
-    if session.leads:
-        _say_end(session, outcome)
+        return outcome
+    return train(session, None, resume=resume)
 
 
 def eval_rank(

@@ -38,6 +38,25 @@ class ModelSection(Section):
     """Start each residual block's last batch-norm at 0: blocks begin as identities (Goyal et al. 2017, 5.1)."""
 
 
+class AugmentSection(Section):
+    """What is done to a training image after its part is cut out; each is drawn anew for each image and epoch."""
+
+    rotate: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Turned by up to this share of a full turn, either way."""
+    zoom: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Scaled by a factor of up to this much above or below 1."""
+    shift: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Moved by up to this share of the side, in both directions."""
+    brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Brightness times a factor of up to this much above or below 1."""
+    contrast: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Contrast likewise."""
+    saturation: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Saturation likewise."""
+    lighting: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the noise along ImageNet's principal colours (Krizhevsky et al. 2012, 4.1: 0.1)."""
+
+
 class DataSection(Section):
     """The images."""
 
@@ -46,23 +65,33 @@ class DataSection(Section):
     crop: Positive = 224
     """Side of the square that the network sees, in pixels."""
     resize: Positive | None = None
-    """Short side before the centre crop in evaluation, in pixels; null: crop x 256 / 224."""
+    """Short side before the centre crop in evaluation and plain training parts, pixels; null: crop x 256 / 224."""
     min_area: Annotated[float, Field(gt=0, le=1)] = 0.08
     """Smallest share of an image's area that a training crop covers."""
     max_aspect: Annotated[float, Field(ge=1)] = 4 / 3
     """Largest ratio of a training crop's sides before it is scaled to a square."""
+    part: Literal["scale_aspect", "plain"] = "scale_aspect"
+    """What a training image shows: a part of random area and aspect, or a square of the image scaled to `resize`."""
+    augment: AugmentSection = AugmentSection()
     flip: bool = True
     """Mirror half of the training images, left to right."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Subtracted from the channels (red, green, blue, each 0 to 1)."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """The channels are divided by this afterwards."""
+    stage: str | None = None
+    """A folder on each host's own disk: one worker copies the shards there while all begin to train from data.path."""
     decoder: Literal["auto", "turbo", "pillow"] = "auto"
     """turbo: libjpeg-turbo 3 decodes no more of a JPEG than is needed; auto: turbo where it can be had, else Pillow."""
     on_error: Literal["skip", "raise"] = "skip"
     """What an image that cannot be decoded does: it is named, counted and left out, or it ends the training."""
     images_per_epoch: Positive | None = None
     """How many images count as one epoch; null: all of train/."""
+
+    @property
+    def short_side(self) -> int:
+        """Pixels of the short side that crops are taken from."""
+        return self.resize or round(self.crop * 256 / 224)
 
 
 class BatchSection(Section):
@@ -251,8 +280,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe, to be read from any folder."""
-    path = recipe.data.path
-    data = recipe.data.model_copy(update={"path": None if path is None else str(Path(path).absolute())})
+    paths = {"path": recipe.data.path, "stage": recipe.data.stage}
+    known = {name: None if path is None else str(Path(path).absolute()) for name, path in paths.items()}
+    data = recipe.data.model_copy(update=known)
     return recipe.model_copy(update={"data": data, "output": str(recipe.folder.absolute())})
 
 

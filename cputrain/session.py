@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from affinity.cpuset import format_list
@@ -79,6 +80,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
     torch.set_num_interop_threads(worker.inter_op)
     torch.manual_seed(recipe.seed)
     dataset = open_dataset(recipe.data.path)
+    _check_labels(dataset)
     decode, decoder = choose_decoder(recipe.data.decoder, os.environ)
     numbers = derive(
         recipe,
@@ -103,6 +105,15 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         team=team,
         memory_share=share,
     )
+
+
+def _check_labels(dataset: Dataset) -> None:
+    for split, images in (("train", dataset.train), ("val", dataset.val)):
+        labels = images.labels
+        wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
+        if len(wrong):
+            told = f"{images.name(int(wrong[0]))} has label {labels[wrong[0]]}"
+            raise InputError(f"{split}: {told}, but there are {len(dataset.classes)} classes: prepare again")
 
 
 def misplaced_comm(local_rank: int, env: Mapping[str, str], threads: tuple[Thread, ...]) -> list[str]:

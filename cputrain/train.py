@@ -9,6 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
+from numpy.random import Generator
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -19,10 +20,11 @@ from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoi
 from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.group import gather, total
 from cputrain.comm.hooks import HOOKS, CommClock
+from cputrain.data.augment import augment, changes
 from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
-from cputrain.data.views import training_look
+from cputrain.data.views import plain_look, training_look
 from cputrain.engine import Normalize, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
 from cputrain.events import Events
@@ -245,9 +247,16 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
     shares = (rank_share(order, step % numbers.steps_per_epoch, each, rank.rank) for step in range(first, stop))
 
     def decode(encoded: bytes, image: int, place: Pixels) -> None:
-        rng = sample_generator(seed, epoch, image)
-        look = training_look(data.crop, rng, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
+        def draw(stream: int = 0) -> Generator:
+            return sample_generator(seed, epoch, image, stream)
+
+        if data.part == "plain":
+            look = plain_look(data.short_side, data.crop, draw, flip=data.flip)
+        else:
+            look = training_look(data.crop, draw, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
         session.decode(encoded, look, place)
+        if changes(data.augment):
+            augment(place, data.augment, draw(1))
 
     return batches(
         session.dataset.train,

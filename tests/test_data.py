@@ -57,8 +57,11 @@ def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
         survey(str(folder))
     (tmp_path / "empty/train/a").mkdir(parents=True)
     (tmp_path / "empty/val").mkdir()
-    with pytest.raises(InputError, match="holds no image"):
+    with pytest.raises(InputError, match="class a has no image"):
         survey(str(tmp_path / "empty"))
+    write_images(tmp_path / "half", val=0)
+    with pytest.raises(InputError, match="val holds no image"):
+        survey(str(tmp_path / "half"))
 
 
 def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) -> None:
@@ -221,3 +224,17 @@ def test_a_batch_s_memory_is_used_again_only_when_the_next_is_asked_for(folder: 
 
 def test_what_is_decoded_ahead_is_bounded_in_bytes() -> None:
     assert [ahead(size) for size in (1, 8 << 20, 64 << 20)] == [8, 4, 2]
+
+
+def test_memory_stays_flat_over_many_epochs(folder: Path) -> None:
+    images = open_dataset(str(folder)).train
+
+    def epochs(first: int, last: int) -> int:
+        for epoch in range(first, last):
+            order = epoch_order(len(images), 1, epoch)
+            shares = [order[i : i + 6] for i in range(0, len(order), 6)]
+            assert sum(len(batch.labels) for batch in batches(images, shares, small, crop=16, threads=2, pus=())) == 36
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = epochs(0, 20)
+    assert epochs(20, 120) - before < 2 << 20

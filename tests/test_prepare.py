@@ -28,6 +28,8 @@ from cputrain.data.order import epoch_order
 from cputrain.data.prepare import Options, prepare
 from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_dataset, open_folder, open_source
+from cputrain.data.survey import survey
+from cputrain.session import _check_labels
 from tests.conftest import cputrain, write_images
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -311,6 +313,36 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
     assert "rc=1" in done.stdout and "No space left" in done.stderr, done.stderr[-500:]
     whole = ("small/out", "train-00000.tar", "index.npy")
     assert not [line for line in done.stdout.splitlines() if line.endswith(whole)]
+
+
+def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    (folder / "train/class2/004.jpg").unlink()
+    (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
+    result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
+    assert result.returncode == 0 and "left out 1 that cannot be read" in result.stdout, result.stderr
+    (tmp_path / ".second.partial").write_text("a file in the way")
+    result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "what is done is kept; mend that and give the same command" in result.stderr
+    (tmp_path / ".second.partial").unlink()
+    assert cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
+
+
+def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    prepare(open_folder(folder), tmp_path / "out", options(folder))
+    index = tmp_path / "out/train.index.npy"
+    records = np.load(index)
+    records[20]["label"] = 3
+    with index.open("wb") as file:
+        np.save(file, records)
+    with pytest.raises(InputError, match=r"train: .*train-00000.tar:00000020 has label 3, but there are 3 classes"):
+        _check_labels(open_dataset(str(tmp_path / "out")))
+    (folder / "train/class9").mkdir()
+    for reader in (open_dataset, survey):
+        with pytest.raises(InputError, match="class class9 has no image in"):
+            reader(str(folder))
 
 
 def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from cputrain.data.digits import write_digits
 from cputrain.data.prepare import SHARD_BYTES, Options, prepare
 from cputrain.data.source import SPLIT, TORCHVISION, UNSPLIT, open_source
@@ -84,7 +84,10 @@ def command(
     dataset = open_source(kind, source, val_fraction=val_fraction, seed=seed)
     images = len(dataset.train) + len(dataset.val)
     with tqdm(total=images, unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:
-        splits = prepare(dataset, out, options, threads=jobs, seen=bar.update)
+        try:
+            splits = prepare(dataset, out, options, threads=jobs, seen=bar.update)
+        except OSError as error:
+            raise RunError(f"prepare: {error}: what is done is kept; mend that and give the same command") from None
     for split, made in splits.items():
         mix = made["mix"]
         click.echo(f"{out}: {split} {made['images']:,} images in {made['shards']} shard(s)")

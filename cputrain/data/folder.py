@@ -1,13 +1,15 @@
 """An image folder, SPLIT/CLASS/*.jpg, read as it lies."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from affinity.errors import InputError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = ("train", "val")
+TRAIN = SPLITS[0]  # whose every class must have images
 
 
 def class_names(root: Path) -> tuple[str, ...]:
@@ -26,10 +28,10 @@ def class_names(root: Path) -> tuple[str, ...]:
     return tuple(found["train"])
 
 
-def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[int]]:
+def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> tuple[list[str], list[int]]:
     """Paths and labels of a folder of classes, in the order of class and file name.
 
-    Raises InputError when it holds no image.
+    Raises InputError when it holds no image, or with `every_class` when a class has none.
     """
     paths: list[str] = []
     labels: list[int] = []
@@ -37,8 +39,10 @@ def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[str], list[i
         place = folder / name
         if not place.is_dir():
             continue  # val/ need not show every class
-        with os.scandir(place) as entries:
+        with _entries(place) as entries:
             names = sorted(e.name for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file())
+        if every_class and not names:
+            raise InputError(f"class {name} has no image in {place} ({' '.join(SUFFIXES)}): add some, or remove it")
         paths += [f"{place}/{name}" for name in names]
         labels += [label] * len(names)
     if not paths:
@@ -57,5 +61,14 @@ def _folders(root: Path, split: str) -> list[str]:
 
 def folders_in(folder: Path) -> list[str]:
     """Names of the folders in a folder, sorted; hidden ones left out."""
-    with os.scandir(folder) as entries:
+    with _entries(folder) as entries:
         return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+@contextmanager
+def _entries(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield entries
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror}") from None

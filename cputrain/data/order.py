@@ -24,6 +24,6 @@ def evaluation_share(images: int, rank: int, world_size: int) -> Order:
     return np.arange(rank, images, world_size)
 
 
-def sample_generator(seed: int, epoch: int, image: int) -> np.random.Generator:
-    """The source of one image's augmentation in one epoch."""
-    return np.random.Generator(np.random.Philox(key=[seed, (epoch << 40) | image]))
+def sample_generator(seed: int, epoch: int, image: int, stream: int = 0) -> np.random.Generator:
+    """A source of one image's augmentation in one epoch; streams are independent of one another."""
+    return np.random.Generator(np.random.Philox(key=[seed, (epoch << 40) | image], counter=[0, 0, 0, stream]))

@@ -28,7 +28,9 @@ def open_dataset(path: str | None) -> Dataset:
 def open_folder(root: Path) -> Dataset:
     """train/CLASS/* and val/CLASS/*."""
     classes = folder.class_names(root)
-    train, val = (Files(*folder.list_images(root / split, classes)) for split in folder.SPLITS)
+    train, val = (
+        Files(*folder.list_images(root / split, classes, every_class=split == folder.TRAIN)) for split in folder.SPLITS
+    )
     return Dataset(classes=classes, train=train, val=val)
 
 
@@ -62,7 +64,7 @@ def _classes_in(source: Path) -> tuple[tuple[str, ...], Images]:
     if not source.is_dir():
         raise InputError(f"{source} is not there: name a folder with a folder for each class")
     classes = tuple(folder.folders_in(source))
-    return classes, Files(*folder.list_images(source, classes))
+    return classes, Files(*folder.list_images(source, classes, every_class=True))
 
 
 def _caltech256(source: Path) -> tuple[tuple[str, ...], Images]:

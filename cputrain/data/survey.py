@@ -30,7 +30,10 @@ def survey(path: str | None) -> Survey:
         dataset = open_tfrecords(root)
         return Survey(classes=dataset.classes, train=len(dataset.train), val=len(dataset.val))
     classes = folder.class_names(root)
-    counts = {split: len(folder.list_images(root / split, classes)[0]) for split in folder.SPLITS}
+    counts = {
+        split: len(folder.list_images(root / split, classes, every_class=split == folder.TRAIN)[0])
+        for split in folder.SPLITS
+    }
     return Survey(classes=classes, **counts)
 
 

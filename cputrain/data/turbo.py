@@ -100,17 +100,22 @@ def load(env: Mapping[str, str]) -> Decoder:
 
 def find_library() -> str:
     """libturbojpeg of release 3 or later: that of the PyPI package turbojpeg, or the system's. Raises InputError."""
-    named = [str(path) for path in _packaged()]
+    packaged = next((str(path) for path in _packaged() if _has_all(str(path))), None)
+    if packaged:
+        return packaged
     system = ctypes.util.find_library("turbojpeg")
-    for candidate in [*named, *([system] if system else [])]:
-        try:
-            found = ctypes.CDLL(candidate)
-        except OSError:
-            continue
-        if all(hasattr(found, name) for name in FUNCTIONS):
-            return candidate
+    if system and _has_all(system):
+        return system
     older = f"{system} is older" if system else "found none"
     raise InputError(f"data.decoder=turbo: it needs libjpeg-turbo 3, {older}: pip install 'cputrain[turbo]'")
+
+
+def _has_all(library: str) -> bool:
+    try:
+        found = ctypes.CDLL(library)
+    except OSError:
+        return False
+    return all(hasattr(found, name) for name in FUNCTIONS)
 
 
 def _packaged() -> list[Path]:

@@ -25,12 +25,31 @@ Look = Callable[[int, int], View]
 """What is wanted of an image of this width and height."""
 
 
-def training_look(crop: int, rng: np.random.Generator, *, min_area: float, max_aspect: float, flip: bool) -> Look:
-    """A random part of the image, scaled to crop x crop, perhaps mirrored."""
+Draw = Callable[[], np.random.Generator]
+"""A source of random numbers that begins anew each time: an image that is looked at twice is seen the same."""
+
+
+def training_look(crop: int, draw: Draw, *, min_area: float, max_aspect: float, flip: bool) -> Look:
+    """A random part of the image, scaled to crop x crop, perhaps mirrored (Szegedy et al. 2014)."""
 
     def look(width: int, height: int) -> View:
+        rng = draw()
         box = random_box(width, height, rng, min_area=min_area, max_aspect=max_aspect)
         return View(box=box, size=(crop, crop), at=(0, 0), side=crop, flip=flip and rng.random() < 0.5)
+
+    return look
+
+
+def plain_look(resize: int, crop: int, draw: Draw, *, flip: bool) -> Look:
+    """A square of crop x crop anywhere in the image after its short side is scaled to `resize`, perhaps mirrored
+    (Krizhevsky et al. 2012)."""
+
+    def look(width: int, height: int) -> View:
+        rng = draw()
+        size = _scaled(width, height, resize, crop)
+        at = int(rng.integers(size[0] - crop + 1)), int(rng.integers(size[1] - crop + 1))
+        box = (0, 0, width, height)
+        return View(box=box, size=size, at=at, side=crop, flip=flip and rng.random() < 0.5)
 
     return look
 
@@ -39,12 +58,17 @@ def evaluation_look(resize: int, crop: int) -> Look:
     """The centre crop x crop of the image after its short side is scaled to `resize`."""
 
     def look(width: int, height: int) -> View:
-        short = min(width, height)
-        size = max(crop, int(resize * width / short)), max(crop, int(resize * height / short))
+        size = _scaled(width, height, resize, crop)
         at = round((size[0] - crop) / 2), round((size[1] - crop) / 2)
         return View(box=(0, 0, width, height), size=size, at=at, side=crop)
 
     return look
+
+
+def _scaled(width: int, height: int, resize: int, crop: int) -> tuple[int, int]:
+    """The size whose short side is `resize`, or crop where that is larger."""
+    short = min(width, height)
+    return max(crop, int(resize * width / short)), max(crop, int(resize * height / short))
 
 
 def random_box(
