@@ -11,21 +11,30 @@ BASE_RATE, BASE_BATCH = 0.1, 256  # linear-scaling rule, Goyal et al. 2017, sect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a training comes to: images per step, steps per epoch, of warm-up and in all, and the peak rate."""
+    """What a training comes to: images per step, steps per epoch, of warm-up and in all, and the peak rate.
+
+    `images` count as an epoch, `used` of them are in its steps.
+    """
 
     global_batch: int
     images: int
+    used: int
     steps_per_epoch: int
     warmup_steps: int
     total_steps: int
     peak_rate: float
 
+    def images_until(self, step: int) -> int:
+        """Images of all steps before this one."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return epochs * self.used + self.used * rest // self.steps_per_epoch
+
 
 def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> Numbers:
     """The numbers of a recipe on nodes x ppn workers with so many training images.
 
-    An epoch is whole global batches: the images that fill no batch wait for the next epoch's permutation. Raises
-    InputError when an epoch asks for more images than there are, or they do not fill one global batch.
+    An epoch is whole global batches, or with data.remainder=spread a step more, all of them smaller. Raises InputError
+    when an epoch asks for more images than there are, or they do not fill one global batch.
     """
     workers = ppn * nodes
     wanted = recipe.data.images_per_epoch or images
@@ -43,11 +52,20 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> Numbers:
             f"batch.local={recipe.batch.local} on {workers} worker(s) needs {global_batch:,} images a step; "
             f"an epoch has {wanted:,}: set batch.local to {room} or fewer"
         )
+    used = steps * global_batch
+    if recipe.data.remainder == "spread" and used < wanted:
+        steps, used = steps + 1, wanted
+        if used // steps < workers * recipe.batch.accumulation:
+            raise InputError(
+                f"data.remainder=spread leaves a step {used // steps} images, too few for {workers} worker(s) x "
+                f"{recipe.batch.accumulation} pass(es): set data.remainder=drop"
+            )
     linear = BASE_RATE * global_batch / BASE_BATCH
     peak = recipe.schedule.peak_rate
     return Numbers(
         global_batch=global_batch,
         images=wanted,
+        used=used,
         steps_per_epoch=steps,
         warmup_steps=round(recipe.schedule.warmup_epochs * steps),
         total_steps=recipe.epochs * steps,
@@ -61,6 +79,7 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
     accumulated = f" x {recipe.batch.accumulation} passes" if recipe.batch.accumulation > 1 else ""
     ratio = numbers.images / numbers.global_batch
     linear = BASE_RATE * numbers.global_batch / BASE_BATCH
+    spread = numbers.used % numbers.global_batch != 0
     return [
         Reason(
             what="global batch",
@@ -70,7 +89,9 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
         Reason(
             what="steps per epoch",
             value=f"{numbers.images:,} / {numbers.global_batch:,} = {ratio:.2f} -> {numbers.steps_per_epoch:,}",
-            why="images / global batch, whole batches only",
+            why="images / global batch, "
+            + ("whole batches only" if numbers.used < numbers.images else "all of them")
+            + (f": {numbers.used // numbers.steps_per_epoch:,} a step" if spread else ""),
         ),
         Reason(
             what="warm-up steps",

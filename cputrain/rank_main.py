@@ -61,7 +61,7 @@ def _train(session: Session, *, resume: bool) -> Outcome:
                 top1=accuracy.top1 if accuracy else None,
                 top5=accuracy.top5 if accuracy else None,
                 steps=outcome.step,
-                images=outcome.step * session.numbers.global_batch,
+                images=session.numbers.images_until(outcome.step),
                 time_to_train_s=outcome.total_s,
                 status="done" if accuracy else "stopped",
             )

@@ -85,6 +85,9 @@ class DataSection(Section):
     """turbo: libjpeg-turbo 3 decodes no more of a JPEG than is needed; auto: turbo where it can be had, else Pillow."""
     on_error: Literal["skip", "raise"] = "skip"
     """What an image that cannot be decoded does: it is named, counted and left out, or it ends the training."""
+    remainder: Literal["drop", "spread"] = "drop"
+    """Images that fill no global batch: drop leaves them to the next epoch's permutation; spread takes one step more,
+    and all of the epoch's steps are a little smaller."""
     images_per_epoch: Positive | None = None
     """How many images count as one epoch; null: all of train/."""
 

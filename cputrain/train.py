@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from numpy.random import Generator
 from torch import nn
@@ -110,7 +111,9 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
             break
         ends = training.step >= last_step
         accuracy = evaluate(training.network, session) if ends or due(epoch, recipe.evaluate.every_epochs) else None
-        _report_epoch(training, epoch, sums, accuracy, seconds, (training.step - first) * numbers.global_batch)
+        _report_epoch(
+            training, epoch, sums, accuracy, seconds, numbers.images_until(training.step) - numbers.images_until(first)
+        )
         better = accuracy is not None and not accuracy.top1 <= training.best_top1
         if accuracy is not None and better:
             training.best_top1 = accuracy.top1
@@ -154,7 +157,7 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         optimizer=optimizer,
         clock=clock,
         normalize=Normalize(recipe.data),
-        progress=Progress(numbers.global_batch * done["step"], numbers.global_batch * last_step, shown=session.leads),
+        progress=Progress(numbers.images_until(done["step"]), numbers.images_until(last_step), shown=session.leads),
         events=events,
         notice=Notice(session.group.store, leads=session.leads),
         step=done["step"],
@@ -185,9 +188,10 @@ def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
             total_steps=numbers.total_steps,
         )
         loss, data_wait_s, comm_wait_s = _update(training, loaded, rate, sums)
+        images = numbers.images_until(training.step + 1) - numbers.images_until(training.step)
         training.step += 1
         seconds = time.perf_counter() - started
-        training.progress.step(f"epoch {epoch + 1}/{recipe.epochs}", numbers.global_batch, loss=loss, rate=rate)
+        training.progress.step(f"epoch {epoch + 1}/{recipe.epochs}", images, loss=loss, rate=rate)
         if training.events:
             training.events.write(
                 "step",
@@ -195,7 +199,7 @@ def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
                 epoch=training.step / numbers.steps_per_epoch,
                 loss=loss,
                 rate=rate,
-                images_per_s=numbers.global_batch / seconds,
+                images_per_s=images / seconds,
                 data_wait_s=data_wait_s,
                 comm_wait_s=comm_wait_s,
             )
@@ -207,8 +211,9 @@ def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
 
 def _update(training: Training, loaded: Iterator[Batch], rate: float, sums: Sums) -> tuple[float, float, float]:
     """One optimizer update; returns this rank's loss and its seconds of waiting for images and for gradients."""
-    recipe, rank = training.session.recipe, training.session.rank.rank
+    recipe, rank, numbers = training.session.recipe, training.session.rank.rank, training.session.numbers
     passes = recipe.batch.accumulation
+    images = numbers.images_until(training.step + 1) - numbers.images_until(training.step)
     loss, data_wait_s, comm_wait_s = 0.0, 0.0, 0.0
     for number in range(passes):
         asked = time.perf_counter()
@@ -219,9 +224,9 @@ def _update(training: Training, loaded: Iterator[Batch], rate: float, sums: Sums
         with nullcontext() if number == passes - 1 else training.model.no_sync():
             logits = training.model(training.normalize(batch.images))
             losses = functional.cross_entropy(logits, batch.labels, reduction="none") * batch.weights
-            # Divided by the mean local batch: after DDP's averaging every image weighs the same, whatever its rank's
-            # batch; a damaged one adds nothing.
-            share = losses.sum() / (recipe.batch.local * passes)
+            # Divided by the mean of the ranks' images in this step: after DDP's averaging every image weighs the same,
+            # whatever its rank's batch; a damaged one adds nothing.
+            share = losses.sum() / (images / training.session.rank.world_size)
             share.backward()  # type: ignore[no-untyped-call]
         comm_wait_s = time.perf_counter() - training.clock.last_ready_s
         loss += float(losses.detach().sum()) / (len(batch.labels) * passes)
@@ -241,10 +246,9 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
     """This rank's batches for the updates from `first` to before `stop`, which lie in one epoch."""
     recipe, numbers, rank = session.recipe, session.numbers, session.rank
     data, seed = recipe.data, recipe.seed
-    order = epoch_order(len(session.dataset.train), seed, epoch)[: numbers.images]
-    micro = session.batches[rank.rank]
-    each = [batch * recipe.batch.accumulation for batch in session.batches]
-    shares = (rank_share(order, step % numbers.steps_per_epoch, each, rank.rank) for step in range(first, stop))
+    order = epoch_order(len(session.dataset.train), seed, epoch)[: numbers.used]
+    steps = numbers.steps_per_epoch
+    shares = (rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop))
 
     def decode(encoded: bytes, image: int, place: Pixels) -> None:
         def draw(stream: int = 0) -> Generator:
@@ -260,7 +264,7 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
 
     return batches(
         session.dataset.train,
-        (share[i : i + micro] for share in shares for i in range(0, len(share), micro)),
+        (part for share in shares for part in np.array_split(share, recipe.batch.accumulation)),
         decode,
         crop=data.crop,
         threads=session.loader_threads,

@@ -147,10 +147,22 @@ def test_ranks_cut_an_epoch_without_overlap(images: int, batches: list[int], see
     assert sorted(order.tolist()) == list(range(images))
     batch, workers = sum(batches), len(batches)
     steps = images // batch
-    shares = [rank_share(order, step, batches, rank) for step in range(steps) for rank in range(workers)]
+    whole = order[: steps * batch]
+    shares = [rank_share(whole, step, steps, batches, rank) for step in range(steps) for rank in range(workers)]
     assert [len(share) for share in shares] == batches * steps
     # In the order of steps and ranks the shares are the permutation itself: the same whatever the number of workers.
     assert np.concatenate([*shares, order[steps * batch :]]).tolist() == order.tolist()
+
+
+@given(images=st.integers(40, 500), shares=st.lists(st.integers(1, 8), min_size=1, max_size=8))
+def test_a_spread_remainder_leaves_no_image_out(images: int, shares: list[int]) -> None:
+    order = epoch_order(images, 1, 0)
+    steps = -(-images // sum(shares))
+    cut = [[rank_share(order, step, steps, shares, rank) for rank in range(len(shares))] for step in range(steps)]
+    assert np.concatenate([share for step in cut for share in step]).tolist() == order.tolist()
+    sizes = [sum(map(len, step)) for step in cut]
+    assert max(sizes) - min(sizes) <= 1 and max(sizes) <= sum(shares)
+    assert all(len(share) <= most for step in cut for share, most in zip(step, shares, strict=True))
 
 
 def test_epochs_and_seeds_differ() -> None:

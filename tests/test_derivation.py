@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from cputrain.derivation import derive, explain
 from cputrain.optim.schedules import warmup_linear
-from cputrain.recipe import load_recipe
+from cputrain.recipe import BatchSection, DataSection, Recipe, load_recipe
 
 
 def test_the_256_node_numbers() -> None:
@@ -74,3 +74,19 @@ def test_the_256_node_schedule() -> None:
     kwargs = {"start_rate": 0.1, "peak_rate": 4.8, "warmup_steps": 260, "total_steps": 4_680}
     assert warmup_linear(130, **kwargs) == pytest.approx(2.45)
     assert warmup_linear(2_470, **kwargs) == pytest.approx(2.4)
+
+
+def test_a_remainder_is_dropped_or_spread() -> None:
+    recipe = Recipe(data=DataSection(remainder="spread"), batch=BatchSection(local=8), epochs=6)
+    numbers = derive(recipe, ppn=2, nodes=1, images=100)
+    assert (numbers.steps_per_epoch, numbers.used, numbers.total_steps) == (7, 100, 42)
+    each = [numbers.images_until(step + 1) - numbers.images_until(step) for step in range(14)]
+    assert sum(each) == 200 and set(each) == {14, 15}
+    told = explain(recipe, numbers, ppn=2, nodes=1)[1]
+    assert told.value == "100 / 16 = 6.25 -> 7" and told.why == "images / global batch, all of them: 14 a step"
+    dropped = derive(recipe.model_copy(update={"data": DataSection()}), ppn=2, nodes=1, images=100)
+    assert (dropped.steps_per_epoch, dropped.used, dropped.images_until(7)) == (6, 96, 112)
+    whole = derive(recipe, ppn=2, nodes=1, images=96)
+    assert (whole.steps_per_epoch, whole.used) == (6, 96)
+    with pytest.raises(InputError, match="leaves a step 5 images, too few for 8 worker"):
+        derive(recipe.model_copy(update={"batch": BatchSection(local=1)}), ppn=8, nodes=1, images=10)

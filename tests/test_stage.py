@@ -96,6 +96,7 @@ def test_a_training_stages_augments_and_leaves_nothing(data: Path, tmp_path: Pat
         *("data.crop=32", "batch.local=6", "epochs=1", "schedule.warmup_epochs=0", f"plan.ppn={PPN}", "output=run"),
         *("model.name=resnet18", "data.part=plain", "data.augment.rotate=0.05", "data.augment.zoom=0.2"),
         *("data.augment.shift=0.2", "data.augment.lighting=0.1", "data.augment.saturation=0.4"),
+        "data.remainder=spread",
     )
     result = cputrain("train", "imagefolder", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -13,10 +13,15 @@ def epoch_order(images: int, seed: int, epoch: int) -> Order:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(images)
 
 
-def rank_share(order: Order, step: int, shares: Sequence[int], rank: int) -> Order:
-    """The images of one rank in one step: its slice of the step's global batch, which the ranks' shares make up."""
-    start = step * sum(shares) + sum(shares[:rank])
-    return order[start : start + shares[rank]]
+def rank_share(order: Order, step: int, steps: int, shares: Sequence[int], rank: int) -> Order:
+    """The images of one rank in one of an epoch's steps: its slice of the step's part of the order.
+
+    The order is cut into `steps` parts whose sizes differ by at most one, each of them in proportion to the ranks'
+    shares.
+    """
+    first, last = (len(order) * number // steps for number in (step, step + 1))
+    begin, end = ((last - first) * part // sum(shares) for part in (sum(shares[:rank]), sum(shares[: rank + 1])))
+    return order[first + begin : first + end]
 
 
 def evaluation_share(images: int, rank: int, world_size: int) -> Order:
