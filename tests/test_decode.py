@@ -173,6 +173,22 @@ def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pyte
 
 
 @NEEDS_TURBO
+def test_a_damaged_file_does_not_hinder_the_next() -> None:
+    """libjpeg-turbo itself goes on to decode whole ones after any kind of damage, at any byte."""
+    decoder = turbo.load(os.environ)
+    whole, look, place = encoded(noise(90, 120), "jpeg"), evaluation_look(40, 32), np.zeros((32, 32, 3), np.uint8)
+    assert decoder.decode(whole, look, place)
+    bad = [path.read_bytes() for path in (DATA / "odd-jpegs").glob("*.*")]
+    for at in range(2, len(whole) - 2, 7):
+        changed = bytearray(whole)
+        changed[at] ^= 0x55
+        bad += [bytes(changed), whole[:at] + whole[-2:], whole[:at] + b"junk" + whole[at:]]
+    for data in bad:
+        decoder.decode(data, look, place)
+        assert decoder.decode(whole, look, place)
+
+
+@NEEDS_TURBO
 def test_threads_decode_at_once_each_with_its_own_buffers() -> None:
     files = [encoded(noise(90 + seed, 120, seed), "jpeg") for seed in range(8)]
     expected = [seen(decode_pillow, data, evaluation_look(40, 32), 32) for data in files]

@@ -232,6 +232,13 @@ Decoder* pixels_open(const Turbo* turbo) {
   return made;
 }
 
+// TurboJPEG's handle goes on with a header that it has failed in, and then fails in every other one: a new one.
+static void renew(Decoder* decoder) {
+  decoder->turbo.destroy(decoder->handle);
+  decoder->handle = decoder->turbo.init(kInitDecompress);
+  decoder->turbo.set(decoder->handle, kStopOnWarning, 1);
+}
+
 void pixels_close(Decoder* decoder) {
   decoder->turbo.destroy(decoder->handle);
   delete decoder;
@@ -241,8 +248,11 @@ void pixels_close(Decoder* decoder) {
 // all else, which is another decoder's affair.
 int pixels_size(Decoder* decoder, const uint8_t* data, size_t bytes, int* width, int* height) {
   const auto& turbo = decoder->turbo;
-  if (bytes < 4 || data[0] != 0xff || data[1] != 0xd8 || data[bytes - 2] != 0xff || data[bytes - 1] != 0xd9 ||
-      turbo.header(decoder->handle, data, bytes) != 0) {
+  if (bytes < 4 || data[0] != 0xff || data[1] != 0xd8 || data[bytes - 2] != 0xff || data[bytes - 1] != 0xd9) {
+    return 0;
+  }
+  if (turbo.header(decoder->handle, data, bytes) != 0) {
+    renew(decoder);
     return 0;
   }
   *width = turbo.get(decoder->handle, kWidth);
@@ -271,6 +281,7 @@ int pixels_decode(Decoder* decoder, const uint8_t* data, size_t bytes, const Vie
   if (turbo.crop(decoder->handle, {start, top, end - start, height}) != 0 ||
       turbo.decompress(
           decoder->handle, data, bytes, decoder->part.data(), static_cast<int>(stride), kPixelFormatRgb) != 0) {
+    renew(decoder);
     return 0;
   }
   const auto fewer_rows = kAvx2 ? scale_down_avx2 : scale_down;
