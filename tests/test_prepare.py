@@ -402,6 +402,18 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
     assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in refused.stderr
 
 
+def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / f"in/{split}/a").mkdir(parents=True)
+        for i in range(300 if split == "train" else 1):
+            (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, 8))
+    prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, shards=300))
+    code = f"from cputrain.data.source import open_dataset; print(len(open_dataset({str(tmp_path / 'out')!r}).train))"
+    limited = f'ulimit -S -n 256; exec {sys.executable} -c "{code}"'
+    said = subprocess.run(["sh", "-c", limited], capture_output=True, text=True)
+    assert said.stdout == "300\n", said.stderr[-500:]
+
+
 def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
     """1.28 million samples: mapped, not parsed; what is resident grows by what is used."""
     count = 1_281_167

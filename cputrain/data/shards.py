@@ -6,6 +6,7 @@ suffix of its format) and KEY.cls with the label in decimal.
 
 import io
 import os
+import resource
 import tarfile
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +30,9 @@ RECORD = np.dtype(
         ("height", "<u4"),
     ]
 )
+
+
+OTHER_FILES = 512
 
 
 def shard_path(folder: Path, split: str, number: int) -> Path:
@@ -74,6 +78,15 @@ class ShardWriter:
         self._tar.addfile(member, io.BytesIO(data))
 
 
+def _allow_files(count: int) -> None:
+    """Let this process have so many files open beside others, as far as it may: the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
 class Shards:
     """One split of a prepared folder: random access to samples; safe to read from several threads."""
 
@@ -82,6 +95,7 @@ class Shards:
         manifest = read_manifest(folder)
         counts = manifest["splits"][split]
         self.paths = [shard_path(folder, split, i) for i in range(counts["shards"])]
+        _allow_files(4 * len(self.paths))  # those of two splits, and their copies
         try:
             self.index: NDArray[np.void] = np.load(index_path(folder, split), mmap_mode="r")
             self.files: list[BinaryIO] = [path.open("rb") for path in self.paths]
