@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #if defined(__x86_64__) && !defined(CPUTRAIN_PLAIN)
@@ -226,17 +227,20 @@ struct Decoder {
   std::vector<uint8_t> part, between, made;
 };
 
-Decoder* pixels_open(const Turbo* turbo) {
-  auto* made = new Decoder{*turbo, turbo->init(kInitDecompress), {}, {}, {}};
-  turbo->set(made->handle, kStopOnWarning, 1);
+static void* new_handle(const Turbo& turbo) {
+  void* made = turbo.init(kInitDecompress);
+  turbo.set(made, kStopOnWarning, 1);
   return made;
 }
 
 // TurboJPEG's handle goes on with a header that it has failed in, and then fails in every other one: a new one.
 static void renew(Decoder* decoder) {
   decoder->turbo.destroy(decoder->handle);
-  decoder->handle = decoder->turbo.init(kInitDecompress);
-  decoder->turbo.set(decoder->handle, kStopOnWarning, 1);
+  decoder->handle = new_handle(decoder->turbo);
+}
+
+Decoder* pixels_open(const Turbo* turbo) {
+  return new Decoder{*turbo, new_handle(*turbo), {}, {}, {}};
 }
 
 void pixels_close(Decoder* decoder) {
