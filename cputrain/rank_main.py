@@ -39,9 +39,9 @@ def train_rank(
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
     with staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
         outcome = _train(session, resume=resume)
-    end_group(session.group)
     if session.leads:
         _say_end(session, outcome)
+    end_group(session.group)
 
 
 def _train(session: Session, *, resume: bool) -> Outcome:
@@ -78,12 +78,12 @@ def eval_rank(
     load_checkpoint(checkpoint, network)
     accuracy = evaluate(network, session)
     damaged = sorted(name for names in gather(accuracy.damaged) for name in names)
-    end_group(session.group)
     if session.leads:
         if damaged:
             print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")
         print(f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  loss {accuracy.loss:.4f}")
         print(f"{accuracy.images:,} images, each once")
+    end_group(session.group)
 
 
 def _make_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:

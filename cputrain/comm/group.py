@@ -1,5 +1,6 @@
 """The process group: its start and end, and the few things that ranks agree on."""
 
+import faulthandler
 import gc
 import os
 import re
@@ -28,6 +29,7 @@ from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
 from mpi.route import interface_to
 
 T = TypeVar("T")
+END_S = 60.0  # for taking the group down and leaving the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,13 @@ def _nothing(_text: str) -> None:
 
 
 def end_group(group: Group) -> None:
-    """Leave the group and end its threads."""
+    """Leave the group and end its threads: a rank's last act.
+
+    What hangs in that, libraries or the interpreter's end, is ended with every thread's traceback.
+    """
     group.watchdog.stop()
     dist.barrier()  # nobody leaves whom another's watchdog still wants to hear
+    faulthandler.dump_traceback_later(END_S, exit=True)
     gc.collect()  # DDP's reference cycles hold the group too
     dist.destroy_process_group()
 

@@ -72,7 +72,11 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
       }
     }
   }
-  engine.waiting_--;
+  {
+    // Under the lock, or the engine's thread could see a caller that drives, and miss that there is none any more.
+    const std::lock_guard lock(engine.mutex_);
+    engine.waiting_--;
+  }
   engine.work_.notify_one();
   if (future_->hasError()) {
     std::rethrow_exception(future_->exception_ptr());
