@@ -44,7 +44,7 @@ def choose_decoder(asked: str, env: Mapping[str, str]) -> tuple[Decode, str]:
         if not fast.decode(data, look, place):  # no JPEG, a rare kind of one, or a damaged one: Pillow's to judge
             decode_pillow(data, look, place)
 
-    return decode, f"libjpeg-turbo: {fast.library}"
+    return decode, f"libjpeg-turbo: {fast.path}"
 
 
 def decode_pillow(data: bytes, look: Look, place: Pixels) -> None:

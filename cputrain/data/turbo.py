@@ -65,7 +65,7 @@ class Decoder:
     """A decoder that any number of threads may use at once."""
 
     def __init__(self, library: str, native: ctypes.CDLL, table: ctypes.Array[c_void_p]) -> None:
-        self.library = library
+        self.path = library
         self._native, self._table = native, table
         self._mine = threading.local()
 
