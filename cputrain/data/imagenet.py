@@ -43,8 +43,7 @@ def _training(archive: Path) -> tuple[tuple[str, ...], Images]:
     classes = tuple(sorted({synset for synset, *_ in found}))
     label = {synset: number for number, synset in enumerate(classes)}
     train = Spans(
-        [archive],
-        [0] * len(found),
+        archive,
         [at for _, at, _, _ in found],
         [size for _, _, size, _ in found],
         [label[synset] for synset, *_ in found],
@@ -62,8 +61,7 @@ def _validation(source: Path, classes: tuple[str, ...]) -> Images:
     if unknown:
         raise InputError(f"{origin}: {unknown[0]!r} is no class of {TRAIN}: are both of one data set?")
     return Spans(
-        [archive],
-        [0] * len(found),
+        archive,
         [at for _, at, _ in found],
         [size for _, _, size in found],
         [label[synset] for synset in named],

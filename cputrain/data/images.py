@@ -73,19 +73,18 @@ class Files:
 
 
 class Spans:
-    """Images that are spans of bytes in files: whole ones, or members of archives."""
+    """Images that are spans of bytes in one file: members of an archive."""
 
     def __init__(
         self,
-        files: Sequence[Path],
-        file: Sequence[int],
+        path: Path,
         offset: Sequence[int],
         length: Sequence[int],
         labels: Sequence[int],
         names: Sequence[str],
     ) -> None:
-        self._files = [path.open("rb") for path in files]
-        self._file, self._offset, self._length = file, offset, length
+        self._file = path.open("rb")
+        self._offset, self._length = offset, length
         self._names = names
         self._labels = np.array(labels, dtype=np.int64)
 
@@ -99,9 +98,9 @@ class Spans:
 
     def read(self, i: int) -> bytes:
         """The span's bytes. Raises OSError where the file ends before it."""
-        data = os.pread(self._files[self._file[i]].fileno(), self._length[i], self._offset[i])
+        data = os.pread(self._file.fileno(), self._length[i], self._offset[i])
         if len(data) < self._length[i]:
-            raise OSError(f"{self._files[self._file[i]].name} ends within it")
+            raise OSError(f"{self._file.name} ends within it")
         return data
 
     def size(self, i: int) -> int:
@@ -110,7 +109,7 @@ class Spans:
 
     def name(self, i: int) -> str:
         """The member's name, after its archive's."""
-        return f"{self._files[self._file[i]].name}:{self._names[i]}"
+        return f"{self._file.name}:{self._names[i]}"
 
 
 class Part:

@@ -79,8 +79,7 @@ def _caltech256(source: Path) -> tuple[tuple[str, ...], Images]:
         raise InputError(f"{source} holds no image: is it 256_ObjectCategories.tar?")
     label = {name: number for number, name in enumerate(classes)}
     images = Spans(
-        [source],
-        [0] * len(by_class),
+        source,
         [offset for _, _, offset, _ in by_class],
         [length for _, _, _, length in by_class],
         [label[name] for name, *_ in by_class],
