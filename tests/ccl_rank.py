@@ -291,6 +291,15 @@ def wrong(how: str) -> None:
         os._exit(1)
 
 
+def leave() -> None:
+    """End without waiting for an all-reduce: one that never ends on rank 0, as rank 1 does not come."""
+    if rank.rank == 0:
+        dist.all_reduce(torch.ones(1 << 20), async_op=True)
+        sys.exit(3)
+    time.sleep(4)
+    sys.exit(3)
+
+
 def meet() -> None:
     """Who is here, over which transport, and where oneCCL's and our threads run."""
     from affinity.observe import threads_of
@@ -302,7 +311,15 @@ def meet() -> None:
     say(sum=total.item(), transport=transport, pus=sorted(os.sched_getaffinity(0)), threads=threads)
 
 
-TASKS = {"examples": examples, "gloo": against_gloo, "soak": soak, "users": users, "wrong": wrong, "meet": meet}
+TASKS = {
+    "examples": examples,
+    "gloo": against_gloo,
+    "soak": soak,
+    "users": users,
+    "wrong": wrong,
+    "leave": leave,
+    "meet": meet,
+}
 
 
 def main() -> None:

@@ -126,6 +126,14 @@ def test_a_rank_that_does_not_join_is_named_at_the_timeout(how: str) -> None:
     assert "Timed out after 4 s in ALLREDUCE #2 of group 0 (Float[10]); not joined by rank 1 on" in error
 
 
+def test_a_rank_may_end_while_collectives_are_in_flight() -> None:
+    """oneCCL is not taken down under the thread that drives it: no crash, no hang, and the script's own status."""
+    for _ in range(3):
+        with started("tests.ccl_rank", "leave") as processes:
+            ends = [ended(process, 60) for process in processes]
+        assert [end.status for end in ends] == [3, 3], [end.err[-2000:] for end in ends]
+
+
 def test_a_group_that_a_rank_does_not_come_to_is_given_up() -> None:
     assert "Timed out after 4 s of making a group: not all of its ranks have come" in failing("late_group")[0]
 

@@ -1,6 +1,21 @@
 """Who is silent, who is absent: the watchdog's judgement from beats."""
 
+import subprocess
+import sys
+
 from cputrain.comm.watchdog import Beat, Heard, absent_ranks, silent_rank
+
+STUCK = """
+import threading, time
+from torch.distributed import HashStore
+from cputrain.comm.watchdog import Waiting, Watchdog
+never = threading.Event()
+Watchdog(
+    HashStore(), rank=0, world_size=1, note=print,
+    waits_in=lambda: Waiting("ALLREDUCE #3", 3, overdue_s=12.3), fail=lambda why: never.wait(),
+)
+never.wait()
+"""
 
 
 def heard(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> Heard:
@@ -28,3 +43,13 @@ def test_who_has_not_joined_the_newest_collective_is_named() -> None:
     assert "not all in the same one" in absent_ranks({0: heard(0, "ALLREDUCE #5", 5), 1: heard(0, "BROADCAST #5", 5)})
     many = {0: heard(0, "ALLREDUCE #1", 1), **{i: heard(0) for i in range(1, 20)}}
     assert absent_ranks(many).endswith("rank 5 on n1 (in no collective) and 14 more")
+
+
+def test_a_backend_that_never_returns_does_not_keep_its_rank() -> None:
+    """Neither from a collective that is overdue nor from failing it."""
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert (
+        done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
+        "it should have ended 12 s ago, and the backend does not return\n"
+    )

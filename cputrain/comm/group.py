@@ -24,7 +24,7 @@ from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose
-from cputrain.comm.watchdog import Watchdog
+from cputrain.comm.watchdog import Waiting, Watchdog
 from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
 from mpi.route import interface_to
 
@@ -71,9 +71,9 @@ def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) 
 
 
 def _watch_gloo(rank: Rank, store: Store) -> Watchdog:
-    def waits_in() -> tuple[str | None, int]:
+    def waits_in() -> Waiting:
         number = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        return f"gloo's collective #{number} or before the next", number
+        return Waiting(f"gloo's collective #{number} or before the next", number)
 
     return Watchdog(
         PrefixStore("watchdog", store.clone()),  # type: ignore[attr-defined]

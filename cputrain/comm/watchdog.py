@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
@@ -21,7 +22,16 @@ BEAT_S = 2.0
 SILENT_S = 15.0
 EXIT_S = 3.0  # between failing a rank's collectives, which its code may tell in its own way, and ending it
 LEAVE_S = 1.0
+OVERDUE_S = 10.0  # for a backend to end what has timed out, before the rank is ended
 MOST_NAMED = 5
+
+
+class Waiting(NamedTuple):
+    """What a rank waits in ("": nothing), that collective's number, and for how long it should have ended."""
+
+    what: str
+    sequence: int
+    overdue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +88,7 @@ def absent_ranks(heard: dict[int, Heard]) -> str:
 class Watchdog:
     """Watches over one process group until `stop`.
 
-    `waits_in` tells the collective that this rank waits in and its number; `note` takes who else is absent, for the
+    `waits_in` tells the collective that this rank waits in; `note` takes who else is absent, for the
     message of a timeout; `fail` ends this rank's collectives with an error.
     """
 
@@ -88,7 +98,7 @@ class Watchdog:
         *,
         rank: int,
         world_size: int,
-        waits_in: Callable[[], tuple[str | None, int]],
+        waits_in: Callable[[], Waiting],
         note: Callable[[str], None],
         fail: Callable[[str], None],
         silent_s: float = SILENT_S,
@@ -133,9 +143,11 @@ class Watchdog:
             quiet = time.monotonic() - self._looked
             frozen = f"the job's store, in rank 0's process, has given no answer for {quiet:.0f} s"
             lost = frozen if quiet > self._silent_s else self._lost
-            waits_in, _ = self._waits_in()
-            if lost and waits_in:
-                self._end(lost, waits_in)
+            what, _, overdue_s = self._waits_in()
+            if overdue_s > OVERDUE_S:
+                self._end(f"it should have ended {overdue_s:.0f} s ago, and the backend does not return", what)
+            elif lost and what:
+                self._end(lost, what)
 
     def _look(self) -> str | None:
         """Beat and hear the others; the line about the one who is lost, if one is."""
@@ -161,8 +173,8 @@ class Watchdog:
 
     def _beat(self, *, left: bool = False) -> None:
         self._count += 1
-        waits_in, sequence = self._waits_in()
-        beat = Beat(count=self._count, host=socket.gethostname(), waits_in=waits_in, sequence=sequence, left=left)
+        what, sequence, _ = self._waits_in()
+        beat = Beat(count=self._count, host=socket.gethostname(), waits_in=what or None, sequence=sequence, left=left)
         self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
 
     def _hear(self, ranks: range | tuple[int, ...]) -> None:
@@ -175,9 +187,10 @@ class Watchdog:
             if rank not in self._heard or self._heard[rank].beat.count != beat.count:
                 self._heard[rank] = Heard(beat=beat, at=now)
 
-    def _end(self, lost: str, waits_in: str) -> None:
-        self._fail(f"{lost}; rank {self._rank} waits in {waits_in}")
+    def _end(self, lost: str, what: str) -> None:
+        """Fail this rank's collectives, then end the rank, even where the backend never returns from failing them."""
+        threading.Thread(target=self._fail, args=(f"{lost}; rank {self._rank} waits in {what}",), daemon=True).start()
         time.sleep(EXIT_S)
         if not self._over.is_set():
-            print(f"cputrain: rank {self._rank} waits in {waits_in}: {lost}", file=sys.stderr, flush=True)
+            print(f"cputrain: rank {self._rank} waits in {what}: {lost}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import find_libraries
-from cputrain.comm.watchdog import Watchdog
+from cputrain.comm.watchdog import Waiting, Watchdog
 from mpi.fabric import Setting
 from mpi.rank import Rank, discover
 
@@ -73,9 +73,8 @@ def _watch(options: Any, loaded: ModuleType) -> None:
     if watchdog is not None:
         watchdog.stop()
 
-    def waits_in() -> tuple[str | None, int]:
-        description, number = loaded.waits_in()
-        return description or None, number
+    def waits_in() -> Waiting:
+        return Waiting(*loaded.waits_in())
 
     watchdog = Watchdog(
         PrefixStore("watchdog", options.store.clone()),

@@ -5,6 +5,8 @@
 
 #include <bit>
 #include <numeric>
+#include <optional>
+#include <tuple>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -276,7 +278,7 @@ class CclBackend : public c10d::Backend {
         process_(getpid()),
         options_(c10::make_intrusive<Options>("ccl", timeout)) {
     const auto lock = Engine::instance().enter();
-    Engine::instance().tell("the making of group " + name_, 0);
+    Engine::instance().tell({"the making of group " + name_, 0, Clock::now() + timeout});
     ccl::init();
     comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, meeting_));
     uint8_t all_round = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
@@ -286,14 +288,21 @@ class CclBackend : public c10d::Backend {
     brain_ = all_round ? Brain::theirs : Brain::as_float32;
     brain_of_allreduce_ = over_ofi ? Brain::ours : brain_;
     Engine::instance().tell_oldest();
+    Engine::instance().mind_exit();
   }
 
   // A communicator whose operations will never end cannot be taken down either: it is left behind.
   ~CclBackend() override {
+    std::optional<pybind11::gil_scoped_release> unheld;  // oneCCL may wait for other ranks here
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      unheld.emplace();
+    }
     meeting_->leave();
     if (Engine::instance().idle() && getpid() == process_) {
       const auto lock = Engine::instance().enter();
+      Engine::instance().tell({"the end of group " + name_, sequence_, Clock::now() + options_->timeout});
       comm_.reset();
+      Engine::instance().tell_oldest();
     } else {
       static_cast<void>(comm_.release());
     }
@@ -790,8 +799,12 @@ PYBIND11_MODULE(cputrain_ccl, module) {
             return c10::make_intrusive<CclBackend>(store, rank, size, timeout, name);
           }),
           py::call_guard<py::gil_scoped_release>());
-  // The oldest collective in flight and its number; ("", 0) where there is none.
-  module.def("waits_in", [] { return cputrain::Engine::instance().waits_in(); });
+  // The oldest collective in flight, its number, and for how many seconds it should have ended; "" where there is none.
+  module.def("waits_in", [] {
+    const auto waiting = cputrain::Engine::instance().waits_in();
+    const std::chrono::duration<double> overdue = cputrain::Clock::now() - waiting.until;
+    return std::make_tuple(waiting.in, waiting.sequence, waiting.in.empty() ? 0.0 : overdue.count());
+  });
   module.def("note", [](std::string absent) { cputrain::Engine::instance().note(std::move(absent)); });
   module.def(
       "abort", [](const std::string& reason) { cputrain::Engine::instance().abort(reason); },

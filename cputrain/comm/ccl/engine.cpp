@@ -1,9 +1,12 @@
 #include "engine.hpp"
 
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 
 #include <ATen/core/grad_mode.h>
 #include <pthread.h>
+#include <unistd.h>
 
 namespace cputrain {
 
@@ -11,6 +14,7 @@ namespace {
 
 constexpr auto kShortestRest = std::chrono::microseconds(20);
 constexpr auto kLongestRest = std::chrono::microseconds(500);
+constexpr auto kLeave = std::chrono::seconds(1);  // for operations that nobody has waited for
 constexpr int kSpins = 2000;  // looks of a waiting caller before it gives way between two of them
 
 }  // namespace
@@ -60,7 +64,7 @@ uint64_t Operation::getSequencenumber() const {
 
 bool Operation::wait(std::chrono::milliseconds timeout) {
   auto& engine = Engine::instance();
-  const auto deadline = timeout == kNoTimeout ? deadline_ : Clock::now() + timeout;
+  const auto deadline = timeout == kNoTimeout ? deadline_ : std::min(deadline_, Clock::now() + timeout);
   engine.waiting_++;
   for (int looks = 0; !future_->completed(); looks++) {
     engine.drive();
@@ -101,15 +105,18 @@ void Engine::submit(
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(aborted_.empty(), aborted_);
+    TORCH_CHECK(!left_, "ccl: ", operation->description_, " at the end of the process: it has no ranks any more");
     operation->launch_ = std::move(launch);
     operation->finish_ = std::move(finish);
+    pending_.push_back(operation);
+    tell_oldest();  // before the call, which may take as long as a rank is late
     try {
       operation->events_ = operation->launch_();
-    } catch (const ccl::exception& error) {
+    } catch (const std::exception& error) {
+      pending_.pop_back();
+      tell_oldest();
       TORCH_CHECK(false, "oneCCL refused ", operation->description_, ": ", error.what());
     }
-    pending_.push_back(operation);
-    tell_oldest();
   }
   work_.notify_one();
 }
@@ -119,7 +126,7 @@ bool Engine::drive() {
   std::string error;
   {
     const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) {
+    if (!lock.owns_lock() || left_) {
       return false;
     }
     try {
@@ -196,20 +203,21 @@ size_t Engine::time_out_late() {
 
 void Engine::tell_oldest() {
   if (pending_.empty()) {
-    tell("", 0);
+    tell({});
   } else {
-    tell(pending_.front()->description_, pending_.front()->sequence_);
+    const auto& oldest = *pending_.front();
+    tell({oldest.description_, oldest.sequence_, oldest.deadline_});
   }
 }
 
-void Engine::tell(std::string waits_in, uint64_t sequence) {
+void Engine::tell(Waiting waiting) {
   const std::lock_guard lock(told_mutex_);
-  waits_in_ = {std::move(waits_in), sequence};
+  waiting_for_ = std::move(waiting);
 }
 
-std::pair<std::string, uint64_t> Engine::waits_in() {
+Waiting Engine::waits_in() {
   const std::lock_guard lock(told_mutex_);
-  return waits_in_;
+  return waiting_for_;
 }
 
 void Engine::note(std::string absent) {
@@ -248,7 +256,34 @@ std::unique_lock<std::mutex> Engine::enter() {
 
 bool Engine::idle() {
   const std::lock_guard lock(mutex_);
-  return pending_.empty();
+  return pending_.empty() && !left_;
+}
+
+void Engine::mind_exit() {
+  static const int registered = on_exit([](int status, void*) { instance().leave(status); }, nullptr);
+  TORCH_CHECK(registered == 0, "on_exit failed");
+}
+
+// Before oneCCL's own parts are destroyed: no thread of ours calls it from here on. Where an operation has not ended,
+// those parts are in use, and would crash or wait for ever; they are left to the kernel.
+void Engine::leave(int status) {
+  const auto until = Clock::now() + kLeave;
+  bool busy = true;
+  while (busy && Clock::now() < until) {
+    drive();
+    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
+      busy = !pending_.empty();
+      if (!busy || !aborted_.empty()) {
+        left_ = true;
+        break;
+      }
+    }
+    std::this_thread::yield();
+  }
+  if (busy) {
+    std::fflush(nullptr);
+    _exit(status);
+  }
 }
 
 }  // namespace cputrain

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -61,6 +60,13 @@ class Operation : public c10d::Work {
   std::function<void()> finish_;  // copies results to where the caller wants them; holds the buffers it copies from
 };
 
+// What this process waits for: nothing where `in` is empty. `until` is when it should have ended, one way or another.
+struct Waiting {
+  std::string in;
+  uint64_t sequence = 0;
+  Clock::time_point until;
+};
+
 // Drives all operations of this process. A waiting caller drives them itself; what nobody waits for, a thread of the
 // engine's does, resting longer and longer while nothing ends.
 class Engine {
@@ -85,13 +91,16 @@ class Engine {
   // Calls into oneCCL that are no operations: making communicators. Those may take as long as a rank is late.
   std::unique_lock<std::mutex> enter();
 
-  // The oldest operation in flight and its number, or what else this process waits for; ("", 0) for nothing. Never
-  // waits itself.
-  std::pair<std::string, uint64_t> waits_in();
-  void tell(std::string waits_in, uint64_t sequence);
+  // The oldest operation in flight, or what else this process waits for. Never waits itself.
+  Waiting waits_in();
+  void tell(Waiting waiting);
   void tell_oldest();  // with the engine entered
 
+  // Whether oneCCL has nothing to do, and may still be called.
   bool idle();
+
+  // To be called once oneCCL has set up all that it takes down at the process's end: until then nobody may be inside.
+  void mind_exit();
 
  private:
   friend class Operation;
@@ -100,14 +109,16 @@ class Engine {
   void run();
   void time_out(const Operation& operation);
   size_t time_out_late();
+  void leave(int status);
 
   std::mutex mutex_;
   std::condition_variable work_;
   std::list<c10::intrusive_ptr<Operation>> pending_;
   std::string aborted_;
+  bool left_ = false;
   std::mutex told_mutex_;  // held for a moment only, and while mutex_ may be held
   std::string absent_;
-  std::pair<std::string, uint64_t> waits_in_{"", 0};
+  Waiting waiting_for_;
   std::atomic<int> waiting_{0};  // callers that drive by themselves
 };
 
