@@ -14,9 +14,11 @@ from PIL import Image
 
 from affinity.cpuset import format_list
 from affinity.machine import Core, Machine, NumaNode, ordered
+from tests.hangs import children_of, stacks_of
 
 hypothesis.settings.register_profile("shared", deadline=None)  # a shared machine pauses now and then
 hypothesis.settings.load_profile("shared")
+HANGS_S = 300.0  # for a command that takes some seconds
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -153,15 +155,18 @@ def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5,
 
 
 def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, in a shell's bare environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "cputrain", *arguments],
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """Run the command as a user does, in a shell's bare environment. One that hangs fails with where it does."""
+    argv = [sys.executable, "-m", "cputrain", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=cwd, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=HANGS_S)
+        except subprocess.TimeoutExpired:
+            where = "\n".join(stacks_of(pid) for pid in [process.pid, *children_of(process.pid)])
+            process.terminate()
+            out, err = process.communicate()
+            pytest.fail(f"hangs: {argv}\n{where}\n{out}\n{err}")
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def refused(result: subprocess.CompletedProcess[str]) -> str:

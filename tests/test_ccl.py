@@ -16,6 +16,7 @@ from affinity.sysfs import this_machine
 from mpi.launcher import find_launcher
 from mpi.run import free_port
 from tests.conftest import mpi_path
+from tests.hangs import stacks_of
 
 ROOT = Path(__file__).parents[1]
 CORES = len(this_machine().allowed_cores)
@@ -50,8 +51,11 @@ def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.
 
 
 def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
-    """Wait for a rank. Raises TimeoutExpired where it takes longer."""
-    status = process.wait(limit_s)
+    """Wait for a rank; one that takes longer fails with where it hangs."""
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pytest.fail(stacks_of(process.pid))
     texts = []
     for file in (process.stdout, process.stderr):
         assert file is not None

@@ -1,0 +1,22 @@
+"""What a process that does not end is doing."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that this one has started."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in texts for child in text.split()]
+
+
+def stacks_of(pid: int) -> str:
+    """What every thread of a process is doing, as a debugger tells; its command line where there is none."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return f"{pid}: {command}"
+    asked = (gdb, "-p", str(pid), "-batch", "-iex", "set auto-load safe-path /", "-ex", "thread apply all bt 14")
+    told = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False).stdout
+    return f"{pid}: {command}\n" + "\n".join(line[:300] for line in told.splitlines() if line.startswith(("#", "Thr")))
