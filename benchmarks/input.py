@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -27,14 +27,15 @@ from PIL import Image
 from tqdm import tqdm
 
 from cputrain.data.decode import decode_pillow
-from cputrain.data.loader import batches
+from cputrain.data.inspect import reencode
+from cputrain.data.loader import TOGETHER, batches
 from cputrain.data.manifest import VERSION
 from cputrain.data.order import epoch_order, sample_generator
 from cputrain.data.prepare import Options, prepare
 from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_folder
-from cputrain.data.turbo import Decoder, load
-from cputrain.data.views import View, training_look
+from cputrain.data.turbo import load
+from cputrain.data.views import View, evaluation_look, training_look
 from cputrain.engine import Normalize
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe import DataSection
@@ -42,9 +43,9 @@ from cputrain.recipe import DataSection
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
 SIDE, SHORT, QUALITY = 224, 256, 90
 IMAGENET = 1_281_167
-ALL = os.sched_getaffinity(0)
+CORES = os.sched_getaffinity(0)
 
-One = Callable[[bytes, int], object]
+All = Callable[[list[bytes]], object]
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def main() -> None:
     originals = jpegs(options.folder)
     sets = {"original": originals, "prepared": [prepared(data) for data in originals]}
     contenders = {
-        "limit: entropy decoding": entropy_only(),
+        "limit: entropy decoding": entropy_only([*sets["original"], *sets["prepared"]]),
         "ours": ours(),
         "ours, Pillow": ours_by_pillow(),
         **peers(),
@@ -84,59 +85,76 @@ def main() -> None:
 def jpegs(folder: Path) -> list[bytes]:
     """All files that the fast decoder takes as JPEGs."""
     files = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
-    decode, place = load(os.environ), np.empty((8, 8, 3), dtype=np.uint8)
-    return [data for data in files if decode.decode(data, lambda w, h: whole(w, h, 8), place)]
-
-
-def whole(width: int, height: int, side: int) -> View:
-    return View(box=(0, 0, width, height), size=(side, side), at=(0, 0), side=side)
+    done = load(os.environ).decode(
+        files, [evaluation_look(8, 8)] * len(files), np.empty((len(files), 8, 8, 3), np.uint8)
+    )
+    return [data for data, was in zip(files, done, strict=True) if was]
 
 
 def prepared(data: bytes) -> bytes:
     """As `cputrain prepare --short-side 256` writes it."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    scale = SHORT / min(image.size)
-    size = round(image.width * scale), round(image.height * scale)
-    out = io.BytesIO()
-    image.resize(size, Image.Resampling.BICUBIC).save(out, "JPEG", quality=QUALITY, subsampling="4:2:0")
-    return out.getvalue()
+    return reencode(data, short_side=SHORT, quality=QUALITY).data
 
 
-def rate(one: One, files: list[bytes]) -> float:
+def rate(contender: All, files: list[bytes]) -> float:
     started = time.process_time()
-    for i, data in enumerate(files):
-        one(data, i)
+    contender(files)
     return len(files) / (time.process_time() - started)
+
+
+def each(one: Callable[[bytes, int], object]) -> All:
+    def every(files: list[bytes]) -> None:
+        for i, data in enumerate(files):
+            one(data, i)
+
+    return every
 
 
 def look(i: int) -> Callable[[int, int], View]:
     return training_look(SIDE, lambda: sample_generator(1, 0, i), min_area=0.08, max_aspect=4 / 3, flip=True)
 
 
-def ours() -> One:
-    decoder, place = load(os.environ), np.empty((SIDE, SIDE, 3), dtype=np.uint8)
-    return lambda data, i: decoder.decode(data, look(i), place)
+def ours() -> All:
+    """As the loader's threads do it."""
+    decoder, places = load(os.environ), np.empty((TOGETHER, SIDE, SIDE, 3), dtype=np.uint8)
+
+    def every(files: list[bytes]) -> None:
+        for first in range(0, len(files), TOGETHER):
+            some = files[first : first + TOGETHER]
+            decoder.decode(some, [look(first + k) for k in range(len(some))], places[: len(some)])
+
+    return every
 
 
-def ours_by_pillow() -> One:
+def ours_by_pillow() -> All:
     place = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
-    return lambda data, i: decode_pillow(data, look(i), place)
+    return each(lambda data, i: decode_pillow(data, look(i), place))
 
 
-def entropy_only() -> One:
-    """The last block alone: what lies before it is read, not transformed."""
-    decoder: Decoder = load(os.environ)
-    place = np.empty((1, 1, 3), dtype=np.uint8)
+def entropy_only(files: list[bytes]) -> All:
+    """The last pixel alone: what lies before it is read, not transformed. Without the restart markers of prepared
+    files, which would spare even that."""
+    decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
+    plain = {data: without_markers(data) for data in files}
 
     def last(width: int, height: int) -> View:
         return View(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
 
-    return lambda data, _: decoder.decode(data, last, place)
+    return each(lambda data, _: decoder.decode([plain[data]], [last], place))
 
 
-def peers() -> dict[str, One]:
+def without_markers(data: bytes) -> bytes:
+    """The same coefficients."""
+    if b"\xff\xdd\0\4" not in data:
+        return data
+    out = io.BytesIO()
+    Image.open(io.BytesIO(data)).save(out, "JPEG", quality="keep", optimize=True)
+    return out.getvalue()
+
+
+def peers() -> dict[str, All]:
     """Other ways to the same pixels, each with its own random part."""
-    found: dict[str, One] = {}
+    found: dict[str, All] = {}
     v2 = import_torchvision("transforms.v2")
     crop = [
         v2.RandomResizedCrop(SIDE, ratio=(3 / 4, 4 / 3), antialias=True),
@@ -147,8 +165,8 @@ def peers() -> dict[str, One]:
     as_floats = v2.Compose(
         [*crop, v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     )
-    found["torchvision + Pillow, uint8"] = lambda data, _: as_bytes(Image.open(io.BytesIO(data)).convert("RGB"))
-    found["torchvision + Pillow, float"] = lambda data, _: as_floats(Image.open(io.BytesIO(data)).convert("RGB"))
+    found["torchvision + Pillow, uint8"] = each(lambda data, _: as_bytes(Image.open(io.BytesIO(data)).convert("RGB")))
+    found["torchvision + Pillow, float"] = each(lambda data, _: as_floats(Image.open(io.BytesIO(data)).convert("RGB")))
     if cv2 := installed("cv2"):
         cv2.setNumThreads(1)
         read = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
@@ -157,13 +175,13 @@ def peers() -> dict[str, One]:
             image = cv2.imdecode(np.frombuffer(data, np.uint8), read)
             cv2_crop(cv2, image, i)
 
-        found["OpenCV, linear"] = by_opencv
+        found["OpenCV, linear"] = each(by_opencv)
     if (cv2 := installed("cv2")) and (simplejpeg := installed("simplejpeg")):
 
         def by_simplejpeg(data: bytes, i: int) -> None:
             cv2_crop(cv2, simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True), i)
 
-        found["simplejpeg, fast DCT + OpenCV, linear"] = by_simplejpeg
+        found["simplejpeg, fast DCT + OpenCV, linear"] = each(by_simplejpeg)
     return found
 
 
@@ -184,10 +202,10 @@ def installed(name: str) -> object:
 
 def threads_gain(files: list[bytes], rounds: int) -> list[float]:
     """Wall time with one thread over that with two, in turns, each on a core of its own."""
-    pus = tuple(sorted(ALL)[:2])
+    pus = tuple(sorted(CORES)[:2])
     if len(pus) < 2:
         return [float("nan")]
-    os.sched_setaffinity(0, ALL)
+    os.sched_setaffinity(0, CORES)
     with tempfile.TemporaryDirectory() as folder:
         for split in ("train", "val"):
             (Path(folder) / f"in/{split}/a").mkdir(parents=True)
@@ -197,8 +215,9 @@ def threads_gain(files: list[bytes], rounds: int) -> list[float]:
         prepare(open_folder(Path(folder) / "in"), out, Options(kind="imagefolder", source="in"))
         images, decoder = Shards(out, "train"), load(os.environ)
 
-        def decode(data: bytes, i: int, place: np.ndarray) -> None:
-            decoder.decode(data, look(i), place)
+        def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: np.ndarray) -> list[str | None]:
+            assert all(decoder.decode(encoded, [look(i) for i in numbers], places))
+            return [None] * len(encoded)
 
         def seconds(threads: int) -> float:
             shares = [np.arange(len(images))[k : k + 32] for k in range(0, len(images), 32)] * 4

@@ -1,6 +1,6 @@
 """Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +79,8 @@ def _batches(session: Session) -> Iterator[Batch]:
     share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
     size = session.recipe.batch.local
 
-    def decode(encoded: bytes, _image: int, place: Pixels) -> None:
-        session.decode(encoded, look, place)
+    def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
+        return session.decode(encoded, [look] * len(encoded), places)
 
     return batches(
         session.dataset.val,

@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from numpy.random import Generator
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ from cputrain.data.augment import augment, changes
 from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
-from cputrain.data.views import plain_look, training_look
+from cputrain.data.views import Look, plain_look, training_look
 from cputrain.engine import Normalize, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
 from cputrain.events import Events
@@ -250,17 +250,21 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
     steps = numbers.steps_per_epoch
     shares = (rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop))
 
-    def decode(encoded: bytes, image: int, place: Pixels) -> None:
-        def draw(stream: int = 0) -> Generator:
-            return sample_generator(seed, epoch, image, stream)
+    def look(image: int) -> Look:
+        def draw() -> Random:
+            return sample_generator(seed, epoch, image)
 
         if data.part == "plain":
-            look = plain_look(data.short_side, data.crop, draw, flip=data.flip)
-        else:
-            look = training_look(data.crop, draw, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
-        session.decode(encoded, look, place)
+            return plain_look(data.short_side, data.crop, draw, flip=data.flip)
+        return training_look(data.crop, draw, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
+
+    def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: Pixels) -> list[str | None]:
+        problems = session.decode(encoded, [look(image) for image in numbers], places)
         if changes(data.augment):
-            augment(place, data.augment, draw(1))
+            for image, place, problem in zip(numbers, places, problems, strict=True):
+                if problem is None:
+                    augment(place, data.augment, sample_generator(seed, epoch, image, 1))
+        return problems
 
     return batches(
         session.dataset.train,

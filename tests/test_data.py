@@ -2,6 +2,7 @@
 
 import os
 import tarfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.decode import Pixels, decode_pillow
+from cputrain.data.decode import Pixels, all_by_pillow
 from cputrain.data.digits import write_digits
+from cputrain.data.images import Images
 from cputrain.data.loader import MOST_AHEAD, ahead, batches
 from cputrain.data.order import epoch_order, evaluation_share, rank_share, sample_generator
 from cputrain.data.prepare import Options, prepare
@@ -179,8 +181,14 @@ def test_evaluation_sees_each_image_once(images: int, workers: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def small(data: bytes, _image: int, place: Pixels) -> None:
-    decode_pillow(data, evaluation_look(16, 16), place)
+def small(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
+    return all_by_pillow(encoded, [evaluation_look(16, 16)] * len(encoded), places)
+
+
+def alone(images: Images, i: int) -> np.ndarray:
+    place = np.empty((1, 16, 16, 3), dtype=np.uint8)
+    assert small([images.read(i)], [i], place) == [None]
+    return place[0]
 
 
 def test_batches_come_in_order_with_damage_marked(folder: Path) -> None:
@@ -195,18 +203,16 @@ def test_batches_come_in_order_with_damage_marked(folder: Path) -> None:
     assert [batch.weights.tolist() for batch in got] == [[1, 0, 1], [1, 1]]
     assert len(got[0].damaged) == 1 and "class0/003.jpg" in got[0].damaged[0]
     assert (got[0].images[1] == 128).all()
-    expected = np.empty((16, 16, 3), dtype=np.uint8)
-    small(images.read(12), 12, expected)
-    assert np.array_equal(got[0].images[2].numpy(), expected)
+    assert np.array_equal(got[0].images[2].numpy(), alone(images, 12))
 
 
 def test_loader_threads_stay_on_their_pus(folder: Path) -> None:
     pu = max(os.sched_getaffinity(0))
     where: set[tuple[int, ...]] = set()
 
-    def decode(data: bytes, i: int, place: Pixels) -> None:
+    def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: Pixels) -> list[str | None]:
         where.add(tuple(os.sched_getaffinity(0)))
-        small(data, i, place)
+        return small(encoded, numbers, places)
 
     images = open_dataset(str(folder)).train
     list(batches(images, [np.arange(8)], decode, crop=16, threads=2, pus=(pu,)))
@@ -214,7 +220,7 @@ def test_loader_threads_stay_on_their_pus(folder: Path) -> None:
 
 
 def test_a_failing_thread_is_an_error_at_once(folder: Path) -> None:
-    def decode(data: bytes, i: int, place: Pixels) -> None:
+    def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: Pixels) -> list[str | None]:
         raise ZeroDivisionError("a defect, not a damaged image")
 
     with pytest.raises(ZeroDivisionError):
@@ -227,10 +233,8 @@ def test_a_batch_s_memory_is_used_again_only_when_the_next_is_asked_for(folder: 
     places = set()
     for share, batch in zip(shares, batches(images, shares, small, crop=16, threads=2, pus=()), strict=True):
         places.add(batch.images.data_ptr())
-        expected = np.empty((16, 16, 3), dtype=np.uint8)
         for i, found in zip(share.tolist(), batch.images.numpy(), strict=True):
-            small(images.read(i), i, expected)
-            assert np.array_equal(found, expected)
+            assert np.array_equal(found, alone(images, i))
     assert len(places) <= MOST_AHEAD + 2
 
 

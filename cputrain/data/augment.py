@@ -1,6 +1,7 @@
 """What is done to a training image's pixels after decoding. Costs nothing where the recipe asks for nothing."""
 
 import math
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ def changes(asked: AugmentSection) -> bool:
     return any(value != 0 for value in asked.model_dump().values())
 
 
-def augment(pixels: NDArray[np.uint8], asked: AugmentSection, rng: np.random.Generator) -> None:
+def augment(pixels: NDArray[np.uint8], asked: AugmentSection, rng: Random) -> None:
     """Change (side, side, 3) bytes in place: turned, scaled and moved; then brightness, contrast, saturation; then
     lighting."""
     image = Image.fromarray(pixels)
@@ -34,13 +35,13 @@ def augment(pixels: NDArray[np.uint8], asked: AugmentSection, rng: np.random.Gen
         if most:
             image = enhance(image).enhance(rng.uniform(1 - most, 1 + most))
     if asked.lighting:
-        light = 255 * COMPONENTS @ (rng.normal(0, asked.lighting, 3) * DEVIATIONS)
+        light = 255 * COMPONENTS @ ([rng.gauss(0, asked.lighting) for _ in range(3)] * DEVIATIONS)
         pixels[:] = np.clip(np.rint(np.asarray(image) + light), 0, 255)
     else:
         pixels[:] = np.asarray(image)
 
 
-def _moved(image: Image.Image, asked: AugmentSection, rng: np.random.Generator) -> Image.Image:
+def _moved(image: Image.Image, asked: AugmentSection, rng: Random) -> Image.Image:
     """Turned about the centre, scaled and moved, bilinear. PIL wants the way back, from new places to old ones."""
     angle = 2 * math.pi * rng.uniform(-asked.rotate, asked.rotate)
     scale = rng.uniform(1 - asked.zoom, 1 + asked.zoom)

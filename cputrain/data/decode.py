@@ -4,7 +4,7 @@ import io
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from cputrain.data import turbo
 from cputrain.data.views import Look
 
 Pixels = NDArray[np.uint8]
-Decode = Callable[[bytes, Look, Pixels], None]
-"""An encoded image, what is wanted of it, and the (side, side, 3) place for that. Raises ImageError."""
+Decode = Callable[[Sequence[bytes], Sequence[Look], Pixels], list[str | None]]
+"""Encoded images, what is wanted of each, and the (n, side, side, 3) places for that; of each what is wrong with it."""
 
 # All that Pillow raises on files that are no image, or damaged.
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -32,23 +32,37 @@ def choose_decoder(asked: str, env: Mapping[str, str]) -> tuple[Decode, str]:
     Raises InputError or RunError where "turbo" is asked for and cannot be had.
     """
     if asked == "pillow":
-        return decode_pillow, "Pillow: data.decoder=pillow"
+        return all_by_pillow, "Pillow: data.decoder=pillow"
     try:
         fast = turbo.load(env)
     except (InputError, RunError) as error:
         if asked == "turbo":
             raise
-        return decode_pillow, f"Pillow: {error}"
+        return all_by_pillow, f"Pillow: {error}"
 
-    def decode(data: bytes, look: Look, place: Pixels) -> None:
-        if not fast.decode(data, look, place):  # no JPEG, a rare kind of one, or a damaged one: Pillow's to judge
-            decode_pillow(data, look, place)
+    def decode(encoded: Sequence[bytes], looks: Sequence[Look], places: Pixels) -> list[str | None]:
+        done = fast.decode(encoded, looks, places)  # not done: no JPEG, a rare kind, or damaged: Pillow's to judge
+        each = zip(done, encoded, looks, places, strict=True)
+        return [None if was else _by_pillow(data, look, place) for was, data, look, place in each]
 
     return decode, f"libjpeg-turbo: {fast.path}"
 
 
+def all_by_pillow(encoded: Sequence[bytes], looks: Sequence[Look], places: Pixels) -> list[str | None]:
+    """Decode with Pillow alone."""
+    return [_by_pillow(data, look, place) for data, look, place in zip(encoded, looks, places, strict=True)]
+
+
+def _by_pillow(data: bytes, look: Look, place: Pixels) -> str | None:
+    try:
+        decode_pillow(data, look, place)
+    except ImageError as error:
+        return str(error)
+    return None
+
+
 def decode_pillow(data: bytes, look: Look, place: Pixels) -> None:
-    """Decode with Pillow, which takes all that it takes for an image."""
+    """Decode one image into its (side, side, 3) place with Pillow, which takes all sorts. Raises ImageError."""
     try:
         with _open(data) as image:
             view = look(image.width, image.height)

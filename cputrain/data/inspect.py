@@ -53,8 +53,9 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
                 size = (round(pixels.width * short_side / short), round(pixels.height * short_side / short))
                 pixels = pixels.resize(size, Image.Resampling.BICUBIC)
             out = io.BytesIO()
-            # Tables made for the image itself: 4 % smaller files for a little time now.
-            pixels.save(out, "JPEG", quality=quality, subsampling="4:2:0", optimize=True)
+            # Tables made for the image itself: 4 % smaller files for a little time now. A restart marker after each row
+            # of blocks: 1 % larger, but a part of the image is decoded without the rows above it.
+            pixels.save(out, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_rows=1)
     except DAMAGE as error:
         raise ImageError(str(error)) from None
     return Encoded(data=out.getvalue(), suffix=".jpg", width=pixels.width, height=pixels.height, odd=odd)

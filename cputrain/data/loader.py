@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cputrain.data.decode import ImageError, Pixels
+from cputrain.data.decode import Pixels
 from cputrain.data.images import Images
 from cputrain.data.order import Order
 
 AHEAD_BYTES = 32 << 20  # of decoded images that wait
 MOST_AHEAD = 8  # batches
-TOGETHER = 8  # images that one thread decodes in a row: handing each over costs as much as a tenth of decoding it
+TOGETHER = 8  # images that one thread decodes at a time: handing each over costs as much as a tenth of decoding it
 GREY = 128
 
 
@@ -34,12 +34,12 @@ class Batch:
     damaged: tuple[str, ...]
 
 
-DecodeImage = Callable[[bytes, int, Pixels], None]
-"""Encoded bytes, the image's number and the (crop, crop, 3) place for its pixels. Raises ImageError."""
+DecodeImages = Callable[[Sequence[bytes], Sequence[int], Pixels], list[str | None]]
+"""Encoded images, their numbers and the (n, crop, crop, 3) places for their pixels; of each what is wrong with it."""
 
 
 def batches(
-    images: Images, shares: Iterable[Order], decode: DecodeImage, *, crop: int, threads: int, pus: tuple[int, ...]
+    images: Images, shares: Iterable[Order], decode: DecodeImages, *, crop: int, threads: int, pus: tuple[int, ...]
 ) -> Iterator[Batch]:
     """One batch per share of image numbers, in order, decoded by `threads` threads on these PUs (() = anywhere).
 
@@ -101,15 +101,19 @@ def ahead(batch_bytes: int) -> int:
     return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
 
 
-def _decode_into(images: Images, share: Order, decode: DecodeImage, places: Pixels) -> list[str | None]:
+def _decode_into(images: Images, share: Order, decode: DecodeImages, places: Pixels) -> list[str | None]:
     """Decode images into their places in the batch; of each what is wrong with it, if anything."""
-    problems: list[str | None] = []
-    for i, place in zip(share.tolist(), places, strict=False):
-        problem = None
+    numbers = share.tolist()
+    encoded, unread = [], {}
+    for i in numbers:
         try:
-            decode(images.read(i), i, place)
-        except (ImageError, OSError) as error:
-            place[:] = GREY
-            problem = f"{images.name(i)}: {error}"
-        problems.append(problem)
+            encoded.append(images.read(i))
+        except OSError as error:
+            encoded.append(b"")
+            unread[i] = str(error)
+    problems = decode(encoded, numbers, places[: len(numbers)])
+    for k, i in enumerate(numbers):
+        if wrong := unread.get(i) or problems[k]:
+            places[k] = GREY
+            problems[k] = f"{images.name(i)}: {wrong}"
     return problems

@@ -1,6 +1,7 @@
 """Which image is used when: pure functions of seed, epoch and step, the same whatever the number of workers."""
 
 from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ def evaluation_share(images: int, rank: int, world_size: int) -> Order:
     return np.arange(rank, images, world_size)
 
 
-def sample_generator(seed: int, epoch: int, image: int, stream: int = 0) -> np.random.Generator:
-    """A source of one image's augmentation in one epoch; streams are independent of one another."""
-    return np.random.Generator(np.random.Philox(key=[seed, (epoch << 40) | image], counter=[0, 0, 0, stream]))
+def sample_generator(seed: int, epoch: int, image: int, stream: int = 0) -> Random:
+    """A source of one image's augmentation in one epoch; streams are independent of one another.
+
+    Python's: for a handful of numbers numpy's generators take three times as long.
+    """
+    return Random(seed << 72 | epoch << 48 | image << 8 | stream)

@@ -6,11 +6,12 @@ from math import ceil
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cputrain.data.decode import ImageError, choose_decoder
+from cputrain.data.decode import choose_decoder
 from cputrain.data.images import Images
 from cputrain.data.views import evaluation_look
 
 SIDE, LINE, GAP = 128, 14, 6
+GREY = 200
 
 
 def contact_sheet(images: Images, classes: tuple[str, ...], count: int, columns: int = 8) -> Image.Image:
@@ -23,11 +24,14 @@ def contact_sheet(images: Images, classes: tuple[str, ...], count: int, columns:
     draw = ImageDraw.Draw(sheet)
     for i in range(shown):
         left, top = GAP + i % columns * width, GAP + i // columns * height
-        pixels = np.full((SIDE, SIDE, 3), 200, dtype=np.uint8)
+        pixels = np.empty((1, SIDE, SIDE, 3), dtype=np.uint8)
         try:
-            decode(images.read(i), evaluation_look(SIDE, SIDE), pixels)
-        except (ImageError, OSError):
+            (problem,) = decode([images.read(i)], [evaluation_look(SIDE, SIDE)], pixels)
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            pixels[:] = GREY
             draw.text((left + 4, top + SIDE + 1), "damaged", fill="red")
-        sheet.paste(Image.fromarray(pixels), (left, top))
+        sheet.paste(Image.fromarray(pixels[0]), (left, top))
         draw.text((left, top + SIDE + 1), classes[int(labels[i])][:20], fill="black")
     return sheet

@@ -5,8 +5,8 @@ import ctypes.util
 import hashlib
 import platform
 import threading
-from collections.abc import Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_void_p
 from importlib import metadata
 from pathlib import Path
 
@@ -17,36 +17,19 @@ from affinity.errors import InputError
 from cputrain.compiled import Part, cache_folder, ensure_compiled
 from cputrain.data.views import Look
 
-SOURCE = Path(__file__).parent / "native" / "pixels.cpp"
+SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "cut.hpp"))
 FUNCTIONS = (
     "tj3Init",
     "tj3Destroy",
-    "tj3Set",
     "tj3Get",
     "tj3DecompressHeader",
     "tj3SetCroppingRegion",
     "tj3Decompress8",
+    "tj3GetErrorStr",
 )
 
 
-class Box(ctypes.Structure):
-    """pixels.cpp's Region."""
-
-    _fields_ = (("x", c_int), ("y", c_int), ("width", c_int), ("height", c_int))
-
-
-class NativeView(ctypes.Structure):
-    """pixels.cpp's View."""
-
-    _fields_ = (
-        ("box", Box),
-        ("width", c_int),
-        ("height", c_int),
-        ("x", c_int),
-        ("y", c_int),
-        ("side", c_int),
-        ("flip", c_int),
-    )
+NO_VIEW = (0,) * 10  # as many as pixels.cpp's View has
 
 
 class Handle:
@@ -55,7 +38,6 @@ class Handle:
     def __init__(self, native: ctypes.CDLL, table: ctypes.Array[c_void_p]) -> None:
         self._close = native.pixels_close
         self.pointer = c_void_p(native.pixels_open(table))
-        self.width, self.height = c_int(), c_int()
 
     def __del__(self) -> None:
         self._close(self.pointer)
@@ -64,22 +46,38 @@ class Handle:
 class Decoder:
     """A decoder that any number of threads may use at once."""
 
-    def __init__(self, library: str, native: ctypes.CDLL, table: ctypes.Array[c_void_p]) -> None:
+    def __init__(self, library: str, path: Path, table: ctypes.Array[c_void_p]) -> None:
         self.path = library
-        self._native, self._table = native, table
+        self._table = table
+        self._native = ctypes.CDLL(str(path))
+        self._native.pixels_open.restype = c_void_p
+        self._native.pixels_close.argtypes = (c_void_p,)
+        self._sizes = ctypes.PyDLL(str(path)).pixels_sizes  # too short to let others have the interpreter meanwhile
         self._mine = threading.local()
 
-    def decode(self, data: bytes, look: Look, place: NDArray[np.uint8]) -> bool:
-        """Write what is wanted of a JPEG into `place`, (side, side, 3). False where it is not one that this can do."""
+    def decode(self, encoded: Sequence[bytes], looks: Sequence[Look], places: NDArray[np.uint8]) -> list[bool]:
+        """Write what is wanted of each JPEG into its place of `places`, (n, side, side, 3).
+
+        False for each that is none, damaged, or of a kind that this cannot do. Several at a time: other threads have
+        the interpreter while they are decoded.
+        """
+        count, side = len(encoded), places.shape[1]
+        assert places.shape == (count, side, side, 3) and places.flags.c_contiguous
+        data, lengths = (c_char_p * count)(*encoded), (c_size_t * count)(*map(len, encoded))
+        sizes = (c_int * (2 * count))()
+        self._sizes(count, data, lengths, sizes)
+        views: list[int] = []
+        for look, width, height in zip(looks, sizes[::2], sizes[1::2], strict=True):
+            view = look(width, height) if width else None
+            views += (*view.box, *view.size, *view.at, view.side, view.flip) if view else NO_VIEW
+        done = (c_ubyte * count)()
         mine = self._mine.__dict__
         handle = mine.get("handle") or mine.setdefault("handle", Handle(self._native, self._table))
-        size = byref(handle.width), byref(handle.height)
-        if not self._native.pixels_size(handle.pointer, data, len(data), *size):
-            return False
-        view = look(handle.width.value, handle.height.value)
-        native = NativeView(Box(*view.box), *view.size, *view.at, view.side, view.flip)
-        assert place.shape == (view.side, view.side, 3) and place.flags.c_contiguous
-        return bool(self._native.pixels_decode(handle.pointer, data, len(data), byref(native), place.ctypes.data))
+        self._native.pixels_decode(
+            *(handle.pointer, count, data, lengths),
+            *((c_int * len(views))(*views), side, c_void_p(places.ctypes.data), done),
+        )
+        return [bool(each) for each in done]
 
 
 def load(env: Mapping[str, str]) -> Decoder:
@@ -89,13 +87,8 @@ def load(env: Mapping[str, str]) -> Decoder:
     """
     library = find_library()
     turbo = ctypes.CDLL(library)
-    native = ctypes.CDLL(str(ensure_compiled(PART, built_path(env), env)))
-    native.pixels_open.restype = c_void_p
-    native.pixels_size.argtypes = (c_void_p, c_char_p, c_size_t, POINTER(c_int), POINTER(c_int))
-    native.pixels_decode.argtypes = (c_void_p, c_char_p, c_size_t, POINTER(NativeView), c_void_p)
-    native.pixels_close.argtypes = (c_void_p,)
     table = (c_void_p * len(FUNCTIONS))(*(ctypes.cast(getattr(turbo, name), c_void_p).value for name in FUNCTIONS))
-    return Decoder(library, native, table)
+    return Decoder(library, ensure_compiled(PART, built_path(env), env), table)
 
 
 def find_library() -> str:
@@ -129,7 +122,7 @@ def _packaged() -> list[Path]:
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
     """The tokens that compile the native part."""
     # No contraction: multiplying and adding are rounded each, as where the processor has no fused form.
-    return (cxx, "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", str(SOURCE), "-o", str(output))
+    return (cxx, "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", str(SOURCES[0]), "-o", str(output))
 
 
 PART = Part(
@@ -142,5 +135,6 @@ PART = Part(
 
 def built_path(env: Mapping[str, str]) -> Path:
     """Where the compiled part lies: a name made of all that it depends on."""
-    key = hashlib.sha256("\n".join((SOURCE.read_text(), platform.machine())).encode()).hexdigest()[:16]
+    parts = (*(path.read_text() for path in SOURCES), platform.machine())
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"pixels-{platform.machine()}-{key}" / "pixels.so"

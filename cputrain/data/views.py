@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
+from random import Random
 
 CROP_TRIES = 10  # Szegedy et al. 2014 by way of torchvision: then the largest allowed centre crop
 
@@ -25,7 +24,7 @@ Look = Callable[[int, int], View]
 """What is wanted of an image of this width and height."""
 
 
-Draw = Callable[[], np.random.Generator]
+Draw = Callable[[], Random]
 """A source of random numbers that begins anew each time: an image that is looked at twice is seen the same."""
 
 
@@ -47,7 +46,7 @@ def plain_look(resize: int, crop: int, draw: Draw, *, flip: bool) -> Look:
     def look(width: int, height: int) -> View:
         rng = draw()
         size = _scaled(width, height, resize, crop)
-        at = int(rng.integers(size[0] - crop + 1)), int(rng.integers(size[1] - crop + 1))
+        at = rng.randrange(size[0] - crop + 1), rng.randrange(size[1] - crop + 1)
         box = (0, 0, width, height)
         return View(box=box, size=size, at=at, side=crop, flip=flip and rng.random() < 0.5)
 
@@ -72,7 +71,7 @@ def _scaled(width: int, height: int, resize: int, crop: int) -> tuple[int, int]:
 
 
 def random_box(
-    width: int, height: int, rng: np.random.Generator, *, min_area: float, max_aspect: float
+    width: int, height: int, rng: Random, *, min_area: float, max_aspect: float
 ) -> tuple[int, int, int, int]:
     """Left, top, width and height of a part: area uniform in [min_area, 1] of it all, log-uniform aspect, uniform
     place."""
@@ -82,6 +81,6 @@ def random_box(
         aspect = math.exp(rng.uniform(-log_aspect, log_aspect))
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            return int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1)), w, h
+            return rng.randrange(width - w + 1), rng.randrange(height - h + 1), w, h
     w, h = min(width, round(height * max_aspect)), min(height, round(width * max_aspect))
     return (width - w) // 2, (height - h) // 2, w, h

@@ -1,4 +1,4 @@
-// One JPEG -> one square of RGB bytes: only the rows and columns that are needed are decoded (libjpeg-turbo), then
+// JPEGs -> squares of RGB bytes: only the rows and columns that are needed are decoded (libjpeg-turbo), then
 // scaled as Pillow scales (antialiased bilinear, in the same fixed-point arithmetic: the same bytes), mirrored or not.
 //
 // Plain C functions for ctypes. libjpeg-turbo's TurboJPEG 3 functions come as a table of pointers: neither its headers
@@ -11,6 +11,8 @@
 #include <cstring>
 #include <iterator>
 #include <vector>
+
+#include "cut.hpp"
 
 #if defined(__x86_64__) && !defined(CPUTRAIN_PLAIN)
 #define CPUTRAIN_AVX2
@@ -27,7 +29,6 @@ struct Region {
 struct Turbo {
   void* (*init)(int);
   void (*destroy)(void*);
-  int (*set)(void*, int, int);
   int (*get)(void*, int);
   int (*header)(void*, const uint8_t*, size_t);
   int (*crop)(void*, Region);
@@ -47,7 +48,7 @@ namespace {
 
 // TurboJPEG 3's numbers.
 constexpr int kInitDecompress = 1, kPixelFormatRgb = 0;
-constexpr int kStopOnWarning = 0, kSubsampling = 4, kWidth = 5, kHeight = 6, kPrecision = 7, kColorspace = 8;
+constexpr int kSubsampling = 4, kWidth = 5, kHeight = 6, kPrecision = 7, kColorspace = 8;
 constexpr int kRgb = 0, kYCbCr = 1, kGray = 2;
 constexpr int kMcuWidth[] = {8, 16, 16, 8, 8, 32, 8};  // of 4:4:4, 4:2:2, 4:2:0, gray, 4:4:0, 4:1:1, 4:4:1
 
@@ -170,41 +171,64 @@ __attribute__((target("avx2"))) void scale_down_avx2(const Rows& in, int bytes, 
   }
 }
 
-// Two pixels at a time; reads up to kSlack bytes past the last row's end and writes one past its own.
+// Two inputs' bytes of two outputs at a time, as 16-bit numbers: a weight is taken apart into its upper and lower bits,
+// whose sums are put together at the end, so that no bit is lost. Reads up to kSlack bytes past the last row's end and
+// writes one past its own.
 __attribute__((target("avx2"))) void scale_across_avx2(
     const Rows& in, int count, const Weights& weights, bool flip, uint8_t* to) {
-  const size_t outputs = weights.first.size(), pairs = weights.taps / 2;
-  std::vector<int> doubled(outputs * pairs * 8);  // of two neighbours' weights, each for three colours
-  std::vector<size_t> starts(outputs), used(outputs);
-  for (size_t x = 0; x < outputs; x++) {
-    const size_t output = flip ? outputs - 1 - x : x;
-    for (size_t k = 0; k < pairs; k++) {
-      int* both = &doubled[(x * pairs + k) * 8];
-      std::fill(both, both + 3, weights.of(output)[2 * k]);
-      std::fill(both + 4, both + 7, weights.of(output)[2 * k + 1]);
+  struct Pair {
+    size_t starts[2];
+    size_t used;
+  };
+  constexpr int kLower = 11;
+  const size_t outputs = weights.first.size(), steps = weights.taps / 2, pairs = (outputs + 1) / 2;
+  std::vector<int16_t> upper(pairs * steps * 16), lower(pairs * steps * 16);  // for three colours and nothing, twice
+  std::vector<Pair> all(pairs);
+  for (size_t x = 0; x < 2 * pairs; x++) {
+    const size_t wanted = std::min(x, outputs - 1), output = flip ? outputs - 1 - wanted : wanted;
+    Pair& pair = all[x / 2];
+    for (size_t k = 0; k < steps; k++) {
+      const size_t at = ((x / 2) * steps + k) * 16 + 8 * (x % 2);
+      for (size_t i = 0; i < 6; i++) {
+        const int weight = weights.of(output)[2 * k + i % 2];
+        upper[at + i] = static_cast<int16_t>(weight >> kLower);
+        lower[at + i] = static_cast<int16_t>(weight & ((1 << kLower) - 1));
+      }
     }
-    starts[x] = 3 * static_cast<size_t>(weights.first[output] - in.begin);
-    used[x] = (weights.count[output] + 1) / 2;
+    pair.starts[x % 2] = 3 * static_cast<size_t>(weights.first[output] - in.begin);
+    pair.used = std::max(x % 2 ? pair.used : 0, static_cast<size_t>(weights.count[output] + 1) / 2);
   }
-  const __m128i spread = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m128i gather = _mm_setr_epi8(0, 4, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m128i half = _mm_set1_epi32(kHalf);
+  const __m256i spread = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1));
+  const __m256i gather = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 4, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+  const __m256i half = _mm256_set1_epi32(kHalf);
   const uint8_t* row = in.first;
   for (int y = 0; y < count; y++, row += in.stride) {
-    const int* weight = doubled.data();
-    for (size_t x = 0; x < outputs; x++, to += 3, weight += 8 * pairs) {
-      const uint8_t* pixel = row + starts[x];
-      __m256i sums = _mm256_castsi128_si256(half);
-      sums = _mm256_inserti128_si256(sums, _mm_setzero_si128(), 1);
-      for (size_t k = 0; k < used[x]; k++, pixel += 6) {
-        const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(pixel));
-        const __m256i wide = _mm256_cvtepu8_epi32(_mm_shuffle_epi8(two, spread));
-        const __m256i by = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weight + 8 * k));
-        sums = _mm256_add_epi32(sums, _mm256_mullo_epi32(wide, by));
+    for (size_t p = 0; p < pairs; p++) {
+      const uint8_t* one = row + all[p].starts[0];
+      const uint8_t* other = row + all[p].starts[1];
+      __m256i above = _mm256_setzero_si256(), below = half;
+      for (size_t k = 0; k < all[p].used; k++, one += 6, other += 6) {
+        const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(one));
+        const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(other));
+        const __m256i words = _mm256_shuffle_epi8(_mm256_set_m128i(high, low), spread);
+        const size_t at = (p * steps + k) * 16;
+        const __m256i by_upper = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(&upper[at]));
+        const __m256i by_lower = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(&lower[at]));
+        above = _mm256_add_epi32(above, _mm256_madd_epi16(words, by_upper));
+        below = _mm256_add_epi32(below, _mm256_madd_epi16(words, by_lower));
       }
-      const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-      const int made = _mm_cvtsi128_si32(_mm_shuffle_epi8(_mm_srai_epi32(sum, kWeightBits), gather));
-      std::memcpy(to, &made, 4);
+      const __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(above, kLower), below);
+      const __m256i made = _mm256_shuffle_epi8(_mm256_srai_epi32(sum, kWeightBits), gather);
+      const int first = _mm_cvtsi128_si32(_mm256_castsi256_si128(made));
+      std::memcpy(to, &first, 4);
+      to += 3;
+      if (2 * p + 1 < outputs) {
+        const int second = _mm_cvtsi128_si32(_mm256_extracti128_si256(made, 1));
+        std::memcpy(to, &second, 4);
+        to += 3;
+      }
     }
   }
 }
@@ -220,27 +244,27 @@ constexpr auto scale_across_avx2 = scale_across;
 
 extern "C" {
 
-// A thread's decoder and its buffers.
+// A thread's decoder and its buffers, which only grow.
 struct Decoder {
   Turbo turbo;
   void* handle;
-  std::vector<uint8_t> part, between, made;
+  std::vector<uint8_t> rows, part, between, made;
 };
-
-static void* new_handle(const Turbo& turbo) {
-  void* made = turbo.init(kInitDecompress);
-  turbo.set(made, kStopOnWarning, 1);
-  return made;
-}
 
 // TurboJPEG's handle goes on with a header that it has failed in, and then fails in every other one: a new one.
 static void renew(Decoder* decoder) {
   decoder->turbo.destroy(decoder->handle);
-  decoder->handle = new_handle(decoder->turbo);
+  decoder->handle = decoder->turbo.init(kInitDecompress);
+}
+
+static void make_room(std::vector<uint8_t>& buffer, size_t bytes) {
+  if (buffer.size() < bytes) {
+    buffer.resize(bytes);
+  }
 }
 
 Decoder* pixels_open(const Turbo* turbo) {
-  return new Decoder{*turbo, new_handle(*turbo), {}, {}, {}};
+  return new Decoder{*turbo, turbo->init(kInitDecompress), {}, {}, {}, {}};
 }
 
 void pixels_close(Decoder* decoder) {
@@ -248,29 +272,38 @@ void pixels_close(Decoder* decoder) {
   delete decoder;
 }
 
-// Width and height of a JPEG that pixels_decode takes: 8 bits, gray or three colours, an end marker at its end. 0 for
-// all else, which is another decoder's affair.
-int pixels_size(Decoder* decoder, const uint8_t* data, size_t bytes, int* width, int* height) {
-  const auto& turbo = decoder->turbo;
-  if (bytes < 4 || data[0] != 0xff || data[1] != 0xd8 || data[bytes - 2] != 0xff || data[bytes - 1] != 0xd9) {
-    return 0;
+// Width and height of each JPEG that ends with an end marker; 0 for all else, which is another decoder's affair.
+void pixels_sizes(int count, const uint8_t* const* data, const size_t* bytes, int* sizes) {
+  for (int i = 0; i < count; i++, sizes += 2) {
+    const uint8_t* of = data[i];
+    const size_t end = bytes[i];
+    const bool whole = end >= 4 && of[0] == 0xff && of[1] == 0xd8 && of[end - 2] == 0xff && of[end - 1] == 0xd9;
+    const auto frame = whole ? cut::frame_of(of, end) : cut::Frame{};
+    sizes[0] = frame.width;
+    sizes[1] = frame.height;
   }
-  if (turbo.header(decoder->handle, data, bytes) != 0) {
-    renew(decoder);
-    return 0;
-  }
-  *width = turbo.get(decoder->handle, kWidth);
-  *height = turbo.get(decoder->handle, kHeight);
-  const int colours = turbo.get(decoder->handle, kColorspace);
-  const int subsampling = turbo.get(decoder->handle, kSubsampling);
-  return turbo.get(decoder->handle, kPrecision) == 8 && subsampling >= 0 &&
+}
+
+// 8 bits, gray or three colours.
+static bool takes(const Turbo& turbo, void* handle) {
+  const int colours = turbo.get(handle, kColorspace), subsampling = turbo.get(handle, kSubsampling);
+  return turbo.get(handle, kPrecision) == 8 && subsampling >= 0 &&
          subsampling < static_cast<int>(std::size(kMcuWidth)) &&
          (colours == kRgb || colours == kYCbCr || colours == kGray);
 }
 
-// A view of the JPEG that pixels_size has just taken -> (side, side, 3) bytes. 0 where the data is damaged.
-int pixels_decode(Decoder* decoder, const uint8_t* data, size_t bytes, const View* view, uint8_t* to) {
+// A view of one JPEG -> (side, side, 3) bytes. False where it is damaged, or another decoder's affair.
+static bool decode(Decoder* decoder, const uint8_t* data, size_t bytes, const View* view, uint8_t* to) {
   const auto& turbo = decoder->turbo;
+  const auto frame = cut::frame_of(data, bytes);
+  if (turbo.header(decoder->handle, data, bytes) != 0) {
+    renew(decoder);
+    return false;
+  }
+  if (!takes(turbo, decoder->handle) || turbo.get(decoder->handle, kWidth) != frame.width ||
+      turbo.get(decoder->handle, kHeight) != frame.height) {
+    return false;
+  }
   const Region box = view->box;
   const int side = view->side;
   const auto columns = weights_of(box.width, view->width, view->x, side);
@@ -279,14 +312,16 @@ int pixels_decode(Decoder* decoder, const uint8_t* data, size_t bytes, const Vie
   const int top = box.y + rows.begin(), height = rows.end() - rows.begin();
   const int mcu = kMcuWidth[turbo.get(decoder->handle, kSubsampling)];
   const int start = std::max(0, left - kMargin) / mcu * mcu;
-  const int end = std::min(turbo.get(decoder->handle, kWidth), right + kMargin);
+  const int end = std::min(frame.width, right + kMargin);
   const size_t stride = 3 * static_cast<size_t>(end - start);
-  decoder->part.resize(stride * height + kSlack);
-  if (turbo.crop(decoder->handle, {start, top, end - start, height}) != 0 ||
+  make_room(decoder->part, stride * height + kSlack);
+  const auto rest = cut::rows_of(data, bytes, frame, top, top + height, decoder->rows);
+  if (turbo.crop(decoder->handle, {start, top - rest.above, end - start, height}) != 0 ||
       turbo.decompress(
-          decoder->handle, data, bytes, decoder->part.data(), static_cast<int>(stride), kPixelFormatRgb) != 0) {
+          decoder->handle, rest.data, rest.bytes, decoder->part.data(), static_cast<int>(stride), kPixelFormatRgb) !=
+          0) {
     renew(decoder);
-    return 0;
+    return false;
   }
   const auto fewer_rows = kAvx2 ? scale_down_avx2 : scale_down;
   const auto fewer_columns = kAvx2 ? scale_across_avx2 : scale_across;
@@ -296,17 +331,26 @@ int pixels_decode(Decoder* decoder, const uint8_t* data, size_t bytes, const Vie
   const int lower = box.height - view->height, narrower = box.width - view->width;
   if (lower > 0 && lower > 2 * narrower) {
     const size_t width = 3 * static_cast<size_t>(right - left), bytes = static_cast<size_t>(3) * side * side;
-    between.resize(width * side + kSlack);
-    decoder->made.resize(bytes + kSlack);
+    make_room(between, width * side + kSlack);
+    make_room(decoder->made, bytes + kSlack);
     fewer_rows(part, static_cast<int>(width), rows, between.data());
     fewer_columns({between.data(), width, columns.begin()}, side, columns, view->flip, decoder->made.data());
     std::memcpy(to, decoder->made.data(), bytes);
   } else {
     const size_t width = static_cast<size_t>(3) * side;
-    between.resize(width * height + kSlack);
+    make_room(between, width * height + kSlack);
     fewer_columns({part.first, stride, columns.begin()}, height, columns, view->flip, between.data());
     fewer_rows({between.data(), width, rows.begin()}, 3 * side, rows, to);
   }
-  return 1;
+  return true;
+}
+
+// A view of each JPEG -> (count, side, side, 3) bytes; `done` is 0 for those that another decoder has to look at.
+void pixels_decode(
+    Decoder* decoder, int count, const uint8_t* const* data, const size_t* bytes, const View* views, int side,
+    uint8_t* to, uint8_t* done) {
+  for (int i = 0; i < count; i++, to += static_cast<size_t>(3) * side * side) {
+    done[i] = views[i].side == side && decode(decoder, data[i], bytes[i], &views[i], to);
+  }
 }
 }
