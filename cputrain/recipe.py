@@ -81,6 +81,9 @@ class DataSection(Section):
     """The channels are divided by this afterwards."""
     stage: str | None = None
     """A folder on each host's own disk: one worker copies the shards there while all begin to train from data.path."""
+    block_mib: Annotated[float, Field(ge=0)] = 0.0
+    """Shards are read in pieces of so many MiB, as parallel file systems want it; each worker keeps one for each image
+    of its batch in memory. 0: every image by itself."""
     decoder: Literal["auto", "turbo", "pillow"] = "auto"
     """turbo: libjpeg-turbo 3 decodes no more of a JPEG than is needed; auto: turbo where it can be had, else Pillow."""
     on_error: Literal["skip", "raise"] = "skip"

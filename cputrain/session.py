@@ -17,8 +17,10 @@ from affinity.plan import WorkerPlan
 from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
+from cputrain.data.blocks import block_length
 from cputrain.data.decode import Decode, choose_decoder
-from cputrain.data.images import Dataset
+from cputrain.data.images import Dataset, Images
+from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
 from cputrain.recipe import Recipe
@@ -31,8 +33,9 @@ FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or
 class Session:
     """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start.
 
-    `batches` are the images of each rank's backward pass, recipe.batch.local on average; `team` the threads of its
-    first parallel region, `memory_share` the NUMA nodes of its first large allocation; `decoder` what `decode` is.
+    `block_length` images are read at once, 0 where each is by itself; `batches` are the images of each rank's backward
+    pass, recipe.batch.local on average; `team` the threads of its first parallel region, `memory_share` the NUMA nodes
+    of its first large allocation; `decoder` what `decode` is.
     """
 
     recipe: Recipe
@@ -43,6 +46,7 @@ class Session:
     decode: Decode
     decoder: str
     numbers: Numbers
+    block_length: int
     group: Group
     batches: tuple[int, ...]
     team: tuple[Thread, ...]
@@ -88,6 +92,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         nodes=rank.world_size // rank.local_world_size,
         images=len(dataset.train),
     )
+    blocks = _block_length(dataset.train, recipe.data.block_mib, numbers.steps_per_epoch)
     group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s)
     if check and group.backend == ccl.BACKEND:
         refuse(worker, misplaced_comm(rank.local_rank, os.environ, threads_of(os.getpid())))
@@ -100,11 +105,23 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         decode=decode,
         decoder=decoder,
         numbers=numbers,
+        block_length=blocks,
         group=group,
         batches=_batches(recipe, worker),
         team=team,
         memory_share=share,
     )
+
+
+def _block_length(images: Images, block_mib: float, steps: int) -> int:
+    """How many images are read at once; 0 where each is by itself. Raises InputError."""
+    if block_mib == 0:
+        return 0
+    if not isinstance(images, Shards):
+        raise InputError(
+            "data.block_mib reads shards, which data.path does not hold: cputrain prepare makes them, or set it to 0"
+        )
+    return block_length(images.bytes_per_image, block_mib * (1 << 20), steps)
 
 
 def _check_labels(dataset: Dataset) -> None:

@@ -22,9 +22,11 @@ from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.group import gather, total
 from cputrain.comm.hooks import HOOKS, CommClock
 from cputrain.data.augment import augment, changes
+from cputrain.data.blocks import BlockReader, block_order
 from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
+from cputrain.data.shards import Shards
 from cputrain.data.views import Look, plain_look, training_look
 from cputrain.engine import Normalize, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
@@ -246,9 +248,15 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
     """This rank's batches for the updates from `first` to before `stop`, which lie in one epoch."""
     recipe, numbers, rank = session.recipe, session.numbers, session.rank
     data, seed = recipe.data, recipe.seed
-    order = epoch_order(len(session.dataset.train), seed, epoch)[: numbers.used]
-    steps = numbers.steps_per_epoch
-    shares = (rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop))
+    images, steps = session.dataset.train, numbers.steps_per_epoch
+    length = session.block_length
+    if length:
+        order = block_order(len(images), seed, epoch, length=length, used=numbers.used, steps=steps)
+    else:
+        order = epoch_order(len(images), seed, epoch)[: numbers.used]
+    shares = [rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop)]
+    if length and isinstance(images, Shards):
+        images = BlockReader(images, length, np.concatenate(shares))
 
     def look(image: int) -> Look:
         def draw() -> Random:
@@ -267,7 +275,7 @@ def _batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Ba
         return problems
 
     return batches(
-        session.dataset.train,
+        images,
         (part for share in shares for part in np.array_split(share, recipe.batch.accumulation)),
         decode,
         crop=data.crop,

@@ -164,6 +164,16 @@ def test_accumulation_sees_the_same_images(place: Path) -> None:
     assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
 
 
+def test_shards_are_read_in_blocks(place: Path) -> None:
+    assert cputrain("prepare", "imagefolder", "images", "packed", cwd=place).returncode == 0
+    blocks = (*SMALL, "data.path=packed", "data.block_mib=0.01", "data.on_error=raise")
+    result = cputrain("train", "imagefolder", *blocks, cwd=place)
+    assert result.returncode == 0, result.stderr
+    assert read_events(place / "run")[-1]["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
+    result = cputrain("train", "imagefolder", *SMALL, "data.block_mib=4", "output=other", cwd=place)
+    assert result.returncode == 2 and "data.block_mib reads shards, which data.path does not hold" in result.stderr
+
+
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
 @pytest.mark.parametrize("backend", ["ccl", "gloo"])
 def test_a_killed_rank_ends_the_training_and_is_named(place: Path, backend: str) -> None:
