@@ -4,20 +4,18 @@
 
 FOLDER holds JPEGs at any depth (default: ../shared/data/imagenet-sample). Each is taken as it is, and as prepared:
 short side 256, quality 90, 4:2:0. A training's random part, 224 x 224, mirrored or not. The limit: the entropy decoding
-of whole files, with nothing kept of it. Peers: torchvision + Pillow, OpenCV and simplejpeg where they are installed;
-both of the last scale without antialiasing.
+of whole files, with nothing kept of it. Peers: benchmarks/input_peers.py, those that are installed.
 """
 
 import argparse
-import importlib
+import gc
 import io
 import json
 import os
-import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -26,26 +24,25 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from benchmarks.input_peers import SIDE, Run, each, installed_peers, look
 from cputrain.data.decode import decode_pillow
 from cputrain.data.inspect import reencode
 from cputrain.data.loader import TOGETHER, batches
 from cputrain.data.manifest import VERSION
-from cputrain.data.order import epoch_order, sample_generator
+from cputrain.data.order import epoch_order
 from cputrain.data.prepare import Options, prepare
 from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_folder
 from cputrain.data.turbo import load
-from cputrain.data.views import View, evaluation_look, training_look
+from cputrain.data.views import View, evaluation_look
 from cputrain.engine import Normalize
-from cputrain.models.vision import import_torchvision
 from cputrain.recipe import DataSection
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
-SIDE, SHORT, QUALITY = 224, 256, 90
+SHORT, QUALITY = 256, 90
+TIMES = 4
 IMAGENET = 1_281_167
 CORES = os.sched_getaffinity(0)
-
-All = Callable[[list[bytes]], object]
 
 
 def main() -> None:
@@ -56,17 +53,21 @@ def main() -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     originals = jpegs(options.folder)
-    sets = {"original": originals, "prepared": [prepared(data) for data in originals]}
+    # Several times each: some peers take a while to begin.
+    sets = {"original": TIMES * originals, "prepared": TIMES * [prepared(data) for data in originals]}
     contenders = {
-        "limit: entropy decoding": entropy_only([*sets["original"], *sets["prepared"]]),
-        "ours": ours(),
-        "ours, Pillow": ours_by_pillow(),
-        **peers(),
+        "limit: entropy decoding": entropy_only,
+        "ours": ours,
+        "ours, Pillow": ours_by_pillow,
+        **installed_peers(),
     }
+    runs = {(kind, name): contenders[name](files) for kind, files in sets.items() for name in contenders}
+    for run in runs.values():
+        run()  # what is compiled or cached once
+    gc.freeze()  # as a training does: what the peers have imported is not ours to look through
     rates: dict[tuple[str, str], list[float]] = {}
-    turns = [(kind, name) for _ in range(options.rounds) for kind in sets for name in contenders]
-    for kind, name in tqdm(turns, file=sys.stderr):
-        rates.setdefault((kind, name), []).append(rate(contenders[name], sets[kind]))
+    for turn in tqdm([turn for _ in range(options.rounds) for turn in runs], file=sys.stderr):
+        rates.setdefault(turn, []).append(rate(runs[turn], TIMES * len(originals)))
     print(f"| images per CPU-second, {len(originals)} files | original | of ours | prepared | of ours |")
     print("|---|---|---|---|---|")
     for name in contenders:
@@ -96,51 +97,38 @@ def prepared(data: bytes) -> bytes:
     return reencode(data, short_side=SHORT, quality=QUALITY).data
 
 
-def rate(contender: All, files: list[bytes]) -> float:
+def rate(run: Run, images: int) -> float:
     started = time.process_time()
-    contender(files)
-    return len(files) / (time.process_time() - started)
+    run()
+    return images / (time.process_time() - started)
 
 
-def each(one: Callable[[bytes, int], object]) -> All:
-    def every(files: list[bytes]) -> None:
-        for i, data in enumerate(files):
-            one(data, i)
-
-    return every
-
-
-def look(i: int) -> Callable[[int, int], View]:
-    return training_look(SIDE, lambda: sample_generator(1, 0, i), min_area=0.08, max_aspect=4 / 3, flip=True)
-
-
-def ours() -> All:
+def ours(files: list[bytes]) -> Run:
     """As the loader's threads do it."""
     decoder, places = load(os.environ), np.empty((TOGETHER, SIDE, SIDE, 3), dtype=np.uint8)
 
-    def every(files: list[bytes]) -> None:
+    def run() -> None:
         for first in range(0, len(files), TOGETHER):
             some = files[first : first + TOGETHER]
             decoder.decode(some, [look(first + k) for k in range(len(some))], places[: len(some)])
 
-    return every
+    return run
 
 
-def ours_by_pillow() -> All:
+def ours_by_pillow(files: list[bytes]) -> Run:
     place = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
-    return each(lambda data, i: decode_pillow(data, look(i), place))
+    return each(files, lambda data, i: decode_pillow(data, look(i), place))
 
 
-def entropy_only(files: list[bytes]) -> All:
+def entropy_only(files: list[bytes]) -> Run:
     """The last pixel alone: what lies before it is read, not transformed. Without the restart markers of prepared
     files, which would spare even that."""
     decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
-    plain = {data: without_markers(data) for data in files}
 
     def last(width: int, height: int) -> View:
         return View(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
 
-    return each(lambda data, _: decoder.decode([plain[data]], [last], place))
+    return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], [last], place))
 
 
 def without_markers(data: bytes) -> bytes:
@@ -150,54 +138,6 @@ def without_markers(data: bytes) -> bytes:
     out = io.BytesIO()
     Image.open(io.BytesIO(data)).save(out, "JPEG", quality="keep", optimize=True)
     return out.getvalue()
-
-
-def peers() -> dict[str, All]:
-    """Other ways to the same pixels, each with its own random part."""
-    found: dict[str, All] = {}
-    v2 = import_torchvision("transforms.v2")
-    crop = [
-        v2.RandomResizedCrop(SIDE, ratio=(3 / 4, 4 / 3), antialias=True),
-        v2.RandomHorizontalFlip(),
-        v2.PILToTensor(),
-    ]
-    as_bytes = v2.Compose(crop)
-    as_floats = v2.Compose(
-        [*crop, v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    )
-    found["torchvision + Pillow, uint8"] = each(lambda data, _: as_bytes(Image.open(io.BytesIO(data)).convert("RGB")))
-    found["torchvision + Pillow, float"] = each(lambda data, _: as_floats(Image.open(io.BytesIO(data)).convert("RGB")))
-    if cv2 := installed("cv2"):
-        cv2.setNumThreads(1)
-        read = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-
-        def by_opencv(data: bytes, i: int) -> None:
-            image = cv2.imdecode(np.frombuffer(data, np.uint8), read)
-            cv2_crop(cv2, image, i)
-
-        found["OpenCV, linear"] = each(by_opencv)
-    if (cv2 := installed("cv2")) and (simplejpeg := installed("simplejpeg")):
-
-        def by_simplejpeg(data: bytes, i: int) -> None:
-            cv2_crop(cv2, simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True), i)
-
-        found["simplejpeg, fast DCT + OpenCV, linear"] = each(by_simplejpeg)
-    return found
-
-
-def cv2_crop(cv2: object, image: np.ndarray, i: int) -> None:
-    left, top, width, height = look(i)(image.shape[1], image.shape[0]).box
-    square = cv2.resize(image[top : top + height, left : left + width], (SIDE, SIDE))  # type: ignore[attr-defined]
-    if random.random() < 0.5:
-        cv2.flip(square, 1)  # type: ignore[attr-defined]
-
-
-def installed(name: str) -> object:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        print(f"{name} is not installed: left out", file=sys.stderr)
-        return None
 
 
 def threads_gain(files: list[bytes], rounds: int) -> list[float]:

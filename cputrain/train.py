@@ -1,5 +1,6 @@
 """The training loop: every rank its share of each global batch, gradients averaged by DDP while they are computed."""
 
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,7 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
     recipe, numbers = session.recipe, session.numbers
     last_step = min(numbers.total_steps, recipe.max_steps or numbers.total_steps)
     training = _start(session, events, last_step, resume=resume)
+    gc.freeze()  # what the libraries have made stays: looking through it again and again takes the loader's time
     started, trained_s, accuracy = time.perf_counter(), 0.0, None
     for epoch in range(training.step // numbers.steps_per_epoch, recipe.epochs):
         if training.step >= last_step:

@@ -97,6 +97,7 @@ def end_group(group: Group) -> None:
     group.watchdog.stop()
     dist.barrier()  # nobody leaves whom another's watchdog still wants to hear
     faulthandler.dump_traceback_later(END_S, exit=True)
+    gc.unfreeze()
     gc.collect()  # DDP's reference cycles hold the group too
     dist.destroy_process_group()
 

@@ -14,6 +14,9 @@ constexpr uint8_t kFrame = 0xc0, kSequential = 0xc1, kProgressive = 0xc2, kLastF
 constexpr uint8_t kTables = 0xc4, kReserved = 0xc8, kArithmetic = 0xcc;  // among the frames' numbers
 constexpr uint8_t kRestart = 0xd0, kLastRestart = 0xd7, kEnd = 0xd9, kScan = 0xda, kInterval = 0xdd;
 constexpr int kMargin = 2;  // rows beside the part: their chroma takes part in its edge
+// libjpeg-turbo decodes its slow way where fewer bytes than these are left: the most that a step of it could take.
+constexpr size_t kAhead = 10 * 64 * 8;
+constexpr size_t kLarge = 64 << 10;  // files of this size have little of that, and are not copied for it
 
 // What a file's headers say, up to its first scan. All 0 where they make no sense.
 struct Frame {
@@ -91,14 +94,23 @@ struct Cut {
   int above;  // pixel rows left out above
 };
 
-// The rows [top, bottom) and their margin, in `made` where they are not the whole file.
+// The whole file; a small one with zeros behind it, in `made`.
+inline Cut whole_of(const uint8_t* data, size_t bytes, std::vector<uint8_t>& made) {
+  if (bytes > kLarge) {
+    return {data, bytes, 0};
+  }
+  made.assign(data, data + bytes);
+  made.resize(bytes + kAhead);
+  return {made.data(), made.size(), 0};
+}
+
+// The rows [top, bottom) and their margin, in `made` where they are not a large file's all.
 inline Cut rows_of(
     const uint8_t* data, size_t bytes, const Frame& frame, int top, int bottom, std::vector<uint8_t>& made) {
-  const Cut whole{data, bytes, 0};
   const int step = frame.segment;
   const int first = step > 0 ? std::max(0, top - kMargin) / step : 0;
   if (first == 0) {  // the decoder itself stops below the part
-    return whole;
+    return whole_of(data, bytes, made);
   }
   const int last = std::min((bottom + kMargin + step - 1) / step, (frame.height + step - 1) / step);
   const int height = std::min(last * step, frame.height) - first * step;
@@ -111,13 +123,14 @@ inline Cut rows_of(
     const uint8_t* stop = at < end ? skip_restarts(at, end, 0) : end;
     const bool ends = stop == end;
     if (ends && (at >= end || (first + i + 1) * step < frame.height)) {  // a marker is missing
-      return whole;
+      return whole_of(data, bytes, made);
     }
     made.insert(made.end(), at, ends ? stop - 2 : stop);
     made.push_back(0xff);
     made.push_back(i + 1 < last - first ? kRestart + i % 8 : kEnd);
     at = stop + 2;
   }
+  made.resize(made.size() + kAhead);
   return {made.data(), made.size(), first * step};
 }
 

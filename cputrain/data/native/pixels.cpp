@@ -171,64 +171,91 @@ __attribute__((target("avx2"))) void scale_down_avx2(const Rows& in, int bytes, 
   }
 }
 
-// Two inputs' bytes of two outputs at a time, as 16-bit numbers: a weight is taken apart into its upper and lower bits,
-// whose sums are put together at the end, so that no bit is lost. Reads up to kSlack bytes past the last row's end and
-// writes one past its own.
+constexpr int kTile = 32;  // rows that stay in the cache while all outputs of them are made
+constexpr int kLower = 11;
+
+// Two outputs of some rows: where their inputs begin in the first row, and their weights, two inputs at a time, for three
+// colours and nothing of either. A weight is taken apart into its upper and lower bits, 16-bit numbers whose sums are put
+// together at the end: no bit is lost.
+struct Pair {
+  const uint8_t* from[2];
+  const __m256i* upper;
+  const __m256i* lower;
+  size_t steps;
+  bool last;      // of a row: nothing may be written behind it
+  bool complete;  // or its second output is none
+};
+
+// `kSteps` is the pair's where it is known here, else 0.
+template <size_t kSteps>
+__attribute__((target("avx2"))) void scale_pair_avx2(
+    const Pair& pair, int rows, size_t in_stride, uint8_t* to, size_t out_stride) {
+  const __m256i spread = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1));
+  const __m256i gather = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 4, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+  const __m256i half = _mm256_set1_epi32(kHalf);
+  const size_t steps = kSteps > 0 ? kSteps : pair.steps;
+  const uint8_t *one = pair.from[0], *other = pair.from[1];
+  for (int y = 0; y < rows; y++, one += in_stride, other += in_stride, to += out_stride) {
+    __m256i above = _mm256_setzero_si256(), below = half;
+    for (size_t k = 0; k < steps; k++) {
+      const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(one + 6 * k));
+      const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(other + 6 * k));
+      const __m256i words = _mm256_shuffle_epi8(_mm256_set_m128i(high, low), spread);
+      above = _mm256_add_epi32(above, _mm256_madd_epi16(words, _mm256_loadu_si256(pair.upper + k)));
+      below = _mm256_add_epi32(below, _mm256_madd_epi16(words, _mm256_loadu_si256(pair.lower + k)));
+    }
+    const __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(above, kLower), below);
+    const __m256i made = _mm256_shuffle_epi8(_mm256_srai_epi32(sum, kWeightBits), gather);
+    const int first = _mm_cvtsi128_si32(_mm256_castsi256_si128(made));
+    const int second = _mm_cvtsi128_si32(_mm256_extracti128_si256(made, 1));
+    if (!pair.last) {
+      std::memcpy(to, &first, 4);
+      std::memcpy(to + 3, &second, 4);
+    } else {
+      std::memcpy(to, &first, 3);
+      if (pair.complete) {
+        std::memcpy(to + 3, &second, 3);
+      }
+    }
+  }
+}
+
+// Reads up to kSlack bytes past the last row's end.
 __attribute__((target("avx2"))) void scale_across_avx2(
     const Rows& in, int count, const Weights& weights, bool flip, uint8_t* to) {
-  struct Pair {
-    size_t starts[2];
-    size_t used;
-  };
-  constexpr int kLower = 11;
-  const size_t outputs = weights.first.size(), steps = weights.taps / 2, pairs = (outputs + 1) / 2;
-  std::vector<int16_t> upper(pairs * steps * 16), lower(pairs * steps * 16);  // for three colours and nothing, twice
+  const size_t outputs = weights.first.size(), most = weights.taps / 2, pairs = (outputs + 1) / 2;
+  std::vector<int16_t> upper(pairs * most * 16), lower(pairs * most * 16);
   std::vector<Pair> all(pairs);
   for (size_t x = 0; x < 2 * pairs; x++) {
     const size_t wanted = std::min(x, outputs - 1), output = flip ? outputs - 1 - wanted : wanted;
     Pair& pair = all[x / 2];
-    for (size_t k = 0; k < steps; k++) {
-      const size_t at = ((x / 2) * steps + k) * 16 + 8 * (x % 2);
+    for (size_t k = 0; k < most; k++) {
+      const size_t at = ((x / 2) * most + k) * 16 + 8 * (x % 2);
       for (size_t i = 0; i < 6; i++) {
         const int weight = weights.of(output)[2 * k + i % 2];
         upper[at + i] = static_cast<int16_t>(weight >> kLower);
         lower[at + i] = static_cast<int16_t>(weight & ((1 << kLower) - 1));
       }
     }
-    pair.starts[x % 2] = 3 * static_cast<size_t>(weights.first[output] - in.begin);
-    pair.used = std::max(x % 2 ? pair.used : 0, static_cast<size_t>(weights.count[output] + 1) / 2);
+    pair.from[x % 2] = in.first + 3 * static_cast<size_t>(weights.first[output] - in.begin);
+    pair.upper = reinterpret_cast<const __m256i*>(&upper[x / 2 * most * 16]);
+    pair.lower = reinterpret_cast<const __m256i*>(&lower[x / 2 * most * 16]);
+    pair.steps = std::max(x % 2 ? pair.steps : 0, static_cast<size_t>(weights.count[output] + 1) / 2);
+    pair.last = x / 2 + 1 == pairs;
+    pair.complete = x < outputs;
   }
-  const __m256i spread = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1));
-  const __m256i gather = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 4, 8, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
-  const __m256i half = _mm256_set1_epi32(kHalf);
-  const uint8_t* row = in.first;
-  for (int y = 0; y < count; y++, row += in.stride) {
+  for (int y = 0; y < count; y += kTile, to += 3 * outputs * kTile) {
+    const int rows = std::min(kTile, count - y);
     for (size_t p = 0; p < pairs; p++) {
-      const uint8_t* one = row + all[p].starts[0];
-      const uint8_t* other = row + all[p].starts[1];
-      __m256i above = _mm256_setzero_si256(), below = half;
-      for (size_t k = 0; k < all[p].used; k++, one += 6, other += 6) {
-        const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(one));
-        const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(other));
-        const __m256i words = _mm256_shuffle_epi8(_mm256_set_m128i(high, low), spread);
-        const size_t at = (p * steps + k) * 16;
-        const __m256i by_upper = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(&upper[at]));
-        const __m256i by_lower = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(&lower[at]));
-        above = _mm256_add_epi32(above, _mm256_madd_epi16(words, by_upper));
-        below = _mm256_add_epi32(below, _mm256_madd_epi16(words, by_lower));
-      }
-      const __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(above, kLower), below);
-      const __m256i made = _mm256_shuffle_epi8(_mm256_srai_epi32(sum, kWeightBits), gather);
-      const int first = _mm_cvtsi128_si32(_mm256_castsi256_si128(made));
-      std::memcpy(to, &first, 4);
-      to += 3;
-      if (2 * p + 1 < outputs) {
-        const int second = _mm_cvtsi128_si32(_mm256_extracti128_si256(made, 1));
-        std::memcpy(to, &second, 4);
-        to += 3;
-      }
+      Pair& pair = all[p];
+      const auto scale = pair.steps == 1   ? scale_pair_avx2<1>
+                         : pair.steps == 2 ? scale_pair_avx2<2>
+                                           : scale_pair_avx2<0>;
+      scale(pair, rows, in.stride, to + 6 * p, 3 * outputs);
+      pair.from[0] += kTile * in.stride;
+      pair.from[1] += kTile * in.stride;
     }
   }
 }
