@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from affinity.errors import InputError
 from affinity.rules import Reason
-from cputrain.recipe import Recipe
+from cputrain.recipe import Recipe, ScheduleSection
 
 BASE_RATE, BASE_BATCH = 0.1, 256  # linear-scaling rule, Goyal et al. 2017, section 2.1
 
@@ -60,7 +60,7 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> Numbers:
                 f"data.remainder=spread leaves a step {used // steps} images, too few for {workers} worker(s) x "
                 f"{recipe.batch.accumulation} pass(es): set data.remainder=drop"
             )
-    linear = BASE_RATE * global_batch / BASE_BATCH
+    linear = recipe.schedule.rate_factor * BASE_RATE * global_batch / BASE_BATCH
     peak = recipe.schedule.peak_rate
     return Numbers(
         global_batch=global_batch,
@@ -111,8 +111,8 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
         ),
         Reason(
             what="learning rate",
-            value=f"{recipe.schedule.start_rate:g} -> {numbers.peak_rate:g} -> 0",
-            why=f"linear over steps 0-{numbers.warmup_steps:,}, then linear to 0 at step {numbers.total_steps:,}",
+            value=f"{recipe.schedule.start_rate:g} -> {numbers.peak_rate:g}{_last_rate(recipe.schedule)}",
+            why=f"linear over steps 0-{numbers.warmup_steps:,}, then {_way_down(recipe.schedule, numbers)}",
         ),
     ]
 
@@ -123,3 +123,20 @@ def _scaled(peak: float, linear: float) -> str:
     if abs(factor - 1) < 1e-9:
         return ""
     return f", {'halved' if abs(factor - 0.5) < 1e-9 else f'times {factor:.3g}'} to {peak:g} in the recipe"
+
+
+def _last_rate(schedule: ScheduleSection) -> str:
+    return "" if schedule.name in ("constant", "steps") else f" -> {schedule.end_rate:g}"
+
+
+def _way_down(schedule: ScheduleSection, numbers: Numbers) -> str:
+    """What happens after the warm-up, in words."""
+    end, total = f"{schedule.end_rate:g}", f"{numbers.total_steps:,}"
+    return {
+        "linear": f"linear to {end} at step {total}",
+        "poly": f"to {end} at step {total} by the power of {schedule.power:g}",
+        "poly_of_all": f"to {end} at step {total} by the power of {schedule.power:g} of what is left of all steps",
+        "steps": f"times {schedule.factor:g} after epochs {', '.join(f'{epoch:g}' for epoch in schedule.milestones)}",
+        "cosine": f"half a cosine to {end} at step {total}",
+        "constant": "constant",
+    }[schedule.name]

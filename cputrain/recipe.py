@@ -112,27 +112,65 @@ class BatchSection(Section):
 class OptimSection(Section):
     """The optimizer."""
 
-    name: Literal["momentum"] = "momentum"
-    """Stochastic gradient descent with momentum."""
+    name: Literal["momentum", "lars"] = "momentum"
+    """momentum: stochastic gradient descent with momentum; lars: with a rate for each layer, by the ratio of its
+    weights to its gradients (You et al. 2017)."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Share of the last update that is kept."""
+    nesterov: bool = False
+    """Nesterov's form of momentum."""
     weight_decay: Rate = 5e-5
     """L2 penalty on the weights."""
     decay_bn_and_bias: bool = True
     """Whether the penalty also falls on batch-norm parameters and biases."""
+    family: Literal["caffe", "timm", "nus"] = "caffe"
+    """Of lars, where rate and trust ratio stand: both inside the momentum (caffe: Intel Caffe, MLPerf's TensorFlow),
+    the trust ratio inside (timm), both outside (nus: NUS, Intel's MLPerf PyTorch)."""
+    trust: Annotated[float, Field(gt=0)] = 0.001
+    """Of lars: the trust coefficient."""
+    epsilon: Rate = 0.0
+    """Of lars: added to the trust ratio's denominator."""
+    trust_clip: bool = False
+    """Of lars: no layer learns faster than the rate."""
+    momentum_correction: bool = False
+    """Of lars' family caffe: the momentum is scaled as the rate changes (Goyal et al. 2017, 3)."""
+    adapt_bn_and_bias: bool = False
+    """Of lars: whether batch-norm parameters and biases have a rate of their own too (Intel Caffe), or not (MLPerf)."""
+
+    @model_validator(mode="after")
+    def _options_are_used(self) -> "OptimSection":
+        fields = ("family", "trust", "epsilon", "trust_clip", "momentum_correction", "adapt_bn_and_bias")
+        idle = [field for field in fields if getattr(self, field) != type(self).model_fields[field].default]
+        if self.name != "lars" and idle:
+            raise ValueError(f"optim.{idle[0]} is lars' alone: set optim.name=lars, or leave it out")
+        if self.momentum_correction and self.family != "caffe":
+            raise ValueError("optim.momentum_correction is family caffe's alone, whose momentum holds the rate")
+        return self
 
 
 class ScheduleSection(Section):
-    """The learning rate as a function of the step: gradual warm-up, then linear to 0."""
+    """The learning rate as a function of the step: a gradual, linear warm-up, then down."""
 
-    name: Literal["warmup_linear"] = "warmup_linear"
-    """Linear from start_rate to peak_rate, then linear to 0 at the last step (the 256-node run)."""
+    name: Literal["linear", "poly", "poly_of_all", "steps", "cosine", "constant"] = "linear"
+    """The way down after the warm-up: linear to the last step (the 256-node run); (1 - progress) to a power, the
+    progress counted from the warm-up's end (poly, MLPerf) or from step 0 (poly_of_all, Intel Caffe); a factor at
+    milestones; half a cosine; or none."""
     start_rate: Rate = 0.0
     """Learning rate of step 0."""
     peak_rate: Rate | Auto = "auto"
-    """Learning rate at the end of warm-up; auto: 0.1 x global batch / 256 (Goyal et al. 2017, 2.1)."""
+    """Learning rate at the end of warm-up; auto: rate_factor x 0.1 x global batch / 256 (Goyal et al. 2017, 2.1)."""
+    rate_factor: Annotated[float, Field(gt=0)] = 1.0
+    """What peak_rate=auto makes of the linear-scaling rule; the 256-node run halves it."""
+    end_rate: Rate = 0.0
+    """Learning rate after the last step, of linear, poly, poly_of_all and cosine."""
     warmup_epochs: Annotated[float, Field(ge=0)] = 5.0
     """Length of the warm-up."""
+    power: Annotated[float, Field(gt=0)] = 2.0
+    """Of poly and poly_of_all."""
+    milestones: tuple[Annotated[float, Field(gt=0)], ...] = (30.0, 60.0, 80.0)
+    """Epochs after which steps multiplies the rate by `factor`."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Of steps."""
 
 
 class EvaluateSection(Section):

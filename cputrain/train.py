@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import Optimizer
 
 from affinity.errors import InputError, RunError
 from cputrain.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
@@ -35,7 +35,7 @@ from cputrain.events import Events
 from cputrain.models.build import build_model
 from cputrain.notice import Notice
 from cputrain.optim.build import build_optimizer, set_rate
-from cputrain.optim.schedules import warmup_linear
+from cputrain.optim.schedules import rate_at
 from cputrain.progress import Progress
 from cputrain.recipe import CommSection
 from cputrain.run_folder import CHECKPOINTS
@@ -66,7 +66,7 @@ class Training:
     session: Session
     network: nn.Module
     model: DistributedDataParallel
-    optimizer: SGD
+    optimizer: Optimizer
     clock: CommClock
     normalize: Normalize
     progress: Progress
@@ -184,13 +184,7 @@ def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
     sums = Sums()
     while training.step < stop:
         started = time.perf_counter()
-        rate = warmup_linear(
-            training.step,
-            start_rate=recipe.schedule.start_rate,
-            peak_rate=numbers.peak_rate,
-            warmup_steps=numbers.warmup_steps,
-            total_steps=numbers.total_steps,
-        )
+        rate = rate_at(training.step, recipe.schedule, numbers)
         loss, data_wait_s, comm_wait_s = _update(training, loaded, rate, sums)
         images = numbers.images_until(training.step + 1) - numbers.images_until(training.step)
         training.step += 1

@@ -3,16 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from cputrain.derivation import derive, explain
-from cputrain.optim.schedules import warmup_linear
-from cputrain.recipe import BatchSection, DataSection, Recipe, load_recipe
+from cputrain.derivation import Numbers, derive, explain
+from cputrain.optim.schedules import rate_at
+from cputrain.recipe import BatchSection, DataSection, Recipe, ScheduleSection, load_recipe
 
 
 def test_the_256_node_numbers() -> None:
     recipe = load_recipe("resnet50-skx-256node")
     numbers = derive(recipe, ppn=2, nodes=256, images=1_281_167)
     assert (numbers.global_batch, numbers.steps_per_epoch) == (24_576, 52)
-    assert (numbers.warmup_steps, numbers.total_steps, numbers.peak_rate) == (260, 4_680, 4.8)
+    assert (numbers.warmup_steps, numbers.total_steps) == (260, 4_680)
+    assert numbers.peak_rate == pytest.approx(4.8)
     text = "\n".join(f"{r.value}: {r.why}" for r in explain(recipe, numbers, ppn=2, nodes=256))
     for shown in (
         "96 x 256 = 24,576",
@@ -58,8 +59,13 @@ def test_the_schedule_is_two_straight_lines(
 ) -> None:
     total = warmup + rest
 
+    schedule = ScheduleSection(start_rate=start)
+    numbers = Numbers(
+        global_batch=1, images=1, used=1, steps_per_epoch=1, warmup_steps=warmup, total_steps=total, peak_rate=peak
+    )
+
     def rate(step: int) -> float:
-        return warmup_linear(step, start_rate=start, peak_rate=peak, warmup_steps=warmup, total_steps=total)
+        return rate_at(step, schedule, numbers)
 
     assert rate(0) == (start if warmup else peak)
     assert rate(warmup) == peak
@@ -71,9 +77,53 @@ def test_the_schedule_is_two_straight_lines(
 
 
 def test_the_256_node_schedule() -> None:
-    kwargs = {"start_rate": 0.1, "peak_rate": 4.8, "warmup_steps": 260, "total_steps": 4_680}
-    assert warmup_linear(130, **kwargs) == pytest.approx(2.45)
-    assert warmup_linear(2_470, **kwargs) == pytest.approx(2.4)
+    recipe = load_recipe("resnet50-skx-256node")
+    numbers = derive(recipe, ppn=2, nodes=256, images=1_281_167)
+    assert rate_at(130, recipe.schedule, numbers) == pytest.approx(2.45)
+    assert rate_at(2_470, recipe.schedule, numbers) == pytest.approx(2.4)
+
+
+def numbers_of(**how: object) -> Numbers:
+    known = {"global_batch": 1, "images": 1, "used": 1, "steps_per_epoch": 100, "warmup_steps": 400}
+    return Numbers(**{**known, "total_steps": 4000, "peak_rate": 32.0, **how})
+
+
+def test_every_way_down_against_its_source() -> None:
+    """Rates worked out by hand from the published formulas."""
+    caffe = ScheduleSection(name="poly_of_all", start_rate=1.0)  # AlexNet-BN at 32K: 32 (1 - step / 4000)^2
+    expected = {0: 1.0, 200: 16.5, 400: 32 * 0.9**2, 2000: 8.0, 3999: 32 * (1 / 4000) ** 2, 4000: 0.0}
+    assert {step: rate_at(step, caffe, numbers_of()) for step in expected} == pytest.approx(expected)
+    mlperf = ScheduleSection(name="poly", end_rate=1e-4)
+    expected = {400: 32.0, 2200: 1e-4 + (32 - 1e-4) / 4, 4000: 1e-4, 9000: 1e-4}
+    assert {step: rate_at(step, mlperf, numbers_of()) for step in expected} == pytest.approx(expected)
+    goyal = ScheduleSection(name="steps", milestones=(30.0, 60.0, 80.0))
+    expected = {2999: 32.0, 3000: 3.2, 5999: 3.2, 6000: 0.32, 8000: 0.032}
+    found = {step: rate_at(step, goyal, numbers_of(total_steps=9000)) for step in expected}
+    assert found == pytest.approx(expected)
+    cosine = ScheduleSection(name="cosine")
+    expected = {400: 32.0, 1300: 16 * (1 + 2**-0.5), 2200: 16.0, 4000: 0.0}
+    assert {step: rate_at(step, cosine, numbers_of()) for step in expected} == pytest.approx(expected)
+    constant = ScheduleSection(name="constant")
+    assert rate_at(3999, constant, numbers_of()) == rate_at(10**6, constant, numbers_of()) == 32.0
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("name=linear", "0 -> 0.0125 -> 0 linear over steps 0-10, then linear to 0 at step 20"),
+        ("name=poly", "then to 0 at step 20 by the power of 2"),
+        ("name=poly_of_all", "by the power of 2 of what is left of all steps"),
+        ("name=steps", "0 -> 0.0125 linear over steps 0-10, then times 0.1 after epochs 30, 60, 80"),
+        ("name=cosine", "then half a cosine to 0 at step 20"),
+        ("name=constant", "then constant"),
+        ("rate_factor=0.5", "linear scaling: 0.1 x 32 / 256 = 0.0125, halved to 0.00625 in the recipe"),
+    ],
+)
+def test_schedules_are_explained(how: str, told: str) -> None:
+    settings = ["epochs=10", "schedule.start_rate=0", "schedule.warmup_epochs=5", f"schedule.{how}"]
+    recipe = load_recipe("imagefolder", settings)
+    numbers = derive(recipe, ppn=2, nodes=1, images=64)
+    assert told in "\n".join(f"{r.value} {r.why}" for r in explain(recipe, numbers, ppn=2, nodes=1))
 
 
 def test_a_remainder_is_dropped_or_spread() -> None:

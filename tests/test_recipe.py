@@ -64,6 +64,11 @@ def test_settings_win_over_the_file() -> None:
         ("model: {name: resnet51}\n", "model.name='resnet51'"),
         ("model: resnet50\n", "r.yaml:1: model='resnet50'"),
         ("epochs: 3\nschedule: {warmup_epochs: 4}\n", "schedule.warmup_epochs=4 exceeds epochs=3"),
+        ("optim: {trust: 0.02}\n", "optim.trust is lars' alone: set optim.name=lars"),
+        (
+            "optim: {name: lars, family: nus, momentum_correction: true}\n",
+            "momentum_correction is family caffe's alone",
+        ),
         ("[1, 2]\n", "holds no keys"),
         ("a: [\n", "is not YAML"),
     ],

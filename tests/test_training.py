@@ -164,6 +164,21 @@ def test_accumulation_sees_the_same_images(place: Path) -> None:
     assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
 
 
+def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
+    """Under a polynomial; stopped after one epoch and resumed it ends with an unbroken run's very losses."""
+    lars = (*SMALL, "optim.name=lars", "optim.trust=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
+    whole = cputrain("train", "imagefolder", *lars, cwd=place)
+    assert whole.returncode == 0 and "by the power of 2" in whole.stdout, whole.stderr
+    unbroken = [event["loss"] for event in read_events(place / "run") if event["event"] == "step"]
+    steps = len(unbroken) // 2
+    part = (*lars, "output=parts")
+    assert cputrain("train", "imagefolder", *part, f"max_steps={steps}", cwd=place).returncode == 0
+    assert cputrain("train", "imagefolder", *part, "--resume", cwd=place).returncode == 0
+    events = [event for event in read_events(place / "parts") if event["event"] == "step"]
+    assert [event["loss"] for event in events] == unbroken
+    assert unbroken[-1] < unbroken[0]
+
+
 def test_shards_are_read_in_blocks(place: Path) -> None:
     assert cputrain("prepare", "imagefolder", "images", "packed", cwd=place).returncode == 0
     blocks = (*SMALL, "data.path=packed", "data.block_mib=0.01", "data.on_error=raise")

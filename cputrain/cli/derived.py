@@ -3,13 +3,18 @@
 from pathlib import Path
 
 from affinity.rules import Reason
+from cputrain.curve import curve, sampled
 from cputrain.data.survey import Survey, survey
 from cputrain.derivation import Numbers, derive, explain
+from cputrain.optim.schedules import rate_at
 from cputrain.recipe import Recipe
 
 
-def derivation(recipe: Recipe, *, ppn: int, nodes: int) -> str:
-    """How the recipe's numbers come about; images are counted, or taken from the recipe where it names them."""
+def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
+    """How the recipe's numbers come about; images are counted, or taken from the recipe where it names them.
+
+    With `drawn` also the learning rate's curve.
+    """
     if recipe.data.images_per_epoch:
         images = recipe.data.images_per_epoch
     elif recipe.data.path and Path(recipe.data.path).exists():
@@ -18,7 +23,11 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int) -> str:
         missing = "names no data.path" if recipe.data.path is None else f"has its data in {recipe.data.path}, not here"
         return f"recipe {recipe.name} {missing}: its steps are derived once there are images to count"
     numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
-    return f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
+    told = f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
+    if drawn:
+        rates = sampled(lambda step: rate_at(step, recipe.schedule, numbers), numbers.total_steps)
+        told += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
+    return told
 
 
 def counted(recipe: Recipe, *, ppn: int) -> tuple[Survey, Numbers]:

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     show_default=True,
 )
 @click.option("--explain", "explained", is_flag=True, help="also the plans not taken, and what the rules assume")
+@click.option("--curve", "drawn", is_flag=True, help="also RECIPE's learning rate as a curve")
 @click.option(
     "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A.json B.json", help="only what B changes against A"
 )
@@ -81,6 +82,7 @@ def command(
     settings: tuple[str, ...],
     form: str,
     explained: bool,
+    drawn: bool,
     diff: tuple[Path, Path] | None,
     write: Path | None,
     kinds: tuple[str, ...],
@@ -93,6 +95,8 @@ def command(
     if diff is not None:
         click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the same plan")
         return
+    if drawn and (recipe is None or form != "text"):
+        raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and no --format")
     base, training = Request(local_batch=USUAL_BATCH, workload=RESNET50), None
     if recipe is not None:
         from cputrain.planning import request_of  # pydantic: only where there is a recipe
@@ -126,7 +130,7 @@ def command(
         if training is not None and len(cluster.kinds) == 1:  # its rules count equal hosts
             from cputrain.cli.derived import derivation
 
-            click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts)))
+            click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts), drawn=drawn))
         if recipe is not None or len(job.hosts) > 1:
             click.echo("\ncommand" + ("" if len(job.hosts) > 1 else ", for each worker"))
             click.echo("  " + shlex.join(_start(job, asked).argv))

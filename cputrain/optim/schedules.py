@@ -1,13 +1,31 @@
-"""Learning rate as a pure function of the step."""
+"""Learning rates as pure functions of the step: a gradual warm-up, then one of several ways down.
+
+Step n is the n-th update, counted from 0. Sources: linear: the 256-node ResNet-50 run (0.1 -> 4.8 in 260 steps, 0 at
+4,680); poly: MLPerf's ResNet-50 (power 2, end rate 1e-4); poly_of_all: Intel Caffe, whose polynomial counts the
+warm-up's steps too; steps: Goyal et al. 2017, arXiv:1706.02677; cosine: Loshchilov and Hutter 2017, arXiv:1608.03983.
+"""
+
+import math
+
+from cputrain.derivation import Numbers
+from cputrain.recipe import ScheduleSection
 
 
-def warmup_linear(step: int, *, start_rate: float, peak_rate: float, warmup_steps: int, total_steps: int) -> float:
-    """Linear from start_rate at step 0 to peak_rate at warmup_steps, then linear to 0 at total_steps.
-
-    Step n is the n-th update, counted from 0. Source: the 256-node ResNet-50 run (0.1 -> 4.8 in 260 steps, 0 at 4,680).
-    """
-    if step < warmup_steps:
-        return start_rate + (peak_rate - start_rate) * step / warmup_steps
-    if step >= total_steps:
-        return 0.0
-    return peak_rate * ((total_steps - step) / (total_steps - warmup_steps))
+def rate_at(step: int, schedule: ScheduleSection, numbers: Numbers) -> float:
+    """The learning rate of a step: linear from start_rate to the peak during warm-up, then the schedule's own."""
+    warmup, total, peak = numbers.warmup_steps, numbers.total_steps, numbers.peak_rate
+    if step < warmup:
+        return schedule.start_rate + (peak - schedule.start_rate) * step / warmup
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "steps":
+        passed = sum(step >= round(epoch * numbers.steps_per_epoch) for epoch in schedule.milestones)
+        return peak * schedule.factor**passed
+    end = schedule.end_rate
+    if step >= total:
+        return end
+    begin = 0 if schedule.name == "poly_of_all" else warmup
+    left = (total - step) / (total - begin)
+    if schedule.name == "cosine":
+        return end + (peak - end) * (1 + math.cos(math.pi * (1 - left))) / 2
+    return end + (peak - end) * (left if schedule.name == "linear" else left**schedule.power)

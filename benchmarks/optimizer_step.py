@@ -1,0 +1,76 @@
+"""Milliseconds of an optimizer step on ResNet-50's parameters: ours, torch's SGD, and timm's Lars where installed.
+
+python -m benchmarks.optimizer_step [--rounds 15]
+"""
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from cputrain.engine import prepare_model
+from cputrain.models.build import build_model
+from cputrain.models.vision import import_torchvision
+from cputrain.optim.build import build_optimizer, set_rate
+from cputrain.recipe import ModelSection, OptimSection
+
+Make = Callable[[torch.nn.Module], Optimizer]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    contenders: dict[str, Make] = {
+        "torch SGD, fused": lambda model: build_optimizer(model, OptimSection()),
+        "torch SGD, foreach": lambda model: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True
+        ),
+        "ours, caffe": lambda model: build_optimizer(model, OptimSection(name="lars", family="caffe")),
+        "ours, timm": lambda model: build_optimizer(model, OptimSection(name="lars", family="timm")),
+        "ours, nus": lambda model: build_optimizer(model, OptimSection(name="lars", family="nus")),
+        "ours, caffe, Nesterov": lambda model: build_optimizer(model, OptimSection(name="lars", nesterov=True)),
+        **by_timm(),
+    }
+    steps = {name: step_of(make) for name, make in contenders.items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            taken[name].append(time.perf_counter() - started)
+    fused = median(taken["torch SGD, fused"])
+    print("| one thread | ms | to fused SGD |")
+    print("|---|---|---|")
+    for name, seconds in taken.items():
+        print(f"| {name} | {1000 * median(seconds):.1f} | {median(seconds) / fused:.2f} |")
+
+
+def step_of(make: Make) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    model = prepare_model(build_model(ModelSection(name="resnet50"), 1000), "native")
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    optimizer = make(model)
+    set_rate(optimizer, 0.1)
+    optimizer.step()  # which makes the state
+    return optimizer.step
+
+
+def by_timm() -> dict[str, Make]:
+    import_torchvision("models")  # which timm wants, and which does not load by itself beside a CPU build of torch
+    try:
+        lars: Any = importlib.import_module("timm.optim").Lars
+    except ImportError:
+        return {}
+    return {"timm's Lars": lambda model: lars(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5)}
+
+
+if __name__ == "__main__":
+    main()

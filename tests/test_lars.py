@@ -1,0 +1,118 @@
+"""LARS against its plainest form, step by step, and what makes it LARS."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cputrain.optim.lars import Family, Lars
+
+STEPS = 100
+
+
+class Plain:
+    """One layer's LARS as it is written down, in float64 and without any library's optimizer."""
+
+    def __init__(self, family: Family, **how: float | bool) -> None:
+        self.family, self.how, self.v, self.last = family, how, 0.0, None
+
+    def step(self, w: torch.Tensor, g: torch.Tensor, rate: float, adapt: bool) -> torch.Tensor:
+        how = self.how
+        momentum, decay = how["momentum"], how["weight_decay"]
+        w_norm, g_norm = float(w.norm()), float(g.norm())
+        t = 1.0
+        if adapt and w_norm > 0 and g_norm > 0:
+            t = how["trust"] * w_norm / (g_norm + decay * w_norm + how["epsilon"])
+        if adapt and how["clip"]:
+            t = min(t / rate, 1.0)
+        d = g + decay * w
+        if how["correct"] and self.family == "caffe" and self.last:
+            momentum = momentum * rate / self.last
+        self.last = rate
+        if self.family == "caffe":
+            self.v = momentum * self.v + rate * t * d
+            return w - (momentum * self.v + rate * t * d if how["nesterov"] else self.v)
+        if self.family == "timm":
+            self.v = momentum * self.v + t * d
+            return w - rate * (momentum * self.v + t * d if how["nesterov"] else self.v)
+        self.v = momentum * self.v + d
+        return w - rate * t * (momentum * self.v + d if how["nesterov"] else self.v)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", ["caffe", "timm", "nus"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"nesterov": True},
+        {"clip": True, "trust": 0.5},
+        {"correct": True},
+        {"correct": True, "nesterov": True},
+        {"epsilon": 0.3, "weight_decay": 0.0},
+    ],
+    ids=str,
+)
+def test_every_form_is_the_plain_one_s_over_100_steps(kind: torch.dtype, family: Family, how: dict) -> None:
+    options = {
+        **{"momentum": 0.9, "weight_decay": 0.01, "trust": 0.01, "epsilon": 0.0},
+        **{"nesterov": False, "clip": False, "correct": False, **how},
+    }
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 3, 3, 3), torch.randn(7, 5), torch.zeros(6, 2), torch.randn(5)]
+    ours = [
+        nn.Parameter(w.to(kind).to(memory_format=torch.channels_last) if w.ndim == 4 else w.to(kind)) for w in weights
+    ]
+    expected = [w.double() for w in weights]
+    plain = [Plain(family, **options) for _ in weights]
+    groups = [{"params": ours[:3]}, {"params": ours[3:], "adapt": False, "weight_decay": 0.0}]
+    optimizer = Lars(groups, family=family, **options)
+    for step in range(STEPS):
+        rate = 0.5 * (1 + math.cos(math.pi * step / STEPS)) + 0.01
+        for i, p in enumerate(ours):
+            gradient = torch.randn(p.shape, dtype=torch.float64) * (0.0 if i == 1 and step % 7 == 3 else 0.1)
+            p.grad = gradient.to(kind)
+            if i == 3:
+                plain[i].how["weight_decay"] = 0.0
+            expected[i] = plain[i].step(expected[i], p.grad.double(), rate, adapt=i != 3)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    for p, exact in zip(ours, expected, strict=True):
+        scale = float(exact.abs().max())
+        assert float((p.detach().double() - exact).abs().max()) < scale * (2e-5 if kind == torch.float32 else 1e-12)
+
+
+def test_a_layer_s_step_does_not_depend_on_its_gradient_s_size() -> None:
+    """The point of it: |step| = rate x trust x |w| for the first step, whatever the loss is multiplied by."""
+    for factor in (1e-3, 1.0, 1e3):
+        p = nn.Parameter(torch.full((10, 10), 2.0))
+        p.grad = factor * torch.ones(10, 10)
+        before = p.detach().clone()
+        Lars([p], lr=3.0, trust=0.001, momentum=0.9).step()
+        assert float((p.detach() - before).norm()) == pytest.approx(3.0 * 0.001 * 20.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["caffe", "timm", "nus"])
+def test_saved_and_restored_it_goes_on_exactly(family: Family) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    optimizer = Lars(model.parameters(), lr=1.0, family=family, trust=0.1, weight_decay=1e-3, correct=True)
+
+    def train(model: nn.Module, optimizer: Lars, first: int, last: int) -> None:
+        for step in range(first, last):
+            torch.manual_seed(step)
+            model(torch.randn(8, 5)).square().mean().backward()
+            optimizer.param_groups[0]["lr"] = 1.0 / (1 + step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(model, optimizer, 0, 5)
+    other = copy.deepcopy(model)
+    resumed = Lars(other.parameters(), lr=0.0, family=family, trust=0.1, weight_decay=1e-3, correct=True)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 5, 10)
+    train(other, resumed, 5, 10)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
