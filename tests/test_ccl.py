@@ -130,6 +130,13 @@ def test_a_rank_that_does_not_join_is_named_at_the_timeout(how: str) -> None:
     assert "Timed out after 4 s in ALLREDUCE #2 of group 0 (Float[10]); not joined by rank 1 on" in error
 
 
+def test_a_timeout_that_a_program_has_caught_is_over() -> None:
+    """The watchdog ends ranks that are stuck, not those that go on."""
+    with started("tests.ccl_rank", "recover") as processes:
+        end = ended(processes[0], 60)
+    assert end.status == 0 and "Timed out after 4 s" in lines_of(end.out)[0]["error"], end.err
+
+
 def test_a_rank_may_end_while_collectives_are_in_flight() -> None:
     """oneCCL is not taken down under the thread that drives it: no crash, no hang, and the script's own status."""
     for _ in range(3):

@@ -88,8 +88,8 @@ def absent_ranks(heard: dict[int, Heard]) -> str:
 class Watchdog:
     """Watches over one process group until `stop`.
 
-    `waits_in` tells the collective that this rank waits in; `note` takes who else is absent, for the
-    message of a timeout; `fail` ends this rank's collectives with an error.
+    `waits_in` tells the collective that this rank waits in; `note` takes who else is absent, for the message of a
+    timeout; `fail` ends this rank's collectives with an error.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 #include "engine.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +17,14 @@ constexpr auto kShortestRest = std::chrono::microseconds(20);
 constexpr auto kLongestRest = std::chrono::microseconds(500);
 constexpr auto kLeave = std::chrono::seconds(1);  // for operations that nobody has waited for
 constexpr int kSpins = 2000;  // looks of a waiting caller before it gives way between two of them
+
+// Looks once; events that have ended are taken out.
+bool in_flight(Events& events) {
+  while (!events.empty() && events.back().test()) {
+    events.pop_back();
+  }
+  return !events.empty();
+}
 
 }  // namespace
 
@@ -131,12 +140,8 @@ bool Engine::drive() {
     }
     try {
       for (auto at = pending_.begin(); at != pending_.end();) {
-        auto& events = (*at)->events_;
-        while (!events.empty() && events.back().test()) {
-          events.pop_back();
-        }
         auto next = std::next(at);
-        if (events.empty()) {
+        if (!in_flight((*at)->events_)) {
           done.splice(done.end(), pending_, at);
         }
         at = next;
@@ -202,7 +207,7 @@ size_t Engine::time_out_late() {
 }
 
 void Engine::tell_oldest() {
-  if (pending_.empty()) {
+  if (pending_.empty() || !aborted_.empty()) {
     tell({});
   } else {
     const auto& oldest = *pending_.front();
@@ -244,6 +249,7 @@ void Engine::abort(const std::string& reason) {
     }
     aborted_ = reason;
     lost = pending_;  // they stay there too: their buffers may still be written to
+    tell_oldest();
   }
   for (const auto& operation : lost) {
     operation->future_->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(reason)));
@@ -264,21 +270,24 @@ void Engine::mind_exit() {
   TORCH_CHECK(registered == 0, "on_exit failed");
 }
 
-// Before oneCCL's own parts are destroyed: no thread of ours calls it from here on. Where an operation has not ended,
-// those parts are in use, and would crash or wait for ever; they are left to the kernel.
+// Before oneCCL's own parts are destroyed: no thread of ours calls it from here on, and nobody hears of what ends now.
+// Where an operation does not end, those parts stay in use, and would crash or wait for ever: they are left to the kernel.
 void Engine::leave(int status) {
   const auto until = Clock::now() + kLeave;
   bool busy = true;
-  while (busy && Clock::now() < until) {
-    drive();
-    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
-      busy = !pending_.empty();
-      if (!busy || !aborted_.empty()) {
-        left_ = true;
-        break;
-      }
+  for (bool given_up = false; busy && !given_up; std::this_thread::yield()) {
+    given_up = Clock::now() > until;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+      continue;
     }
-    std::this_thread::yield();
+    left_ = true;
+    given_up = given_up || !aborted_.empty();
+    try {
+      busy = std::ranges::any_of(pending_, [](const auto& operation) { return in_flight(operation->events_); });
+    } catch (const ccl::exception&) {
+      given_up = true;
+    }
   }
   if (busy) {
     std::fflush(nullptr);
