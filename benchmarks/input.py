@@ -29,13 +29,13 @@ from cputrain.data.decode import decode_pillow
 from cputrain.data.inspect import reencode
 from cputrain.data.loader import TOGETHER, batches
 from cputrain.data.manifest import VERSION
+from cputrain.data.normalize import choose_normalize
 from cputrain.data.order import epoch_order
 from cputrain.data.prepare import Options, prepare
 from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_folder
 from cputrain.data.turbo import load
 from cputrain.data.views import View, evaluation_look
-from cputrain.engine import Normalize
 from cputrain.recipe import DataSection
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
@@ -192,7 +192,7 @@ def start(rounds: int) -> tuple[float, float]:
 
 def normalising(rounds: int) -> float:
     """Images per second of one thread from bytes to the network's input."""
-    normalize, images = Normalize(DataSection()), torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
+    normalize, images = choose_normalize(DataSection(), os.environ), torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
     seconds = []
     for _ in range(4 * rounds):
         started = time.perf_counter()

@@ -13,7 +13,6 @@ from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import evaluation_share
 from cputrain.data.views import evaluation_look
-from cputrain.engine import Normalize
 from cputrain.models.build import batchnorms
 from cputrain.session import Session
 
@@ -31,13 +30,12 @@ class Accuracy:
 
 def evaluate(model: nn.Module, session: Session) -> Accuracy:
     """Evaluate on val/, cut over the ranks, nothing padded and nothing twice; damaged images do not count."""
-    normalize = Normalize(session.recipe.data)
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
         for batch in _batches(session):
-            logits = model(normalize(batch.images))
+            logits = model(session.normalize(batch.images))
             losses = functional.cross_entropy(logits, batch.labels, reduction="none")
             loss_sum += float((losses * batch.weights).sum())
             hits1 += float((in_top(logits, batch.labels, 1) * batch.weights).sum())

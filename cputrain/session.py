@@ -20,6 +20,7 @@ from cputrain.comm.group import Group, gather, start_group
 from cputrain.data.blocks import block_length
 from cputrain.data.decode import Decode, choose_decoder
 from cputrain.data.images import Dataset, Images
+from cputrain.data.normalize import Normalize, choose_normalize
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
@@ -45,6 +46,7 @@ class Session:
     dataset: Dataset
     decode: Decode
     decoder: str
+    normalize: Normalize
     numbers: Numbers
     block_length: int
     group: Group
@@ -104,6 +106,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         dataset=dataset,
         decode=decode,
         decoder=decoder,
+        normalize=choose_normalize(recipe.data, os.environ),
         numbers=numbers,
         block_length=blocks,
         group=group,

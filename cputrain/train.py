@@ -29,7 +29,7 @@ from cputrain.data.loader import Batch, batches
 from cputrain.data.order import epoch_order, rank_share, sample_generator
 from cputrain.data.shards import Shards
 from cputrain.data.views import Look, plain_look, training_look
-from cputrain.engine import Normalize, prepare_model
+from cputrain.engine import prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate, in_top
 from cputrain.events import Events
 from cputrain.models.build import build_model
@@ -68,7 +68,6 @@ class Training:
     model: DistributedDataParallel
     optimizer: Optimizer
     clock: CommClock
-    normalize: Normalize
     progress: Progress
     events: Events | None
     notice: Notice
@@ -160,7 +159,6 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         model=model,
         optimizer=optimizer,
         clock=clock,
-        normalize=Normalize(recipe.data),
         progress=Progress(numbers.images_until(done["step"]), numbers.images_until(last_step), shown=session.leads),
         events=events,
         notice=Notice(session.group.store, leads=session.leads),
@@ -220,7 +218,7 @@ def _update(training: Training, loaded: Iterator[Batch], rate: float, sums: Sums
         if batch.damaged and recipe.data.on_error == "raise":
             raise RunError(f"rank {rank}: {batch.damaged[0]}: mend it, take it out, or set data.on_error=skip")
         with nullcontext() if number == passes - 1 else training.model.no_sync():
-            logits = training.model(training.normalize(batch.images))
+            logits = training.model(training.session.normalize(batch.images))
             losses = functional.cross_entropy(logits, batch.labels, reduction="none") * batch.weights
             # Divided by the mean of the ranks' images in this step: after DDP's averaging every image weighs the same,
             # whatever its rank's batch; a damaged one adds nothing.

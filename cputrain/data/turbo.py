@@ -46,13 +46,13 @@ class Handle:
 class Decoder:
     """A decoder that any number of threads may use at once."""
 
-    def __init__(self, library: str, path: Path, table: ctypes.Array[c_void_p]) -> None:
+    def __init__(self, library: str, native: Path, table: ctypes.Array[c_void_p]) -> None:
         self.path = library
         self._table = table
-        self._native = ctypes.CDLL(str(path))
+        self._native = ctypes.CDLL(str(native))
         self._native.pixels_open.restype = c_void_p
         self._native.pixels_close.argtypes = (c_void_p,)
-        self._sizes = ctypes.PyDLL(str(path)).pixels_sizes  # too short to let others have the interpreter meanwhile
+        self._sizes = ctypes.PyDLL(str(native)).pixels_sizes  # too short to let others have the interpreter meanwhile
         self._mine = threading.local()
 
     def decode(self, encoded: Sequence[bytes], looks: Sequence[Look], places: NDArray[np.uint8]) -> list[bool]:
@@ -88,7 +88,12 @@ def load(env: Mapping[str, str]) -> Decoder:
     library = find_library()
     turbo = ctypes.CDLL(library)
     table = (c_void_p * len(FUNCTIONS))(*(ctypes.cast(getattr(turbo, name), c_void_p).value for name in FUNCTIONS))
-    return Decoder(library, ensure_compiled(PART, built_path(env), env), table)
+    return Decoder(library, ensure_built(env), table)
+
+
+def ensure_built(env: Mapping[str, str]) -> Path:
+    """The compiled native part. Raises InputError or RunError as ensure_compiled does."""
+    return ensure_compiled(PART, built_path(env), env)
 
 
 def find_library() -> str:
