@@ -109,6 +109,14 @@ def test_validation_labels_come_from_the_devkit_or_a_list_of_files(imagenet: Pat
     assert open_source("imagenet", imagenet, val_fraction=None, seed=1).val.labels.tolist() == [1, 0, 2, 2, 0, 1]
 
 
+def append_twice(folder: Path) -> None:
+    """As `tar --append` of a file that is there already does."""
+    with tarfile.open(folder / VAL, "a") as tar:
+        again = tarfile.TarInfo("ILSVRC2012_val_00000001.JPEG")
+        again.size = 1
+        tar.addfile(again, io.BytesIO(b"x"))
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
@@ -118,6 +126,7 @@ def test_validation_labels_come_from_the_devkit_or_a_list_of_files(imagenet: Pat
         (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is no class of"),
         (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip holds no image"),
         (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "'readme.txt' is not SYNSET.tar"),
+        (append_twice, "holds ILSVRC2012_val_00000001.JPEG twice"),
         (lambda f: (f / TRAIN).write_bytes((f / TRAIN).read_bytes()[:30000]), "is its download whole"),
         (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is its download whole"),
     ],

@@ -116,14 +116,19 @@ def _devkit(archive: Path, images: int) -> list[str]:
 def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
     """Name, offset and length of the regular members of a tar that begins at byte `start` of a file.
 
-    Nothing is unpacked: names may be anything, links are passed over. Raises InputError where the archive ends early.
+    Nothing is unpacked: names may be anything, links are passed over. Raises InputError where the archive ends early,
+    or holds a name twice.
     """
+    names: set[str] = set()
     try:
         with archive.open("rb") as file:
             file.seek(start)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:
                     if member.isfile():
+                        if member.name in names:
+                            raise InputError(f"{archive} holds {member.name} twice: was something added to it?")
+                        names.add(member.name)
                         yield member.name, member.offset_data, member.size
                     tar.members.clear()  # type: ignore[attr-defined]  # it would keep all 1.3 million
     except (OSError, tarfile.TarError) as error:
