@@ -127,6 +127,15 @@ def test_comm_cores_get_oneccl_s_threads_and_others_none() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mount)")
+def test_ranks_of_one_host_meet_on_loopback() -> None:
+    """On any other interface they would wait for ever once it goes, as those of containers do."""
+    assert ("FI_TCP_IFACE", "lo") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}
+    spread = replace(RANK, world_size=4, local_world_size=2)
+    assert ("FI_TCP_IFACE", "lo") not in {
+        (n, v) for n, v, _ in settings(LIBRARIES, spread, {"MASTER_ADDR": "192.0.2.9"})
+    }
+
+
 def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     """As containers have it, 64 MB; here in a mount namespace of its own."""
     code = (

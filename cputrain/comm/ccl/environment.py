@@ -11,6 +11,7 @@ from mpi.fabric import Setting
 from mpi.rank import Rank
 from mpi.route import interface_to
 
+LOOPBACK_INTERFACE = "lo"
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_RANK = 32 << 20
 # Providers that register memory with the network card.
@@ -79,7 +80,10 @@ def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[
                 "the allocator keeps memory; oneCCL would keep a buffer of each size it saw",
             )
         )
-    if rank.local_world_size < rank.world_size and (interface := interface_to(env.get("MASTER_ADDR", ""))):
+    if rank.local_world_size == rank.world_size:
+        # libfabric would take any interface, a container's too, and wait for ever once that has gone.
+        found.append(("FI_TCP_IFACE", LOOPBACK_INTERFACE, "all ranks are on this host"))
+    elif interface := interface_to(env.get("MASTER_ADDR", "")):
         found.append(("FI_TCP_IFACE", interface, "the way to rank 0's host"))
     return tuple(setting for setting in found if setting[0] not in env)
 
