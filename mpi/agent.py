@@ -96,7 +96,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
             stream.close()
     status = process.wait()
     tail = [text[:LONGEST_LINE] for text in path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
-    line.send(what="end", status=status, tail=tail, log=str(path), by_job=not ended)
+    told = line.send(what="end", status=status, tail=tail, log=str(path), by_job=not ended)
+    if told and ended and status != 0:
+        _await_stop(line)
     line.close()
     if not ended:
         return 1
@@ -140,6 +142,24 @@ def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, l
         if _has_ended(process, selector):
             _drain(selector)
             return True
+
+
+def _await_stop(line: Line) -> None:
+    """Outlive a rank that failed until the monitor ends the job.
+
+    A launcher that sees one process fail ends the others at once, and the monitor could not tell cause from effect.
+    """
+    deadline = time.monotonic() + SILENT_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(line.connection, selectors.EVENT_READ)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                if selector.select(left):
+                    messages = line.receive()
+                    if messages is None or any(message.get("what") == "stop" for message in messages):
+                        return
+        except _TerminatedError:
+            return
 
 
 def _has_ended(process: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> bool:

@@ -1,13 +1,17 @@
 """Signs of life: silence, stops, strangers, and a job of many ranks."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from mpi import monitor as module
 from mpi.monitor import Monitor, cause_of
-from mpi.wire import Line
+from mpi.wire import TOKEN_VARIABLE, Line
 
 
 def agent(monitor: Monitor, rank: int, token: str = "secret") -> Line:
@@ -98,3 +102,20 @@ def test_many_ranks(monitor: Monitor) -> None:
     assert answered == 1500
     for line in lines:
         line.close()
+
+
+def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monitor, tmp_path: Path) -> None:
+    """A launcher that sees it go ends the other ranks, whose ends would then be taken for the cause."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
+    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path))
+    command = (sys.executable, "-m", "mpi.agent", *report, "--", "sh", "-c", "exit 3")
+    with subprocess.Popen(command, env={**os.environ, **world}) as process:
+        heard(monitor, 1)
+        deadline = time.monotonic() + 20
+        while not monitor.failed() and time.monotonic() < deadline:
+            monitor.poll(0.05)
+        assert "rank 0 on " in cause_of(monitor.failed())
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        monitor.stop()
+        assert process.wait(20) == 3
