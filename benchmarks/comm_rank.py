@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from cputrain.models.build import build_model
-from cputrain.recipe import ModelSection
+from cputrain.schema import ModelSection
 from mpi.rank import discover, rendezvous
 
 
@@ -92,7 +92,7 @@ def timed(act: Callable[[], None], rounds: int) -> float:
 
 def ddp(rounds: int, batch: int, crop: int, *, compressed: bool) -> dict[str, float]:
     """Median seconds of a step of DDP's and of one without communication, in turns."""
-    model = build_model(ModelSection(name="resnet50"), 1000).to(memory_format=torch.channels_last)
+    model = build_model(ModelSection(name="resnet50"), 1000, 224).to(memory_format=torch.channels_last)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if compressed:
         from cputrain.comm.hooks import Bf16Gradients

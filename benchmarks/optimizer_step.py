@@ -17,7 +17,7 @@ from cputrain.engine import prepare_model
 from cputrain.models.build import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim.build import build_optimizer, set_rate
-from cputrain.recipe import ModelSection, OptimSection
+from cputrain.schema import ModelSection, OptimSection
 
 Make = Callable[[torch.nn.Module], Optimizer]
 
@@ -54,11 +54,11 @@ def main() -> None:
 
 def step_of(make: Make) -> Callable[[], Any]:
     torch.manual_seed(0)
-    model = prepare_model(build_model(ModelSection(name="resnet50"), 1000), "native")
+    model = prepare_model(build_model(ModelSection(name="resnet50"), 1000, 224), "native", "float32")
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = make(model)
-    set_rate(optimizer, 0.1)
+    set_rate(optimizer, 0.1, 5e-5)
     optimizer.step()  # which makes the state
     return optimizer.step
 

@@ -1,34 +1,43 @@
 """Training state on disk: written beside, synced, renamed; read back without running any code in it."""
 
 import os
-import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from affinity.errors import InputError
 from cputrain.files import write_with
+from cputrain.models.weights import difference, read_state, shapes
+from cputrain.update import Learner
 
 BEST = "best.pt"
 
 
-def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, *, step: int, top1: float, keep: int, best: bool
-) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """How far a training was: updates done, and the best validation accuracy so far in percent, NaN before any."""
+
+    step: int
+    top1: float
+
+
+def save_checkpoint(folder: Path, learner: Learner, *, step: int, top1: float, keep: int, best: bool) -> Path:
     """Write step-N.pt, keep the newest `keep`, and the best one besides as best.pt.
 
     `step` counts the updates done; `top1` is the best validation accuracy so far in percent, NaN before any.
     """
     path = folder / f"step-{step:07d}.pt"
     state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": learner.network.state_dict(),
+        "optimizer": learner.optimizer.state_dict(),
         "step": step,
         "top1": top1,
     }
+    if learner.mean is not None:
+        state["mean"] = learner.judged.state_dict()
     write_with(path, lambda file: torch.save(state, file))
     if best:
         # A second name for the same bytes: costs nothing, and outlives the first.
@@ -46,22 +55,34 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Restore model and optimizer; returns step and top1. Raises InputError when file or model do not fit."""
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise InputError(f"cannot read checkpoint {path}: {' '.join(str(error).split())[:200]}") from None
-    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    theirs = {name: tuple(value.shape) for name, value in state["model"].items()}
+def load_checkpoint(path: Path, learner: Learner) -> Progressed:
+    """Restore weights, their mean and the optimizer. Raises InputError when file or network do not fit."""
+    state = _state(path)
+    _load(path, state, "model", learner.network)
+    if learner.mean is not None:
+        _load(path, state, "mean", learner.mean)
+    learner.optimizer.load_state_dict(state["optimizer"])
+    return Progressed(step=state["step"], top1=state["top1"])
+
+
+def load_judged(path: Path, network: nn.Module) -> None:
+    """Restore the weights that a training evaluates: their mean where it keeps one. Raises InputError likewise."""
+    state = _state(path)
+    _load(path, state, "mean" if "mean" in state else "model", network)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state = read_state(path)
+    if not {"model", "optimizer", "step", "top1"} <= state.keys():
+        raise InputError(f"{path} is no checkpoint of a training: model.weights starts from such files")
+    return state
+
+
+def _load(path: Path, state: dict[str, Any], what: str, network: nn.Module) -> None:
+    if what not in state:
+        raise InputError(f"checkpoint {path} holds no {what} of the weights: set ema_decay=null, as it was trained")
+    ours, theirs = shapes(network.state_dict()), shapes(state[what])
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if differing:
-        name = differing[0]
-        raise InputError(
-            f"checkpoint {path} is of another model: {len(differing)} keys differ, first {name}: "
-            f"{theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-        )
-    model.load_state_dict(state["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-    return {key: state[key] for key in ("step", "top1")}
+        raise InputError(f"checkpoint {path} is of {difference(differing, theirs, ours)}")
+    network.load_state_dict(state[what])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from affinity.errors import InputError
 from affinity.rules import Reason
-from cputrain.recipe import Recipe, ScheduleSection
+from cputrain.schema import PhaseSection, Recipe, ScheduleSection
 
 BASE_RATE, BASE_BATCH = 0.1, 256  # linear-scaling rule, Goyal et al. 2017, section 2.1
 
@@ -114,7 +114,20 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
             value=f"{recipe.schedule.start_rate:g} -> {numbers.peak_rate:g}{_last_rate(recipe.schedule)}",
             why=f"linear over steps 0-{numbers.warmup_steps:,}, then {_way_down(recipe.schedule, numbers)}",
         ),
+        *(_phase(phase, numbers) for phase in recipe.phases),
     ]
+
+
+def _phase(phase: PhaseSection, numbers: Numbers) -> Reason:
+    named = {"crop": phase.crop, "part": phase.part, "weight decay": phase.weight_decay}
+    changed = [f"{name} {value}" for name, value in named.items() if value is not None]
+    if phase.rate is not None:
+        changed.append(f"learning rate {phase.rate:g} -> 0 by the power of {phase.power:g}")
+    return Reason(
+        what=f"from epoch {phase.from_epoch}",
+        value=", ".join(changed) or "as before",
+        why=f"steps {phase.from_epoch * numbers.steps_per_epoch:,} and on",
+    )
 
 
 def _scaled(peak: float, linear: float) -> str:

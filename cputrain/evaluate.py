@@ -1,6 +1,5 @@
 """Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.comm.group import total
-from cputrain.data.decode import Pixels
-from cputrain.data.loader import Batch, batches
-from cputrain.data.order import evaluation_share
-from cputrain.data.views import evaluation_look
+from cputrain.engine import computing, network_input
+from cputrain.feed import evaluation_batches
 from cputrain.models.build import batchnorms
 from cputrain.session import Session
 
@@ -29,13 +26,14 @@ class Accuracy:
 
 
 def evaluate(model: nn.Module, session: Session) -> Accuracy:
-    """Evaluate on val/, cut over the ranks, nothing padded and nothing twice; damaged images do not count."""
+    """Evaluate on val/, each image once; damaged images do not count."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
-        for batch in _batches(session):
-            logits = model(session.normalize(batch.images))
+        for batch in evaluation_batches(session):
+            with computing(session.recipe.precision):
+                logits = model(network_input(session.normalize(batch.images), session.recipe.precision)).float()
             losses = functional.cross_entropy(logits, batch.labels, reduction="none")
             loss_sum += float((losses * batch.weights).sum())
             hits1 += float((in_top(logits, batch.labels, 1) * batch.weights).sum())
@@ -69,22 +67,3 @@ def average_batchnorm(model: nn.Module) -> None:
     flat /= dist.get_world_size()
     for buffer, mean in zip(present, torch.split(flat, [b.numel() for b in present]), strict=True):
         buffer.copy_(mean)
-
-
-def _batches(session: Session) -> Iterator[Batch]:
-    data, rank = session.recipe.data, session.rank
-    look = evaluation_look(data.short_side, data.crop)
-    share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
-    size = session.recipe.batch.local
-
-    def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
-        return session.decode(encoded, [look] * len(encoded), places)
-
-    return batches(
-        session.dataset.val,
-        (share[i : i + size] for i in range(0, len(share), size)),
-        decode,
-        crop=data.crop,
-        threads=session.loader_threads,
-        pus=session.loader_pus,
-    )

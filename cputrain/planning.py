@@ -2,7 +2,7 @@
 
 from affinity.plan import Request
 from cputrain.models.sizes import workload_of
-from cputrain.recipe import Recipe
+from cputrain.schema import Recipe
 
 
 def request_of(recipe: Recipe, nodes: int = 1) -> Request:

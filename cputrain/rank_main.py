@@ -7,7 +7,7 @@ from pathlib import Path
 from affinity.bind import PLAN_VARIABLE
 from affinity.observe import Observed
 from affinity.plan import WorkerPlan
-from cputrain.checkpoint import load_checkpoint
+from cputrain.checkpoint import load_judged
 from cputrain.comm.group import end_group, gather, on_rank_0
 from cputrain.data.stage import staged
 from cputrain.engine import prepare_model
@@ -15,8 +15,8 @@ from cputrain.evaluate import evaluate
 from cputrain.events import Events
 from cputrain.files import write_atomic
 from cputrain.models.build import build_model
-from cputrain.recipe import Recipe
 from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
+from cputrain.schema import Recipe
 from cputrain.session import Session, binding_record, describe_environment, start_session
 from cputrain.train import Outcome, train
 from mpi.rank import Rank
@@ -74,8 +74,9 @@ def eval_rank(
 ) -> None:
     """Evaluate a checkpoint as one rank; rank 0 prints."""
     session = start_session(recipe, rank, worker, observed, check=check)
-    network = prepare_model(build_model(recipe.model, len(session.dataset.classes)), recipe.engine)
-    load_checkpoint(checkpoint, network)
+    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
+    prepare_model(network, recipe.engine, recipe.precision)
+    load_judged(checkpoint, network)
     accuracy = evaluate(network, session)
     damaged = sorted(name for names in gather(accuracy.damaged) for name in names)
     if session.leads:

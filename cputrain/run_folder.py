@@ -8,7 +8,8 @@ from affinity.plan import Plan
 from affinity.plan_file import plan_to_json
 from cputrain.events import FILE as EVENTS
 from cputrain.files import write_atomic
-from cputrain.recipe import Recipe, dump_recipe, load_recipe
+from cputrain.recipe import dump_recipe, load_recipe
+from cputrain.schema import Recipe
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "recipe.yaml",

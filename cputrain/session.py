@@ -24,7 +24,7 @@ from cputrain.data.normalize import Normalize, choose_normalize
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
-from cputrain.recipe import Recipe
+from cputrain.schema import Recipe
 from mpi.rank import Rank
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from cputrain.data.augment import augment, changes
 from cputrain.data.order import sample_generator
 from cputrain.data.views import plain_look
-from cputrain.recipe import AugmentSection
+from cputrain.schema import AugmentSection
 
 SIDE = 64
 

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from cputrain.derivation import Numbers, derive, explain
 from cputrain.optim.schedules import rate_at
-from cputrain.recipe import BatchSection, DataSection, Recipe, ScheduleSection, load_recipe
+from cputrain.recipe import load_recipe
+from cputrain.schema import BatchSection, DataSection, Recipe, ScheduleSection
 
 
 def test_the_256_node_numbers() -> None:

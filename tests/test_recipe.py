@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
-from cputrain.recipe import Recipe, dump_recipe, load_recipe, recipe_names
+from cputrain.recipe import dump_recipe, load_recipe, recipe_names
+from cputrain.schema import Recipe
 
 
 def refusal(tmp_path: Path, text: str, *settings: str) -> str:
@@ -61,10 +62,26 @@ def test_settings_win_over_the_file() -> None:
         ("data: {mean: [1, 2]}\n", "r.yaml:1: data.mean"),
         ("plan: {ppn: many}\n", "plan.ppn='many'"),
         ("plan: {ppn: 0}\n", "plan.ppn=0"),
-        ("model: {name: resnet51}\n", "model.name='resnet51'"),
+        ("model: {name: resnet51}\n", "model.name='resnet51': no such network: did you mean 'resnet50'?"),
+        ("model: {name: torchvision:../x}\n", "no such network"),
+        ("model: {name: alexnet, zero_gamma: last_of_block}\n", "resnet152, not alexnet"),
+        ("model: {name: resnet18, stride: v1}\n", "model.stride is for resnet50, resnet101, resnet152"),
+        ("model: {bn_stats: sync, bn_stats_batch: 8}\n", "model.bn_stats_batch cuts a worker's own images"),
+        (
+            "phases:\n- {from_epoch: 3}\n- {from_epoch: 5,\n   crp: 64}\n",
+            "r.yaml:4: unknown key 'phases.1.crp'",
+        ),
+        (
+            "phases: [{from_epoch: 5}, {from_epoch: 3}]\n",
+            "phases begin at epochs [5, 3]: each after the one",
+        ),
+        ("epochs: 3\nschedule: {warmup_epochs: 0}\nphases: [{from_epoch: 3}]\n", "all before 3"),
+        ("phases: [{crop: 64}]\n", "r.yaml:1: phases.0.from_epoch"),
+        ("phases: 3\n", "r.yaml:1: phases=3"),
+        ("optim: {name: sgd, momentum: 0.5}\n", "optim.momentum is for momentum or lars or rmsprop, not sgd"),
         ("model: resnet50\n", "r.yaml:1: model='resnet50'"),
         ("epochs: 3\nschedule: {warmup_epochs: 4}\n", "schedule.warmup_epochs=4 exceeds epochs=3"),
-        ("optim: {trust: 0.02}\n", "optim.trust is lars' alone: set optim.name=lars"),
+        ("optim: {trust: 0.02}\n", "optim.trust is for lars, not momentum: leave it out"),
         (
             "optim: {name: lars, family: nus, momentum_correction: true}\n",
             "momentum_correction is family caffe's alone",

@@ -6,8 +6,8 @@ from affinity.rules import Reason
 from cputrain.curve import curve, sampled
 from cputrain.data.survey import Survey, survey
 from cputrain.derivation import Numbers, derive, explain
-from cputrain.optim.schedules import rate_at
-from cputrain.recipe import Recipe
+from cputrain.optim.schedules import rate_of
+from cputrain.schema import Recipe
 
 
 def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
@@ -25,7 +25,7 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
     numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
     told = f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
     if drawn:
-        rates = sampled(lambda step: rate_at(step, recipe.schedule, numbers), numbers.total_steps)
+        rates = sampled(lambda step: rate_of(step, recipe, numbers), numbers.total_steps)
         told += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return told
 

@@ -55,7 +55,7 @@ FORMS: dict[str, Callable[[Cluster], str]] = {"json": _json, "yaml": _yaml, "svg
 
 
 if TYPE_CHECKING:
-    from cputrain.recipe import Recipe
+    from cputrain.schema import Recipe
 
 
 @click.command("plan")

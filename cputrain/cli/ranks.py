@@ -17,8 +17,8 @@ from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
 from cputrain.cli import say
 from cputrain.planning import request_of
-from cputrain.recipe import Recipe
 from cputrain.run_folder import write_plan
+from cputrain.schema import Recipe
 from mpi.rank import Rank, discover
 
 SCRATCH_VARIABLE = "CPUTRAIN_SCRATCH"  # the folder of a plan that a rank has made for itself, to be removed at its end

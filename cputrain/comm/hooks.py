@@ -22,6 +22,9 @@ class CommClock:
         self.last_ready_s = time.perf_counter()
         return allreduce_hook(group, bucket)  # type: ignore[arg-type]
 
+    def forget(self) -> None:
+        """The last step's gradients were no numbers: keep nothing of them."""
+
 
 @dataclass(slots=True)
 class Bf16Gradients(CommClock):
@@ -50,6 +53,10 @@ class Bf16Gradients(CommClock):
 
         averaged: Future[Tensor] = work.get_future().then(bring_back)
         return averaged
+
+    def forget(self) -> None:
+        """What rounding took from gradients that were no numbers is none either."""
+        self.left_over.clear()
 
 
 HOOKS = {"none": CommClock, "bf16": Bf16Gradients}

@@ -1,21 +1,94 @@
 """A recipe's network."""
 
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+
+import torch
 from torch import nn
 
+from affinity.errors import InputError
+from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
+from cputrain.models.freeze import freeze
+from cputrain.models.networks import Linear, MnistCnn, alexnet_bn
 from cputrain.models.vision import import_torchvision
-from cputrain.recipe import ModelSection
+from cputrain.schema import ModelSection
+from cputrain.schema.model import RESNETS, TORCHVISION
+
+STATISTICS = {"local": PartsBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
 
 
-def build_model(section: ModelSection, classes: int) -> nn.Module:
-    """torchvision's network with `classes` outputs, its BN decay and the start of its residual blocks as asked.
+def build_model(section: ModelSection, classes: int, side: int) -> nn.Module:
+    """The network of a recipe for `classes` outputs and images of side x side pixels, its batch-norm as asked.
 
-    Input (N, 3, H, W) float32, output (N, classes) logits.
+    Input (N, 3, side, side) float32, output (N, classes) logits. Raises InputError for a network that torchvision has
+    not, that cannot take images so small, or that classifies nothing.
     """
-    build = getattr(import_torchvision("models"), section.name)
-    model: nn.Module = build(num_classes=classes, zero_init_residual=section.zero_gamma == "last_of_block")
-    for module in batchnorms(model):
-        module.momentum = 1 - section.bn_decay
+    if section.classes is not None and section.classes < classes:
+        raise InputError(
+            f"model.classes={section.classes}, but the data has {classes} classes: set it to {classes} or null"
+        )
+    outputs = section.classes or classes
+    if section.name == "mnist-cnn":
+        model: nn.Module = MnistCnn(outputs, side)
+    elif section.name == "linear":
+        model = Linear(outputs, side)
+    elif section.name == "alexnet-bn":
+        model = alexnet_bn(_torchvision("alexnet"), outputs)
+    else:
+        model = _torchvision(section.name.removeprefix(TORCHVISION))(num_classes=outputs)
+    if section.name in RESNETS:
+        _shape_blocks(model, section)
+    for layer in batchnorms(model):
+        layer.momentum = 1 - section.bn_decay
+    if section.bn_stats != "local" or section.bn_stats_batch is not None:
+        for layer in batchnorms(model):
+            layer.__class__ = STATISTICS[section.bn_stats]
+            if isinstance(layer, PartsBatchNorm2d):
+                layer.part = section.bn_stats_batch or 0
+    if section.freeze_to is not None:
+        freeze(model, section.freeze_to)
+    _try(model, section.name, outputs, side)
     return model
+
+
+def _try(model: nn.Module, name: str, outputs: int, side: int) -> None:
+    """One image through the network: what it cannot take is found before the training's first step."""
+    model.eval()
+    try:
+        with torch.inference_mode():
+            logits = model(torch.zeros(1, 3, side, side))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise InputError(f"data.crop={side}: {name} cannot take images of {side} x {side} pixels: {why}") from None
+    finally:
+        model.train()
+    if not isinstance(logits, torch.Tensor) or logits.shape != (1, outputs):
+        raise InputError(f"model.name={name} gives no row of {outputs} logits an image: name a classifier")
+
+
+def _torchvision(name: str) -> Callable[..., nn.Module]:
+    models = import_torchvision("models")
+    known = models.list_models(module=models)
+    if name not in known:
+        near = get_close_matches(name, known, n=3, cutoff=0.4)
+        advice = f"nearest are {', '.join(near)}" if near else f"it has {', '.join(known[:5])} and others"
+        raise InputError(f"model.name: torchvision has no classifier {name!r}: {advice}")
+    build: Callable[..., nn.Module] = models.get_model_builder(name)
+    # two networks of 2014 and 2015 have further heads in the middle, whose losses are added
+    return partial(build, aux_logits=False) if name in ("googlenet", "inception_v3") else build
+
+
+def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
+    """Stride and starting gamma of a torchvision ResNet's blocks."""
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        blocks = list(stage.children())  # type: ignore[union-attr]
+        first = blocks[0]
+        if section.stride == "v1":
+            first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
+        quiet = {"none": [], "last_of_block": blocks, "last_of_stage": blocks[-1:]}[section.zero_gamma]
+        for block in quiet:
+            nn.init.zeros_((block.bn3 if hasattr(block, "bn3") else block.bn2).weight)
 
 
 def batchnorms(model: nn.Module) -> list[nn.BatchNorm2d]:

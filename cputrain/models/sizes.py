@@ -1,9 +1,9 @@
 """Sizes of the networks, for plans and predictions that must not load torch. The tests measure each again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from affinity.workload import Workload
-from cputrain.recipe import Recipe
+from affinity.workload import RESNET50, Workload
+from cputrain.schema import OptimSection, Recipe
 
 SIDE, CLASSES = 224, 1000  # what the figures below are for
 
@@ -25,15 +25,53 @@ SIZES = {
     "resnet50": Size(parameters=25_557_032, features=2048, gflop=24.30, activation_bytes=86_100_000),
     "resnet101": Size(parameters=44_549_160, features=2048, gflop=46.57, activation_bytes=127_300_000),
     "resnet152": Size(parameters=60_192_808, features=2048, gflop=68.85, activation_bytes=178_000_000),
+    "alexnet": Size(parameters=61_100_840, features=4096, gflop=4.14, activation_bytes=3_740_000),
+    "alexnet-bn": Size(parameters=61_103_144, features=4096, gflop=4.14, activation_bytes=5_690_000),
 }
+# Copies of the weights that an optimizer keeps.
+COPIES = {"sgd": 0, "momentum": 1, "lars": 1, "lamb": 2, "adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
 
 
 def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
-    """What one worker computes under a recipe; operations and activations grow with the area of the crop."""
-    size, area = SIZES[recipe.model.name], (recipe.data.crop / SIDE) ** 2
-    return Workload(
-        name=f"{recipe.model.name} at {recipe.data.crop} x {recipe.data.crop}",
-        parameters=size.parameters + (classes - CLASSES) * (size.features + 1),
-        gflop=size.gflop * area,
-        activation_bytes=round(size.activation_bytes * area),
+    """What one worker computes under a recipe; operations and activations grow with the area of the crop.
+
+    A network of torchvision's whose size is not known here is taken for a ResNet-50, and said to be.
+    """
+    name, side = recipe.model.name, recipe.data.crop
+    classes = recipe.model.classes or classes
+    return replace(
+        _network(name, side, classes),
+        optimizer_copies=_copies(recipe.optim) + (recipe.ema_decay is not None),
     )
+
+
+def _network(name: str, side: int, classes: int) -> Workload:
+    size, area = SIZES.get(name), (side / SIDE) ** 2
+    label = f"{name} at {side} x {side}"
+    if size is not None:
+        return Workload(
+            name=label,
+            parameters=size.parameters + (classes - CLASSES) * (size.features + 1),
+            gflop=size.gflop * area,
+            activation_bytes=round(size.activation_bytes * area),
+        )
+    if name == "mnist-cnn":
+        flat = 64 * (side // 4) ** 2
+        first, second, dense = side**2 * 75 * 32, (side // 2) ** 2 * 800 * 64, flat * 1024 + 1024 * classes
+        return Workload(
+            name=label,
+            parameters=76 * 32 + 801 * 64 + (flat + 1) * 1024 + 1025 * classes,
+            gflop=(4 * first + 6 * (second + dense)) / 1e9,  # nobody wants the gradients of the images
+            activation_bytes=round(364 * side**2),
+        )
+    if name == "linear":
+        inputs = 3 * side**2
+        weights = (inputs + 1) * classes
+        return Workload(
+            name=label, parameters=weights, gflop=4 * inputs * classes / 1e9, activation_bytes=round(4 * inputs)
+        )
+    return replace(RESNET50, name=f"{label}, its size taken for ResNet-50's")
+
+
+def _copies(optim: OptimSection) -> int:
+    return COPIES[optim.name] + (optim.name == "rmsprop" and optim.momentum > 0)

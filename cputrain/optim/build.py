@@ -1,43 +1,73 @@
 """A recipe's optimizer over a model's parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from cputrain.optim.lamb import Lamb
 from cputrain.optim.lars import Lars
-from cputrain.recipe import OptimSection
+from cputrain.schema import OptimSection
+
+Groups = list[dict[str, Any]]
 
 
 def build_optimizer(model: nn.Module, optim: OptimSection) -> Optimizer:
-    """SGD with momentum in torch's fused CPU form, v = m v + g + wd w, w -= rate v, or LARS.
+    """The optimizer over all parameters that are trained; rate and weight decay are set every step.
 
-    The rate is set every step.
+    Batch-norm's parameters and biases are a group of their own.
     """
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {
-            # batch-norm's scale and shift, biases
-            "params": [p for p in model.parameters() if p.ndim <= 1],
-            "weight_decay": optim.weight_decay if optim.decay_bn_and_bias else 0.0,
-        },
-    ]
-    if optim.name == "lars":
-        groups[1]["adapt"] = optim.adapt_bn_and_bias
-        return Lars(
-            groups,
-            momentum=optim.momentum,
-            family=optim.family,
-            trust=optim.trust,
-            epsilon=optim.epsilon,
-            nesterov=optim.nesterov,
-            clip=optim.trust_clip,
-            correct=optim.momentum_correction,
-        )
-    return SGD(groups, lr=0.0, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    of_layers = {"params": [p for p in trained if p.ndim > 1], "decays": True}
+    of_channels = {
+        "params": [p for p in trained if p.ndim <= 1],
+        "decays": optim.decay_bn_and_bias,
+        "adapt": optim.adapt_bn_and_bias,
+    }
+    optimizer = OPTIMIZERS[optim.name]([of_layers, of_channels], optim)
+    set_rate(optimizer, 0.0, optim.weight_decay)
+    return optimizer
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+def set_rate(optimizer: Optimizer, rate: float, weight_decay: float) -> None:
+    """Set the learning rate of all parameter groups, and the penalty of those that it falls on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0
+
+
+def _lars(groups: Groups, optim: OptimSection) -> Optimizer:
+    return Lars(
+        groups,
+        momentum=optim.momentum,
+        family=optim.family,
+        trust=optim.trust,
+        nesterov=optim.nesterov,
+        clip=optim.trust_clip,
+        correct=optim.momentum_correction,
+        **_epsilon(optim, "epsilon"),
+    )
+
+
+def _epsilon(optim: OptimSection, name: str = "eps") -> dict[str, Any]:
+    return {} if optim.epsilon == "auto" else {name: optim.epsilon}
+
+
+def _adam(groups: Groups, optim: OptimSection) -> dict[str, Any]:
+    return {"params": groups, "lr": 0.0, "betas": (optim.beta1, optim.beta2)}
+
+
+# torch's, in the form that passes over the weights once where it has one for CPUs.
+OPTIMIZERS: dict[str, Callable[[Groups, OptimSection], Optimizer]] = {
+    "sgd": lambda groups, _: SGD(groups, lr=0.0, fused=True),
+    "momentum": lambda groups, o: SGD(groups, lr=0.0, momentum=o.momentum, nesterov=o.nesterov, fused=True),
+    "lars": _lars,
+    "lamb": lambda groups, o: Lamb(**_adam(groups, o), **_epsilon(o, "epsilon")),
+    "adam": lambda groups, o: Adam(**_adam(groups, o), **_epsilon(o), fused=True),
+    "adamw": lambda groups, o: AdamW(**_adam(groups, o), **_epsilon(o), fused=True),
+    "rmsprop": lambda groups, o: RMSprop(
+        groups, lr=0.0, alpha=o.smoothing, momentum=o.momentum, foreach=True, **_epsilon(o)
+    ),
+    "adagrad": lambda groups, o: Adagrad(groups, lr=0.0, fused=True, **_epsilon(o)),
+}

@@ -8,7 +8,17 @@ warm-up's steps too; steps: Goyal et al. 2017, arXiv:1706.02677; cosine: Loshchi
 import math
 
 from cputrain.derivation import Numbers
-from cputrain.recipe import ScheduleSection
+from cputrain.schema import Recipe, ScheduleSection
+
+
+def rate_of(step: int, recipe: Recipe, numbers: Numbers) -> float:
+    """The learning rate of a step: the schedule's, or that of the last phase with a rate of its own."""
+    begun = [p for p in recipe.phases if p.rate is not None and step >= p.from_epoch * numbers.steps_per_epoch]
+    if not begun or begun[-1].rate is None:
+        return rate_at(step, recipe.schedule, numbers)
+    first = begun[-1].from_epoch * numbers.steps_per_epoch
+    left = max(numbers.total_steps - step, 0) / (numbers.total_steps - first)
+    return float(begun[-1].rate * left ** begun[-1].power)
 
 
 def rate_at(step: int, schedule: ScheduleSection, numbers: Numbers) -> float:

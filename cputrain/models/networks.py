@@ -1,0 +1,56 @@
+"""Networks that torchvision has not."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+DROPOUT = 0.5
+
+
+def alexnet_bn(alexnet: Callable[..., nn.Module], classes: int) -> nn.Module:
+    """AlexNet with batch-norm after each convolution: the network of the 32K runs (You et al. 2018, 4; B. Ginsburg's).
+
+    Its convolutions and layers have the names and shapes of torchvision's inside their nn.Sequential, shifted by the
+    layers between.
+    """
+    model = alexnet(num_classes=classes)
+    layers: list[nn.Module] = []
+    for layer in model.features.children():  # type: ignore[union-attr]
+        layers.append(layer)
+        if isinstance(layer, nn.Conv2d):
+            layers.append(nn.BatchNorm2d(layer.out_channels))
+    model.features = nn.Sequential(*layers)
+    return model
+
+
+class MnistCnn(nn.Module):
+    """Two 5 x 5 convolutions of 32 and 64 channels, each halved, 1,024 units, dropout (TensorFlow's "Deep MNIST")."""
+
+    def __init__(self, classes: int, side: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 32, 5, padding=2)
+        self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
+        self.pool = nn.Sequential(nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.fc1 = nn.Linear(64 * (side // 4) ** 2, 1024)
+        self.relu = nn.ReLU(inplace=True)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.fc = nn.Linear(1024, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, side, side) -> (N, classes)."""
+        maps = self.pool(self.conv2(self.pool(self.conv1(images))))
+        logits: Tensor = self.fc(self.dropout(self.relu(self.fc1(maps.flatten(1)))))
+        return logits
+
+
+class Linear(nn.Module):
+    """Softmax regression: one layer from pixels to classes."""
+
+    def __init__(self, classes: int, side: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3 * side * side, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, side, side) -> (N, classes)."""
+        logits: Tensor = self.fc(images.flatten(1))
+        return logits

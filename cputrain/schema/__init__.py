@@ -1,0 +1,81 @@
+"""A training as data: what a recipe may hold. The text under a field is its manual."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cputrain.schema.base import Fraction, NotNegative, Positive, Section
+from cputrain.schema.data import AugmentSection, DataSection
+from cputrain.schema.model import ModelSection
+from cputrain.schema.optim import OptimSection, ScheduleSection
+from cputrain.schema.phase import PhaseSection
+from cputrain.schema.run import BatchSection, CheckpointSection, CommSection, EvaluateSection, PlanSection
+
+__all__ = [
+    "AugmentSection",
+    "BatchSection",
+    "CheckpointSection",
+    "CommSection",
+    "DataSection",
+    "EvaluateSection",
+    "ModelSection",
+    "OptimSection",
+    "PhaseSection",
+    "PlanSection",
+    "Recipe",
+    "ScheduleSection",
+]
+
+
+class Recipe(Section):
+    """Everything that decides what a training computes."""
+
+    name: str = "training"
+    """What the run is called."""
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    optim: OptimSection = OptimSection()
+    schedule: ScheduleSection = ScheduleSection()
+    phases: tuple[PhaseSection, ...] = ()
+    """What is otherwise from an epoch on, in their order."""
+    epochs: Positive = 90
+    """Passes over the training images."""
+    max_steps: Positive | None = None
+    """Stop after this many steps, for trials; the schedule stays that of all epochs."""
+    seed: NotNegative = 1
+    """Decides initial weights, order and augmentation."""
+    label_smoothing: Fraction = 0.0
+    """Share of each label that is spread over all classes (Szegedy et al. 2016, 7)."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluate and keep a mean of the weights too, of which each step keeps this share; null: none."""
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    """bf16: convolutions and matrix products in bfloat16 (autocast), weights in float32; float64 is for proofs."""
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """What a loss or gradient that is no number does: end the training, leave the step out, or go back to the last
+    checkpoint's weights and on with the images after the step."""
+    ratios_every: Positive | None = None
+    """Write every layer's norms of weights and gradients to the events after so many steps; null: never."""
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    comm: CommSection = CommSection()
+    engine: Literal["auto", "native", "compile"] = "auto"
+    """native: eager, channels-last, oneDNN; compile: torch.compile on top; auto: native."""
+    plan: PlanSection = PlanSection()
+    output: str = ""
+    """The run's folder; empty: runs/NAME."""
+
+    @model_validator(mode="after")
+    def _epochs_fit(self) -> "Recipe":
+        if self.schedule.warmup_epochs > self.epochs:
+            raise ValueError(f"schedule.warmup_epochs={self.schedule.warmup_epochs:g} exceeds epochs={self.epochs}")
+        starts = [phase.from_epoch for phase in self.phases]
+        if starts != sorted(set(starts)) or (starts and starts[-1] >= self.epochs):
+            raise ValueError(f"phases begin at epochs {starts}: each after the one before it, all before {self.epochs}")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output or f"runs/{self.name}")

@@ -1,0 +1,66 @@
+"""Batch, evaluation, checkpoints, communication, plan: how a training is run."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cputrain.schema.base import Auto, NotNegative, Positive, Section
+
+
+class BatchSection(Section):
+    """Images per step: global = local x workers x accumulation."""
+
+    local: Positive = 32
+    """Images per worker and backward pass."""
+    accumulation: Positive = 1
+    """Backward passes per step."""
+
+
+class EvaluateSection(Section):
+    """Exact top-1 and top-5 over the validation images."""
+
+    every_epochs: Positive | None = 1
+    """Evaluate after this many epochs; null: at the end only."""
+
+
+class CheckpointSection(Section):
+    """What is kept of the training state."""
+
+    every_epochs: Positive | None = 1
+    """Write one after this many epochs; null: at the end only."""
+    keep: Positive = 2
+    """How many of the newest to keep; the best is kept besides."""
+
+
+class CommSection(Section):
+    """How gradients travel."""
+
+    backend: Literal["auto", "ccl", "gloo"] = "auto"
+    """The c10d backend; auto: ccl (oneCCL) where every rank can use it, else gloo."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank waits in a collective for the others."""
+    bucket_mb: Annotated[float, Field(gt=0)] | Auto = "auto"
+    """MiB of gradients sent at a time; auto: from what all-reduces take at the start."""
+    compression: Literal["none", "bf16"] = "none"
+    """bf16: gradients travel as bfloat16, with the rounding carried over to the next step."""
+
+
+class PlanSection(Section):
+    """What is asked of the planner; auto: it decides."""
+
+    ppn: Positive | Auto = "auto"
+    """Workers per host."""
+    threads: Positive | Auto = "auto"
+    """Intra-op threads per worker."""
+    inter_op: Positive | Auto = "auto"
+    """Inter-op threads per worker."""
+    comm_cores: NotNegative | Auto = "auto"
+    """Cores per worker kept for communication."""
+    loader_cores: NotNegative | Auto = "auto"
+    """Cores per worker kept for loading images."""
+    smt: Literal["auto", "on", "off"] = "auto"
+    """Whether second hardware threads compute; auto: off."""
+    profile: Literal["auto", "bkm-2018", "mlperf-spr"] = "auto"
+    """Published practice that decides what is auto here; auto: the planner's own rules."""
+    balance: Literal["equal", "batch"] = "equal"
+    """batch: workers of a host get their images in proportion to their cores, batch.local on average."""
