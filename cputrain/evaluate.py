@@ -62,6 +62,8 @@ def average_batchnorm(model: nn.Module) -> None:
     """Make every rank's running statistics the mean of all ranks', so that all evaluate and save the same network."""
     statistics = [buffer for layer in batchnorms(model) for buffer in (layer.running_mean, layer.running_var)]
     present = [buffer for buffer in statistics if buffer is not None]
+    if not present:
+        return
     flat = torch.cat(present)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
