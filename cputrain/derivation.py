@@ -111,8 +111,9 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
         ),
         Reason(
             what="learning rate",
-            value=f"{recipe.schedule.start_rate:g} -> {numbers.peak_rate:g}{_last_rate(recipe.schedule)}",
-            why=f"linear over steps 0-{numbers.warmup_steps:,}, then {_way_down(recipe.schedule, numbers)}",
+            value=_rates(recipe.schedule, numbers),
+            why=(f"linear over steps 0-{numbers.warmup_steps:,}, then " if numbers.warmup_steps else "")
+            + _way_down(recipe.schedule, numbers),
         ),
         *(_phase(phase, numbers) for phase in recipe.phases),
     ]
@@ -138,8 +139,11 @@ def _scaled(peak: float, linear: float) -> str:
     return f", {'halved' if abs(factor - 0.5) < 1e-9 else f'times {factor:.3g}'} to {peak:g} in the recipe"
 
 
-def _last_rate(schedule: ScheduleSection) -> str:
-    return "" if schedule.name in ("constant", "steps") else f" -> {schedule.end_rate:g}"
+def _rates(schedule: ScheduleSection, numbers: Numbers) -> str:
+    """The rates that the schedule runs through."""
+    first = [schedule.start_rate] if numbers.warmup_steps else []
+    last = [] if schedule.name in ("constant", "steps") else [schedule.end_rate]
+    return " -> ".join(f"{rate:g}" for rate in (*first, numbers.peak_rate, *last))
 
 
 def _way_down(schedule: ScheduleSection, numbers: Numbers) -> str:

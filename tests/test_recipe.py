@@ -1,10 +1,14 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from affinity.errors import InputError
-from cputrain.recipe import dump_recipe, load_recipe, recipe_names
-from cputrain.schema import Recipe
+from cputrain.cli.derived import aligned
+from cputrain.derivation import derive, explain
+from cputrain.recipe import dump_recipe, find_recipe, load_recipe, recipe_names
+from cputrain.schema import Recipe, SweepSection
+from cputrain.sweep import variants
 
 
 def refusal(tmp_path: Path, text: str, *settings: str) -> str:
@@ -22,6 +26,26 @@ def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
     assert recipe.name == name
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+
+
+HEAD = re.compile(r"# On ([\d,]+) host\(s\) with (\d+) worker\(s\) each, ([\d,]+) images:\n((?:#  .*\n)+)")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_arithmetic_in_a_recipe_s_comments_is_its_derivation(name: str) -> None:
+    told = HEAD.search(find_recipe(name).read_text())
+    assert told, "every shipped recipe derives its numbers for hosts that it names"
+    nodes, ppn, images = (int(number.replace(",", "")) for number in told.groups()[:3])
+    recipe = load_recipe(name)
+    assert recipe.plan.ppn in ("auto", ppn)
+    reasons = explain(recipe, derive(recipe, ppn=ppn, nodes=nodes, images=images), ppn=ppn, nodes=nodes)
+    assert told[4].splitlines() == [f"#{line}" for line in aligned(reasons).splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).sweep != SweepSection()])
+def test_all_trainings_of_a_recipe_s_sweep_are_recipes(name: str) -> None:
+    made = variants(load_recipe(name).sweep, (), ())
+    assert len({dump_recipe(load_recipe(name, variant.arguments)) for variant in made}) == len(made) > 2
 
 
 def test_every_field_has_its_manual() -> None:

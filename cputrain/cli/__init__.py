@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "decide and explain who runs where: a dry run of launch",
     "launch": "run any command under a plan",
     "train": "train a recipe",
+    "sweep": "one recipe with many settings: a table and a picture",
     "job": "a training as a job script for Slurm or PBS",
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from affinity.rules import Reason
 from cputrain.curve import curve, sampled
-from cputrain.data.survey import Survey, survey
-from cputrain.derivation import Numbers, derive, explain
+from cputrain.data.survey import survey
+from cputrain.derivation import derive, explain
 from cputrain.optim.schedules import rate_of
 from cputrain.schema import Recipe
 
@@ -28,12 +28,6 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
         rates = sampled(lambda step: rate_of(step, recipe, numbers), numbers.total_steps)
         told += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return told
-
-
-def counted(recipe: Recipe, *, ppn: int) -> tuple[Survey, Numbers]:
-    """The data as found and the numbers they give on one host. Raises InputError where they do not fit."""
-    found = survey(recipe.data.path)
-    return found, derive(recipe, ppn=ppn, nodes=1, images=found.train)
 
 
 def aligned(reasons: list[Reason]) -> str:

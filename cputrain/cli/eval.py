@@ -1,6 +1,5 @@
 """cputrain eval: exact accuracy of a checkpoint."""
 
-import os
 import shutil
 import sys
 import tempfile
@@ -9,12 +8,8 @@ from pathlib import Path
 import click
 
 from affinity.errors import InputError
-from affinity.plan import plan_machine
-from affinity.runtime import find_runtime, target_of
-from affinity.sysfs import this_machine
-from cputrain.cli.derived import counted
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.planning import request_of
+from cputrain.local import planned_here
 from cputrain.recipe import load_recipe
 from cputrain.run_folder import write_plan
 from mpi.cluster import Kind
@@ -39,8 +34,7 @@ def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify:
 
         run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint, check=not no_verify))
         return 0
-    plan = plan_machine(this_machine(), request_of(training), find_runtime(target_of(()), os.environ))
-    counted(training, ppn=len(plan.workers))
+    plan = planned_here(training).plan
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / "plan.json", plan)
     job = Job(

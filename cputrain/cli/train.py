@@ -1,23 +1,14 @@
 """cputrain train: plan, launch and train; or be one rank of it."""
 
-import os
-import sys
-
 import click
 
 from affinity.picture import picture
-from affinity.plan import plan_machine
-from affinity.runtime import find_runtime, target_of
-from affinity.sysfs import this_machine
-from cputrain.cli.derived import aligned, counted
+from cputrain.cli.derived import aligned
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.derivation import explain
-from cputrain.planning import request_of
+from cputrain.local import planned_here, train_here
 from cputrain.recipe import load_recipe
-from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
-from mpi.cluster import Kind
-from mpi.job import Job
-from mpi.run import run_local
+from cputrain.run_folder import check_folder
 
 
 @click.command("train")
@@ -50,27 +41,16 @@ def command(
         how = {"resume": resume, "overwrite": overwrite, "prepared": prepared, "check": not no_verify}
         run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))
         return 0
-    plan = plan_machine(this_machine(), request_of(training), find_runtime(target_of(()), os.environ))
-    found, numbers = counted(training, ppn=len(plan.workers))
+    planned = planned_here(training)
     check_folder(training, resume=resume, overwrite=overwrite)
-    threads = " + ".join(str(worker.intra_op) for worker in plan.workers)
+    threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
+    found = planned.found
     click.echo(
         f"{training.name}: {training.model.name}, {found.train:,} training and {found.val:,} validation images, "
-        f"{len(found.classes)} classes; {len(plan.workers)} worker(s) of {threads} threads"
+        f"{len(found.classes)} classes; {planned.ppn} worker(s) of {threads} threads"
     )
-    click.echo(aligned(explain(training, numbers, ppn=len(plan.workers), nodes=1)))
+    click.echo(aligned(explain(training, planned.numbers, ppn=planned.ppn, nodes=1)))
     if dry_run:
-        click.echo("\n" + picture(plan))
+        click.echo("\n" + picture(planned.plan))
         return 0
-    make_folder(training, plan, overwrite=overwrite)
-    folder = training.folder
-    flags = (*(("--resume",) if resume else ()), *(("--no-verify",) if no_verify else ()))
-    job = Job(
-        kinds=(Kind(hosts=("localhost",), plan=plan),),
-        command=(sys.executable, "-m", "cputrain", "train", str(folder / RECIPE), "--prepared", *flags),
-        plan_path=folder / PLAN,
-        log_dir=folder / LOGS,
-        verify=not no_verify,
-        plain_rank=0,
-    )
-    return run_local(job)
+    return train_here(planned, resume=resume, overwrite=overwrite, verify=not no_verify)

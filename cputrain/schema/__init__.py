@@ -11,6 +11,7 @@ from cputrain.schema.model import ModelSection
 from cputrain.schema.optim import OptimSection, ScheduleSection
 from cputrain.schema.phase import PhaseSection
 from cputrain.schema.run import BatchSection, CheckpointSection, CommSection, EvaluateSection, PlanSection
+from cputrain.schema.sweep import SweepSection
 
 __all__ = [
     "AugmentSection",
@@ -25,6 +26,7 @@ __all__ = [
     "PlanSection",
     "Recipe",
     "ScheduleSection",
+    "SweepSection",
 ]
 
 
@@ -63,6 +65,7 @@ class Recipe(Section):
     engine: Literal["auto", "native", "compile"] = "auto"
     """native: eager, channels-last, oneDNN; compile: torch.compile on top; auto: native."""
     plan: PlanSection = PlanSection()
+    sweep: SweepSection = SweepSection()
     output: str = ""
     """The run's folder; empty: runs/NAME."""
 

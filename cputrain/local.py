@@ -1,0 +1,60 @@
+"""A training on this machine: planned, then started with its own workers."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+from affinity.plan import Plan, plan_machine
+from affinity.runtime import find_runtime, target_of
+from affinity.sysfs import this_machine
+from cputrain.data.survey import Survey, survey
+from cputrain.derivation import Numbers, derive
+from cputrain.planning import request_of
+from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
+from cputrain.schema import Recipe
+from mpi.cluster import Kind
+from mpi.job import Job
+from mpi.run import run_local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A recipe with the plan of this machine for it, its data as found, and the numbers that follow."""
+
+    recipe: Recipe
+    plan: Plan
+    found: Survey
+    numbers: Numbers
+
+    @property
+    def ppn(self) -> int:
+        """Workers."""
+        return len(self.plan.workers)
+
+
+def planned_here(recipe: Recipe) -> Planned:
+    """Plan this machine for a recipe and count its images. Raises InputError where they do not fit."""
+    plan = plan_machine(this_machine(), request_of(recipe), find_runtime(target_of(()), os.environ))
+    found = survey(recipe.data.path)
+    numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
+    return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)
+
+
+def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool) -> int:
+    """Train to the end; the exit status. Raises RunError naming the rank that failed.
+
+    Raises InputError where the recipe's folder may not be written to.
+    """
+    recipe, folder = planned.recipe, planned.recipe.folder
+    check_folder(recipe, resume=resume, overwrite=overwrite)
+    make_folder(recipe, planned.plan, overwrite=overwrite)
+    flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))
+    job = Job(
+        kinds=(Kind(hosts=("localhost",), plan=planned.plan),),
+        command=(sys.executable, "-m", "cputrain", "train", str(folder / RECIPE), "--prepared", *flags),
+        plan_path=folder / PLAN,
+        log_dir=folder / LOGS,
+        verify=verify,
+        plain_rank=0,
+    )
+    return run_local(job)
