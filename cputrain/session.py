@@ -83,7 +83,8 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
     if check:
         bound = observed.memory_policy == worker.memory_policy
         refuse(worker, misplaced(worker, team) + (misallocated(worker, share) if bound else []))
-    torch.set_num_interop_threads(worker.inter_op)
+    if torch.get_num_interop_threads() != worker.inter_op:  # a process may set it once
+        torch.set_num_interop_threads(worker.inter_op)
     torch.manual_seed(recipe.seed)
     dataset = open_dataset(recipe.data.path)
     _check_labels(dataset)

@@ -141,7 +141,8 @@ def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "side", "classes"), [*((name, 64, 1000) for name in SIZES), ("mnist-cnn", 28, 10), ("linear", 28, 10)]
+    ("name", "side", "classes"),
+    [*((name, 64, 1000) for name in SIZES), ("lenet", 28, 10), ("mnist-cnn", 28, 10), ("linear", 28, 10)],
 )
 def test_sizes_are_the_networks_own(name: str, side: int, classes: int) -> None:
     """Parameters, operations of a training step and what autograd keeps, counted on the real network."""

@@ -1,6 +1,7 @@
 """Whole trainings with two real workers, small: folders, resumption, damaged images, death, third-party scripts."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
+from cputrain.recipe import recipe_names
 from mpi.run import free_port
 from tests.conftest import cputrain, refused, write_images
 
@@ -328,3 +330,32 @@ def test_a_notice_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place:
         return [(event["step"], event["loss"]) for event in read_events(place / run) if event["event"] == "step"]
 
     assert losses("run") == losses("alone")
+
+
+def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
+    """Two steps of each at a reduced size, evaluation, checkpoint and report included."""
+    import torch
+
+    from cputrain.models.build import build_model
+    from cputrain.schema import ModelSection
+
+    images = write_images(tmp_path / "images", train=30)
+    torch.save(build_model(ModelSection(), 7, 32).state_dict(), tmp_path / "weights.pt")
+    names = recipe_names()
+    ports = [str(free_port()) for _ in names]
+    ranks = (
+        sys.executable,
+        "-m",
+        "tests.recipe_ranks",
+        str(images),
+        str(tmp_path / "weights.pt"),
+        str(tmp_path),
+        *ports,
+    )
+    result = cputrain("launch", "--ppn", str(PPN), "--", *ranks, cwd=Path(__file__).parents[1])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("trained ") == PPN * len(names)
+    for name in names:
+        events = read_events(tmp_path / name)
+        assert events[-1]["status"] == "done" and events[-1]["steps"] == 2, name
+        assert all(math.isfinite(event["loss"]) for event in events if event["event"] == "step"), name

@@ -10,11 +10,12 @@ from torch import nn
 from affinity.errors import InputError
 from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
 from cputrain.models.freeze import freeze
-from cputrain.models.networks import Linear, MnistCnn, alexnet_bn
+from cputrain.models.networks import LeNet, Linear, MnistCnn, alexnet_bn
 from cputrain.models.vision import import_torchvision
 from cputrain.schema import ModelSection
 from cputrain.schema.model import RESNETS, TORCHVISION
 
+PLAIN: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
 STATISTICS = {"local": PartsBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
 
 
@@ -29,10 +30,8 @@ def build_model(section: ModelSection, classes: int, side: int) -> nn.Module:
             f"model.classes={section.classes}, but the data has {classes} classes: set it to {classes} or null"
         )
     outputs = section.classes or classes
-    if section.name == "mnist-cnn":
-        model: nn.Module = MnistCnn(outputs, side)
-    elif section.name == "linear":
-        model = Linear(outputs, side)
+    if section.name in PLAIN:
+        model: nn.Module = PLAIN[section.name](outputs, side)
     elif section.name == "alexnet-bn":
         model = alexnet_bn(_torchvision("alexnet"), outputs)
     else:

@@ -23,6 +23,30 @@ def alexnet_bn(alexnet: Callable[..., nn.Module], classes: int) -> nn.Module:
     return model
 
 
+class LeNet(nn.Module):
+    """LeCun et al. 1998 as Caffe has it: 5 x 5 convolutions of 20 and 50 channels, 500 units, no batch-norm."""
+
+    def __init__(self, classes: int, side: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 20, 5)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        self.pool = nn.MaxPool2d(2)
+        self.fc1 = nn.Linear(50 * lenet_side(side) ** 2, 500)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc = nn.Linear(500, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, side, side) -> (N, classes)."""
+        maps = self.pool(self.conv2(self.pool(self.conv1(images))))
+        logits: Tensor = self.fc(self.relu(self.fc1(maps.flatten(1))))
+        return logits
+
+
+def lenet_side(side: int) -> int:
+    """Side of the last maps: 4 of 28."""
+    return ((side - 4) // 2 - 4) // 2
+
+
 class MnistCnn(nn.Module):
     """Two 5 x 5 convolutions of 32 and 64 channels, each halved, 1,024 units, dropout (TensorFlow's "Deep MNIST")."""
 

@@ -64,6 +64,16 @@ def _network(name: str, side: int, classes: int) -> Workload:
             gflop=(4 * first + 6 * (second + dense)) / 1e9,  # nobody wants the gradients of the images
             activation_bytes=round(364 * side**2),
         )
+    if name == "lenet":
+        half = (side - 4) // 2
+        flat = 50 * ((half - 4) // 2) ** 2
+        first, second, dense = (side - 4) ** 2 * 75 * 20, (half - 4) ** 2 * 500 * 50, 500 * (flat + classes)
+        return Workload(
+            name=label,
+            parameters=76 * 20 + 501 * 50 + (flat + 1) * 500 + 501 * classes,
+            gflop=(4 * first + 6 * (second + dense)) / 1e9,
+            activation_bytes=round(146 * side**2),
+        )
     if name == "linear":
         inputs = 3 * side**2
         weights = (inputs + 1) * classes

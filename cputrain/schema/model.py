@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from cputrain.schema.base import Positive, Section
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-OWN = (*RESNETS, "alexnet", "alexnet-bn", "mnist-cnn", "linear")
+OWN = (*RESNETS, "alexnet", "alexnet-bn", "lenet", "mnist-cnn", "linear")
 TORCHVISION = "torchvision:"
 
 
@@ -18,7 +18,8 @@ class ModelSection(Section):
 
     name: str = "resnet50"
     """resnet18, 34, 50, 101, 152 and alexnet: torchvision's; alexnet-bn: with batch-norm after each convolution;
-    mnist-cnn: two convolutions and two layers; linear: one layer; or torchvision:NAME, any of its classifiers."""
+    lenet and mnist-cnn: two convolutions and two layers, small and wider; linear: one layer; or torchvision:NAME, any
+    of its classifiers."""
     classes: Positive | None = None
     """Outputs; null: as many as the data has classes."""
     stride: Literal["v1.5", "v1"] = "v1.5"
