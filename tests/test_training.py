@@ -16,6 +16,7 @@ from affinity.sysfs import this_machine
 from cputrain.events import read_events
 from cputrain.recipe import recipe_names
 from mpi.run import free_port
+from tests.by_hand import plan_of, ranks_by_hand
 from tests.conftest import cputrain, refused, write_images
 
 PPN = min(2, len(this_machine().allowed_cores))
@@ -101,34 +102,19 @@ def test_a_resumed_training_ends_where_an_unbroken_one_does(place: Path) -> None
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
 
 
-def train_by_hand(place: Path, plan: dict) -> list[subprocess.CompletedProcess[str]]:
-    """Two ranks of a plan, each started as a launcher on a cluster does it."""
-    (place / "plan.json").write_text(json.dumps(plan))
-    bind = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--no-verify", "--"]
-    train = [sys.executable, "-m", "cputrain", "train", "imagefolder", *SMALL, "plan.balance=batch", "--no-verify"]
-    argv = [*bind, *train]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [
-        subprocess.Popen(argv, cwd=place, env={**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i)}, **pipes)
-        for i in range(2)
-    ]
-    said = [rank.communicate(timeout=300) for rank in ranks]
-    return [subprocess.CompletedProcess(argv, r.returncode, *texts) for r, texts in zip(ranks, said, strict=True)]
-
-
 def test_ranks_train_on_the_batches_that_their_plan_balances(place: Path) -> None:
-    planned = cputrain("plan", "imagefolder", *SMALL, "plan.ppn=1", "--balance", "batch", "--format", "json", cwd=place)
-    plan = json.loads(planned.stdout)
+    balanced = ("imagefolder", *SMALL, "plan.balance=batch")
+    plan = plan_of(place, *balanced)
     first = plan["workers"][0]
     plan["workers"] = [{**first, "local_batch": 8}, {**first, "local_rank": 1, "local_batch": 4}]
-    ranks = train_by_hand(place, plan)
+    ranks = ranks_by_hand(place, plan, "train", *balanced)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
     events = read_events(place / "run")
     assert [binding["local_batch"] for binding in events[0]["bindings"]] == [8, 4]
     assert events[-1]["images"] == 2 * (27 // 12) * 12
     plan["workers"][1]["local_batch"] = 5
-    assert all("local batches (8, 5) are not 6 on average" in refused(rank) for rank in train_by_hand(place, plan))
+    ranks = ranks_by_hand(place, plan, "train", *balanced)
+    assert all("local batches (8, 5) are not 6 on average" in refused(rank) for rank in ranks)
 
 
 def test_a_damaged_image_is_named_counted_and_skipped(place: Path) -> None:
@@ -352,7 +338,9 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
         str(tmp_path),
         *ports,
     )
-    result = cputrain("launch", "--ppn", str(PPN), "--", *ranks, cwd=Path(__file__).parents[1])
+    result = cputrain(
+        "launch", "--ppn", str(PPN), "--", *ranks, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[1])
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("trained ") == PPN * len(names)
     for name in names:
