@@ -167,6 +167,11 @@ def table(groups: Sequence[Group]) -> str:
                 f"{len(failed)} {failed[0]}" if failed else "",
             )
         )
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned text, the first row their heads."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(_line(row, widths) for row in rows)
 

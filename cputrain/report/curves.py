@@ -62,7 +62,7 @@ def sweep_curves(title: str, groups: Sequence[Group]) -> str:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize="small", loc="lower right")
-    return _svg(figure)
+    return figure_svg(figure)
 
 
 def _over(events: Sequence[dict[str, Any]], key: str) -> Points:
@@ -78,10 +78,11 @@ def _chart(lines: dict[str, Points], unit: str) -> str:
     axes.grid(alpha=0.3)
     if len(lines) > 1:
         axes.legend(fontsize="small")
-    return _svg(figure)
+    return figure_svg(figure)
 
 
-def _svg(figure: Figure) -> str:
+def figure_svg(figure: Figure) -> str:
+    """The figure as an SVG element, and closed."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     plt.close(figure)
