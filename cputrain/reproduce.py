@@ -57,10 +57,10 @@ def filled(cell: Cell, others: Sequence[Result]) -> Cell:
 
 
 def large_batch_table(found: Sequence[Cell]) -> list[tuple[str, ...]]:
-    """Head and rows: batch, its multiple of the smallest, optimizer, rate, top-1, points from the baseline, the rest."""
+    """Head and rows: batch, its multiple of the smallest, optimizer, rate, top-1, points from the baseline, others."""
     base = found[0]
     rows: list[tuple[str, ...]] = [
-        ("global batch", "x", "optimizer", "rate", "top-1 %", "points", "first seed's others")
+        ("global batch", "x", "optimizer", "rate", "top-1 %", "points", "others, first seed")
     ]
     for cell in found:
         lost = f"{mean(cell.top1s) - mean(base.top1s):+.2f}" if cell.top1s and cell is not base else ""

@@ -113,9 +113,7 @@ def _parse_run(text: str) -> tuple[tuple[str, str], ...]:
     for setting in shlex.split(text):
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise InputError(
-                f"run {text!r}: {setting!r} is not key=value, as in 'optim.name=adam schedule.peak_rate=1e-3'"
-            )
+            raise InputError(f"run {text!r}: {setting!r} is not KEY=VALUE, as in 'optim.name=adam epochs=3'")
         settings.append((key, value))
     return tuple(settings)
 
@@ -162,12 +160,17 @@ def table(groups: Sequence[Group]) -> str:
                 group.label,
                 spread(group.top1s),
                 spread(best),
-                f"{mean(r.images_per_s for r in ended if r.images_per_s is not None):,.0f}" if ended else "",
-                f"{mean(r.seconds for r in ended if r.seconds is not None):,.0f}" if ended else "",
+                _mean(result.images_per_s for result in ended),
+                _mean(result.seconds for result in ended),
                 f"{len(failed)} {failed[0]}" if failed else "",
             )
         )
     return columns(rows)
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{mean(known):,.0f}" if known else ""
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

@@ -155,8 +155,12 @@ def test_accumulation_sees_the_same_images(place: Path) -> None:
 
 
 def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
-    """Under a polynomial; stopped after one epoch and resumed it ends with an unbroken run's very losses."""
+    """Under a polynomial, with a mean of the weights, sync batch-norm and images that grow in the second epoch; stopped
+    after the first and resumed it ends with an unbroken run's very losses and means."""
+    import torch
+
     lars = (*SMALL, "optim.name=lars", "optim.trust=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
+    lars += ("ema_decay=0.5", "model.bn_stats=sync", "phases=[{from_epoch: 1, crop: 40, weight_decay: 0.01}]")
     whole = cputrain("train", "imagefolder", *lars, cwd=place)
     assert whole.returncode == 0 and "by the power of 2" in whole.stdout, whole.stderr
     unbroken = [event["loss"] for event in read_events(place / "run") if event["event"] == "step"]
@@ -167,6 +171,13 @@ def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
     events = [event for event in read_events(place / "parts") if event["event"] == "step"]
     assert [event["loss"] for event in events] == unbroken
     assert unbroken[-1] < unbroken[0]
+    a, b = final_weights(place, "run"), final_weights(place, "parts")
+    for what in ("model", "mean"):
+        assert all(torch.equal(a[what][name], b[what][name]) for name in a[what])
+    assert not torch.equal(a["mean"]["fc.weight"], a["model"]["fc.weight"])
+    judged = cputrain("eval", "run/recipe.yaml", "--checkpoint", "run/checkpoints/best.pt", cwd=place)
+    best = max(event["val_top1"] for event in read_events(place / "run") if event["event"] == "epoch")
+    assert f"top-1 {best:.2f} %" in judged.stdout, "what is judged is the mean"
 
 
 def test_shards_are_read_in_blocks(place: Path) -> None:

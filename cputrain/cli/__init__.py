@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",
     "data": "look at a data folder, verify it",
+    "bench": "a run's norms of weights and gradients, layer by layer",
     "report": "write a run's report.html again",
     "doctor": "compare what was planned with what is",
 }
