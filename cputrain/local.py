@@ -3,7 +3,9 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+from affinity.errors import InputError
 from affinity.plan import Plan, plan_machine
 from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
@@ -34,6 +36,9 @@ class Planned:
 
 def planned_here(recipe: Recipe) -> Planned:
     """Plan this machine for a recipe and count its images. Raises InputError where they do not fit."""
+    weights = recipe.model.weights
+    if weights is not None and not Path(weights).is_file():
+        raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
     plan = plan_machine(this_machine(), request_of(recipe), find_runtime(target_of(()), os.environ))
     found = survey(recipe.data.path)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)

@@ -1,7 +1,9 @@
 """What tests share: machines and images made on the spot, the command line as a user meets it, and honest skips."""
 
+import gzip
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -152,6 +154,21 @@ def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5,
                 pixels[..., label % 3] += 100
                 Image.fromarray(pixels).save(folder / f"{i:03d}.jpg", quality=90)
     return root
+
+
+def write_mnist(folder: Path, *, train: int, val: int, zipped: bool) -> np.ndarray:
+    """MNIST's files, of noise that is brighter the higher its digit; returns the pixels, those of train first."""
+    folder.mkdir(exist_ok=True)
+    labels = (np.arange(train + val) % 10).astype(np.uint8)
+    noise = np.random.default_rng(0).integers(0, 120, (train + val, 28, 28), dtype=np.uint8)
+    pixels = noise + 13 * labels[:, None, None]
+    for name, part in (("train", slice(0, train)), ("t10k", slice(train, None))):
+        for kind, values in (("images-idx3", pixels[part]), ("labels-idx1", labels[part])):
+            data = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
+            data += values.tobytes()
+            path = folder / f"{name}-{kind}-ubyte{'.gz' if zipped else ''}"
+            path.write_bytes(gzip.compress(data) if zipped else data)
+    return pixels
 
 
 def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,17 +1,14 @@
 """Whatever the number of ranks: the same weights, the same accuracy."""
 
-import gzip
 import re
-import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from affinity.sysfs import this_machine
 from tests.by_hand import plan_of, ranks_by_hand
-from tests.conftest import cputrain, write_images
+from tests.conftest import cputrain, write_images, write_mnist
 
 TWO = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
 IMAGES = 10_007  # a prime: no number of ranks divides it
@@ -57,22 +54,8 @@ def test_one_rank_and_two_come_to_the_same_weights(tmp_path: Path) -> None:
     assert furthest(*narrow) < 1e-5
 
 
-def write_mnist(folder: Path, train: int, val: int) -> Path:
-    """Noise whose brightness tells the label now and then."""
-    rng = np.random.default_rng(0)
-    folder.mkdir()
-    for name, count in (("train", train), ("t10k", val)):
-        labels = rng.integers(0, 10, count, dtype=np.uint8)
-        pixels = rng.integers(0, 120, (count, 28, 28), dtype=np.uint8) + (labels * 13)[:, None, None]
-        images = struct.pack(">IIII", 2051, count, 28, 28) + pixels.astype(np.uint8).tobytes()
-        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images, 1))
-        labelled = struct.pack(">II", 2049, count) + labels.tobytes()
-        (folder / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labelled, 1))
-    return folder
-
-
 def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "raw", 600, IMAGES)
+    write_mnist(tmp_path / "raw", train=600, val=IMAGES, zipped=False)
     assert cputrain("prepare", "mnist", "raw", "mnist", cwd=tmp_path).returncode == 0
     recipe = ("mnist-sgd", "data.path=mnist")
     trained = cputrain("train", *recipe, "epochs=1", "plan.ppn=1", "output=run", cwd=tmp_path)
