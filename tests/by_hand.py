@@ -13,8 +13,8 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def plan_of(place: Path, *arguments: str) -> dict:
-    """The plan of one worker that `cputrain plan ARGUMENTS` makes for this machine."""
-    planned = cputrain("plan", *arguments, "plan.ppn=1", "--format", "json", cwd=place)
+    """The plan that `cputrain plan ARGUMENTS` makes for this machine."""
+    planned = cputrain("plan", *arguments, "--format", "json", cwd=place)
     assert planned.returncode == 0, planned.stderr
     return json.loads(planned.stdout)
 

@@ -9,49 +9,49 @@ import torch
 from affinity.sysfs import this_machine
 from tests.by_hand import plan_of, ranks_by_hand
 from tests.conftest import cputrain, write_images, write_mnist
+from tests.trainings import trained
 
-TWO = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+PPN = min(2, len(this_machine().allowed_cores))
 IMAGES = 10_007  # a prime: no number of ranks divides it
 
 
-def weights_of(place: Path, *settings: str) -> dict[str, torch.Tensor]:
-    name = "-".join(settings).replace("/", "_")
-    common = (
-        "data.path=images",
-        "model.name=resnet18",
-        "model.bn_stats=running",
-        "data.crop=32",
-        "comm.backend=gloo",
-        "plan.threads=1",  # a convolution's sums are cut by threads too
-        "epochs=2",
-        "schedule.warmup_epochs=0",
-        "schedule.peak_rate=0.01",
-        f"output={name}",
-    )
-    result = cputrain("train", "imagefolder", *common, *settings, cwd=place)
-    assert result.returncode == 0, result.stderr
-    path = sorted((place / name / "checkpoints").glob("step-*.pt"))[-1]
-    assert path.name == "step-0000004.pt"
-    return torch.load(path, weights_only=True)["model"]
+COMMON = (
+    "imagefolder",
+    "data.path=images",
+    "model.name=resnet18",
+    "model.bn_stats=running",
+    "data.crop=32",
+    "comm.backend=gloo",
+    "epochs=2",
+    "schedule.warmup_epochs=0",
+    "schedule.peak_rate=0.01",
+)
+
+
+def weights_of(place: Path, ppn: int, **runs: tuple[str, ...]) -> list[dict[str, torch.Tensor]]:
+    """The final weights of trainings of four steps by so many ranks, each with settings of its own."""
+    made = trained(place, ppn, *((*COMMON, *settings, f"output={name}") for name, settings in runs.items()))
+    assert made.returncode == 0, made.stderr
+    paths = [place / name / "checkpoints/step-0000004.pt" for name in runs]
+    return [torch.load(path, weights_only=True)["model"] for path in paths]
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-@TWO
+@pytest.mark.skipif(PPN < 2, reason="needs two cores")
 def test_one_rank_and_two_come_to_the_same_weights(tmp_path: Path) -> None:
     """Batch 64 as one pass of 64, as two passes of 32, and as a pass of 32 on each of two ranks."""
     write_images(tmp_path / "images", train=44, val=2)
-    two_ranks, two_passes = ("plan.ppn=2", "batch.local=32"), ("plan.ppn=1", "batch.local=32", "batch.accumulation=2")
-    wide = "precision=float64"
-    ranks, passes = weights_of(tmp_path, *two_ranks, wide), weights_of(tmp_path, *two_passes, wide)
+    wide, half, all_ = "precision=float64", "batch.local=32", "batch.local=64"
+    ranks, ranks_32 = weights_of(tmp_path, 2, a=(half, wide), b=(half,))
+    runs = {"c": (half, "batch.accumulation=2", wide), "d": (all_, wide), "e": (all_,)}
+    passes, whole, whole_32 = weights_of(tmp_path, 1, **runs)
     assert all(torch.equal(ranks[name], passes[name]) for name in ranks), "the sums have the same terms in both"
-    whole = weights_of(tmp_path, "plan.ppn=1", "batch.local=64", wide)
     assert 0 < furthest(ranks, whole) < 1e-12, "one pass adds in another order"
     assert all(torch.equal(ranks[name].float(), whole[name].float()) for name in ranks)
-    narrow = weights_of(tmp_path, *two_ranks), weights_of(tmp_path, "plan.ppn=1", "batch.local=64")
-    assert furthest(*narrow) < 1e-5
+    assert furthest(ranks_32, whole_32) < 1e-5
 
 
 def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) ->
     recipe = ("mnist-sgd", "data.path=mnist")
     trained = cputrain("train", *recipe, "epochs=1", "plan.ppn=1", "output=run", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    plan = plan_of(tmp_path, *recipe)
-    (worker,) = plan["workers"]
+    plan = plan_of(tmp_path, *recipe, f"plan.ppn={PPN}")
+    workers = plan["workers"]
     told = set()
     for count in (1, 2, 3, 5):
-        plan["workers"] = [{**worker, "local_rank": i} for i in range(count)]
+        plan["workers"] = [{**workers[i % len(workers)], "local_rank": i} for i in range(count)]
         ranks = ranks_by_hand(tmp_path, plan, "eval", *recipe, "--checkpoint", "run/checkpoints/best.pt")
         assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
         assert "10,007 images, each once" in ranks[0].stdout

@@ -14,10 +14,10 @@ import pytest
 
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
-from cputrain.recipe import recipe_names
-from mpi.run import free_port
+from cputrain.recipe import load_recipe, recipe_names
 from tests.by_hand import plan_of, ranks_by_hand
 from tests.conftest import cputrain, refused, write_images
+from tests.trainings import trained
 
 PPN = min(2, len(this_machine().allowed_cores))
 SMALL = (
@@ -103,7 +103,7 @@ def test_a_resumed_training_ends_where_an_unbroken_one_does(place: Path) -> None
 
 
 def test_ranks_train_on_the_batches_that_their_plan_balances(place: Path) -> None:
-    balanced = ("imagefolder", *SMALL, "plan.balance=batch")
+    balanced = ("imagefolder", *SMALL, "plan.balance=batch", "plan.ppn=1")
     plan = plan_of(place, *balanced)
     first = plan["workers"][0]
     plan["workers"] = [{**first, "local_batch": 8}, {**first, "local_rank": 1, "local_batch": 4}]
@@ -329,6 +329,9 @@ def test_a_notice_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place:
     assert losses("run") == losses("alone")
 
 
+CROPS = {"alexnet-bn": 64, "lenet": 28, "mnist-cnn": 28, "linear": 28}
+
+
 def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     """Two steps of each at a reduced size, evaluation, checkpoint and report included."""
     import torch
@@ -336,25 +339,21 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     from cputrain.models.build import build_model
     from cputrain.schema import ModelSection
 
-    images = write_images(tmp_path / "images", train=30)
+    write_images(tmp_path / "images", train=30)
     torch.save(build_model(ModelSection(), 7, 32).state_dict(), tmp_path / "weights.pt")
-    names = recipe_names()
-    ports = [str(free_port()) for _ in names]
-    ranks = (
-        sys.executable,
-        "-m",
-        "tests.recipe_ranks",
-        str(images),
-        str(tmp_path / "weights.pt"),
-        str(tmp_path),
-        *ports,
-    )
-    result = cputrain(
-        "launch", "--ppn", str(PPN), "--", *ranks, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[1])
-    )
+
+    def reduced(name: str) -> tuple[str, ...]:
+        model = load_recipe(name).model
+        crop = CROPS.get(model.name, 32)
+        sizes = (f"data.crop={crop}", f"data.resize={crop}", "data.images_per_epoch=null", "batch.local=4")
+        weights = ("model.weights=weights.pt",) if model.weights else ()
+        steps = ("max_steps=2", "evaluate.every_epochs=null")
+        return (name, "data.path=images", *sizes, *steps, *weights, f"output={name}")
+
+    result = trained(tmp_path, PPN, *map(reduced, recipe_names()))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("trained ") == PPN * len(names)
-    for name in names:
+    for name in recipe_names():
+        assert result.stdout.count(f"trained {name}\n") == PPN
         events = read_events(tmp_path / name)
         assert events[-1]["status"] == "done" and events[-1]["steps"] == 2, name
         assert all(math.isfinite(event["loss"]) for event in events if event["event"] == "step"), name
