@@ -43,6 +43,12 @@ class Sums:
     images: float = 0.0
     damaged: list[str] = field(default_factory=list)
 
+    def add(self, other: "Sums") -> None:
+        """Take another's numbers in; its damaged images are not among them."""
+        self.loss += other.loss
+        self.hits += other.hits
+        self.images += other.images
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -107,58 +113,82 @@ def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
     return bucket_bytes(gradients, *measure_alpha_beta()) / (1 << 20)
 
 
+@dataclass(slots=True)
+class _Passes:
+    """What the backward passes of an update come to; `inputs` are the last one's."""
+
+    loss: float = 0.0
+    data_wait_s: float = 0.0
+    comm_wait_s: float = 0.0
+    sums: Sums = field(default_factory=Sums)
+    inputs: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
 def update(
     learner: Learner, session: Session, loaded: Iterator[Batch], sums: Sums, *, step: int, rate: float, decay: float
 ) -> Step:
     """One optimizer update with the next batches. Raises RunError at a damaged image where the recipe wants that."""
+    recipe, network, optimizer = session.recipe, learner.network, learner.optimizer
+    buffers = [buffer.clone() for buffer in network.buffers()] if recipe.on_nan == "skip" else []
+    done = _backward(learner, session, loaded, step)
+    sums.damaged += done.sums.damaged
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm())
+    finite, lost, ratios = math.isfinite(norm), "", []
+    set_rate(optimizer, rate, decay)
+    if finite:
+        sums.add(done.sums)
+        if recipe.optim.clip_norm is not None and norm > recipe.optim.clip_norm:
+            torch._foreach_mul_(gradients, recipe.optim.clip_norm / norm)
+        if session.leads and recipe.ratios_every and (step + 1) % recipe.ratios_every == 0:
+            ratios = layer_ratios(network, optimizer)
+        optimizer.step()
+        learner.follow(recipe.ema_decay)
+    else:
+        with computing(recipe.precision):
+            lost = _lost(network, done.inputs, done.loss)
+        learner.clock.forget()
+        for kept, now in zip(buffers, network.buffers(), strict=False):  # none are kept where none are wanted
+            now.copy_(kept)
+    optimizer.zero_grad()
+    return Step(
+        loss=done.loss,
+        data_wait_s=done.data_wait_s,
+        comm_wait_s=done.comm_wait_s,
+        finite=finite,
+        lost=lost,
+        ratios=ratios,
+    )
+
+
+def _backward(learner: Learner, session: Session, loaded: Iterator[Batch], step: int) -> _Passes:
+    """The gradients of the next batches, averaged over the ranks; a loss that is no number makes them none, for all."""
     recipe, numbers = session.recipe, session.numbers
-    passes = recipe.batch.accumulation
-    images = numbers.images_until(step + 1) - numbers.images_until(step)
-    buffers = [b.clone() for b in learner.network.buffers()] if recipe.on_nan == "skip" else []
-    loss, data_wait_s, comm_wait_s, seen = 0.0, 0.0, 0.0, Sums()
+    passes, images = recipe.batch.accumulation, numbers.images_until(step + 1) - numbers.images_until(step)
+    done = _Passes()
     for number in range(passes):
         asked = time.perf_counter()
         batch = next(loaded)
-        data_wait_s += time.perf_counter() - asked
+        done.data_wait_s += time.perf_counter() - asked
         if batch.damaged and recipe.data.on_error == "raise":
             raise RunError(
                 f"rank {session.rank.rank}: {batch.damaged[0]}: mend it, take it out, or set data.on_error=skip"
             )
-        inputs = network_input(session.normalize(batch.images), recipe.precision)
+        done.inputs = network_input(session.normalize(batch.images), recipe.precision)
         with nullcontext() if number == passes - 1 else learner.model.no_sync():
             with computing(recipe.precision):
-                logits = learner.model(inputs)
+                logits = learner.model(done.inputs)
             losses = _losses(logits, batch.labels, recipe.label_smoothing) * batch.weights
+            loss = float(losses.detach().sum())
             # Divided by the mean of the ranks' images in this step: after DDP's averaging every image weighs the same,
             # whatever its rank's batch; a damaged one adds nothing.
             share = losses.sum() / (images / session.rank.world_size)
-            share.backward()  # type: ignore[no-untyped-call]
-        comm_wait_s = time.perf_counter() - learner.clock.last_ready_s
-        loss += float(losses.detach().sum()) / (len(batch.labels) * passes)
-        seen.loss += float(losses.detach().sum())
-        seen.hits += float((in_top(logits.detach(), batch.labels, 1) * batch.weights).sum())
-        seen.images += float(batch.weights.sum())
-        sums.damaged += batch.damaged
-    gradients = [p.grad for p in learner.network.parameters() if p.grad is not None]
-    norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm())
-    finite, lost, ratios = math.isfinite(norm), "", []
-    set_rate(learner.optimizer, rate, decay)
-    if finite:
-        _add(sums, seen)
-        if recipe.optim.clip_norm is not None and norm > recipe.optim.clip_norm:
-            torch._foreach_mul_(gradients, recipe.optim.clip_norm / norm)
-        if session.leads and recipe.ratios_every and (step + 1) % recipe.ratios_every == 0:
-            ratios = layer_ratios(learner.network, learner.optimizer)
-        learner.optimizer.step()
-        learner.follow(recipe.ema_decay)
-    else:
-        lost = _lost(learner.network, inputs, loss)
-        learner.clock.forget()
-        if buffers:
-            for kept, now in zip(buffers, learner.network.buffers(), strict=True):
-                now.copy_(kept)
-    learner.optimizer.zero_grad()
-    return Step(loss=loss, data_wait_s=data_wait_s, comm_wait_s=comm_wait_s, finite=finite, lost=lost, ratios=ratios)
+            (share if math.isfinite(loss) else share * math.nan).backward()  # type: ignore[no-untyped-call]
+        done.comm_wait_s = time.perf_counter() - learner.clock.last_ready_s
+        done.loss += loss / (len(batch.labels) * passes)
+        done.sums.add(Sums(loss, _hits(logits.detach(), batch), float(batch.weights.sum())))
+        done.sums.damaged += batch.damaged
+    return done
 
 
 def _losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -167,10 +197,8 @@ def _losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     return functional.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
 
 
-def _add(sums: Sums, seen: Sums) -> None:
-    sums.loss += seen.loss
-    sums.hits += seen.hits
-    sums.images += seen.images
+def _hits(logits: Tensor, batch: Batch) -> float:
+    return float((in_top(logits, batch.labels, 1) * batch.weights).sum())
 
 
 @torch.no_grad()

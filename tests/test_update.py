@@ -131,6 +131,16 @@ def test_a_step_without_numbers_changes_nothing_that_is_kept(on_nan: str) -> Non
     assert all(p.grad is None for p in made.network.parameters())
 
 
+def test_a_loss_that_is_no_number_makes_the_gradients_none_for_all() -> None:
+    """Cross-entropy's gradient can be finite where its sum over a batch is not: other ranks have to hear of it."""
+    recipe = Recipe(optim=SGD)
+    made = learner(recipe)
+    with torch.no_grad():
+        made.network.fc.bias[0] = 3e38  # images of other classes lose that much each
+    done = step(made, recipe)
+    assert done.loss == torch.inf and not done.finite and done.lost == ", none in any layer"
+
+
 def test_float64_is_float64_throughout() -> None:
     recipe = Recipe(optim=SGD, precision="float64")
     made = learner(recipe)
