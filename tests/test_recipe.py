@@ -37,7 +37,7 @@ def test_the_arithmetic_in_a_recipe_s_comments_is_its_derivation(name: str) -> N
     assert told, "every shipped recipe derives its numbers for hosts that it names"
     nodes, ppn, images = (int(number.replace(",", "")) for number in told.groups()[:3])
     recipe = load_recipe(name)
-    assert recipe.plan.ppn in ("auto", ppn)
+    assert recipe.plan.ppn in ("auto", ppn) and recipe.data.train_images in (None, images)
     reasons = explain(recipe, derive(recipe, ppn=ppn, nodes=nodes, images=images), ppn=ppn, nodes=nodes)
     assert told[4].splitlines() == [f"#{line}" for line in aligned(reasons).splitlines()]
 

@@ -19,6 +19,8 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
         images = recipe.data.images_per_epoch
     elif recipe.data.path and Path(recipe.data.path).exists():
         images = survey(recipe.data.path).train
+    elif recipe.data.train_images:
+        images = recipe.data.train_images
     else:
         missing = "names no data.path" if recipe.data.path is None else f"has its data in {recipe.data.path}, not here"
         return f"recipe {recipe.name} {missing}: its steps are derived once there are images to count"

@@ -60,6 +60,8 @@ class DataSection(Section):
     remainder: Literal["drop", "spread"] = "drop"
     """Images that fill no global batch: drop leaves them to the next epoch's permutation; spread takes one step more,
     and all of the epoch's steps are a little smaller."""
+    train_images: Positive | None = None
+    """How many images train/ holds, for plans made where the data is not at hand; a training counts them."""
     images_per_epoch: Positive | None = None
     """How many images count as one epoch; null: all of train/."""
 
