@@ -179,7 +179,7 @@ def test_sync_batchnorm_is_batchnorm_over_all_ranks() -> None:
         )
         for i in range(2)
     ]
-    assert [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks] == [[True] * 7] * 2
+    assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 7] * 2
 
 
 def test_weights_are_taken_over_and_a_head_of_other_classes_starts_anew(tmp_path: Path) -> None:
