@@ -357,3 +357,14 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
         events = read_events(tmp_path / name)
         assert events[-1]["status"] == "done" and events[-1]["steps"] == 2, name
         assert all(math.isfinite(event["loss"]) for event in events if event["event"] == "step"), name
+
+
+def test_a_compiled_network_trains_as_an_eager_one_does(place: Path) -> None:
+    lenet = ("imagefolder", *SMALL, "model.name=lenet", "model.zero_gamma=none", "data.crop=28")
+    result = trained(place, 1, *((*lenet, f"engine={engine}", f"output={engine}") for engine in ("native", "compile")))
+    assert result.returncode == 0, result.stderr
+    eager, compiled = (
+        [event["loss"] for event in read_events(place / engine) if event["event"] == "step"]
+        for engine in ("native", "compile")
+    )
+    assert compiled == pytest.approx(eager, rel=1e-4) and len(eager) > 2
