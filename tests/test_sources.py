@@ -14,22 +14,12 @@ from PIL import Image
 from affinity.errors import InputError
 from cputrain.data.idx import read_idx
 from cputrain.data.imagenet import DEVKIT, SYNSETS, TRAIN, VAL
-from cputrain.data.prepare import Options, prepare
+from cputrain.data.prepare import prepare
 from cputrain.data.source import open_dataset, open_source
 from tests.conftest import write_mnist
+from tests.test_prepare import jpeg, options
 
 SYNSET_NAMES = ("n01440764", "n01443537", "n02086240")
-
-
-def options(source: Path, kind: str = "imagefolder", **how: object) -> Options:
-    return Options(kind=kind, source=str(source), **how)
-
-
-def jpeg(seed: int, side: int = 40) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side + 8, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "JPEG")
-    return out.getvalue()
 
 
 def archive(path: Path | None, files: dict[str, bytes], mode: str = "w") -> bytes:

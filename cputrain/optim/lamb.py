@@ -1,14 +1,15 @@
 """LAMB: Adam with a rate for each layer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from cputrain.optim.groups import GroupOptimizer
 
 
-class Lamb(Optimizer):
+class Lamb(GroupOptimizer):
     """Layer-wise adaptive moments (You et al. 2020, arXiv:1904.00962, Algorithm 2), phi(z) = z.
 
     m and v are Adam's bias-corrected means of gradients and of their squares, u = m / (sqrt(v) + epsilon)
@@ -28,21 +29,8 @@ class Lamb(Optimizer):
         self.betas, self.epsilon = betas, epsilon
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "adapt": True, "steps": 0})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["steps"] += 1
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(group, params, [p.grad for p in params])
-        return loss
-
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        group["steps"] += 1
         beta1, beta2 = self.betas
         means, squares = self._moments(params, "mean"), self._moments(params, "square")
         torch._foreach_lerp_(means, grads, 1 - beta1)

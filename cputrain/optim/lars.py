@@ -1,16 +1,17 @@
 """LARS: every layer learns at a rate of its own, by what its weights are to its gradients."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from cputrain.optim.groups import GroupOptimizer
 
 Family = Literal["caffe", "timm", "nus"]
 
 
-class Lars(Optimizer):
+class Lars(GroupOptimizer):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv:1708.03888), in the three forms in use.
 
     Of a layer's weights w and gradients g: d = g + weight_decay w, and its trust ratio is
@@ -45,27 +46,18 @@ class Lars(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adapt": True, "last_lr": None}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads = [_laid_out_as(p, p.grad) for p in params]
-            rate, momentum = group["lr"], group["momentum"]
-            if self.correct and self.family == "caffe" and group["last_lr"]:
-                momentum *= rate / group["last_lr"]
-            group["last_lr"] = rate
-            for p, g, t in zip(params, grads, self.trust_ratios(group, params, grads), strict=True):
-                self._update(p, g, self._velocity(p), group["weight_decay"], momentum, rate, t)
-        return loss
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        grads = [_laid_out_as(p, g) for p, g in zip(params, grads, strict=True)]
+        rate, momentum = group["lr"], group["momentum"]
+        if self.correct and self.family == "caffe" and group["last_lr"]:
+            momentum *= rate / group["last_lr"]
+        group["last_lr"] = rate
+        for p, g, t in zip(params, grads, self.trust_ratios(group, params, grads), strict=True):
+            self._update(p, g, self._velocity(p), group["weight_decay"], momentum, rate, t)
 
     def trust_ratios(self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
         """Each layer's t: all norms are brought over at once."""
-        if not group["adapt"] or not params:
+        if not group["adapt"]:
             return [1.0] * len(params)
         norms = torch.stack(torch._foreach_norm([*params, *grads])).double().tolist()
         ratios = []
