@@ -57,7 +57,7 @@ class Lars(GroupOptimizer):
 
     def trust_ratios(self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
         """Each layer's t: all norms are brought over at once."""
-        if not group["adapt"]:
+        if not group["adapt"] or not params:
             return [1.0] * len(params)
         norms = torch.stack(torch._foreach_norm([*params, *grads])).double().tolist()
         ratios = []
