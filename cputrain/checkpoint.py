@@ -37,7 +37,7 @@ def save_checkpoint(folder: Path, learner: Learner, *, step: int, top1: float, k
         "top1": top1,
     }
     if learner.mean is not None:
-        state["mean"] = learner.judged.state_dict()
+        state["mean"] = learner.judged().state_dict()
     write_with(path, lambda file: torch.save(state, file))
     if best:
         # A second name for the same bytes: costs nothing, and outlives the first.

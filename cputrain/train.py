@@ -86,7 +86,7 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
             break
         ends = training.step >= last_step
         accuracy = (
-            evaluate(training.learner.judged, session) if ends or due(epoch, recipe.evaluate.every_epochs) else None
+            evaluate(training.learner.judged(), session) if ends or due(epoch, recipe.evaluate.every_epochs) else None
         )
         _report_epoch(
             training, epoch, sums, accuracy, seconds, numbers.images_until(training.step) - numbers.images_until(first)
@@ -101,7 +101,7 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
     if training.stopped:
         accuracy = None
     elif accuracy is None:  # resumed where nothing was left to do
-        accuracy = evaluate(training.learner.judged, session)
+        accuracy = evaluate(training.learner.judged(), session)
     return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
 
 

@@ -76,9 +76,8 @@ class Learner:
     clock: CommClock
     mean: nn.Module | None
 
-    @property
     def judged(self) -> nn.Module:
-        """The network that is evaluated: the mean where there is one, with the network's batch-norm statistics."""
+        """The network that is evaluated: the mean where there is one, given the network's batch-norm statistics."""
         if self.mean is None:
             return self.network
         for kept, now in zip(self.mean.buffers(), self.network.buffers(), strict=True):

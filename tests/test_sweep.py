@@ -10,16 +10,9 @@ from cputrain.reproduce import Cell, cells, filled, large_batch_table, large_bat
 from cputrain.schema import SweepSection
 from cputrain.sweep import Result, Variant, columns, grouped, table, variants
 from tests.conftest import cputrain, refused, write_images
+from tests.test_training import SMALL as TRAINING
 
-SMALL = (
-    "data.path=images",
-    "model.name=resnet18",
-    "data.crop=32",
-    "batch.local=6",
-    "epochs=2",
-    "schedule.warmup_epochs=1",
-    "plan.ppn=1",
-)
+SMALL = (*TRAINING, "plan.ppn=1")
 
 
 def test_a_sweep_is_every_run_with_every_combination_of_the_grid() -> None:

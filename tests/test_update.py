@@ -108,7 +108,7 @@ def test_the_mean_follows_the_weights_and_is_judged_with_the_network_s_statistic
     for _ in range(3):
         step(made, recipe)
         expected = [0.75 * e + 0.25 * p.detach() for e, p in zip(expected, made.network.parameters(), strict=True)]
-    judged = made.judged
+    judged = made.judged()
     assert judged is made.mean
     assert all(torch.allclose(e, p, atol=1e-6) for e, p in zip(expected, judged.parameters(), strict=True))
     assert torch.equal(judged.norm.running_mean, made.network.norm.running_mean) and judged.norm.running_mean.any()
