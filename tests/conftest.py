@@ -50,9 +50,13 @@ def need(package: str, program: str) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where everything must run, a skip is a failure."""
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where everything must run, a skip is a failure; a command that failed is shown with what it said."""
     report = yield
+    if call.excinfo and isinstance(failed := call.excinfo.value, subprocess.CalledProcessError):
+        report.sections.append(("stderr of the command", str(failed.stderr)))
     if report.skipped and os.environ.get("CPUTRAIN_REQUIRE_REAL") == "1":
         report.outcome = "failed"
         report.longrepr = f"skipped though CPUTRAIN_REQUIRE_REAL=1: {report.longrepr}"

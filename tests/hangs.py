@@ -2,13 +2,17 @@
 
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
     """The processes that this one has started."""
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for text in texts for child in text.split()]
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            children += map(int, path.read_text().split())
+    return children
 
 
 def stacks_of(pid: int) -> str:
