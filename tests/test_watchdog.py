@@ -1,9 +1,13 @@
 """Who is silent, who is absent: the watchdog's judgement from beats."""
 
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 from cputrain.comm.watchdog import Beat, Heard, absent_ranks, silent_rank
+from mpi.rank import Rank, rendezvous
+from mpi.run import free_port
 
 STUCK = """
 import threading, time
@@ -15,6 +19,20 @@ Watchdog(
     waits_in=lambda: Waiting("ALLREDUCE #3", 3, overdue_s=12.3), fail=lambda why: never.wait(),
 )
 never.wait()
+"""
+AT_THE_END = """
+import os, signal
+from affinity.plan import Request, plan_machine
+from affinity.runtime import Runtime
+from affinity.sysfs import this_machine
+from cputrain.comm.group import end_group, gather, start_group
+from mpi.rank import discover
+rank = discover(os.environ)
+group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0)
+gather(1)
+if rank.rank == int(os.environ["STOPS"]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+end_group(group)
 """
 
 
@@ -53,3 +71,23 @@ def test_a_backend_that_never_returns_does_not_keep_its_rank() -> None:
         done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
         "it should have ended 12 s ago, and the backend does not return\n"
     )
+
+
+def test_a_rank_that_stops_at_the_end_of_a_job_of_gloo_s_ends_the_other() -> None:
+    """Two jobs at once, as both mostly wait: in the first rank 0 stops, in the second rank 1."""
+    waits = []
+    with ExitStack() as stack:
+        for stops in range(2):
+            port = free_port()
+            for number in range(2):
+                rank = Rank(rank=number, world_size=2, local_rank=number, local_world_size=2, launcher="env")
+                env = {**os.environ, **rendezvous(rank, "127.0.0.1", port), "STOPS": str(stops)}
+                argv = [sys.executable, "-c", AT_THE_END]
+                process = stack.enter_context(subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True))
+                stack.callback(process.kill)
+                if number != stops:
+                    waits.append(process)
+        told = [process.communicate(timeout=90)[1] for process in waits]
+    for rank_told, lost, process, text in zip((1, 0), ("the job's store", "rank 1 on"), waits, told, strict=True):
+        assert process.returncode == 1, text
+        assert f"cputrain: rank {rank_told} waits in gloo's collective" in text and lost in text

@@ -94,6 +94,7 @@ def end_group(group: Group) -> None:
 
     What hangs in that, libraries or the interpreter's end, is ended with every thread's traceback.
     """
+    dist.barrier()  # watched over: rank 0 may have more to do at the end than others
     group.watchdog.stop()
     dist.barrier()  # nobody leaves whom another's watchdog still wants to hear
     faulthandler.dump_traceback_later(END_S, exit=True)
