@@ -35,15 +35,15 @@ def monitor():
 
 
 def test_silence_is_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENT_S", 0.3)
+    monkeypatch.setattr(module, "SILENT_S", 1.5)
     lines = [agent(monitor, rank) for rank in range(2)]
     heard(monitor, 2)
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + 20
+    while not (failed := monitor.failed()) and time.monotonic() < deadline:
         lines[0].send(what="beat", stopped=False)
         monitor.poll(0.05)
-    assert [seen.rank for seen in monitor.failed()] == [1]
-    assert "rank 1 on h1 has been silent for 0.3 s" in cause_of(monitor.failed())
+    assert [seen.rank for seen in failed] == [1]
+    assert "rank 1 on h1 has been silent for " in cause_of(failed)
     for line in lines:
         line.close()
 
@@ -52,11 +52,11 @@ def test_a_stopped_rank_is_a_failure(monitor: Monitor, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "SILENT_S", 0.3)
     line = agent(monitor, 0)
     heard(monitor, 1)
-    deadline = time.monotonic() + 0.8
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + 20
+    while not (failed := monitor.failed()) and time.monotonic() < deadline:
         line.send(what="beat", stopped=True)
         monitor.poll(0.05)
-    assert "has been stopped" in cause_of(monitor.failed())
+    assert "has been stopped" in cause_of(failed)
     line.close()
 
 

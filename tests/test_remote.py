@@ -86,7 +86,7 @@ def test_a_signal_ends_everything(tmp_path: Path) -> None:
         for _ in range(WORKERS):
             process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=60) == 130
     assert subprocess.run(["pgrep", "-f", "sleep 2718"], capture_output=True).returncode == 1
 
 

@@ -75,7 +75,7 @@ def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ exited with status 7; log \S+rank-1.log") as failure:
         run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert "| the reason" in str(failure.value)
     assert all(gone(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_p
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ was ended by SIGKILL"):
         run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_ranks_that_refuse_their_input_make_status_2(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     for _ in this_machine().allowed_cores[:WORKERS]:
         assert "child" in process.stdout.readline()
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert f"({number.name})" in err
     started = children(tmp_path / "out")
@@ -127,7 +127,7 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(WORKERS)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline and not all(gone(pid) for pid in pids):
         time.sleep(0.05)
     assert all(gone(pid) for pid in pids)

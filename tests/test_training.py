@@ -196,7 +196,7 @@ def test_a_killed_rank_ends_the_training_and_is_named(place: Path, backend: str)
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *SMALL, "epochs=500", f"comm.backend={backend}"]
     process = subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     events = place / "run/events.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (events.is_file() and '"step"' in events.read_text()):
         time.sleep(0.1)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -209,8 +209,8 @@ def test_a_killed_rank_ends_the_training_and_is_named(place: Path, backend: str)
     victim = next(pid for pid, env in ranks.items() if env.get("RANK") == "1")
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
-    assert time.monotonic() - killed < 10
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
     assert process.returncode == 1
     assert "rank 1 on" in err and "was ended by SIGKILL" in err and "rank-1.log" in err
     assert "Traceback" not in err
