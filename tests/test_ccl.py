@@ -100,34 +100,41 @@ def test_fsdp_checkpoints_and_hooks_use_it() -> None:
     assert [line["users"] for line in together("users", limit_s=120)] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("how", ["kill1", "stop1", "kill0", "stop0"])
-def test_a_lost_rank_ends_the_other_within_30_s_and_is_named(how: str) -> None:
-    lost = int(how[-1])
-    with started("tests.ccl_rank", "wrong", how) as processes:
-        end = ended(processes[1 - lost], 60)
-    assert end.status == 1, end.err
-    said = lines_of(end.out)[0]
-    assert said["seconds"] < 30
-    store_is_gone = lost == 0 and "the job's store" in said["error"]
-    assert store_is_gone or (f"rank {lost} on" in said["error"] and "no sign of life" in said["error"]), said
-    assert f"rank {1 - lost} waits in ALLREDUCE #2 of group 0 (Float[10])" in said["error"]
+def test_a_lost_rank_ends_the_other_within_30_s_and_is_named() -> None:
+    """Several jobs at once here and below, as they mostly wait."""
+    with ExitStack() as stack:
+        jobs = {
+            (how, lost): stack.enter_context(started("tests.ccl_rank", "wrong", f"{how}{lost}"))
+            for how in ("kill", "stop")
+            for lost in (0, 1)
+        }
+        ends = {job: ended(processes[1 - job[1]], 90) for job, processes in jobs.items()}
+    for (_, lost), end in ends.items():
+        assert end.status == 1, end.err
+        said = lines_of(end.out)[0]
+        assert said["seconds"] < 30
+        store_is_gone = lost == 0 and "the job's store" in said["error"]
+        assert store_is_gone or (f"rank {lost} on" in said["error"] and "no sign of life" in said["error"]), said
+        assert f"rank {1 - lost} waits in ALLREDUCE #2 of group 0 (Float[10])" in said["error"]
 
 
-def failing(how: str, **env: str) -> list[str]:
-    """What each rank says of its error."""
-    errors = []
-    with started("tests.ccl_rank", "wrong", how, **env) as processes:
-        for process in processes:
-            end = ended(process, 90)
-            errors += [line.get("error", "") for line in lines_of(end.out)] or [end.err]
-    return errors
+def failing(*hows: str, **env: str) -> list[list[str]]:
+    """What each rank of a job says of its error, for several jobs at once."""
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(started("tests.ccl_rank", "wrong", how, **env)) for how in hows]
+        return [[error for process in job for error in errors_of(ended(process, 90))] for job in jobs]
 
 
-@pytest.mark.parametrize("how", ["late", "late_future"])
-def test_a_rank_that_does_not_join_is_named_at_the_timeout(how: str) -> None:
-    """Whether the other waits for the collective itself, or for its future, as DDP does."""
-    error = failing(how)[0]
-    assert "Timed out after 4 s in ALLREDUCE #2 of group 0 (Float[10]); not joined by rank 1 on" in error
+def errors_of(end: Ended) -> list[str]:
+    return [line.get("error", "") for line in lines_of(end.out)] or [end.err]
+
+
+def test_a_rank_that_does_not_join_is_named_at_the_timeout() -> None:
+    """Whether the other waits for the collective itself, for its future, as DDP does, or for a group to be made."""
+    late, late_future, late_group = (errors[0] for errors in failing("late", "late_future", "late_group"))
+    for error in (late, late_future):
+        assert "Timed out after 4 s in ALLREDUCE #2 of group 0 (Float[10]); not joined by rank 1 on" in error
+    assert "Timed out after 4 s of making a group: not all of its ranks have come" in late_group
 
 
 def test_a_timeout_that_a_program_has_caught_is_over() -> None:
@@ -139,14 +146,10 @@ def test_a_timeout_that_a_program_has_caught_is_over() -> None:
 
 def test_a_rank_may_end_while_collectives_are_in_flight() -> None:
     """oneCCL is not taken down under the thread that drives it: no crash, no hang, and the script's own status."""
-    for _ in range(3):
-        with started("tests.ccl_rank", "leave") as processes:
-            ends = [ended(process, 60) for process in processes]
-        assert [end.status for end in ends] == [3, 3], [end.err[-2000:] for end in ends]
-
-
-def test_a_group_that_a_rank_does_not_come_to_is_given_up() -> None:
-    assert "Timed out after 4 s of making a group: not all of its ranks have come" in failing("late_group")[0]
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(started("tests.ccl_rank", "leave")) for _ in range(3)]
+        ends = [ended(process, 90) for job in jobs for process in job]
+    assert [end.status for end in ends] == [3] * 6, [end.err[-2000:] for end in ends]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +157,14 @@ def test_a_group_that_a_rank_does_not_come_to_is_given_up() -> None:
 )
 def test_debug_mode_names_what_ranks_disagree_on(how: str, told: str) -> None:
     # The rank that finds it first ends, and the other may see no more than that.
-    errors = failing(how, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    (errors,) = failing(how, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert any("Detected mismatch between collectives on ranks" in error and told in error for error in errors), errors
 
 
 def test_tags_out_of_order_and_forks_are_refused() -> None:
-    assert any("with tag 6 from rank 0 met 40 bytes with tag 5" in error for error in failing("tag"))
-    assert all("fork after the ccl group was made" in error for error in failing("fork"))
+    tags, forks = failing("tag", "fork")
+    assert any("with tag 6 from rank 0 met 40 bytes with tag 5" in error for error in tags)
+    assert all("fork after the ccl group was made" in error for error in forks)
 
 
 def meeting(argv: tuple[str, ...], env: dict[str, str]) -> list[dict]:
