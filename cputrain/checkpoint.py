@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ def save_checkpoint(folder: Path, learner: Learner, *, step: int, top1: float, k
     }
     if learner.mean is not None:
         state["mean"] = learner.judged().state_dict()
-    write_with(path, lambda file: torch.save(state, file))
+    write_with(path, lambda file: _write(state, file))
     if best:
         # A second name for the same bytes: costs nothing, and outlives the first.
         beside = folder / f".{BEST}.partial"
@@ -48,6 +48,15 @@ def save_checkpoint(folder: Path, learner: Learner, *, step: int, top1: float, k
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink()
     return path
+
+
+def _write(state: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # of the archive's end, which hides what the file system has said before
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

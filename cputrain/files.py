@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,7 +13,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Like `write_atomic`, for writers that want a file object."""
+    """Like `write_atomic`, for writers that want a file object. Raises OSError that names the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -21,5 +22,9 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.rename(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # on a file system that is read-only there is nothing to take away
+            beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

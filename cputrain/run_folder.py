@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.filesystem import check_writable
 from affinity.plan import Plan
 from affinity.plan_file import plan_to_json
 from cputrain.events import FILE as EVENTS
@@ -27,8 +28,7 @@ def check_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     folder = recipe.folder
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: give one")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"output {folder} is a file: set output to a folder")
+    check_writable(folder, "output")
     if not (folder / RECIPE).is_file():
         if resume:
             raise InputError(f"--resume: {folder} holds no run: leave --resume out, or set output to the run's folder")

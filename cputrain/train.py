@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +71,20 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
     last_step = min(numbers.total_steps, recipe.max_steps or numbers.total_steps)
     training = _start(session, events, last_step, resume=resume)
     gc.freeze()  # what the libraries have made stays: looking through it again and again takes the loader's time
-    started, trained_s, accuracy = time.perf_counter(), 0.0, None
+    started = time.perf_counter()
+    with closing(training.progress):
+        accuracy, trained_s = _train_epochs(training, last_step)
+    if training.stopped:
+        accuracy = None
+    elif accuracy is None:  # resumed where nothing was left to do
+        accuracy = evaluate(training.learner.judged(), session)
+    return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
+
+
+def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, float]:
+    """Train to the last step or a notice; the last evaluation, and the seconds of updates."""
+    session, recipe, numbers = training.session, training.session.recipe, training.session.numbers
+    trained_s, accuracy = 0.0, None
     for epoch in range(training.step // numbers.steps_per_epoch, recipe.epochs):
         if training.step >= last_step:
             break
@@ -97,12 +111,7 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
         if session.leads and (ends or better or due(epoch, recipe.checkpoint.every_epochs)):
             _save(training, best=better)
         dist.barrier()  # nobody runs ahead of rank 0's writing
-    training.progress.close()
-    if training.stopped:
-        accuracy = None
-    elif accuracy is None:  # resumed where nothing was left to do
-        accuracy = evaluate(training.learner.judged(), session)
-    return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
+    return accuracy, trained_s
 
 
 def due(epoch: int, every: int | None) -> bool:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
+from affinity.filesystem import refusal
 from mpi.ends import LAST_LINES
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
@@ -54,6 +55,12 @@ def main(arguments: list[str]) -> int:
     except (InputError, RunError) as error:
         print(f"mpi.agent: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
+    except OSError as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        print(f"mpi.agent: {socket.gethostname()}: {refused}", file=sys.stderr)
+        return 1
 
 
 def _connect(host: str, port: int, rank: Rank) -> Line:
@@ -75,9 +82,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
     label = f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] " if labelled else ""
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank-{rank.rank}.log"
-    process = _start(rank, command)
-    signal.signal(NOTICE, lambda _number, _frame: process.send_signal(NOTICE))
-    with path.open("wb") as log, selectors.DefaultSelector() as selector:
+    with path.open("wb", buffering=0) as log, selectors.DefaultSelector() as selector:
+        process = _start(rank, command)
+        signal.signal(NOTICE, lambda _number, _frame: process.send_signal(NOTICE))
         streams = []
         for pipe, terminal in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None

@@ -10,14 +10,15 @@ PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one lin
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One pipe of one rank. A carriage return makes what follows transient, as progress bars do; `live` says that a
-    person watches, for whom they are redrawn."""
+    """One pipe of one rank and its log, which is unbuffered. A carriage return makes what follows transient, as
+    progress bars do; `live` says that a person watches, for whom they are redrawn."""
 
     label: str
     terminal: TextIO
     log: BinaryIO
     live: bool
     _pending: bytes = b""
+    _log_is_full: bool = False
     _transient: bool = False
     _shown_at: float = float("-inf")
 
@@ -40,7 +41,6 @@ class Stream:
         if pending and not self._transient:
             self._line(pending)
         self._transient = False
-        self.log.flush()
 
     def close(self) -> None:
         """End the stream; the log stays with its owner."""
@@ -48,8 +48,7 @@ class Stream:
         self.terminal.flush()
 
     def _line(self, line: bytes) -> None:
-        self.log.write(line + b"\n")
-        self.log.flush()
+        self._keep(line)
         if not line and self._transient:
             self._transient = False  # a bar that ends with a line feed: already on the screen
             self.terminal.write("\n" if self.live else "")
@@ -65,5 +64,15 @@ class Stream:
             self.terminal.write(CLEAR_LINE + shown)
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")
-            self.log.write(text.rstrip() + b"\n")
+            self._keep(text.rstrip())
             self._shown_at = time.monotonic()
+
+    def _keep(self, line: bytes) -> None:
+        """Log a line. A log that takes no more is no reason to end a job of many hours."""
+        if self._log_is_full:
+            return
+        try:
+            self.log.write(line + b"\n")
+        except OSError as error:
+            self._log_is_full = True
+            self.terminal.write(f"cputrain: {self.log.name}: {error.strerror}: the job goes on without this log\n")

@@ -57,7 +57,7 @@ def _run(job: Job, port: int, workers: list[Worker], out: TextIO, err: TextIO) -
             worker = _start(rank, argv, variables, job)
             workers.append(worker)
             label = "" if rank == job.plain_rank else f"[{rank}] "
-            log = worker.log.open("wb")
+            log = worker.log.open("wb", buffering=0)
             for pipe, terminal in ((worker.process.stdout, out), (worker.process.stderr, err)):
                 assert pipe is not None
                 stream = Stream(label=label, terminal=terminal, log=log, live=terminal.isatty())

@@ -18,6 +18,30 @@ def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"event": "start"}\n{"event": "st')
     assert read_events(tmp_path) == [{"event": "start"}]
+    with Events(tmp_path) as events:
+        events.write("end", step=3)
+    assert [event["event"] for event in read_events(tmp_path)] == ["start", "end"]
+
+
+def test_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
+    with Events(tmp_path) as events:
+        for step in (1, 2, 3, 4):
+            events.write("step", step=step, loss=0.5)
+            events.write("epoch", step=step)
+        events.write("start", workers=2)
+        for step in (3, 4, 5):
+            events.write("step", step=step, loss=0.25)
+    told = [(e["event"], e.get("step"), e.get("loss")) for e in read_events(tmp_path)]
+    assert told == [
+        ("step", 1, 0.5),
+        ("epoch", 1, None),
+        ("step", 2, 0.5),
+        ("epoch", 2, None),
+        ("start", None, None),
+        ("step", 3, 0.25),
+        ("step", 4, 0.25),
+        ("step", 5, 0.25),
+    ]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import errno
 import io
 
 import pytest
@@ -46,3 +47,17 @@ def test_what_is_not_utf8_is_shown_all_the_same() -> None:
     shown, log = feed(io.StringIO(), b"\xff\xfe\n")
     assert shown.startswith("[1] ")
     assert log == b"\xff\xfe\n"
+
+
+def test_a_full_disk_ends_the_log_and_not_the_job() -> None:
+    class Full(io.BytesIO):
+        name = "logs/rank-1.log"
+
+        def write(self, _data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    terminal = io.StringIO()
+    stream = Stream(label="[1] ", terminal=terminal, log=Full(), live=False)
+    stream.feed(b"one\ntwo\n")
+    told = "cputrain: logs/rank-1.log: No space left on device: the job goes on without this log\n"
+    assert terminal.getvalue() == f"{told}[1] one\n[1] two\n"

@@ -6,6 +6,7 @@ from importlib import import_module
 import click
 
 from affinity.errors import InputError, RunError
+from affinity.filesystem import refusal
 from cputrain import __version__
 
 COMMANDS = {
@@ -53,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
         return say(error, 2)
     except RunError as error:
         return say(error, 1)
+    except OSError as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        return say(refused, 1)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2

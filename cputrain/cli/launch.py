@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from affinity.errors import InputError, RunError
+from affinity.filesystem import check_writable
 from affinity.picture import picture
 from affinity.plan import Request
 from cputrain.cli.options import Asked, cluster_of, planning_options, tell_format, with_kinds
@@ -111,7 +112,8 @@ def command(
             click.echo(picture(kind.plan) + "\n")
         click.echo(f"command{', for each worker' if launcher is None else ''}\n  {shlex.join(argv)}")
         return 0
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    check_writable(folder, "--output")
+    if folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"output {folder} is there already: name another folder")
     if launcher is not None:
         if preflight or (preflight is None and len(job.hosts) > 1):

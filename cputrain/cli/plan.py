@@ -14,6 +14,7 @@ import yaml
 
 from affinity.diff import plan_differences
 from affinity.errors import InputError
+from affinity.filesystem import check_writable
 from affinity.picture import picture
 from affinity.plan import Request
 from affinity.plan_file import dumps, plan_to_json, read_plan
@@ -118,6 +119,7 @@ def command(
         variables=tuple((name, value) for name, value, _ in _settings(asked)),
     )
     if write is not None:
+        check_writable(write, "--write")
         _write(job, asked, write, training)
     elif form == "command":
         click.echo(shlex.join(_start(job, asked).argv))
@@ -174,7 +176,6 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
     files["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, kind in enumerate(job.kinds):
         files["plan.svg" if len(job.kinds) == 1 else f"plan-{i}.svg"] = picture_svg(kind.plan)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     (folder / "launch.sh").chmod(0o755)

@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from affinity.errors import InputError, RunError
+from affinity.errors import RunError
+from affinity.filesystem import check_writable
 from cputrain.data.digits import write_digits
 from cputrain.data.prepare import SHARD_BYTES, Options, prepare
 from cputrain.data.source import SPLIT, TORCHVISION, UNSPLIT, open_source
@@ -79,8 +80,7 @@ def command(
         short_side=short_side,
         quality=(quality or QUALITY) if anew else None,
     )
-    if out.is_file():
-        raise InputError(f"{out} is a file: name a folder to be made")
+    check_writable(out, "OUT")
     dataset = open_source(kind, source, val_fraction=val_fraction, seed=seed)
     images = len(dataset.train) + len(dataset.val)
     with tqdm(total=images, unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from affinity.bind import become, bound_worker
 from affinity.errors import InputError, RunError
+from affinity.filesystem import refusal
 from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan, plan_machine
 from affinity.runtime import find_runtime, target_of
@@ -46,18 +47,30 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
 
 
 def run_rank(rank: Rank, act: Callable[[], None]) -> None:
-    """Do a rank's work. One that fails leaves at once: its libraries' threads may be stuck in a collective for good."""
+    """Do a rank's work. One that fails leaves at once, as its libraries' threads may be stuck in a collective for good,
+    and as others, who lose their connections to it, would be blamed if they ended before it."""
     from cputrain.comm.group import naming_lost_peers  # torch: after the binding is read back
 
     try:
         with naming_lost_peers(rank.rank):
             act()
-    except (InputError, RunError) as error:
-        status = say(error, 2 if isinstance(error, InputError) else 1)
+    except Exception as error:  # noqa: BLE001  all are told, and the rank ends
+        status = _tell(error)
         sys.stdout.flush()
         sys.stderr.flush()
         _remove_scratch()
         os._exit(status)
+
+
+def _tell(error: Exception) -> int:
+    """In one line what users can mend, with its traceback what only we can; returns the exit status."""
+    if isinstance(error, InputError):
+        return say(error, 2)
+    told = refusal(error) if isinstance(error, OSError) else str(error) if isinstance(error, RunError) else None
+    if told is not None:
+        return say(told, 1)
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
 
 
 def _remove_scratch() -> None:

@@ -1,0 +1,30 @@
+"""What a file system refuses, before and while it is written to, in one line."""
+
+import errno
+import os
+from pathlib import Path
+
+from affinity.errors import InputError
+
+NEXT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name another folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "mend its permissions, or name another folder"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system itself fails, look at its servers and disks"),
+}
+
+
+def refusal(error: OSError) -> str | None:
+    """What was refused, why and what to do; None where the error is not of the file system's making."""
+    if error.errno not in NEXT:
+        return None
+    what = f"{error.filename}: " if error.filename else ""
+    return f"{what}{error.strerror}: {NEXT[error.errno]}"
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raise InputError where a folder cannot be made or written to; makes nothing. `option` is what has named it."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110  Path.exists raises where a folder is not to be searched
+    if not there.is_dir():
+        raise InputError(f"{option} {folder}: {there} is a file: name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{option} {folder}: {there} may not be written to: mend its permissions, or name another")

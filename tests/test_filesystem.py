@@ -1,0 +1,76 @@
+"""File systems that refuse: read-only, full, a file where a folder should be. Each is one line."""
+
+import errno
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from affinity.filesystem import check_writable, refusal
+from tests.conftest import write_images
+
+CPUTRAIN = f"{sys.executable} -m cputrain"
+TRAIN = "train imagefolder data.path=images data.crop=32 batch.local=3 plan.ppn=1 epochs=1 schedule.warmup_epochs=0"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", train=4, val=3)
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def in_tmpfs(place: Path, options: str, *commands: str) -> list[tuple[int, str]]:
+    """Status and stderr of commands that each find a tmpfs of their own at out/."""
+    mount = f"mount -t tmpfs -o {options} none out"
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root, to mount a file system")
+    ended = []
+    for command in commands:
+        script = f"{mount} && exec {command}"
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=place, capture_output=True, text=True)
+        ended.append((done.returncode, done.stderr))
+    return ended
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> None:
+    asked = {
+        "output": f"{CPUTRAIN} {TRAIN} output=out/run",
+        "--output": f"{CPUTRAIN} launch --output out/run -- true",
+        "--write": f"{CPUTRAIN} plan --write out/run",
+        "OUT": f"{CPUTRAIN} prepare imagefolder images out/run",
+    }
+    for option, ended in zip(asked, in_tmpfs(place, "ro", *asked.values()), strict=True):
+        told = f"cputrain: {option} out/run: {place}/out may not be written to: mend its permissions, or name another\n"
+        assert ended == (2, told)
+    ((status, err),) = in_tmpfs(place, "ro", f"{CPUTRAIN} data show images --output out/sheet.png")
+    assert status == 1
+    assert err == "cputrain: out/sheet.png: Read-only file system: mend its permissions, or name another folder\n"
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(place: Path) -> None:
+    settings = "model.name=resnet18 comm.backend=gloo output=out/run"
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip(reason="needs two cores")
+    told = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
+    ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {told}")
+    lines = err.splitlines()
+    full = "cputrain: out/run/checkpoints/step-0000002.pt: No space left on device: make room, or name another folder"
+    assert full in lines and lines[-1] == "1", err
+    assert "Traceback" not in err and "cputrain: rank 0 on " in err
+
+
+def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file/a/b"):
+        with pytest.raises(InputError, match=f"--write {folder}: {tmp_path}/file is a file: name a folder"):
+            check_writable(folder, "--write")
+    check_writable(tmp_path / "a/b/c", "--write")
+    assert refusal(OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt")) == (
+        "x.pt: Disk quota exceeded: make room, or name another folder"
+    )
+    assert refusal(FileNotFoundError(errno.ENOENT, "No such file or directory")) is None
