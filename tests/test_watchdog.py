@@ -25,14 +25,15 @@ import os, signal
 from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
-from cputrain.comm.group import end_group, gather, start_group
+from cputrain.comm.group import end_group, gather, naming_lost_peers, start_group
 from mpi.rank import discover
 rank = discover(os.environ)
 group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0)
 gather(1)
-if rank.rank == int(os.environ["STOPS"]):
-    os.kill(os.getpid(), signal.SIGSTOP)
-end_group(group)
+if rank.rank == int(os.environ["LOST"]):
+    os.kill(os.getpid(), signal.Signals[os.environ["BY"]])
+with naming_lost_peers(rank.rank):
+    end_group(group)
 """
 
 
@@ -73,21 +74,26 @@ def test_a_backend_that_never_returns_does_not_keep_its_rank() -> None:
     )
 
 
-def test_a_rank_that_stops_at_the_end_of_a_job_of_gloo_s_ends_the_other() -> None:
-    """Two jobs at once, as both mostly wait: in the first rank 0 stops, in the second rank 1."""
+def test_a_rank_that_is_lost_at_the_end_of_a_job_of_gloo_s_ends_the_other() -> None:
+    """Three jobs at once, as all mostly wait: rank 0 stops, rank 1 stops, rank 1 is killed."""
+    cases = {
+        (0, "SIGSTOP"): ("cputrain: rank 1 waits in gloo's collective", "the job's store"),
+        (1, "SIGSTOP"): ("cputrain: rank 0 waits in gloo's collective", "rank 1 on"),
+        (1, "SIGKILL"): ("rank 0 lost a peer", "see the rank that ended first"),
+    }
     waits = []
     with ExitStack() as stack:
-        for stops in range(2):
+        for lost, by in cases:
             port = free_port()
             for number in range(2):
                 rank = Rank(rank=number, world_size=2, local_rank=number, local_world_size=2, launcher="env")
-                env = {**os.environ, **rendezvous(rank, "127.0.0.1", port), "STOPS": str(stops)}
+                env = {**os.environ, **rendezvous(rank, "127.0.0.1", port), "LOST": str(lost), "BY": by}
                 argv = [sys.executable, "-c", AT_THE_END]
                 process = stack.enter_context(subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True))
                 stack.callback(process.kill)
-                if number != stops:
+                if number != lost:
                     waits.append(process)
         told = [process.communicate(timeout=90)[1] for process in waits]
-    for rank_told, lost, process, text in zip((1, 0), ("the job's store", "rank 1 on"), waits, told, strict=True):
+    for says, process, text in zip(cases.values(), waits, told, strict=True):
         assert process.returncode == 1, text
-        assert f"cputrain: rank {rank_told} waits in gloo's collective" in text and lost in text
+        assert all(said in text for said in says), text
