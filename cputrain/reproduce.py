@@ -76,16 +76,17 @@ def _told(result: Result) -> str:
 
 
 def large_batch_verdict(found: Sequence[Cell]) -> str:
-    """Whether there is a batch at which LARS holds the baseline's accuracy and tuned momentum does not."""
+    """The largest batch at which LARS holds the baseline's accuracy and tuned momentum does not, if there is one."""
     base = mean(found[0].top1s)
     lost = {(cell.batch, cell.optimizer): base - mean(cell.top1s) if cell.top1s else base for cell in found}
     batches = sorted({cell.batch for cell in found[1:]})
-    for batch in batches:
+    for batch in reversed(batches):
         lars, momentum = lost[batch, "lars"], lost[batch, "momentum"]
         if lars <= HOLDS and momentum > LOST:
+            where = "under" if lars >= 0 else "over"
             return (
-                f"holds: at {batch:,} LARS is {lars:.2f} points under the baseline of {base:.2f} %, "
-                f"momentum at its best rate {momentum:.2f}"
+                f"holds: at {batch:,} LARS is {abs(lars):.2f} points {where} the baseline of {base:.2f} %, "
+                f"momentum at its best rate {momentum:.2f} under"
             )
     told = "; ".join(f"{b:,}: LARS {-lost[b, 'lars']:+.2f}, momentum {-lost[b, 'momentum']:+.2f}" for b in batches)
     return f"does not hold here (LARS within {HOLDS:g} point where momentum loses more than {LOST:g}): {told}"

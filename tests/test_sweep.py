@@ -100,7 +100,11 @@ def test_the_claim_holds_only_where_one_keeps_and_the_other_loses() -> None:
     small = [cell(1024, "momentum", 98.9), cell(1024, "lars", 99.2)]
     held = [base, *small, cell(4096, "momentum", 95.0), cell(4096, "lars", 98.4, 98.4)]
     assert large_batch_verdict(held) == (
-        "holds: at 4,096 LARS is 0.70 points under the baseline of 99.10 %, momentum at its best rate 4.10"
+        "holds: at 4,096 LARS is 0.70 points under the baseline of 99.10 %, momentum at its best rate 4.10 under"
+    )
+    better = [*held, cell(8192, "momentum", 92.0), cell(8192, "lars", 99.3)]
+    assert large_batch_verdict(better).startswith("holds: at 8,192 LARS is 0.20 points over the baseline"), (
+        "the largest"
     )
     both_lose = [base, cell(4096, "momentum", 95.0), cell(4096, "lars", 96.0)]
     assert large_batch_verdict(both_lose).startswith(
