@@ -38,26 +38,27 @@ def compiler(env: Mapping[str, str]) -> str | None:
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """CPUTRAIN_CACHE, or the user's own cache."""
+    """CPUTRAIN_CACHE, or the user's own cache. Raises RunError where the user has no home."""
     if "CPUTRAIN_CACHE" in env:
         return Path(env["CPUTRAIN_CACHE"])
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cputrain"
+    if env.get("XDG_CACHE_HOME"):
+        return Path(env["XDG_CACHE_HOME"]) / "cputrain"
+    try:
+        return Path("~/.cache/cputrain").expanduser()
+    except RuntimeError:
+        raise RunError(f"user {os.getuid()} has no home to compile into: set CPUTRAIN_CACHE to a folder") from None
 
 
 def ensure_compiled(part: Part, path: Path, env: Mapping[str, str]) -> Path:
     """The compiled part, `path`: built here, or awaited from the process that is building it.
 
-    Raises InputError where there is no compiler, RunError with its first error where it fails.
+    Raises InputError where there is no compiler, RunError with its first error where it fails, and where the cache may
+    not be written to.
     """
     lock = path.with_suffix(".lock")
     waited = 0.0
     while not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # Exclusive creation holds on network file systems too, where flock may not.
-            with lock.open("x") as file:
-                file.write(f"{socket.gethostname()} {os.getpid()}\n")
-        except FileExistsError:
+        if not _lock(part, lock):
             waited = _wait(part, path, lock, waited)
             continue
         try:
@@ -68,14 +69,30 @@ def ensure_compiled(part: Part, path: Path, env: Mapping[str, str]) -> Path:
     return path
 
 
+def _lock(part: Part, lock: Path) -> bool:
+    """Whether the lock is this process's now, and not another's."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        # Exclusive creation holds on network file systems too, where flock may not.
+        with lock.open("x") as file:
+            file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    except OSError as error:
+        if isinstance(error, FileExistsError) and lock.parent.is_dir():
+            return False
+        raise RunError(
+            f"{part.asked}: {part.title} cannot be compiled into {lock.parent}: {error.strerror}: "
+            f"set CPUTRAIN_CACHE to a folder that may be written to, or {part.otherwise}"
+        ) from None
+    return True
+
+
 def _wait(part: Part, path: Path, lock: Path, waited: float) -> float:
     """Wait while the lock's owner shows signs of life; take the lock of one that is dead away."""
     seen, since = _mtime(lock), time.monotonic()
     while not path.is_file() and lock.exists():
         time.sleep(POLL_S)
         if waited < TELL_S <= waited + POLL_S:
-            owner = lock.read_text().strip() if lock.exists() else "another process"
-            print(f"cputrain: waiting for {owner} to compile {part.title}", file=sys.stderr)
+            print(f"cputrain: waiting for {_owner(lock)} to compile {part.title}", file=sys.stderr)
         waited += POLL_S
         now = _mtime(lock)
         if now != seen:
@@ -83,6 +100,13 @@ def _wait(part: Part, path: Path, lock: Path, waited: float) -> float:
         elif time.monotonic() - since > STALE_S:
             lock.unlink(missing_ok=True)
     return waited
+
+
+def _owner(lock: Path) -> str:
+    try:
+        return lock.read_text().strip()
+    except FileNotFoundError:
+        return "another process"
 
 
 def _mtime(path: Path) -> int:

@@ -220,6 +220,19 @@ def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: p
     assert ensure_built(LIBRARIES, env) == path and path.read_text() == "made\n"
 
 
+def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for cache in ("file", "file/below"):
+        with pytest.raises(RunError, match=r"cannot be compiled into .*: set CPUTRAIN_CACHE to a folder that may be"):
+            ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": str(tmp_path / cache), "PATH": os.environ["PATH"]})
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(RunError, match="user 54321 has no home to compile into: set CPUTRAIN_CACHE"):
+        compiled.cache_folder({})
+
+
 def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "STALE_S", 1.0)
     env = {

@@ -1,6 +1,7 @@
 """File systems that refuse: read-only, full, a file where a folder should be. Each is one line."""
 
 import errno
+import json
 import os
 import shlex
 import subprocess
@@ -62,6 +63,20 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(
     full = "cputrain: out/run/checkpoints/step-0000002.pt: No space left on device: make room, or name another folder"
     assert full in lines and lines[-1] == "1", err
     assert "Traceback" not in err and "cputrain: rank 0 on " in err
+
+
+def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -> None:
+    """As on compute nodes that see homes read-only. Asked for by name it is refused."""
+    cache = f"env CPUTRAIN_CACHE=out/cache {CPUTRAIN} {TRAIN}"
+    lenet = "model.name=lenet model.zero_gamma=none data.crop=28 max_steps=1"
+    asked = (f"{cache} {lenet} output=run", f"{cache} {lenet} output=other comm.backend=ccl")
+    (auto, err), (named, told) = in_tmpfs(place, "ro", *asked)
+    assert auto == 0, err
+    environment = json.loads((place / "run/environment.json").read_text())
+    assert environment["backend"] == "gloo" and environment["decoder"].startswith("Pillow: "), environment
+    assert "Read-only file system: set CPUTRAIN_CACHE to a folder that may be" in environment["backend_why"]
+    assert named == 1 and "Traceback" not in told
+    assert "cannot be compiled into out/cache/ccl-torch" in told and "or set comm.backend=gloo" in told
 
 
 def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
