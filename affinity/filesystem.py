@@ -6,16 +6,20 @@ from pathlib import Path
 
 from affinity.errors import InputError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NEXT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name another folder"),
+    **dict.fromkeys(FULL, "make room, or name another folder"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "mend its permissions, or name another folder"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system itself fails, look at its servers and disks"),
 }
 
 
 def refusal(error: OSError) -> str | None:
-    """What was refused, why and what to do; None where the error is not of the file system's making."""
-    if error.errno not in NEXT:
+    """What was refused, why and what to do; None where the error is not of the file system's making.
+
+    A full one names no file where writing has failed; other errors without a file are of another making.
+    """
+    if error.errno not in NEXT or (error.filename is None and error.errno not in FULL):
         return None
     what = f"{error.filename}: " if error.filename else ""
     return f"{what}{error.strerror}: {NEXT[error.errno]}"
@@ -23,7 +27,8 @@ def refusal(error: OSError) -> str | None:
 
 def check_writable(folder: Path, option: str) -> None:
     """Raise InputError where a folder cannot be made or written to; makes nothing. `option` is what has named it."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110  Path.exists raises where a folder is not to be searched
+    # Path.exists raises where a folder is not to be searched.
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
         raise InputError(f"{option} {folder}: {there} is a file: name a folder")
     if not os.access(there, os.W_OK | os.X_OK):

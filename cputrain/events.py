@@ -1,7 +1,9 @@
 """events.jsonl: what happened, one JSON object a line."""
 
+import errno
 import json
 import math
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +25,10 @@ class Events:
     def write(self, event: str, **fields: Any) -> None:
         """Append {"event": event, "time": unix seconds, ...}; JSON has no NaN or infinity, those become null."""
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **known}) + "\n"
+        line = f"{json.dumps({'event': event, 'time': round(time.time(), 3), **known})}\n".encode()
         try:
-            self._file.write(line.encode())
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would be told so
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 

@@ -88,4 +88,6 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
     assert refusal(OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt")) == (
         "x.pt: Disk quota exceeded: make room, or name another folder"
     )
-    assert refusal(FileNotFoundError(errno.ENOENT, "No such file or directory")) is None
+    assert refusal(OSError(errno.ENOSPC, "No space left on device")) is not None
+    assert refusal(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
+    assert refusal(PermissionError(errno.EPERM, "Operation not permitted")) is None, "of sched_setaffinity, say"
