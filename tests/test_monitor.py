@@ -43,7 +43,7 @@ def test_silence_is_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch)
         lines[0].send(what="beat", stopped=False)
         monitor.poll(0.05)
     assert [seen.rank for seen in failed] == [1]
-    assert "rank 1 on h1 has been silent for " in cause_of(failed)
+    assert "rank 1 on h1 has been silent for 1.5 s" in cause_of(failed)
     for line in lines:
         line.close()
 

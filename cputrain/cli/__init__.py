@@ -50,15 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; 0 done, 2 the input is wrong, 1 it failed while running, 128 + n ended by signal n."""
     try:
         status = group.main(arguments, prog_name="cputrain", standalone_mode=False)
-    except InputError as error:
-        return say(error, 2)
-    except RunError as error:
-        return say(error, 1)
-    except OSError as error:
-        refused = refusal(error)
-        if refused is None:
+    except (InputError, RunError, OSError) as error:
+        if (failed := tell(error)) is None:
             raise
-        return say(refused, 1)
+        return failed
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
@@ -67,6 +62,14 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.exceptions.Abort):
         return 130
     return status if isinstance(status, int) else 0
+
+
+def tell(error: Exception) -> int | None:
+    """Tell an error that users can mend in one line, and its exit status; None where it is of another kind."""
+    if isinstance(error, InputError):
+        return say(error, 2)
+    told = refusal(error) if isinstance(error, OSError) else error if isinstance(error, RunError) else None
+    return None if told is None else say(told, 1)
 
 
 def say(error: object, status: int) -> int:

@@ -67,6 +67,7 @@ def command(
     Files stay as they are unless --short-side or --quality asks for new JPEGs. What cannot be read is left out and
     named. Killed and started again, it goes on; done, it does nothing.
     """
+    check_writable(out, "OUT")
     if kind == "digits" and not source.exists():
         write_digits(source)
     anew = short_side is not None or quality is not None
@@ -80,7 +81,6 @@ def command(
         short_side=short_side,
         quality=(quality or QUALITY) if anew else None,
     )
-    check_writable(out, "OUT")
     dataset = open_source(kind, source, val_fraction=val_fraction, seed=seed)
     images = len(dataset.train) + len(dataset.val)
     with tqdm(total=images, unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:

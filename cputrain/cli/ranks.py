@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.bind import become, bound_worker
-from affinity.errors import InputError, RunError
-from affinity.filesystem import refusal
 from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan, plan_machine
 from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
-from cputrain.cli import say
+from cputrain.cli import tell
 from cputrain.planning import request_of
 from cputrain.run_folder import write_plan
 from cputrain.schema import Recipe
@@ -55,22 +53,14 @@ def run_rank(rank: Rank, act: Callable[[], None]) -> None:
         with naming_lost_peers(rank.rank):
             act()
     except Exception as error:  # noqa: BLE001  all are told, and the rank ends
-        status = _tell(error)
+        status = tell(error)
+        if status is None:
+            sys.excepthook(type(error), error, error.__traceback__)
+            status = 1
         sys.stdout.flush()
         sys.stderr.flush()
         _remove_scratch()
         os._exit(status)
-
-
-def _tell(error: Exception) -> int:
-    """In one line what users can mend, with its traceback what only we can; returns the exit status."""
-    if isinstance(error, InputError):
-        return say(error, 2)
-    told = refusal(error) if isinstance(error, OSError) else str(error) if isinstance(error, RunError) else None
-    if told is not None:
-        return say(told, 1)
-    sys.excepthook(type(error), error, error.__traceback__)
-    return 1
 
 
 def _remove_scratch() -> None:
