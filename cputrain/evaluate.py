@@ -1,4 +1,4 @@
-"""Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
+"""Exact top-1 and top-5 over every image of a split once, whatever the number of workers."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,13 @@ class Accuracy:
     damaged: tuple[str, ...]
 
 
-def evaluate(model: nn.Module, session: Session) -> Accuracy:
-    """Evaluate on val/, each image once; damaged images do not count."""
+def evaluate(model: nn.Module, session: Session, split: str = "val") -> Accuracy:
+    """Evaluate on a split, each image once; damaged images do not count."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
-        for batch in evaluation_batches(session):
+        for batch in evaluation_batches(session, split):
             with computing(session.recipe.precision):
                 logits = model(network_input(session.normalize(batch.images), session.recipe.precision)).float()
             losses = functional.cross_entropy(logits, batch.labels, reduction="none")

@@ -57,18 +57,18 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
     )
 
 
-def evaluation_batches(session: Session) -> Iterator[Batch]:
-    """This rank's share of val/, cut over the ranks, nothing padded and nothing twice."""
-    data, rank = session.recipe.data, session.rank
+def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
+    """This rank's share of a split, cut over the ranks, nothing padded and nothing twice."""
+    data, rank, images = session.recipe.data, session.rank, session.dataset.splits[split]
     look = evaluation_look(data.short_side, data.crop)
-    share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
+    share = evaluation_share(len(images), rank.rank, rank.world_size)
     size = session.recipe.batch.local
 
     def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
         return session.decode(encoded, [look] * len(encoded), places)
 
     return batches(
-        session.dataset.val,
+        images,
         (share[i : i + size] for i in range(0, len(share), size)),
         decode,
         crop=data.crop,

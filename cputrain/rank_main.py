@@ -54,12 +54,14 @@ def _train(session: Session, *, resume: bool) -> Outcome:
                 "start", recipe=recipe.name, workers=rank.world_size, backend=session.group.backend, bindings=bindings
             )
             outcome = train(session, events, resume=resume)
-            accuracy = outcome.accuracy
+            accuracy, test = outcome.accuracy, outcome.test
             events.write(
                 "end",
                 step=outcome.step,
                 top1=accuracy.top1 if accuracy else None,
                 top5=accuracy.top5 if accuracy else None,
+                test_top1=test.top1 if test else None,
+                test_top5=test.top5 if test else None,
                 steps=outcome.step,
                 images=session.numbers.images_until(outcome.step),
                 time_to_train_s=outcome.total_s,
@@ -104,4 +106,7 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
     print(f"top-1                {accuracy.top1:.2f} %")
     print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
+    if test := outcome.test:
+        print(f"test top-1           {test.top1:.2f} %")
+        print(f"test top-5           {test.top5:.2f} %  ({test.images} images, each once, with the last weights)")
     print(f"report               {write_report(session.recipe.folder)}")

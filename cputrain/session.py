@@ -129,7 +129,7 @@ def _block_length(images: Images, block_mib: float, steps: int) -> int:
 
 
 def _check_labels(dataset: Dataset) -> None:
-    for split, images in (("train", dataset.train), ("val", dataset.val)):
+    for split, images in dataset.splits.items():
         labels = images.labels
         wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
         if len(wrong):

@@ -53,10 +53,11 @@ class Training:
 class Outcome:
     """How a training ended: `trained_s` counts updates only, `total_s` also evaluations and checkpoints.
 
-    `accuracy` is None where a notice has stopped it.
+    `accuracy` is None where a notice has stopped it, `test` also where the data has no test images.
     """
 
     accuracy: Accuracy | None
+    test: Accuracy | None
     step: int
     trained_s: float
     total_s: float
@@ -78,7 +79,18 @@ def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
         accuracy = None
     elif accuracy is None:  # resumed where nothing was left to do
         accuracy = evaluate(training.learner.judged(), session)
-    return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
+    total_s = time.perf_counter() - started
+    test = _evaluate_test(training) if accuracy is not None and session.dataset.test is not None else None
+    return Outcome(accuracy=accuracy, test=test, step=training.step, trained_s=trained_s, total_s=total_s)
+
+
+def _evaluate_test(training: Training) -> Accuracy:
+    """The test images are looked at this once, with the last weights: nothing has been chosen by them."""
+    accuracy = evaluate(training.learner.judged(), training.session, "test")
+    names = sorted(name for rank_names in gather(accuracy.damaged) for name in rank_names)
+    if names:
+        _warn_of_damaged(training, names)
+    return accuracy
 
 
 def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, float]:
@@ -231,6 +243,12 @@ def _warn(training: Training, what: str) -> None:
         training.events.write("warning", step=training.step, what=what)
 
 
+def _warn_of_damaged(training: Training, names: list[str]) -> None:
+    training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
+    if training.events:
+        training.events.write("warning", step=training.step, what="damaged images", images=names)
+
+
 def _report_epoch(
     training: Training, epoch: int, sums: Sums, accuracy: Accuracy | None, seconds: float, images: int
 ) -> None:
@@ -239,9 +257,7 @@ def _report_epoch(
     if skipped or (accuracy and accuracy.images < len(training.session.dataset.val)):
         mine = sums.damaged + list(accuracy.damaged if accuracy else ())
         names = sorted(name for rank_names in gather(mine) for name in rank_names)
-        training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
-        if training.events:
-            training.events.write("warning", step=training.step, what="damaged images", images=names)
+        _warn_of_damaged(training, names)
     train_loss, train_top1 = loss / max(readable, 1.0), 100 * hits / max(readable, 1.0)
     val = "" if accuracy is None else f"  val loss {accuracy.loss:.4f}  val acc {accuracy.top1:.2f}"
     training.progress.line(

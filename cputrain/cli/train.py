@@ -46,7 +46,8 @@ def command(
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
     found = planned.found
     click.echo(
-        f"{training.name}: {training.model.name}, {found.train:,} training and {found.val:,} validation images, "
+        f"{training.name}: {training.model.name}, {found.train:,} training and {found.val:,} validation images"
+        f"{f' and {found.test:,} test images' if found.test else ''}, "
         f"{len(found.classes)} classes; {planned.ppn} worker(s) of {threads} threads"
     )
     click.echo(aligned(explain(training, planned.numbers, ppn=planned.ppn, nodes=1)))

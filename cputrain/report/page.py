@@ -39,10 +39,12 @@ def _summary(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
         return [("status", "not finished")]
     if end["top1"] is None:
         return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on")]
+    tested = {"top-1": end.get("test_top1"), "top-5": end.get("test_top5")}
     return [
         ("status", end["status"]),
         ("top-1", f"{end['top1']:.2f} %"),
         ("top-5", f"{end['top5']:.2f} %"),
+        *((f"test {name}", f"{value:.2f} %") for name, value in tested.items() if value is not None),
         ("steps", f"{end['steps']:,}"),
         ("images", f"{end['images']:,}"),
         ("time to train", f"{end['time_to_train_s']:.1f} s"),
