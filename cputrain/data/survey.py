@@ -24,19 +24,23 @@ def survey(path: str | None) -> Survey:
     if (root / MANIFEST).is_file():
         manifest = read_manifest(root)
         counts = {split: made["images"] for split, made in manifest["splits"].items()}
-        return Survey(classes=tuple(manifest["classes"]), **counts)
+        return _survey(tuple(manifest["classes"]), counts)
     if has_tfrecords(root):
         from cputrain.data.tfrecord import open_tfrecords  # numpy: only where records must be read to be counted
 
         dataset = open_tfrecords(root)
-        return Survey(classes=dataset.classes, **{split: len(images) for split, images in dataset.splits.items()})
+        return _survey(dataset.classes, {split: len(images) for split, images in dataset.splits.items()})
     folders = folder.split_folders(root)
     classes = folder.class_names(folders)
     counts = {
         split: len(folder.list_images(where, classes, every_class=split == folder.TRAIN)[0])
         for split, where in folders.items()
     }
-    return Survey(classes=classes, **counts)
+    return _survey(classes, counts)
+
+
+def _survey(classes: tuple[str, ...], counts: dict[str, int]) -> Survey:
+    return Survey(classes=classes, train=counts["train"], val=counts["val"], test=counts.get("test", 0))
 
 
 def has_tfrecords(root: Path) -> bool:
