@@ -20,11 +20,11 @@ from statistics import median
 
 import torch
 
+from affinity.rank import Rank
 from affinity.sysfs import this_machine
 from cputrain.comm.ccl.environment import settings
 from cputrain.comm.ccl.libraries import find_libraries
 from cputrain.compiled import compiler
-from mpi.rank import Rank
 from mpi.run import free_port
 
 HERE = Path(__file__).parent

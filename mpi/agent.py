@@ -15,11 +15,11 @@ from pathlib import Path
 
 from affinity.errors import InputError, RunError
 from affinity.filesystem import refusal
+from affinity.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
+from affinity.route import interface_to
 from mpi.ends import LAST_LINES
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
-from mpi.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
-from mpi.route import interface_to
 from mpi.signals import NOTICE
 from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.plan import Plan
+from affinity.rank import MASTER_PORT
 from mpi.cluster import Kind
-from mpi.rank import MASTER_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

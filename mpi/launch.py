@@ -9,10 +9,10 @@ from affinity.cpuset import format_list, format_mask
 from affinity.errors import InputError
 from affinity.plan import Plan
 from affinity.plan_file import request_to_json
+from affinity.rank import LOOPBACK, Rank, rendezvous
 from mpi.hosts import Host, format_hosts
 from mpi.job import Job
 from mpi.launcher import Launcher
-from mpi.rank import LOOPBACK, Rank, rendezvous
 
 MASKS_IN_HEX = (2021,)  # Intel MPI from this version on wants 0x before a mask, older ones refuse it
 

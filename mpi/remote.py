@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
+from affinity.rank import LOOPBACK
+from affinity.route import address_to
 from mpi.cluster import job_plan_json
 from mpi.ends import SETTLE_S
 from mpi.job import Job
 from mpi.launch import Start, bound, start
 from mpi.launcher import Launcher
 from mpi.monitor import Monitor, cause_of
-from mpi.rank import LOOPBACK
 from mpi.reaper import adopt_orphans, end_descendants
-from mpi.route import address_to
 from mpi.signals import InterruptedBySignalError, interruptible
 from mpi.wire import TOKEN_VARIABLE
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 from affinity.errors import RunError
+from affinity.rank import LOOPBACK
 from mpi.ends import LAST_LINES, SETTLE_S, End, first_cause, obituary
 from mpi.job import Job
 from mpi.launch import local
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
-from mpi.rank import LOOPBACK
 from mpi.signals import NOTICE, STOPS, InterruptedBySignalError, interruptible
 
 POLL_S = 0.05

@@ -15,13 +15,13 @@ import pytest
 
 from affinity.errors import InputError, RunError
 from affinity.observe import Thread
+from affinity.rank import Rank
 from cputrain import compiled
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings, transport_of
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.session import misplaced_comm
-from mpi.rank import Rank
 from tests.conftest import cputrain
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, launcher="env")
@@ -139,7 +139,7 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
 def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     """As containers have it, 64 MB; here in a mount namespace of its own."""
     code = (
-        "import os; from mpi.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
+        "import os; from affinity.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
         "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, launcher='env'), os.environ)"
     )
     small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'

@@ -20,7 +20,7 @@ from tests.conftest import mpi_path
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
 TELL = (
-    "import os, json; from mpi.rank import discover; rank = discover(os.environ); "
+    "import os, json; from affinity.rank import discover; rank = discover(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, sorted(os.sched_getaffinity(0)), "
     "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], os.environ.get('GREETING')]).encode() + b'\\n')"
 )

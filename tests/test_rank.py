@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from mpi.rank import Rank, discover, rendezvous, tasks_per_node
+from affinity.rank import Rank, discover, rendezvous, tasks_per_node
 
 ENVIRONMENTS = {
     "env": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},

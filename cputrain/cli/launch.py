@@ -12,6 +12,7 @@ from affinity.errors import InputError, RunError
 from affinity.filesystem import check_writable
 from affinity.picture import picture
 from affinity.plan import Request
+from affinity.rank import MASTER_PORT
 from cputrain.cli.options import Asked, cluster_of, planning_options, tell_format, with_kinds
 from cputrain.run_folder import LOGS, PLAN, write_plan
 from mpi.hosts import allocated_hosts
@@ -19,7 +20,6 @@ from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import Launcher, find_launcher
 from mpi.preflight_run import run_preflight
-from mpi.rank import MASTER_PORT
 from mpi.remote import run_remote
 from mpi.run import free_port, run_local
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from affinity.bind import become, bound_worker
 from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan, plan_machine
+from affinity.rank import Rank, discover
 from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
 from cputrain.cli import tell
 from cputrain.planning import request_of
 from cputrain.run_folder import write_plan
 from cputrain.schema import Recipe
-from mpi.rank import Rank, discover
 
 SCRATCH_VARIABLE = "CPUTRAIN_SCRATCH"  # the folder of a plan that a rank has made for itself, to be removed at its end
 

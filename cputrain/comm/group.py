@@ -22,11 +22,11 @@ from torch.distributed.rendezvous import rendezvous as meet
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
+from affinity.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
+from affinity.route import interface_to
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose
 from cputrain.comm.watchdog import Waiting, Watchdog
-from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
-from mpi.route import interface_to
 
 T = TypeVar("T")
 END_S = 60.0  # for taking the group down and leaving the process

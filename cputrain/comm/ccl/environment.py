@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.rank import Rank
+from affinity.route import interface_to
 from cputrain.comm.ccl.libraries import Libraries
 from mpi.fabric import Setting
-from mpi.rank import Rank
-from mpi.route import interface_to
 
 LOOPBACK_INTERFACE = "lo"
 SHM = Path("/dev/shm")
