@@ -30,24 +30,13 @@ KILL_S = 1.0  # between asking what the launcher has started to end, and killing
 HELLO_S = 120.0  # from the launcher's start to the last rank's hello
 
 
-def remote_start(job: Job, launcher: Launcher, folder: Path, monitor: Monitor) -> Start:
-    """What starts the job's ranks, each behind an agent that reports to the monitor."""
-    where = f"{own_address(job.hosts)}:{monitor.port}"
+def remote_start(job: Job, launcher: Launcher, folder: Path, port: int | str, token: str) -> Start:
+    """What starts the job's ranks, each behind an agent that reports to this host's port."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     live = ("--live",) if sys.stdout.isatty() else ()
-    agent = (
-        sys.executable,
-        "-m",
-        "mpi.agent",
-        "--report-to",
-        where,
-        "--into",
-        str(job.log_dir.resolve()),
-        *plain,
-        *live,
-        "--",
-    )
-    told = replace(job, variables=(*job.variables, (TOKEN_VARIABLE, monitor.token)))
+    report = ("--report-to", f"{own_address(job.hosts)}:{port}", "--into", str(job.log_dir.resolve()))
+    agent = (sys.executable, "-m", "mpi.agent", *report, *plain, *live, "--")
+    told = replace(job, variables=(*job.variables, (TOKEN_VARIABLE, token)))
     return start(told, launcher, (*agent, *bound(replace(job, plan_path=job.plan_path.resolve()))), folder.resolve())
 
 
@@ -70,7 +59,7 @@ def run_remote(job: Job, launcher: Launcher, folder: Path) -> int:
     everything on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
     """
     monitor = Monitor(token=secrets.token_hex(8))
-    made = remote_start(job, launcher, folder, monitor)
+    made = remote_start(job, launcher, folder, monitor.port, monitor.token)
     for path, text in ((job.plan_path, job_plan_json(job.kinds)), *made.files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

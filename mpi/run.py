@@ -93,9 +93,7 @@ def free_port() -> int:
 
 
 def _start(rank: int, argv: tuple[str, ...], variables: dict[str, str], job: Job) -> Worker:
-    # A single host's ranks meet on loopback, whatever this host's name resolves to.
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **variables}
-    process = start_rank(argv, env)
+    process = start_rank(argv, {**os.environ, **variables})
     return Worker(rank=rank, process=process, log=job.log_dir / f"rank-{rank}.log")
 
 
