@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from affinity.cpuset import format_list
 from affinity.errors import InputError, RunError
@@ -82,7 +83,7 @@ def become(
     check: bool,
     keep_env: bool = False,
     bound: bool = False,
-) -> None:
+) -> NoReturn:
     """Bind this process as planned, verify unless told not to, and turn into the command (never returns).
 
     `rank`: which of its job this process is, for the command to find; None where no launcher has told.

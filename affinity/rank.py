@@ -52,27 +52,8 @@ LOCAL_RANK_VARIABLES = (*(names[3] for names in CONVENTIONS), "SLURM_LOCALID")
 
 def discover(env: Mapping[str, str]) -> Rank | None:
     """This process's rank, or None when no launcher started it. Raises InputError on half a convention."""
-    rank, halves = _found(env, CONVENTIONS)
-    if rank is None and halves:
-        raise InputError(f"{'; '.join(halves)}: export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE")
-    return rank
-
-
-def local_rank_of(env: Mapping[str, str]) -> int | None:
-    """This process's place among its host's workers, where a launcher tells at least that."""
-    return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if env.get(name, "").isdigit()), None)
-
-
-def has_own_variables(env: Mapping[str, str]) -> bool:
-    """Whether a launcher that has its own names for ranks (an MPI's, srun, PALS) started this process."""
-    rank, halves = _found(env, CONVENTIONS[1:])
-    return rank is not None or bool(halves)
-
-
-def _found(env: Mapping[str, str], conventions: tuple[tuple[str, ...], ...]) -> tuple[Rank | None, list[str]]:
-    """The rank by the first whole convention, and what is missing of others."""
     halves = []
-    for launcher, *names in conventions:
+    for launcher, *names in CONVENTIONS:
         if names[0] not in env or names[1] not in env:
             continue
         missing = [name for name in names if name not in env]
@@ -80,15 +61,23 @@ def _found(env: Mapping[str, str], conventions: tuple[tuple[str, ...], ...]) -> 
             halves.append(f"{names[0]} is set but {', '.join(missing)} is not")
             continue
         rank, world, local, local_world = (_number(env, name) for name in names)
-        found = Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, launcher=launcher)
-        return _checked(found), []
+        return _checked(
+            Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, launcher=launcher)
+        )
     # srun leaves half of PMI's variables too. A batch script has SLURM_PROCID like a task, but only tasks belong to a
     # numbered step; a step of one task is most often a shell, in which people start things themselves.
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
-        return (_srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None), []
+        return _srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None
     if "PMIX_RANK" in env:  # prterun's ranks learn the rest from its server
         halves.append("PMIX_RANK is set but no world size is")
-    return None, halves
+    if halves:
+        raise InputError(f"{'; '.join(halves)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank")
+    return None
+
+
+def local_rank_of(env: Mapping[str, str]) -> int | None:
+    """This process's place among its host's workers, where a launcher tells at least that."""
+    return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if env.get(name, "").isdigit()), None)
 
 
 def _srun_rank(env: Mapping[str, str]) -> Rank:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from affinity.rank import CONVENTIONS, LOOPBACK, MASTER_PORT, Rank, has_own_variables, rendezvous
+from affinity.rank import CONVENTIONS, LOOPBACK, MASTER_PORT, Rank, rendezvous
 from affinity.route import interface_to
 
 LOOPBACK_INTERFACE = "lo"
@@ -17,35 +17,32 @@ LOOPBACK_INTERFACE = "lo"
 FIRST_PORT, PORTS = 20_000, 10_000
 # What is the same for all ranks of a job and differs from other jobs: Intel MPI, PMIx (Open MPI), Slurm, PALS.
 JOB_VARIABLES = (("I_MPI_HYDRA_UUID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PALS_APID",))
-# Names that scripts read instead of RANK. No MPI takes them for a sign that its own mpirun started the process.
-NAMES_SET_TOO = tuple(names for names in CONVENTIONS if names[0] in ("openmpi", "intelmpi"))
-# How a process talks to PMI's server: the workers of a shell that srun has started are none of its ranks.
-PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")
+# What scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. To an MPI these names alone are no sign
+# that its own mpirun started the process.
+OTHER_NAMES = {
+    **{launcher: names for launcher, *names in CONVENTIONS if launcher in ("intelmpi", "openmpi")},
+    "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"],
+}
+PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # how an MPI reaches PMI's server
 FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[\d,-]*\]([^\[,]*))?")
 
 
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, and, where nobody has set them, MASTER_ADDR,
-    MASTER_PORT and GLOO_SOCKET_IFNAME.
+    """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, the same numbers by the names of Intel MPI,
+    MPICH, Open MPI and Slurm, and, where nobody has set them, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
 
-    Where no MPI and no srun started the rank, it also gets the names that these would have given it. Raises InputError
-    where rank 0's host cannot be known, RunError where the port is taken.
+    Raises InputError where rank 0's host cannot be known, RunError where the port is taken.
     """
     address, port = meeting_place(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    told = {**gloo, **env, **rendezvous(rank, address, port)}
-    if has_own_variables(env):
-        return told
-    return {**{k: v for k, v in told.items() if k not in PMI_CONNECTIONS}, **_others_names(rank)}
-
-
-def _others_names(rank: Rank) -> dict[str, str]:
-    """The rank as Intel MPI, MPICH, Open MPI and Slurm would tell it."""
-    numbers = (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)
-    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    every = (*(names[1:] for names in NAMES_SET_TOO), slurm)
-    return {name: str(number) for names in every for name, number in zip(names, numbers, strict=True)}
+    numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
+    others = [names for launcher, names in OTHER_NAMES.items() if launcher != rank.launcher]
+    same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
+    # A PMI around this job (that of a shell which srun started) knows nothing of its ranks.
+    foreign = [env.get(name) for name in OTHER_NAMES["intelmpi"][:2]] != numbers[:2]
+    kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
+    return {**gloo, **kept, **same, **rendezvous(rank, address, port)}
 
 
 def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:

@@ -44,7 +44,7 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
     everything and returns 128 + the signal; SIGUSR1 is passed on. No process is left behind in any case.
     """
     job.log_dir.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = job.master_port or free_port()
     workers: list[Worker] = []
     with interruptible(lambda: _pass_notice_on(workers)):
         return _run(job, port, workers, out or sys.stdout, err or sys.stderr)
