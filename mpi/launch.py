@@ -26,7 +26,7 @@ class Start:
     files: tuple[tuple[Path, str], ...] = ()
 
 
-def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
+def bound(job: Job) -> tuple[str, ...]:
     """The job's command behind affinity.bind, the same tokens for every rank."""
     flags = (
         *(("--bound",) if job.binder == "launcher" else ()),
@@ -36,7 +36,7 @@ def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
     plan = ("--plan", str(job.plan_path))
     if job.plan_on_host:
         plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
-    return (python, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
+    return (sys.executable, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
 
 
 def local(job: Job, port: int) -> tuple[tuple[tuple[str, ...], dict[str, str]], ...]:

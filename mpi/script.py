@@ -1,6 +1,7 @@
 """Start -> what anybody can paste or run: a line for a shell, a script; every value quoted."""
 
 import shlex
+import sys
 from pathlib import Path
 
 from mpi.job import Job
@@ -14,17 +15,20 @@ BY_WORKER = ("RANK", "LOCAL_RANK")
 def launch_script(start: Start, about: str, *, open_end: bool = False) -> str:
     """A POSIX shell script, which runs in its caller's folder; HERE in its tokens becomes the script's own.
 
-    `open_end`: the script's arguments are the end of the command.
+    `open_end`: the script's arguments are the end of the command; `python` in it is the one that planned, for which the
+    plan's OpenMP settings are made, and not a launcher's own that comes first on PATH.
     """
+    python = f'case ${{1-}} in python | python3) shift; set -- {quoted(sys.executable)} "$@" ;; esac'
     exports = [f"export {name}={quoted(value)}" for name, value in start.variables]
     said = " ".join(about.split())
     lines = [
         "#!/bin/sh",
         f"# {said}",
         "set -eu",
-        'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)',
+        """here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)""",
         "unset MASTER_PORT  # not every launcher passes it on: the ranks find a port themselves",
         *exports,
+        *((python,) if open_end else ()),
         f"exec {broken(start.argv)}" + (' "$@"' if open_end else ""),
     ]
     return "\n".join(lines) + "\n"

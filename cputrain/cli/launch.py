@@ -1,6 +1,7 @@
 """cputrain launch: run any command under a plan."""
 
 import os
+import shutil
 import time
 from dataclasses import replace
 from itertools import count
@@ -130,7 +131,8 @@ def _job(asked: Asked, cluster: Cluster, cmd: tuple[str, ...], folder: Path, **h
     fabric = () if here else asked.network.settings
     return Job(
         kinds=cluster.kinds,
-        command=cmd,
+        # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
+        command=(shutil.which(cmd[0]) or cmd[0], *cmd[1:]),
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
         binder=asked.bind,
