@@ -113,7 +113,7 @@ def command(
         _show(job, launcher, folder)
         return 0
     check_writable(folder, "--output")
-    folder = _new_folder(folder, named=output is not None)
+    folder = new_folder(folder, named=output is not None)
     job = replace(job, plan_path=folder / PLAN, log_dir=folder / LOGS)
     if launcher is not None:
         if preflight or (preflight is None and len(job.hosts) > 1):
@@ -163,7 +163,7 @@ def _become_rank(
     become(plan.workers[index], in_memory(plan), cmd, rank=rank, check=check, keep_env=keep_env)
 
 
-def _new_folder(folder: Path, *, named: bool) -> Path:
+def new_folder(folder: Path, *, named: bool) -> Path:
     """Make the job's folder, which no other launch has: another name for one that was not asked for by name."""
     for number in count(1):
         tried = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -186,10 +186,8 @@ def _show(job: Job, launcher: Launcher | None, folder: Path) -> None:
     if launcher is not None:
         made = remote_start(job, launcher, folder, "PORT", "TOKEN")
         click.echo(f"command\n  {line(made)}")
-        click.echo(
-            "  (PORT and TOKEN are those of the launch that listens to its ranks' agents; to start ranks without"
-        )
-        click.echo("  it: cputrain plan --write DIR, then DIR/launch.sh CMD)")
+        click.echo("PORT and TOKEN, new for each launch, are how it hears of its ranks through mpi.agent; without it:")
+        click.echo("cputrain plan --write DIR, then DIR/launch.sh CMD")
         return
     port = job.master_port or MASTER_PORT
     argv, variables = local(job, port)[0]
