@@ -95,8 +95,8 @@ def plan_from_dict(data: Any) -> Plan:
 
 
 def request_to_json(request: Request) -> str:
-    """What is asked of a plan, as one line of JSON."""
-    return json.dumps(asdict(request))
+    """What is asked of a plan beside the defaults, as one line of JSON."""
+    return json.dumps({key: value for key, value in asdict(request).items() if value != getattr(Request(), key)})
 
 
 def request_from_json(text: str) -> Request:

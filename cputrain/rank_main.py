@@ -7,6 +7,7 @@ from pathlib import Path
 from affinity.bind import PLAN_VARIABLE
 from affinity.observe import Observed
 from affinity.plan import WorkerPlan
+from affinity.rank import Rank
 from cputrain.checkpoint import load_judged
 from cputrain.comm.group import end_group, gather, on_rank_0
 from cputrain.data.stage import staged
@@ -19,7 +20,6 @@ from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
 from cputrain.schema import Recipe
 from cputrain.session import Session, binding_record, describe_environment, start_session
 from cputrain.train import Outcome, train
-from mpi.rank import Rank
 
 
 def train_rank(

@@ -14,6 +14,7 @@ from affinity.cpuset import format_list
 from affinity.errors import InputError
 from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of, threads_of
 from affinity.plan import WorkerPlan
+from affinity.rank import Rank
 from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
@@ -25,7 +26,6 @@ from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
 from cputrain.schema import Recipe
-from mpi.rank import Rank
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
 

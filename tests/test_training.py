@@ -257,7 +257,7 @@ from affinity.sysfs import this_machine
 from cputrain.comm.group import end_group, gather, start_group
 from cputrain.rank_main import build_model
 from cputrain.schema import ModelSection
-from mpi.rank import Rank
+from affinity.rank import Rank
 import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]

@@ -17,7 +17,7 @@ from affinity.runtime import Runtime, find_runtime, target_of
 from mpi.cluster import Cluster, one_kind, plan_cluster
 from mpi.fabric import FABRICS, Fabric, fabric_here
 from mpi.hosts import FORMATS, Host, check_name, read_hostfile
-from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
+from mpi.launcher import PACKAGES, Launcher, find_launcher, needing_no_path, newest
 from mpi.nodelist import expand
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -176,7 +176,7 @@ def planned_launcher(asked: str, machine: str) -> Launcher:
     if asked == "auto" and machine != "this":
         return newest("intelmpi")
     try:
-        return find_launcher(asked, os.environ)
+        return needing_no_path(find_launcher(asked, os.environ))
     except InputError:
         return newest("intelmpi" if asked == "auto" else asked)
 
