@@ -104,6 +104,36 @@ class Batch:
 
 def job_script(batch: Batch, scheduler: str) -> str:
     """The script. Raises InputError where a value cannot stand in the scheduler's lines."""
+    container = batch.container
+    return _render(
+        f"{scheduler}.sh.j2",
+        batch=batch,
+        work=batch.work,
+        resources=batch.resources,
+        directives=directives(batch.resources, scheduler),
+        container=None if container is None else container_script(container, batch.work),
+        left_behind=container is not None and _left_behind(container),
+        job_id=JOB_ID[scheduler],
+        array_id=ARRAY_ID[scheduler],
+        delimiter=_delimiter,
+        save_s=SAVE_S,
+    )
+
+
+def container_script(container: Container, work: Training | Preparation | Command) -> str:
+    """The script that starts the container on a host, once for each rank, and in it the command that follows."""
+    image = shlex.join((*container.arguments, container.image))
+    return _render(
+        "container.sh.j2", runtime=container.runtime, image=image, work=work, left_behind=_left_behind(container)
+    )
+
+
+def _left_behind(container: Container) -> bool:
+    """Whether a killed rank may leave its container running, which is then not the rank's child."""
+    return container.runtime in ("auto", "podman", "docker")
+
+
+def _render(name: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("mpi", "templates"),
         undefined=StrictUndefined,
@@ -113,29 +143,7 @@ def job_script(batch: Batch, scheduler: str) -> str:
         autoescape=False,
     )
     environment.filters["q"] = shlex.quote
-    template: Any = environment.get_template(f"{scheduler}.sh.j2")
-    return str(
-        template.render(
-            batch=batch,
-            work=batch.work,
-            resources=batch.resources,
-            directives=directives(batch.resources, scheduler),
-            container=None if batch.container is None else container_script(batch, environment),
-            job_id=JOB_ID[scheduler],
-            array_id=ARRAY_ID[scheduler],
-            delimiter=_delimiter,
-            save_s=SAVE_S,
-        )
-    )
-
-
-def container_script(batch: Batch, environment: Environment) -> str:
-    """The script that starts the container for one rank, on the rank's own host."""
-    assert batch.container is not None
-    template: Any = environment.get_template("container.sh.j2")
-    daemon = batch.container.runtime in ("auto", "podman", "docker")
-    image = shlex.join((*batch.container.arguments, batch.container.image))
-    return str(template.render(runtime=batch.container.runtime, image=image, work=batch.work, daemon=daemon))
+    return str(environment.get_template(name).render(values))
 
 
 def _delimiter(text: str, word: str) -> str:

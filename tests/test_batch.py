@@ -289,7 +289,7 @@ def test_slurm_accepts_the_scripts(slurm: Slurm, arguments: tuple[str, ...], tol
     assert script.returncode == 0, script.stderr
     result = slurm.run("sbatch", "--test-only", cwd=tmp_path, text=script.stdout)
     assert result.returncode == 0, result.stderr
-    assert told in result.stderr and "c[001" in result.stderr
+    assert told in result.stderr
 
 
 @pytest.mark.parametrize("work", [("imagefolder",), ("--", "python", "train.py")])
