@@ -20,7 +20,7 @@ from affinity.observe import launcher_differences, refuse, verify
 from affinity.openmp import reconciled
 from affinity.plan import Request, WorkerPlan, plan_machine
 from affinity.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
-from affinity.runtime import find_runtime, target_of
+from affinity.runtime import find_runtime, target_of, with_libiomp5
 from affinity.sysfs import this_machine
 
 # Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
@@ -105,6 +105,12 @@ def become(
     env, clashes = reconciled(os.environ, dict(worker.env), keep=keep_env)
     if clashes and worker.local_rank == 0:
         print(f"affinity: inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}", file=sys.stderr)
+    if "KMP_BLOCKTIME" in dict(worker.env):
+        try:
+            env = with_libiomp5(env, command)
+        except InputError as error:
+            if worker.local_rank == 0:
+                print(f"affinity: nothing reads the plan's KMP_ variables: {error}", file=sys.stderr)
     env |= {PLAN_VARIABLE: str(plan_path.absolute()), WORKER_VARIABLE: str(worker.local_rank)}
     sys.stdout.flush()
     try:
@@ -116,7 +122,7 @@ def become(
 def plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Path:
     """Plan this host and keep the plan in memory, where this process and what it becomes can read it; nothing is left
     behind. Every worker of a host makes the same plan: planning is pure."""
-    plan = plan_machine(this_machine(), request, find_runtime(target_of(command), env))
+    plan = plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
     kept = os.memfd_create("plan.json", 0)  # no close-on-exec: the command inherits it
     with os.fdopen(kept, "wb", closefd=False) as file:
         file.write(plan_to_json(plan).encode())

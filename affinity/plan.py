@@ -5,12 +5,13 @@ from math import inf
 
 from affinity import rules
 from affinity.cpuset import format_list
-from affinity.domains import cut_host
+from affinity.domains import Cut, cut_host
 from affinity.errors import InputError
-from affinity.machine import Core, Machine
-from affinity.memory import GIB, Memory, batches_of, check_fit, need, place
+from affinity.machine import Machine
+from affinity.memory import GIB, Memory, batches_of, check_fit, memory_name, need, place
 from affinity.oneccl import ccl_environment
-from affinity.openmp import environment, explain
+from affinity.openmp import environment, explain, planned_runtime
+from affinity.oversubscribe import cut_shared
 from affinity.request import Request, check_request, with_profile
 from affinity.rules import Reason
 from affinity.runtime import Runtime
@@ -57,6 +58,17 @@ class Plan:
     reasons: tuple[Reason, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether workers share cores."""
+        core_of = {pu: core for core in self.machine.cores for pu in core.pus}
+        used = [core for worker in self.workers for core in {core_of[pu] for pu in worker.pus}]
+        return len(used) > len(set(used))
+
+    def memory_kind(self, worker: WorkerPlan) -> str:
+        """The memory that a worker uses: "DRAM", "HBM", "MCDRAM"; "HBM + DRAM" where it may overflow into DRAM."""
+        return memory_name(self.machine, worker.memory_policy, worker.memory_nodes, worker.pus)
+
     def _repr_svg_(self) -> str:
         """The picture that notebooks show."""
         from affinity.svg import picture_svg  # which needs this class
@@ -68,16 +80,19 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     """Plan one host.
 
     Invariants, checked before returning: domains are disjoint and inside the allowed set; no two workers share a
-    core; every allowed PU is used or named with a reason; the estimated memory fits. Raises InputError when the
-    request does not fit the host.
+    core, unless the request allows it; every allowed PU is used or named with a reason; the estimated memory fits.
+    Raises InputError when the request does not fit the host.
     """
     check_request(request)
     if not machine.allowed_pus:
         raise InputError(f"host {machine.name} lends this process no PU: look at its cpuset")
-    fed, starved, reasons = rules.within_quota(machine)
+    free, occupied, reasons = rules.beside(machine, request.taken)
+    fed, starved, limits = rules.within_quota(free)
+    reasons += limits
     asked, decided = with_profile(fed, request)
+    runtime, doubts = planned_runtime(runtime, asked.openmp, decided.get("openmp", f"openmp={asked.openmp}"))
     proportional = asked.balance == "batch"
-    cut = cut_host(fed, asked.ppn, proportional=proportional)
+    cut = _cut(fed, asked)
     why_ppn = decided.get("ppn", cut.why_count)
     reasons.append(Reason(what="workers per host", value=str(len(cut.domains)), why=why_ppn))
     reasons += [Reason(what=what, value=value, why=why) for what, value, why in cut.notes]
@@ -110,10 +125,11 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     for split, memory in zip(splits, memories, strict=True):
         why = (*split.reasons, Reason(what="memory policy", value=memory.policy, why=memory.why))
         reasons += [reason for reason in why if reason not in reasons]
-    reasons += _about_batches(asked, workers, memories)
+    reasons += _about_batches(machine, asked, workers, memories)
     reasons += _about_oneccl(workers, decided)
     reasons += explain(runtime, several_threads=max(threads) > 1, pin=asked.pin_threads)
     unused = [Unused(pus=starved, why="beyond the CPU quota")] if starved else []
+    unused += [Unused(pus=occupied, why="on cores of processes that other plans have bound")] if occupied else []
     unused += [Unused(pus=core.pus, why=TOO_SLOW) for core in cut.left]
     plan = Plan(
         machine=machine,
@@ -122,13 +138,22 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
         workers=workers,
         unused=tuple(_merged(unused + [item for split in splits for item in split.unused])),
         reasons=tuple(reasons),
-        warnings=cut.warnings,
+        warnings=cut.warnings + doubts,
     )
     _check(plan)
     return plan
 
 
-def _about_batches(asked: Request, workers: tuple[WorkerPlan, ...], memories: tuple[Memory, ...]) -> list[Reason]:
+def _cut(machine: Machine, asked: Request) -> Cut:
+    """The workers' domains: cores of their own, or shared ones where that is allowed and there are too few."""
+    if asked.oversubscribe and asked.ppn is not None and asked.ppn > len(machine.allowed_cores):
+        return cut_shared(machine, asked.ppn)
+    return cut_host(machine, asked.ppn, proportional=asked.balance == "batch")
+
+
+def _about_batches(
+    machine: Machine, asked: Request, workers: tuple[WorkerPlan, ...], memories: tuple[Memory, ...]
+) -> list[Reason]:
     """The local batches and the memory that they take."""
     batches = sorted({worker.local_batch for worker in workers if worker.local_batch is not None})
     if not batches:
@@ -149,7 +174,9 @@ def _about_batches(asked: Request, workers: tuple[WorkerPlan, ...], memories: tu
             f"the process itself {parts.process / GIB:.2f} GiB"
         )
         of = "" if room == inf else f" of {room / GIB:.1f}"
-        reasons.append(Reason(what="memory per worker", value=f"{parts.total / GIB:.1f}{of} GiB", why=why))
+        kinds = {memory_name(machine, w.memory_policy, w.memory_nodes, w.pus) for w in workers}
+        value = f"{parts.total / GIB:.1f}{of} GiB of {' or '.join(sorted(kinds))}"
+        reasons.append(Reason(what="memory per worker", value=value, why=why))
     return reasons
 
 
@@ -171,16 +198,12 @@ def _merged(unused: list[Unused]) -> list[Unused]:
 def _check(plan: Plan) -> None:
     """Assert the invariants of `plan_machine`; a failure here is a defect of the rules, not of the user's input."""
     allowed = set(plan.machine.allowed_pus)
-    core_of = {pu: core for core in plan.machine.cores for pu in core.pus}
     for worker in plan.workers:
         parts = (worker.compute_pus, worker.comm_pus, worker.loader_pus)
         assert sum(map(len, parts)) == len(worker.pus), f"worker {worker.local_rank} uses a PU twice"
         assert allowed.issuperset(worker.pus), f"worker {worker.local_rank} leaves the allowed set"
         assert worker.intra_op == len(worker.compute_pus), f"worker {worker.local_rank}: threads and PUs differ"
-    owners: dict[Core, int] = {}
-    for worker in plan.workers:
-        for core in {core_of[pu] for pu in worker.pus}:
-            assert owners.setdefault(core, worker.local_rank) == worker.local_rank, f"two workers share core {core.pus}"
+    assert plan.request.oversubscribe or not plan.oversubscribed, "two workers share a core"
     batches = [worker.local_batch for worker in plan.workers if worker.local_batch is not None]
     assert sum(batches) == (plan.request.local_batch or 0) * len(plan.workers), "batches do not add up"
     named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}

@@ -52,6 +52,10 @@ def command(
     if asked.local_batch is not None:
         raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
     training = load_recipe(recipe, settings)
+    if asked.share or training.plan.share:
+        raise InputError("--share (plan.share): a job has its hosts to itself: leave it out")
+    if asked.oversubscribe or training.plan.oversubscribe:
+        raise InputError("--oversubscribe (plan.oversubscribe) tries plans on one host: leave it out of a job")
     plan = make_plan(asked, request_of(training))
     launcher = "srun" if scheduler == "slurm" else "intelmpi" if asked.launcher == "auto" else asked.launcher
     batch = Batch(
@@ -78,7 +82,7 @@ def command(
 
 def _planned(asked: Asked) -> tuple[str, ...]:
     """The planning options, said as settings of the recipe, for the plan that is made on the first host."""
-    names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "balance")
+    names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "openmp", "balance")
     return tuple(f"plan.{name}={value}" for name in names if (value := getattr(asked, name)) is not None)
 
 

@@ -115,6 +115,8 @@ def command(
     check_writable(folder, "--output")
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"output {folder} is there already: name another folder")
+    for warning in (*cluster.warnings, *(text for kind in cluster.kinds for text in kind.plan.warnings)):
+        click.echo(f"warning: {warning}", err=True)
     if launcher is not None:
         if preflight or (preflight is None and len(job.hosts) > 1):
             _preflight(job, launcher, folder)
@@ -133,5 +135,7 @@ def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> Non
         raise InputError("torchrun has to be started on each host: run there what cputrain plan prints, or use mpirun")
     if asked.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    if plan_on_host and asked.share:
+        raise InputError("--share and --plan-on-host exclude each other: leave one out")
     if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
         raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.bind import become, bound_worker
+from affinity.errors import InputError
 from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan, plan_machine
 from affinity.runtime import find_runtime, target_of
@@ -72,11 +73,17 @@ def _remove_scratch() -> None:
 def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
     """Plan this host for its ranks and become the same command, bound. A launcher's own binding is kept: it is then
     the whole host to the planner."""
+    if recipe.plan.share:
+        raise InputError(
+            "plan.share=true, but a launcher has started this rank, which cannot tell its job from others: start "
+            "cputrain train by itself or with cputrain launch --share"
+        )
     machine = this_machine()
     launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
     request = request_of(recipe, nodes=rank.world_size // rank.local_world_size)
     ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
-    plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime(target_of(()), os.environ))
+    runtime = find_runtime(target_of(()), os.environ, openmp=request.openmp)
+    plan = plan_machine(machine, replace(request, ppn=ppn), runtime)
     os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")
     path = Path(os.environ[SCRATCH_VARIABLE]) / "plan.json"
     write_plan(path, plan)
