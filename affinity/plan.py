@@ -1,6 +1,6 @@
 """Request, WorkerPlan, Plan; plan_machine(machine, request) -> Plan. Pure: the same input gives the same plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from affinity import rules
@@ -15,7 +15,7 @@ from affinity.oversubscribe import cut_shared
 from affinity.request import Request, check_request, with_profile
 from affinity.rules import Reason
 from affinity.runtime import Runtime
-from affinity.split import TOO_SLOW, USUAL_BATCH, Unused, split_domain
+from affinity.split import TOO_SLOW, USUAL_BATCH, Split, Unused, split_domain
 from affinity.workload import footprint
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
@@ -104,24 +104,14 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     needs = tuple(need(asked.workload, batch) for batch in batches)
     memories = place(fed, cut.domains, needs)
     check_fit(asked.workload, batches, memories)
-    ccl = ccl_environment(tuple(split.comm for split in splits), asked.comm_threads)
     workers = tuple(
-        WorkerPlan(
-            local_rank=i,
-            compute_pus=split.compute,
-            comm_pus=split.comm,
-            loader_pus=split.loader,
-            memory_policy=memory.policy,
-            memory_nodes=memory.nodes,
-            memory_bytes=peak,
-            intra_op=len(split.compute),
-            inter_op=split.inter_op,
-            local_batch=batch,
-            env=environment(split.compute, runtime, packed=split.packed, pin=asked.pin_threads and not split.lone)
-            + ccl,
-        )
+        _worker(i, split, memory, runtime, pin=asked.pin_threads, local_batch=batch, memory_bytes=peak)
         for i, (split, batch, peak, memory) in enumerate(zip(splits, batches, needs, memories, strict=True))
     )
+    ccl = ccl_environment(
+        tuple(split.comm for split in splits), asked.comm_threads, shared_cores=len(splits) > len(fed.allowed_cores)
+    )
+    workers = tuple(replace(worker, env=worker.env + ccl) for worker in workers)
     for split, memory in zip(splits, memories, strict=True):
         why = (*split.reasons, Reason(what="memory policy", value=memory.policy, why=memory.why))
         reasons += [reason for reason in why if reason not in reasons]
@@ -142,6 +132,32 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     )
     _check(plan)
     return plan
+
+
+def _worker(
+    local_rank: int,
+    split: Split,
+    memory: Memory,
+    runtime: Runtime,
+    *,
+    pin: bool,
+    local_batch: int | None,
+    memory_bytes: int | None,
+) -> WorkerPlan:
+    """A worker; its environment is still without oneCCL's variables, which depend on all workers."""
+    return WorkerPlan(
+        local_rank=local_rank,
+        compute_pus=split.compute,
+        comm_pus=split.comm,
+        loader_pus=split.loader,
+        memory_policy=memory.policy,
+        memory_nodes=memory.nodes,
+        memory_bytes=memory_bytes,
+        intra_op=len(split.compute),
+        inter_op=split.inter_op,
+        local_batch=local_batch,
+        env=environment(split.compute, runtime, packed=split.packed, pin=pin and not split.lone),
+    )
 
 
 def _cut(machine: Machine, asked: Request) -> Cut:
@@ -181,11 +197,14 @@ def _about_batches(
 
 
 def _about_oneccl(workers: tuple[WorkerPlan, ...], decided: dict[str, str]) -> list[Reason]:
-    count = dict(workers[0].env).get("CCL_WORKER_COUNT")
-    if count is None:
-        return []
-    why = decided.get("comm_threads", "one for each PU that communicates; every worker lists those of all workers")
-    return [Reason(what="oneCCL threads per worker", value=count, why=why)]
+    env, reasons = dict(workers[0].env), []
+    if "CCL_WORKER_COUNT" in env:
+        why = decided.get("comm_threads", "one for each PU that communicates; every worker lists those of all workers")
+        reasons.append(Reason(what="oneCCL threads per worker", value=env["CCL_WORKER_COUNT"], why=why))
+    if "CCL_YIELD" in env:
+        why = "workers share cores: a rank that waits leaves its core to another, where MPI and oneCCL would spin"
+        reasons.append(Reason(what="waiting of MPI, oneCCL", value="yields", why=why))
+    return reasons
 
 
 def _merged(unused: list[Unused]) -> list[Unused]:
