@@ -90,7 +90,7 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     fed, starved, limits = rules.within_quota(free)
     reasons += limits
     asked, decided = with_profile(fed, request)
-    runtime, doubts = planned_runtime(runtime, asked.openmp, decided.get("openmp", f"openmp={asked.openmp}"))
+    runtime, doubts = planned_runtime(runtime, asked.openmp, decided.get("openmp", "asked for"))
     proportional = asked.balance == "batch"
     cut = _cut(fed, asked)
     why_ppn = decided.get("ppn", cut.why_count)
