@@ -24,7 +24,7 @@ from affinity.plan import Plan, Request, WorkerPlan, plan_machine
 from affinity.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
 from affinity.rank import LOCAL_RANK_VARIABLES, Rank, discover, local_rank_of
 from affinity.rendezvous import with_rank
-from affinity.runtime import find_runtime, target_of
+from affinity.runtime import find_runtime, target_of, with_libiomp5
 from affinity.sysfs import this_machine
 
 # Tell the command which plan it was bound by, as which of its workers.
@@ -99,6 +99,12 @@ def become(
     if clashes and worker.local_rank == 0:
         print(f"affinity: inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}", file=sys.stderr)
     env = env if rank is None else with_rank(rank, env)
+    if "KMP_BLOCKTIME" in dict(worker.env):
+        try:
+            env = with_libiomp5(env, command)
+        except InputError as error:
+            if worker.local_rank == 0:
+                print(f"affinity: nothing reads the plan's KMP_ variables: {error}", file=sys.stderr)
     env |= {PLAN_VARIABLE: str(plan_path.absolute()), WORKER_VARIABLE: str(worker.local_rank)}
     sys.stdout.flush()
     try:
@@ -109,7 +115,9 @@ def become(
 
 def plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Path:
     """Plan this host and keep the plan in memory. Every worker of a host makes the same plan: planning is pure."""
-    return in_memory(plan_machine(this_machine(), request, find_runtime(target_of(command), env)))
+    return in_memory(
+        plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
+    )
 
 
 def in_memory(plan: Plan) -> Path:
@@ -129,7 +137,8 @@ def plan_of_rank(request: Request, rank: Rank, command: tuple[str, ...]) -> tupl
     launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
     ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
     asked = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
-    return plan_machine(machine, asked, find_runtime(target_of(command), os.environ)), index
+    runtime = find_runtime(target_of(command), os.environ, openmp=asked.openmp)
+    return plan_machine(machine, asked, runtime), index
 
 
 def main(arguments: list[str]) -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.plan import Plan, plan_machine
+from affinity.neighbors import plan_beside
+from affinity.plan import Plan
 from affinity.runtime import find_runtime, target_of
-from affinity.sysfs import this_machine
 from cputrain.data.survey import Survey, survey
 from cputrain.derivation import Numbers, derive
 from cputrain.planning import request_of
@@ -39,7 +39,8 @@ def planned_here(recipe: Recipe) -> Planned:
     weights = recipe.model.weights
     if weights is not None and not Path(weights).is_file():
         raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
-    plan = plan_machine(this_machine(), request_of(recipe), find_runtime(target_of(()), os.environ))
+    runtime = find_runtime(target_of(()), os.environ, openmp=recipe.plan.openmp)
+    plan = plan_beside(request_of(recipe), runtime, share=recipe.plan.share)
     found = survey(recipe.data.path)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
     return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)

@@ -21,6 +21,8 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
         smt=section.smt == "on",
         nodes=nodes,
         profile=section.profile,
+        openmp=section.openmp,
+        oversubscribe=section.oversubscribe,
         balance=section.balance,
         local_batch=recipe.batch.local,
         workload=workload_of(recipe),

@@ -15,6 +15,7 @@ from cputrain.engine import prepare_model
 from cputrain.evaluate import evaluate
 from cputrain.events import Events
 from cputrain.files import write_atomic
+from cputrain.in_use import start_lines
 from cputrain.models.build import build_model
 from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
 from cputrain.schema import Recipe
@@ -48,7 +49,10 @@ def _train(session: Session, *, resume: bool) -> Outcome:
     recipe, rank = session.recipe, session.rank
     bindings = gather(binding_record(session))
     if session.leads:
-        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session), indent=1).encode())
+        environment = describe_environment(session)
+        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
+        parts = {name: environment[name] for name in ("backend", "backend_why", "decoder", "allocator")}
+        print("\n".join(start_lines(**parts, ranks=rank.world_size)), flush=True)
         with Events(recipe.folder) as events:
             events.write(
                 "start", recipe=recipe.name, workers=rank.world_size, backend=session.group.backend, bindings=bindings

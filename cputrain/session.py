@@ -25,6 +25,7 @@ from cputrain.data.normalize import Normalize, choose_normalize
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
+from cputrain.in_use import planned_allocator
 from cputrain.schema import Recipe
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
@@ -187,6 +188,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "backend": session.group.backend,
         "backend_why": session.group.why,
         "decoder": session.decoder,
+        "allocator": planned_allocator(os.environ),
         "torch_build": torch.__config__.show().split("\n"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),

@@ -51,6 +51,8 @@ def start(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path |
     """What starts `command` as every rank of the job; its files lie in the folder, None: it needs no files."""
     if job.binder == "launcher" and len(job.kinds) > 1:
         raise InputError("--bind launcher gives all hosts the same masks: hosts of several kinds need --bind self")
+    if job.binder == "launcher" and any(kind.plan.oversubscribed for kind in job.kinds):
+        raise InputError("--bind launcher: launchers give each rank cores of its own: leave it or --oversubscribe out")
     if job.binder == "launcher" and launcher.kind == "torchrun":
         raise InputError("torchrun binds nobody: leave --bind launcher out")
     return LAUNCHERS[launcher.kind](job, launcher, command, folder)
@@ -121,7 +123,8 @@ def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | 
     pin = "none"
     if job.binder == "launcher":
         pin = "mask_cpu:" + ",".join(format_mask(worker.pus) for worker in job.plan.workers)
-    pus = len(job.plan.machine.allowed_pus) // job.ppn
+    pus = max(1, len(job.plan.machine.allowed_pus) // job.ppn)
+    crowded = ("--overcommit",) if job.ppn > len(job.plan.machine.allowed_pus) else ()
     names = (Host(name=host) for host in job.hosts)
     files = () if folder is None else ((folder / "hosts", format_hosts(names, "plain")),)
     where = f"--nodelist={','.join(job.hosts)}" if folder is None else f"--nodefile={folder / 'hosts'}"
@@ -129,7 +132,7 @@ def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | 
         argv=(
             *(launcher.program, f"--nodes={len(job.hosts)}", f"--ntasks={job.world_size}"),
             *(f"--ntasks-per-node={job.ppn}", f"--cpus-per-task={pus}", "--exclusive", where),
-            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *command),
+            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *crowded, *command),
         ),
         variables=(*launcher.variables, *rank_variables(job)),
         files=files,

@@ -108,13 +108,16 @@ def command(
         tell_format(asked, launcher)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
     how = {"verify": not no_verify, "keep_env": keep_env, "plan_on_host": plan_on_host}
-    job = _job(asked, cluster_of(asked, base, cmd), cmd, folder, **how)
+    cluster = cluster_of(asked, base, cmd)
+    job = _job(asked, cluster, cmd, folder, **how)
     if dry_run:
         _show(job, launcher, folder)
         return 0
     check_writable(folder, "--output")
     folder = new_folder(folder, named=output is not None)
     job = replace(job, plan_path=folder / PLAN, log_dir=folder / LOGS)
+    for warning in (*cluster.warnings, *(text for kind in cluster.kinds for text in kind.plan.warnings)):
+        click.echo(f"warning: {warning}", err=True)
     if launcher is not None:
         if preflight or (preflight is None and len(job.hosts) > 1):
             _preflight(job, launcher, folder)
@@ -207,5 +210,7 @@ def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> Non
         raise InputError("torchrun has to be started on each host: run there what cputrain plan prints, or use mpirun")
     if asked.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    if plan_on_host and asked.share:
+        raise InputError("--share and --plan-on-host exclude each other: leave one out")
     if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
         raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")

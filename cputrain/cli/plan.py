@@ -108,6 +108,7 @@ def command(
             raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
         training = load_recipe(recipe, settings)
         base = request_of(training)
+        asked = replace(asked, share=asked.share or training.plan.share)
     asked = with_kinds(asked, kinds)
     cluster = cluster_of(asked, base)
     job = Job(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from affinity.bind import become, bound_worker, plan_of_rank
+from affinity.errors import InputError
 from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan
 from affinity.rank import Rank, discover
@@ -68,6 +69,11 @@ def _remove_scratch() -> None:
 
 def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
     """Plan this host for its ranks and become the same command, bound."""
+    if recipe.plan.share:
+        raise InputError(
+            "plan.share=true, but a launcher has started this rank, which cannot tell its job from others: start "
+            "cputrain train by itself or with cputrain launch --share"
+        )
     plan, index = plan_of_rank(request_of(recipe), rank, command=())
     os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")
     path = Path(os.environ[SCRATCH_VARIABLE]) / "plan.json"

@@ -54,4 +54,6 @@ def command(
     if dry_run:
         click.echo("\n" + picture(planned.plan))
         return 0
+    for warning in planned.plan.warnings:
+        click.echo(f"warning: {warning}")
     return train_here(planned, resume=resume, overwrite=overwrite, verify=not no_verify)
