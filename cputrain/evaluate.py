@@ -1,5 +1,6 @@
 """Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,8 @@ class Accuracy:
     damaged: tuple[str, ...]
 
 
-def evaluate(model: nn.Module, session: Session) -> Accuracy:
-    """Evaluate on val/, each image once; damaged images do not count."""
+def evaluate(model: nn.Module, session: Session, step: Callable[[], None] = lambda: None) -> Accuracy:
+    """Evaluate on val/, each image once; damaged images do not count. `step` is called after each of this rank's batches."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
@@ -40,6 +41,7 @@ def evaluate(model: nn.Module, session: Session) -> Accuracy:
             hits5 += float((in_top(logits, batch.labels, 5) * batch.weights).sum())
             count += float(batch.weights.sum())
             damaged += batch.damaged
+            step()
     model.train()
     loss_sum, hits1, hits5, count = total(loss_sum, hits1, hits5, count)
     readable = max(count, 1.0)

@@ -3,6 +3,7 @@
 import pickle
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from affinity.errors import InputError
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, without running any code in it. Raises InputError."""
+def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """What torch.save wrote, without running any code in it; `mapped` reads only what is used, for as long as the file
+    stays as it is. Raises InputError."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise InputError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(state, dict):
