@@ -27,9 +27,9 @@ def refusal(error: OSError) -> str | None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise InputError where a folder cannot be made or written to; leaves nothing there. `option` is what has named it.
+    """Raise InputError where a folder cannot be made or written to; leaves nothing there.
 
-    Folders are made inside those that are there, never directly under /.
+    Folders are made inside those that are there, never directly under /. `option` is what has named this one.
     """
     # Path.exists raises where a folder is not to be searched.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110

@@ -27,7 +27,7 @@ class Accuracy:
 
 
 def evaluate(model: nn.Module, session: Session, step: Callable[[], None] = lambda: None) -> Accuracy:
-    """Evaluate on val/, each image once; damaged images do not count. `step` is called after each of this rank's batches."""
+    """Evaluate on val/, each image once; damaged images do not count. `step` is called after each of its batches."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()

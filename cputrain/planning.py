@@ -28,7 +28,7 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:
-    """The recipe without what only a training asks of the training images: to fill a global batch, to come in blocks."""
+    """The recipe without what a training asks of its images: to fill a global batch, to come in blocks."""
     changes = {
         "batch": BatchSection(local=1),
         "evaluate": recipe.evaluate.model_copy(update={"batch": recipe.evaluate.batch or recipe.batch.local}),

@@ -94,15 +94,12 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(place: Path) -> None:
-    asked = {
-        "/proc/x": "no folder can be made in /proc: ",
-        "/cputrain-nowhere/a": "/cputrain-nowhere is not there: make",
-    }
-    for output, told in asked.items():
-        if os.geteuid() != 0:
-            told = "may not be written to"
-        done = cputrain(*TRAIN.split(), f"output={output}", cwd=place)
-        assert refused(done).startswith(f"cputrain: output {output}: ") and told in done.stderr
+    proc, top = "no folder can be made in /proc: ", "/cputrain-nowhere is not there: make it first"
+    if os.geteuid() != 0:
+        proc = top = "may not be written to"
+    for output, told in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
+        said = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
+        assert said.startswith(f"cputrain: output {output}: ") and told in said
     assert not Path("/cputrain-nowhere").exists()
     check_writable(place / "new/folders/inside", "output")
     assert not (place / "new").exists() and not list(place.glob(".cputrain-*"))
