@@ -7,6 +7,9 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
+
+from torch import nn
 
 from affinity.errors import InputError
 from affinity.observe import Observed
@@ -57,30 +60,32 @@ def eval_rank(
     session = start_session(recipe, rank, worker, observed, check=check)
     network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
     prepare_model(network, recipe.engine, recipe.precision)
+    progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
     for path in checkpoints:
-        step = load_judged(path, network)
-        if len(set(gather((path, step)))) > 1:
-            raise InputError(f"ranks find different checkpoints in {path}: put it where all hosts see it, unchanged")
         if session.leads and len(checkpoints) > 1 and not as_json:
             print(path, flush=True)
-        lines = sys.stderr if as_json else sys.stdout
-        started = time.perf_counter()
-        with closing(
-            EvaluationProgress(evaluation_steps(session), shown=session.leads, bar=bar, lines=lines)
-        ) as progress:
-            accuracy = evaluate(network, session, progress.step)
-        damaged = tuple(sorted(name for names in gather(accuracy.damaged) for name in names))
-        seconds = time.perf_counter() - started
-        one = Evaluated(checkpoint=path, step=step, accuracy=accuracy, damaged=damaged, seconds=seconds)
-        results.append(one)
+        results.append(_evaluated(path, network, session, **progress))
         if session.leads and not as_json:
-            print(said(one), flush=True)
+            print(said(results[-1]), flush=True)
     if session.leads and as_json:
         print(json.dumps(as_data(session, results), indent=1), flush=True)
     elif session.leads and len(results) > 1:
         print("\n" + columns([HEAD, *map(row, results)]), flush=True)
     end_group(session.group)
+
+
+def _evaluated(path: Path, network: nn.Module, session: Session, *, bar: bool, lines: TextIO) -> Evaluated:
+    step = load_judged(path, network)
+    if len(set(gather((path, step)))) > 1:
+        raise InputError(f"ranks find different checkpoints in {path}: put it where all hosts see it, unchanged")
+    started = time.perf_counter()
+    shown = EvaluationProgress(evaluation_steps(session), shown=session.leads, bar=bar, lines=lines)
+    with closing(shown):
+        accuracy = evaluate(network, session, shown.step)
+    damaged = tuple(sorted(name for names in gather(accuracy.damaged) for name in names))
+    seconds = time.perf_counter() - started
+    return Evaluated(checkpoint=path, step=step, accuracy=accuracy, damaged=damaged, seconds=seconds)
 
 
 HEAD = ("checkpoint", "step", "top-1 %", "top-5 %", "loss", "s")
