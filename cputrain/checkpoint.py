@@ -64,7 +64,6 @@ def load_checkpoint(path: Path, learner: Learner) -> Progressed:
     _load(path, state, "model", learner.network)
     if learner.mean is not None:
         _load(path, state, "mean", learner.mean)
-    _check_optimizer(path, state["optimizer"], learner.optimizer.state_dict())
     learner.optimizer.load_state_dict(state["optimizer"])
     return Progressed(step=state["step"], top1=state["top1"])
 
@@ -84,13 +83,6 @@ def _state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     if not {"model", "optimizer", "step", "top1"} <= state.keys():
         raise InputError(f"{path} is no checkpoint of a training: model.weights starts from such files")
     return state
-
-
-def _check_optimizer(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise InputError where a checkpoint's optimizer is another one: torch would take its state and fail later."""
-    options, wanted = ([sorted(group) for group in state["param_groups"]] for state in (theirs, ours))
-    if options != wanted:
-        raise InputError(f"checkpoint {path} is of another optimizer: set optim as it was trained")
 
 
 def _load(path: Path, state: dict[str, Any], what: str, network: nn.Module) -> None:

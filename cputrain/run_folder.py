@@ -171,7 +171,7 @@ def _given_paths(recipe: Recipe) -> str:
         "output": str(recipe.folder),
     }
     relative = [f"{key}={json.dumps(path)}" for key, path in given.items() if path and not Path(path).is_absolute()]
-    return f"# in {json.dumps(str(Path.cwd()))} given as: {', '.join(relative)}\n" if relative else ""
+    return f"# Paths as given in {json.dumps(str(Path.cwd()))}: {', '.join(relative)}\n" if relative else ""
 
 
 def write_plan(path: Path, plan: Plan) -> None:

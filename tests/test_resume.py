@@ -77,6 +77,8 @@ def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> No
     assert said.count(told) == 1, said
     recipe = load_recipe(str(place / "run/recipe.yaml"))
     assert (recipe.name, recipe.max_steps) == ("other", steps), "what is resumed with is what the folder holds"
+    given = f'# Paths as given in "{place}": data.path="images", output="run"'
+    assert (place / "killed/recipe.yaml").read_text().splitlines()[0] == given
     assert [e["step"] for e in read_events(place / "run") if e["event"] == "step"] == list(range(1, steps + 1))
 
 
