@@ -1,5 +1,6 @@
 """Exact top-1 and top-5 over every image of a split once, whatever the number of workers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,10 @@ class Accuracy:
     damaged: tuple[str, ...]
 
 
-def evaluate(model: nn.Module, session: Session, split: str = "val") -> Accuracy:
-    """Evaluate on a split, each image once; damaged images do not count."""
+def evaluate(
+    model: nn.Module, session: Session, split: str = "val", step: Callable[[], None] = lambda: None
+) -> Accuracy:
+    """Evaluate on a split, each image once; damaged images do not count. `step` is called after each of its batches."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
@@ -40,6 +43,7 @@ def evaluate(model: nn.Module, session: Session, split: str = "val") -> Accuracy
             hits5 += float((in_top(logits, batch.labels, 5) * batch.weights).sum())
             count += float(batch.weights.sum())
             damaged += batch.damaged
+            step()
     model.train()
     loss_sum, hits1, hits5, count = total(loss_sum, hits1, hits5, count)
     readable = max(count, 1.0)

@@ -21,6 +21,8 @@ class EvaluateSection(Section):
 
     every_epochs: Positive | None = 1
     """Evaluate after this many epochs; null: at the end only."""
+    batch: Positive | None = None
+    """Images per worker and forward pass of an evaluation; null: batch.local."""
 
 
 class CheckpointSection(Section):
