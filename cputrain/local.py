@@ -9,7 +9,7 @@ from affinity.errors import InputError
 from affinity.plan import Plan, plan_machine
 from affinity.runtime import find_runtime, target_of
 from affinity.sysfs import this_machine
-from cputrain.data.survey import Survey, survey
+from cputrain.data.survey import Survey, survey_recipe
 from cputrain.derivation import Numbers, derive
 from cputrain.planning import request_of
 from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
@@ -40,7 +40,7 @@ def planned_here(recipe: Recipe) -> Planned:
     if weights is not None and not Path(weights).is_file():
         raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
     plan = plan_machine(this_machine(), request_of(recipe), find_runtime(target_of(()), os.environ))
-    found = survey(recipe.data.path)
+    found = survey_recipe(recipe)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
     return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)
 

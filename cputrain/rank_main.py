@@ -51,15 +51,22 @@ def _train(session: Session, *, resume: bool) -> Outcome:
         write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session), indent=1).encode())
         with Events(recipe.folder) as events:
             events.write(
-                "start", recipe=recipe.name, workers=rank.world_size, backend=session.group.backend, bindings=bindings
+                "start",
+                recipe=recipe.name,
+                data=recipe.data.kind,
+                workers=rank.world_size,
+                backend=session.group.backend,
+                bindings=bindings,
             )
             outcome = train(session, events, resume=resume)
             accuracy = outcome.accuracy
             events.write(
                 "end",
                 step=outcome.step,
+                data=recipe.data.kind,
                 top1=accuracy.top1 if accuracy else None,
                 top5=accuracy.top5 if accuracy else None,
+                val_loss=accuracy.loss if accuracy else None,
                 steps=outcome.step,
                 images=session.numbers.images_until(outcome.step),
                 time_to_train_s=outcome.total_s,
@@ -74,7 +81,7 @@ def eval_rank(
 ) -> None:
     """Evaluate a checkpoint as one rank; rank 0 prints."""
     session = start_session(recipe, rank, worker, observed, check=check)
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
+    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
     prepare_model(network, recipe.engine, recipe.precision)
     load_judged(checkpoint, network)
     accuracy = evaluate(network, session)
@@ -82,8 +89,11 @@ def eval_rank(
     if session.leads:
         if damaged:
             print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")
-        print(f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  loss {accuracy.loss:.4f}")
-        print(f"{accuracy.images:,} images, each once")
+        if accuracy.top1 is not None:
+            print(f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  loss {accuracy.loss:.4f}")
+        else:
+            print(f"loss {accuracy.loss:.4f}")
+        print(f"{accuracy.images:,} {recipe.data.kind}, each once")
     end_group(session.group)
 
 
@@ -102,6 +112,12 @@ def _say_end(session: Session, outcome: Outcome) -> None:
         return
     print(f"total training time  {outcome.trained_s:.1f} s (updates only)")
     print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
-    print(f"top-1                {accuracy.top1:.2f} %")
-    print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
+    kind = session.recipe.data.kind
+    if accuracy.top1 is not None:
+        print(f"top-1                {accuracy.top1:.2f} %")
+        print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} {kind}, each once)")
+    elif accuracy.images:
+        print(f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)")
+    else:
+        print(f"data                 {kind}: nothing to evaluate")
     print(f"report               {write_report(session.recipe.folder)}")

@@ -43,7 +43,7 @@ def check_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
 
 def recipe_difference(new: Recipe, old: Recipe) -> str:
     """The sections in which two recipes differ, as "key: old -> new"; empty when they are the same."""
-    a, b = old.model_dump(), new.model_dump()
+    a, b = old.model_dump(by_alias=True), new.model_dump(by_alias=True)
     parts = []
     for key in a:
         if isinstance(a[key], dict):

@@ -28,7 +28,7 @@ def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
     assert load_recipe(str(tmp_path / "again.yaml")) == recipe
 
 
-HEAD = re.compile(r"# On ([\d,]+) host\(s\) with (\d+) worker\(s\) each, ([\d,]+) images:\n((?:#  .*\n)+)")
+HEAD = re.compile(r"# On ([\d,]+) host\(s\) with (\d+) worker\(s\) each, ([\d,]+) (?:images|points):\n((?:#  .*\n)+)")
 
 
 @pytest.mark.parametrize("name", recipe_names())

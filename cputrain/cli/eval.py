@@ -12,6 +12,7 @@ from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.local import planned_here
 from cputrain.recipe import load_recipe
 from cputrain.run_folder import write_plan
+from cputrain.schema.data import SYNTHETIC
 from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
@@ -25,6 +26,8 @@ from mpi.run import run_local
 def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify: bool) -> int:
     """Top-1 and top-5 of a checkpoint over every validation image once."""
     training = load_recipe(recipe, settings)
+    if training.data.path == SYNTHETIC:
+        raise InputError(f"data.path={SYNTHETIC} has random labels, nothing to evaluate: set data.path=DIR")
     if not checkpoint.is_file():
         raise InputError(f"checkpoint {checkpoint} is not there: a run keeps its own in checkpoints/")
     rank = this_rank()

@@ -59,7 +59,7 @@ def command(
         recipe=dump_recipe(training.model_copy(update={"output": ""})),
         settings=_planned(asked),
         output=str(training.folder),
-        data=training.data.path,
+        data=None if training.data.generated else training.data.path,
         nodes=len(asked.hosts),
         ppn=len(plan.workers),
         pus_per_node=len(plan.machine.allowed_pus),

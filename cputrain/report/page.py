@@ -37,12 +37,20 @@ def _summary(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     end = next((e for e in reversed(events) if e["event"] == "end"), None)
     if end is None:
         return [("status", "not finished")]
-    if end["top1"] is None:
+    if end["status"] != "done":
         return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on")]
+    kind, loss = end.get("data", "images"), end.get("val_loss")
     return [
         ("status", end["status"]),
-        ("top-1", f"{end['top1']:.2f} %"),
-        ("top-5", f"{end['top5']:.2f} %"),
+        *([("data", kind)] if kind != "images" else []),
+        *(
+            [
+                (name, f"{end[key]:.2f} %")
+                for name, key in (("top-1", "top1"), ("top-5", "top5"))
+                if end[key] is not None
+            ]
+        ),
+        *([("validation loss", f"{loss:.4f}")] if loss is not None else []),
         ("steps", f"{end['steps']:,}"),
         ("images", f"{end['images']:,}"),
         ("time to train", f"{end['time_to_train_s']:.1f} s"),
