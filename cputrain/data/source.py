@@ -5,7 +5,6 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from cputrain.data import folder
-from cputrain.data.generated import line, synthetic
 from cputrain.data.idx import open_mnist
 from cputrain.data.imagenet import TRAIN, members, open_imagenet
 from cputrain.data.images import Dataset, Files, Images, Spans, split_off
@@ -21,6 +20,8 @@ TORCHVISION = "torchvision:"
 
 def open_data(recipe: Recipe) -> Dataset:
     """What a recipe trains on, be it read or generated. Raises InputError that names what is missing or wrong."""
+    if recipe.data.generated:
+        from cputrain.data.generated import line, synthetic  # torch: only where it is needed
     if recipe.data.path == SYNTHETIC:
         largest = max([recipe.data.crop, *(phase.crop for phase in recipe.phases if phase.crop)])
         return synthetic(survey_recipe(recipe), largest, recipe.seed)
