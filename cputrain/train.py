@@ -107,7 +107,7 @@ def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, 
         _report_epoch(
             training, epoch, sums, accuracy, seconds, numbers.images_until(training.step) - numbers.images_until(first)
         )
-        better = accuracy is not None and not accuracy.score <= training.best_top1
+        better = accuracy is not None and accuracy.images > 0 and not accuracy.score <= training.best_top1
         if accuracy is not None and better:
             training.best_top1 = accuracy.score
         if session.leads and (ends or better or due(epoch, recipe.checkpoint.every_epochs)):
