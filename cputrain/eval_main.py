@@ -17,6 +17,7 @@ from affinity.plan import WorkerPlan
 from affinity.rank import Rank
 from cputrain.checkpoint import load_judged
 from cputrain.comm.group import end_group, gather
+from cputrain.data.survey import Survey
 from cputrain.engine import prepare_model
 from cputrain.evaluate import Accuracy, evaluate
 from cputrain.feed import evaluation_batch, evaluation_steps
@@ -38,9 +39,9 @@ class Evaluated:
     seconds: float
 
 
-def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, classes: int) -> None:
+def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, found: Survey) -> None:
     """Raise InputError where one of the files is no checkpoint or its weights are not those of the recipe's network."""
-    network = build_model(recipe.model, classes, recipe.data.crop)
+    network = build_model(recipe.model, len(found.classes), recipe.data.crop, found.features)
     for path in paths:
         load_judged(path, network)
 
@@ -58,7 +59,7 @@ def eval_rank(
 ) -> None:
     """Evaluate checkpoints one after another as one rank; rank 0 prints."""
     session = start_session(recipe, rank, worker, observed, check=check)
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
+    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
     prepare_model(network, recipe.engine, recipe.precision)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
@@ -67,7 +68,7 @@ def eval_rank(
             print(path, flush=True)
         results.append(_evaluated(path, network, session, **progress))
         if session.leads and not as_json:
-            print(said(results[-1]), flush=True)
+            print(said(results[-1], recipe.data.kind), flush=True)
     if session.leads and as_json:
         print(json.dumps(as_data(session, results), indent=1), flush=True)
     elif session.leads and len(results) > 1:
@@ -93,16 +94,18 @@ HEAD = ("checkpoint", "step", "top-1 %", "top-5 %", "loss", "s")
 
 def row(one: Evaluated) -> tuple[str, ...]:
     """A line of the table of several checkpoints."""
-    numbers = (f"{one.accuracy.top1:.2f}", f"{one.accuracy.top5:.2f}", f"{one.accuracy.loss:.4f}", f"{one.seconds:.1f}")
-    return (str(one.checkpoint), f"{one.step:,}", *numbers)
+    percents = ("" if value is None else f"{value:.2f}" for value in (one.accuracy.top1, one.accuracy.top5))
+    return (str(one.checkpoint), f"{one.step:,}", *percents, f"{one.accuracy.loss:.4f}", f"{one.seconds:.1f}")
 
 
-def said(one: Evaluated) -> str:
-    """What came of one checkpoint."""
+def said(one: Evaluated, kind: str) -> str:
+    """What came of one checkpoint; `kind` is the recipe's data.kind."""
     accuracy = one.accuracy
+    percents = {"top-1": accuracy.top1, "top-5": accuracy.top5}
+    figures = [f"{name} {value:.2f} %" for name, value in percents.items() if value is not None]
     lines = [
-        f"step {one.step:,}  top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  loss {accuracy.loss:.4f}",
-        f"{accuracy.images:,} images, each once, {one.seconds:.1f} s ({accuracy.images / one.seconds:.1f} img/s)",
+        "  ".join([f"step {one.step:,}", *figures, f"loss {accuracy.loss:.4f}"]),
+        f"{accuracy.images:,} {kind}, each once, {one.seconds:.1f} s ({accuracy.images / one.seconds:.1f} a second)",
     ]
     if one.damaged:
         lines.insert(0, f"warning: {len(one.damaged)} damaged image(s) left out: {'; '.join(one.damaged[:3])}")

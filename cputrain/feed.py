@@ -8,6 +8,7 @@ import numpy as np
 from cputrain.data.augment import augment, changes
 from cputrain.data.blocks import BlockReader, block_order
 from cputrain.data.decode import Pixels
+from cputrain.data.generated import Points, SyntheticImages
 from cputrain.data.loader import Batch, batches
 from cputrain.data.order import Order, epoch_order, evaluation_share, rank_share, sample_generator
 from cputrain.data.shards import Shards
@@ -27,6 +28,9 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
     else:
         order = epoch_order(len(images), seed, epoch)[: numbers.used]
     shares = [rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop)]
+    passes = (part for share in shares for part in np.array_split(share, numbers.passes))
+    if isinstance(images, Points):
+        return images.batches(passes)
     if length and isinstance(images, Shards):
         images = BlockReader(images, length, np.concatenate(shares))
     short_side = round(data.short_side * now.crop / data.crop)
@@ -40,7 +44,10 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
         return training_look(now.crop, draw, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
 
     def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: Pixels) -> list[str | None]:
-        problems = session.decode(encoded, [look(image) for image in numbers], places)
+        if isinstance(images, SyntheticImages):
+            problems = images.fill(numbers, places)
+        else:
+            problems = session.decode(encoded, [look(image) for image in numbers], places)
         if changes(data.augment):
             for image, place, problem in zip(numbers, places, problems, strict=True):
                 if problem is None:
@@ -49,7 +56,7 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
 
     return batches(
         images,
-        (part for share in shares for part in np.array_split(share, recipe.batch.accumulation)),
+        passes,
         decode,
         crop=now.crop,
         threads=session.loader_threads,
@@ -76,13 +83,16 @@ def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
     data, images = session.recipe.data, session.dataset.splits[split]
     look = evaluation_look(data.short_side, data.crop)
     share, size = _evaluation_share(session, split), evaluation_batch(session)
+    parts = (share[i : i + size] for i in range(0, len(share), size))
+    if isinstance(images, Points):
+        return images.batches(parts)
 
     def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
         return session.decode(encoded, [look] * len(encoded), places)
 
     return batches(
         images,
-        (share[i : i + size] for i in range(0, len(share), size)),
+        parts,
         decode,
         crop=data.crop,
         threads=session.loader_threads,

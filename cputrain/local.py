@@ -10,7 +10,7 @@ from affinity.errors import InputError
 from affinity.neighbors import plan_beside
 from affinity.plan import Plan
 from affinity.runtime import find_runtime, target_of
-from cputrain.data.survey import Survey, survey
+from cputrain.data.survey import Survey, survey_recipe
 from cputrain.derivation import Numbers, derive
 from cputrain.planning import request_of
 from cputrain.resume import Facts
@@ -55,7 +55,7 @@ def planned_here(recipe: Recipe, *, resume: bool = False) -> Planned:
     if weights is not None and not resume and not Path(weights).is_file():
         raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
     plan = plan_here(recipe)
-    found = survey(recipe.data.path)
+    found = survey_recipe(recipe)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
     return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)
 

@@ -61,6 +61,7 @@ def _train(session: Session, *, resume: bool) -> Outcome:
         events.write(
             "start",
             recipe=recipe.name,
+            data=recipe.data.kind,
             backend=session.group.backend,
             bindings=bindings,
             **_facts(session).as_fields(),
@@ -70,8 +71,10 @@ def _train(session: Session, *, resume: bool) -> Outcome:
         events.write(
             "end",
             step=outcome.step,
+            data=recipe.data.kind,
             top1=accuracy.top1 if accuracy else None,
             top5=accuracy.top5 if accuracy else None,
+            val_loss=accuracy.loss if accuracy else None,
             test_top1=test.top1 if test else None,
             test_top5=test.top5 if test else None,
             steps=outcome.step,
@@ -120,9 +123,15 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     print(f"time to train        {spent.training_s:.1f} s{over} (with evaluations and checkpoints)")
     if several:
         print(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, waits included)")
-    print(f"top-1                {accuracy.top1:.2f} %")
-    print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
-    if test := outcome.test:
+    kind = session.recipe.data.kind
+    if accuracy.top1 is not None:
+        print(f"top-1                {accuracy.top1:.2f} %")
+        print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} {kind}, each once)")
+    elif accuracy.images:
+        print(f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)")
+    else:
+        print(f"data                 {kind}: nothing to evaluate")
+    if (test := outcome.test) and test.top1 is not None:
         print(f"test top-1           {test.top1:.2f} %")
-        print(f"test top-5           {test.top5:.2f} %  ({test.images} images, each once, with the last weights)")
+        print(f"test top-5           {test.top5:.2f} %  ({test.images} {kind}, each once, with the last weights)")
     print(f"report               {write_report(session.recipe.folder)}")

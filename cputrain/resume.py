@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "data.decoder",
     "data.on_error",
     "data.train_images",
+    "data.prepare",
     "batch",
     "max_steps",
     "on_nan",
@@ -57,7 +58,7 @@ class Facts:
 
 def differences(old: Recipe, new: Recipe) -> Differences:
     """The keys in which two recipes differ, relative paths taken from this folder; a run's folder may move."""
-    a, b = (_flat(with_absolute_paths(recipe).model_dump(exclude={"output"})) for recipe in (old, new))
+    a, b = (_flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"})) for recipe in (old, new))
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
@@ -102,18 +103,11 @@ def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: F
     if now.global_batch != before.global_batch:
         return (
             f"--resume: {now.workers} worker(s) make a global batch of {now.global_batch:,}, the run in {folder} has "
-            f"{before.global_batch:,} ({before.workers} workers): {_same_batch(new, before, now)}"
+            f"{before.global_batch:,} ({before.workers} workers): set batch.global={before.global_batch}"
+        )
+    if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
+        return (
+            f"--resume: optim.scale_rate_by=workers, and {now.workers} worker(s) instead of {before.workers} would "
+            f"change the learning rate of the run in {folder}: start {before.workers} workers again"
         )
     return None
-
-
-def _same_batch(recipe: Recipe, before: Facts, now: Facts) -> str:
-    """The settings that make the earlier global batch with the workers that there are now."""
-    wanted, passes = before.global_batch, recipe.batch.accumulation
-    if wanted % (now.workers * recipe.batch.local) == 0:
-        return f"set batch.accumulation={wanted // (now.workers * recipe.batch.local)}"
-    if wanted % (now.workers * passes) == 0:
-        return f"set batch.local={wanted // (now.workers * passes)}"
-    if wanted % now.workers == 0:
-        return f"set batch.local={wanted // now.workers} batch.accumulation=1"
-    return f"start {before.workers} workers, or a number that divides {wanted:,}"

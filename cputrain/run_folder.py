@@ -140,10 +140,13 @@ def finished(folder: Path, last_step: int) -> str | None:
     if not ended or ended[-1]["steps"] < last_step:
         return None
     end = ended[-1]
-    return (
-        f"{folder} is finished: {end['steps']:,} steps, top-1 {end['top1']:.2f} %, top-5 {end['top5']:.2f} %; nothing "
-        "is left to train, nothing was written"
-    )
+    figures = [
+        f"{name} {end[key]:.2f} %" for name, key in (("top-1", "top1"), ("top-5", "top5")) if end[key] is not None
+    ]
+    if not figures and end.get("val_loss") is not None:
+        figures = [f"validation loss {end['val_loss']:.4f}"]
+    told = ", ".join([f"{end['steps']:,} steps", *figures])
+    return f"{folder} is finished: {told}; nothing is left to train, nothing was written"
 
 
 def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:

@@ -58,6 +58,8 @@ class Result:
     top5: float | None = None
     images_per_s: float | None = None
     seconds: float | None = None
+    val_loss: float | None = None
+    data: str = "images"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,7 @@ def result_of(variant: Variant, folder: Path, status: int) -> Result:
     events = read_events(folder) if (folder / FILE).is_file() else []
     epochs = [event for event in events if event["event"] == "epoch"]
     judged = [event for event in epochs if event["val_top1"] is not None]
+    start = next((event for event in events if event["event"] == "start"), {})
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == "done"
     return Result(
@@ -136,6 +139,8 @@ def result_of(variant: Variant, folder: Path, status: int) -> Result:
         top5=end["top5"] if done and end else None,
         images_per_s=median(event["images_per_s"] for event in epochs) if epochs else None,
         seconds=end["time_to_train_s"] if end else None,
+        val_loss=end.get("val_loss") if done and end else None,
+        data=start.get("data", "images"),
     )
 
 
@@ -148,21 +153,27 @@ def grouped(results: Iterable[Result]) -> tuple[Group, ...]:
 
 
 def table(groups: Sequence[Group]) -> str:
-    """One line a group: top-1 as mean and range over its seeds, img/s, seconds, and what failed."""
-    head = ("training", "top-1 %", "best epoch %", "img/s", "s", "")
+    """One line a group: top-1 as mean and range over its seeds, img/s, seconds, and what failed or is not real data.
+
+    Without classes the validation loss is there in place of top-1.
+    """
+    regression = any(result.data == "points" for group in groups for result in group.results)
+    head = ("training", "val loss" if regression else "top-1 %", "best epoch %", "img/s", "s", "")
     rows = [head]
     for group in groups:
-        ended = [result for result in group.results if result.top1 is not None]
-        failed = [result.status for result in group.results if result.top1 is None]
+        ended = [result for result in group.results if result.status == "done"]
+        failed = [result.status for result in group.results if result.status != "done"]
+        losses = [result.val_loss for result in ended if result.val_loss is not None]
+        generated = {result.data for result in ended} & {"synthetic data"}
         best = [max(result.top1s) for result in ended if result.top1s]
         rows.append(
             (
                 group.label,
-                spread(group.top1s),
+                spread(losses, 4) if regression else spread(group.top1s),
                 spread(best),
                 _mean(result.images_per_s for result in ended),
                 _mean(result.seconds for result in ended),
-                f"{len(failed)} {failed[0]}" if failed else "",
+                f"{len(failed)} {failed[0]}" if failed else "".join(generated),
             )
         )
     return columns(rows)
@@ -185,9 +196,9 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 2) -> str:
     """Mean, and the range where there are several values: "98.41 (98.30-98.52)"."""
     if not values:
         return ""
-    several = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
-    return f"{mean(values):.2f}{several}"
+    several = f" ({min(values):.{digits}f}-{max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{several}"

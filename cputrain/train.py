@@ -24,7 +24,9 @@ from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import rate_of
 from cputrain.phases import now_at
 from cputrain.progress import Progress
+from cputrain.rates import rate_warning
 from cputrain.run_folder import CHECKPOINTS, list_checkpoints
+from cputrain.schema import Recipe
 from cputrain.session import Session
 from cputrain.update import Learner, Step, Sums, make_learner, update
 
@@ -34,7 +36,7 @@ MOST_ROLLBACKS = 3  # to one checkpoint
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """All that changes while training; `step` counts the updates done."""
+    """All that changes while training; `step` counts the updates done, `best_top1` is the best Accuracy.score."""
 
     session: Session
     learner: Learner
@@ -67,6 +69,8 @@ def train(training: Training) -> Outcome:
     Raises RunError when the loss is no longer finite, or at a damaged image where the recipe wants that.
     """
     session = training.session
+    if warning := rate_warning(session.recipe, global_batch=session.numbers.global_batch):
+        _warn(training, warning)
     if session.recipe.precision == "bf16" and session.leads and (speedup := bf16_speedup()) < 1:
         _warn(training, f"a convolution takes {1 / speedup:.1f} times longer in bf16 than in float32 on this CPU")
     gc.freeze()  # what the libraries have made stays: looking through it again and again takes the loader's time
@@ -113,9 +117,9 @@ def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, 
         _report_epoch(
             training, epoch, sums, accuracy, seconds, numbers.images_until(training.step) - numbers.images_until(first)
         )
-        better = accuracy is not None and not accuracy.top1 <= training.best_top1
+        better = accuracy is not None and accuracy.images > 0 and not accuracy.score <= training.best_top1
         if accuracy is not None and better:
-            training.best_top1 = accuracy.top1
+            training.best_top1 = accuracy.score
         if session.leads and (ends or better or due(epoch, recipe.checkpoint.every_epochs)):
             _save(training, best=better)
         dist.barrier()  # nobody runs ahead of rank 0's writing
@@ -131,7 +135,7 @@ def begin(session: Session, events: Events | None, *, resume: bool) -> Training:
     """The network and all that changes with it, from the run's last checkpoint or anew. `events` is rank 0's alone."""
     recipe, numbers = session.recipe, session.numbers
     saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
+    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
     if recipe.model.weights is not None and not saved:
         _start_from(network, Path(recipe.model.weights), session)
     prepare_model(network, recipe.engine, recipe.precision)
@@ -253,11 +257,14 @@ def _report_epoch(
         mine = sums.damaged + list(accuracy.damaged if accuracy else ())
         names = sorted(name for rank_names in gather(mine) for name in rank_names)
         _warn_of_damaged(training, names)
-    train_loss, train_top1 = loss / max(readable, 1.0), 100 * hits / max(readable, 1.0)
-    val = "" if accuracy is None else f"  val loss {accuracy.loss:.4f}  val acc {accuracy.top1:.2f}"
+    train_loss = loss / max(readable, 1.0)
+    train_top1 = 100 * hits / max(readable, 1.0) if training.session.features is None else None
+    val_loss, val_top1 = (accuracy.loss, accuracy.top1) if accuracy and accuracy.images else (None, None)
+    told = {"loss": (train_loss, 4), "acc": (train_top1, 2), "val loss": (val_loss, 4), "val acc": (val_top1, 2)}
+    figures = [f"{name} {value:.{digits}f}" for name, (value, digits) in told.items() if value is not None]
     training.progress.line(
-        f"epoch {epoch + 1}/{training.session.recipe.epochs}  loss {train_loss:.4f}  acc {train_top1:.2f}{val}"
-        f"  {seconds:.1f} s  ({images / seconds:.1f} img/s)"
+        f"epoch {epoch + 1}/{training.session.recipe.epochs}  {'  '.join(figures)}"
+        f"  {seconds:.1f} s  ({_speed(training.session.recipe, images / seconds)})"
     )
     if training.events:
         training.events.write(
@@ -266,12 +273,18 @@ def _report_epoch(
             epoch=epoch + 1,
             train_loss=train_loss,
             train_top1=train_top1,
-            val_loss=accuracy.loss if accuracy else None,
-            val_top1=accuracy.top1 if accuracy else None,
+            val_loss=val_loss,
+            val_top1=val_top1,
             val_top5=accuracy.top5 if accuracy else None,
             seconds=seconds,
             images_per_s=images / seconds,
         )
+
+
+def _speed(recipe: Recipe, per_s: float) -> str:
+    """Samples per second, and of what where they are not images that were read."""
+    unit = {"images": "img/s", "points": "points/s"}.get(recipe.data.kind, f"img/s, {recipe.data.kind}")
+    return f"{per_s:.1f} {unit}"
 
 
 def _save(training: Training, *, best: bool) -> None:

@@ -90,6 +90,20 @@ def test_a_step_is_the_gradient_of_the_mean_loss(smoothing: float) -> None:
         assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mean_squared_error_is_to_the_label_s_one_hot_vector(smoothing: float) -> None:
+    recipe = Recipe(optim=SGD, loss="mse", label_smoothing=smoothing)
+    made, reference, data, sums = learner(recipe), Plain(), batch(), Sums()
+    done = step(made, recipe, sums)
+    wanted = torch.full((IMAGES, CLASSES), smoothing / CLASSES)
+    wanted[torch.arange(IMAGES), data.labels] += 1 - smoothing
+    loss = nn.MSELoss()(reference(normalised(data.images)), wanted)
+    loss.backward()
+    assert done.loss == pytest.approx(float(loss)) and sums.images == IMAGES
+    for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
+
+
 @pytest.mark.parametrize(("limit", "clipped"), [(0.01, True), (1e6, False)])
 def test_gradients_are_scaled_to_the_norm_where_theirs_is_larger(limit: float, clipped: bool) -> None:
     recipe = Recipe(optim=SGD.model_copy(update={"clip_norm": limit}))

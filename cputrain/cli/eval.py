@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from affinity.errors import InputError
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.data.survey import survey
+from cputrain.data.survey import survey_recipe
 from cputrain.local import plan_here
 from cputrain.planning import for_evaluation
 from cputrain.run_folder import checkpoints_of, load_training, run_of, write_plan
+from cputrain.schema.data import SYNTHETIC
 from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
@@ -46,6 +48,8 @@ def command(
     is set by KEY=VALUE, as in evaluate.batch=200 plan.ppn=1 plan.threads=46.
     """
     training = for_evaluation(load_training(recipe, settings))
+    if training.data.path == SYNTHETIC:
+        raise InputError(f"data.path={SYNTHETIC} has random labels, nothing to evaluate: set data.path=DIR")
     checkpoints = checkpoints_of(run_of(recipe), named, last=last)
     rank = this_rank()
     if rank is not None:
@@ -56,10 +60,9 @@ def command(
         run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoints, **how))
         return 0
     plan = plan_here(training)
-    classes = len(survey(training.data.path).classes)
     from cputrain.eval_main import check_checkpoints  # torch: after what is refused sooner without
 
-    check_checkpoints(checkpoints, training, classes)
+    check_checkpoints(checkpoints, training, survey_recipe(training))
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
     flags = {"--json": as_json, "--no-verify": no_verify, "--bar": sys.stderr.isatty()}
     given = (flag for flag, wanted in flags.items() if wanted)

@@ -57,7 +57,7 @@ def command(
     write_results(folder, base.name, results)
     click.echo("\n" + table(grouped(results)))
     click.echo(f"\n{folder / PICTURE}, {folder / RESULTS}")
-    return 0 if all(result.top1 is not None for result in results) else 1
+    return 0 if all(result.status == "done" for result in results) else 1
 
 
 def _planned(recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path) -> Planned:
@@ -75,7 +75,7 @@ def train_all(planned: list[tuple[Variant, Planned]]) -> list[Result]:
         if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
             raise InputError(f"{folder} holds a run of another recipe: sweep --into another folder, or take it away")
         result = result_of(variant, folder, 0)
-        if result.top1 is None:
+        if result.status != "done":
             click.echo(f"\n{number}/{len(planned)}  {' '.join(variant.arguments)}")
             result = result_of(variant, folder, _train(one, resume=known))
         if result.status == "stopped":

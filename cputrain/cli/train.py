@@ -7,6 +7,7 @@ from cputrain.cli.derived import aligned
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.derivation import explain
 from cputrain.local import planned_here, train_here
+from cputrain.rates import rate_warning
 from cputrain.run_folder import check_folder, finished, load_training
 
 
@@ -46,16 +47,15 @@ def command(
         click.echo(said)
         return 0
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
-    found = planned.found
     click.echo(
-        f"{training.name}: {training.model.name}, {found.train:,} training and {found.val:,} validation images"
-        f"{f' and {found.test:,} test images' if found.test else ''}, "
-        f"{len(found.classes)} classes; {planned.ppn} worker(s) of {threads} threads"
+        f"{training.name}: {training.model.name}, {planned.found.told}; {planned.ppn} worker(s) of {threads} threads"
     )
     click.echo(aligned(explain(training, planned.numbers, ppn=planned.ppn, nodes=1)))
     if resumption:
         click.echo(resumption)
     if dry_run:
+        if warning := rate_warning(training, global_batch=planned.numbers.global_batch):
+            click.echo(f"warning: {warning}")
         click.echo("\n" + picture(planned.plan))
         return 0
     for warning in planned.plan.warnings:

@@ -11,10 +11,24 @@ from cputrain.data.imagenet import TRAIN, members, open_imagenet
 from cputrain.data.images import Dataset, Files, Images, Spans, split_off
 from cputrain.data.manifest import MANIFEST, read_manifest
 from cputrain.data.shards import Shards
-from cputrain.data.survey import data_root, has_tfrecords
+from cputrain.data.survey import data_root, has_tfrecords, survey_recipe
 from cputrain.data.tfrecord import open_tfrecords
+from cputrain.schema import Recipe
+from cputrain.schema.data import LINE, SYNTHETIC
 
 TORCHVISION = "torchvision:"
+
+
+def open_data(recipe: Recipe) -> Dataset:
+    """What a recipe trains on, be it read or generated. Raises InputError that names what is missing or wrong."""
+    if recipe.data.generated:
+        from cputrain.data.generated import line, synthetic  # torch: only where it is needed
+    if recipe.data.path == SYNTHETIC:
+        largest = max([recipe.data.crop, *(phase.crop for phase in recipe.phases if phase.crop)])
+        return synthetic(survey_recipe(recipe), largest, recipe.seed)
+    if recipe.data.path == LINE:
+        return line(survey_recipe(recipe), recipe.seed)
+    return open_dataset(recipe.data.path)
 
 
 def open_dataset(path: str | None) -> Dataset:

@@ -42,14 +42,15 @@ def _summary(events: list[dict[str, Any]], spent: TimeSpent) -> list[tuple[str, 
         took = [("time to train", f"{spent.training_s:.1f} s")]
     if end is None or end["event"] == "start":  # an earlier end is not that of the last start
         return [("status", "not finished"), *took]
-    if end["top1"] is None:
+    if end["status"] != "done":
         return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on"), *took]
-    tested = {"top-1": end.get("test_top1"), "top-5": end.get("test_top5")}
+    kind, loss = end.get("data", "images"), end.get("val_loss")
+    percents = {"top-1": "top1", "top-5": "top5", "test top-1": "test_top1", "test top-5": "test_top5"}
     return [
         ("status", end["status"]),
-        ("top-1", f"{end['top1']:.2f} %"),
-        ("top-5", f"{end['top5']:.2f} %"),
-        *((f"test {name}", f"{value:.2f} %") for name, value in tested.items() if value is not None),
+        *([("data", kind)] if kind != "images" else []),
+        *((name, f"{end[key]:.2f} %") for name, key in percents.items() if end.get(key) is not None),
+        *([("validation loss", f"{loss:.4f}")] if loss is not None else []),
         ("steps", f"{end['steps']:,}"),
         ("images", f"{end['images']:,}"),
         *took,

@@ -2,18 +2,33 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from cputrain.schema.base import Auto, NotNegative, Positive, Section
+from cputrain.schema.base import Auto, NotNegative, Positive, Section, misfit
 
 
 class BatchSection(Section):
-    """Images per step: global = local x workers x accumulation."""
+    """Images per step: local x workers x accumulation, or a fixed global batch whatever the workers."""
 
     local: Positive = 32
-    """Images per worker and backward pass."""
+    """The images of one worker's backward pass; with batch.global, the most that a pass may have."""
     accumulation: Positive = 1
-    """Backward passes per step."""
+    """The backward passes of a step, whose gradients are added up before the update."""
+    global_: Positive | None = Field(default=None, alias="global")
+    """The images of a step over all workers, whatever their number: shares differ by at most one image, and a worker
+    makes as many backward passes as keep each within batch.local. null makes it local x workers x accumulation. Setting
+    it on the command line drops the recipe's batch.accumulation."""
+
+    @model_validator(mode="after")
+    def _passes_are_decided_once(self) -> "BatchSection":
+        if self.global_ is not None and self.accumulation != 1:
+            raise misfit(
+                f"batch.global={self.global_} decides how many passes a step has: leave "
+                f"batch.accumulation={self.accumulation} out",
+                "batch.accumulation",
+                "batch.global",
+            )
+        return self
 
 
 class EvaluateSection(Section):
