@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -34,19 +34,12 @@ class Planned:
         return len(self.plan.workers)
 
 
-def planned_here(recipe: Recipe, memory_bytes: int | None = None) -> Planned:
-    """Plan this machine for a recipe and count its images. Raises InputError where they do not fit.
-
-    `memory_bytes`: all workers together may use no more of this machine's memory.
-    """
+def planned_here(recipe: Recipe) -> Planned:
+    """Plan this machine for a recipe and count its images. Raises InputError where they do not fit."""
     weights = recipe.model.weights
     if weights is not None and not Path(weights).is_file():
         raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
-    machine = this_machine()
-    if memory_bytes is not None:
-        limits = (memory_bytes, machine.memory_limit_bytes)
-        machine = replace(machine, memory_limit_bytes=min(limit for limit in limits if limit is not None))
-    plan = plan_machine(machine, request_of(recipe), find_runtime(target_of(()), os.environ))
+    plan = plan_machine(this_machine(), request_of(recipe), find_runtime(target_of(()), os.environ))
     found = survey(recipe.data.path)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
     return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)

@@ -6,10 +6,11 @@ import click
 
 from affinity.errors import DoesNotFitError, InputError, RunError
 from affinity.plan import Plan
-from affinity.workload import footprint
+from affinity.workload import footprint, largest_batch
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here
 from cputrain.recipe import load_recipe
+from cputrain.schema import BatchSection, SweepSection
 from cputrain.sweep.endings import DOES_NOT_FIT, REFUSED
 from cputrain.sweep.search import next_batch
 from cputrain.sweep.tables import columns, csv_rows, markdown_rows
@@ -17,7 +18,7 @@ from cputrain.sweep.trial import STEPS, TRAINS, Trial, run_trial
 
 GIB = 1 << 30
 HEAD = ("local batch", "global batch", "memory", "estimate GiB", "peak RSS GiB", "result", "ended by")
-TRIAL = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "checkpoint.keep=1", "max_steps=null")
+TRIAL = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "max_steps=10")
 
 
 def find_batch(recipe: str, settings: tuple[str, ...], folder: Path, *, memory_gib: float | None) -> int:
@@ -27,8 +28,10 @@ def find_batch(recipe: str, settings: tuple[str, ...], folder: Path, *, memory_g
     base = load_recipe(recipe, settings)
 
     def planned(batch: int) -> Planned:
-        out = f"output={folder / f'local-{batch}'}"
-        return planned_here(load_recipe(recipe, (*settings, *TRIAL, f"batch.local={batch}", out)), limit)
+        made = load_recipe(recipe, (*settings, *TRIAL, f"output={folder / f'local-{batch}'}"))
+        one = planned_here(made.model_copy(update={"batch": BatchSection(local=batch), "sweep": SweepSection()}))
+        _check_limit(one, limit)
+        return one
 
     smallest = planned(1)
     click.echo(f"{base.name}: {_room(smallest, limit)}; {STEPS} steps of each local batch")
@@ -43,14 +46,15 @@ def find_batch(recipe: str, settings: tuple[str, ...], folder: Path, *, memory_g
             if most >= batch:
                 raise  # for another reason than its size
         else:
-            click.echo("  ".join(_row(trials[-1])))
+            peak = trials[-1].peak_bytes
+            click.echo(f"batch.local={batch}: {trials[-1].status}" + (f", peak RSS {_gib(peak)} GiB" if peak else ""))
     best = max((one for one in trials if one.status == TRAINS), key=_size, default=None)
     ended = min((one for one in trials if one.status != TRAINS), key=_size, default=refused)
     assert ended is not None, "the search ends at a batch that does not train"
     rows = [HEAD, *map(_row, sorted({*trials, ended}, key=_size))]
     write_atomic(folder / "find-batch.csv", csv_rows(rows).encode())
     write_atomic(folder / "find-batch.md", f"# {base.name}: largest batch\n\n{markdown_rows(rows)}".encode())
-    click.echo(f"\n{columns(rows)}\n")
+    click.echo("\n" + columns([row[:-1] for row in rows]) + "\n")
     told = f"{ended.local_batch}: {ended.status}: {ended.ended_by}"
     if best is None:
         raise RunError(f"no batch trains, not even {told}")
@@ -59,6 +63,18 @@ def find_batch(recipe: str, settings: tuple[str, ...], folder: Path, *, memory_g
         f"the next, {told}\n{folder / 'find-batch.md'}, {folder / 'find-batch.csv'}"
     )
     return 0
+
+
+def _check_limit(planned: Planned, limit: int | None) -> None:
+    """Raise DoesNotFitError where the estimate of a known network exceeds a worker's share of --memory."""
+    workload, peak = planned.plan.request.workload, planned.plan.workers[0].memory_bytes
+    share = None if limit is None else limit // planned.ppn
+    if workload is not None and not workload.assumed and peak is not None and share is not None and peak > share:
+        raise DoesNotFitError(
+            f"{workload.name} with {planned.recipe.batch.local} images a step needs {peak / GIB:.2f} GiB; "
+            f"--memory leaves each of {planned.ppn} worker(s) {share / GIB:.2f} GiB",
+            largest=largest_batch(workload, share),
+        )
 
 
 def _size(trial: Trial) -> int:
@@ -109,16 +125,17 @@ def memory_of(plan: Plan) -> str:
     return f"{named}, then DRAM" if worker.memory_policy == "preferred" else named
 
 
-def _row(trial: Trial) -> tuple[str, ...]:
-    def gib(value: int | None) -> str:
-        return "" if value is None else f"{value / GIB:.2f}"
+def _gib(value: int | None) -> str:
+    return "" if value is None else f"{value / GIB:.2f}"
 
+
+def _row(trial: Trial) -> tuple[str, ...]:
     return (
         f"{trial.local_batch}",
         f"{trial.global_batch}",
         trial.memory,
-        gib(trial.estimate_bytes),
-        gib(trial.peak_bytes),
+        _gib(trial.estimate_bytes),
+        _gib(trial.peak_bytes),
         trial.status,
         trial.ended_by,
     )

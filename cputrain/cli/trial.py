@@ -1,32 +1,21 @@
-"""python -m cputrain.cli.trial RECIPE BYTES: a rank that trains a few steps under a limit of its memory, and says how
-much of it it has used."""
+"""python -m cputrain.cli.trial RECIPE BYTES: one rank of a training that ends itself after a few steps, with at most so
+many bytes of data (0: no limit). It keeps the peak of its memory in a file, which is there also after it was killed."""
 
+import json
 import os
 import resource
-import signal
 import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any
 
-from affinity.observe import Observed
-from affinity.plan import WorkerPlan
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.events import Events
+from cputrain.events import FILE
 from cputrain.recipe import load_recipe
-from cputrain.schema import Recipe
-from cputrain.sweep.trial import PEAK, STEPS
-from mpi.rank import Rank
+from cputrain.sweep.trial import STEPS, peak_file
 from mpi.signals import NOTICE
 
-
-class FewSteps(Events):
-    """Events of a training that rank 0 gives notice to after STEPS steps, as a job's end does."""
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append, and give the notice."""
-        super().write(event, **fields)
-        if event == "step" and fields["step"] >= STEPS:
-            signal.raise_signal(NOTICE)
+EVERY_S = 0.1
 
 
 def peak_bytes() -> int:
@@ -35,33 +24,39 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
-def try_rank(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed) -> None:
-    """Train until the notice; rank 0 writes every rank's peak to the events."""
-    from cputrain.comm.group import end_group, gather  # torch: after the binding is read back
-    from cputrain.session import start_session
-    from cputrain.train import train
+def keep_peak(path: Path) -> None:
+    """Write the peak so that a reader finds a whole file; never synced, as only a crash of the host would lose it."""
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(peak_bytes()))
+    beside.replace(path)
 
-    session = start_session(recipe, rank, worker, observed, check=True)
-    if session.leads:
-        with FewSteps(recipe.folder) as events:
-            train(session, events, resume=False)
-            events.write(PEAK, resident_bytes=gather(peak_bytes()))
-    else:
-        train(session, None, resume=False)
-        gather(peak_bytes())
-    end_group(session.group)
+
+def watch(folder: Path, rank: int) -> None:
+    """Keep the peak as it grows; rank 0 gives itself the notice that ends a job once enough steps are done."""
+    while True:
+        time.sleep(EVERY_S)
+        keep_peak(peak_file(folder, rank))
+        events = folder / FILE
+        if rank == 0 and events.is_file() and events.read_text().count('"event": "step"') >= STEPS:
+            os.kill(os.getpid(), NOTICE)
+            return
 
 
 def main() -> None:
     """Be one rank of a trial."""
-    path, limit = sys.argv[1], int(sys.argv[2])
+    recipe, limit, rank = load_recipe(sys.argv[1]), int(sys.argv[2]), this_rank()
+    assert rank is not None, "a trial is started by `cputrain sweep --find-batch`"
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this process goes and no other
-    recipe, rank = load_recipe(path), this_rank()
-    assert rank is not None, f"{os.fspath(path)}: a trial is started as a rank"
     worker, observed = bound_here(recipe, rank, check=True)
-    run_rank(rank, lambda: try_rank(recipe, rank, worker, observed))
+    threading.Thread(target=watch, args=(recipe.folder, rank.rank), daemon=True).start()
+
+    from cputrain.rank_main import train_rank  # torch: after the binding is read back
+
+    how = {"resume": False, "overwrite": False, "prepared": True, "check": True}
+    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **how))
+    keep_peak(peak_file(recipe.folder, rank.rank))
 
 
 if __name__ == "__main__":

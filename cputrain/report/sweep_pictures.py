@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 
 from cputrain.report.curves import figure_svg
-from cputrain.sweep.results import LOST, Group, Result, has_diverged
+from cputrain.sweep.results import IMAGES, LOST, Group, Result, has_diverged
 from cputrain.sweep.workers import Compared
 
 MOST_NAMED = 24  # lines in a legend; above, its optimizers only
@@ -36,9 +36,14 @@ def sweep_picture(title: str, groups: Sequence[Group]) -> str:
     handles, labels = _legend(axes[0][len(panels) - 1], groups) if panels else ([], [])
     if handles:
         figure.legend(handles, labels, fontsize="small", loc="outside right upper")
-    synthetic = any(result.synthetic for group in groups for result in group.results)
-    figure.suptitle(f"{title} (synthetic images)" if synthetic else title)
+    figure.suptitle(_titled(title, [result.data for group in groups for result in group.results]))
     return figure_svg(figure)
+
+
+def _titled(title: str, data: Sequence[str]) -> str:
+    """The title, and what the data is where it is not images."""
+    other = ", ".join(sorted({*data} - {IMAGES}))
+    return f"{title} ({other})" if other else title
 
 
 def optimizer_of(group: Group) -> str:
@@ -149,7 +154,7 @@ def workers_picture(title: str, results: Sequence[Result], compared: Sequence[Co
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    figure.suptitle(f"{title} (synthetic images)" if any(row.synthetic for row in compared) else title)
+    figure.suptitle(_titled(title, [row.data for row in compared]))
     return figure_svg(figure)
 
 

@@ -16,6 +16,7 @@ from cputrain.sweep.record import Record, read_record
 from cputrain.sweep.variants import Variant
 
 Event = dict[str, Any]
+IMAGES = "images"  # what the data is where the start event does not say otherwise
 MOST_POINTS = 100  # of a loss curve; means of what lies between
 LOST = 10.0  # times the first step's loss: one that stays above it has diverged
 
@@ -39,7 +40,8 @@ class Result:
 
     `epochs`, `top1s`, `eval_steps` and `elapsed_s` (seconds since the training's first event, pauses between its starts
     left out) are those of its evaluations; `losses` are (step, training loss) up to where it diverged. `seconds` is the
-    time to train, `wall_s` the whole job with its starts and ends, `requested_s` the limit that --time gave it.
+    time to train, `wall_s` the whole job with its starts and ends, `requested_s` the limit that --time gave it; `data`
+    is what it was trained on: images, or data that was made up.
     """
 
     label: str
@@ -58,12 +60,13 @@ class Result:
     top5: float | None = None
     train_top1: float | None = None
     train_loss: float | None = None
+    val_loss: float | None = None
     images_per_s: float | None = None
     epoch_s: float | None = None
     seconds: float | None = None
     wall_s: float | None = None
     requested_s: float | None = None
-    synthetic: bool = False
+    data: str = IMAGES
 
     @property
     def best(self) -> tuple[float, int] | None:
@@ -98,7 +101,7 @@ def setup_of(planned: Planned) -> Setup:
     recipe, numbers = planned.recipe, planned.numbers
     return Setup(
         workers=planned.ppn,
-        local_batch=numbers.global_batch // (planned.ppn * recipe.batch.accumulation),
+        local_batch=min(recipe.batch.local, -(-numbers.global_batch // planned.ppn)),
         global_batch=numbers.global_batch,
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
@@ -159,12 +162,13 @@ def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
         top5=found["top5"] if done else None,
         train_top1=last.get("train_top1"),
         train_loss=last.get("train_loss"),
+        val_loss=next((e["val_loss"] for e in reversed(epochs) if e.get("val_loss") is not None), None),
         images_per_s=median(event["images_per_s"] for event in epochs) if epochs else None,
         epoch_s=median(event["seconds"] for event in epochs) if epochs else None,
         seconds=found.get("time_to_train_s"),
         wall_s=record.used_s if record.used_s is not None else found.get("wall_time_s"),
         requested_s=record.requested_s,
-        synthetic=bool(start.get("synthetic")),
+        data=start.get("data", IMAGES),
     )
 
 

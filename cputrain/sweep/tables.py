@@ -10,7 +10,7 @@ from typing import Any
 
 from cputrain.events import FILE as EVENTS
 from cputrain.sweep.clock import clock
-from cputrain.sweep.results import Group, Result
+from cputrain.sweep.results import IMAGES, Group, Result
 from cputrain.sweep.variants import SEED, WORKERS, label_of
 
 SHOWN_KEYS = (
@@ -73,11 +73,12 @@ COLUMNS = (
     Column(head="at step", value=lambda r: r.best and r.best[1], form=_count),
     Column(head="final accuracy %", value=lambda r: r.top1, form=_points),
     Column(head="training loss", value=lambda r: r.train_loss, form=_significant),
+    Column(head="validation loss", value=lambda r: r.val_loss, form=_significant),
     Column(head="images/s", value=lambda r: r.images_per_s, form=_count),
     Column(head="time to train s", value=lambda r: r.seconds, form=_significant),
     Column(head="walltime requested", value=lambda r: r.requested_s, form=clock),
     Column(head="walltime used", value=lambda r: r.wall_s, form=clock),
-    Column(head="data", value=lambda r: "synthetic" if r.synthetic else None),
+    Column(head="data", value=lambda r: None if r.data == IMAGES else r.data),
     Column(head="status", value=lambda r: r.status),
     Column(head=ENDED_BY, value=lambda r: r.ended_by or None),
     Column(head=FOLDER, value=lambda r: f"{r.run}/{EVENTS}" if r.run else None),
@@ -85,8 +86,8 @@ COLUMNS = (
 
 
 def table(groups: Sequence[Group]) -> str:
-    """One line a group: numbers as mean and range over its seeds. Empty columns are left out; what all groups were asked
-    for stands above, what ended some before their time below."""
+    """One line a group: numbers as mean and range over its seeds. Empty columns are left out; what all were asked for
+    stands above, what ended some before their time below."""
     shorter = [column for column in COLUMNS if column.head not in (ENDED_BY, FOLDER)]
     cells = {column: [_cell(column, group) for group in groups] for column in shorter}
     filled = {column: texts for column, texts in cells.items() if any(texts)}

@@ -1,14 +1,13 @@
 """A few steps of a training in real processes, to see whether their memory is enough."""
 
+import json
 import os
-import resource
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import RunError
-from cputrain.events import FILE, read_events
 from cputrain.local import Planned
 from cputrain.run_folder import CHECKPOINTS, LOGS, PLAN, RECIPE, make_folder
 from cputrain.sweep.endings import FAILED, ending, oom_kills
@@ -17,14 +16,13 @@ from mpi.job import Job
 from mpi.run import run_local
 
 STEPS = 3
-PEAK = "peak_memory"
 TRAINS = "trains"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A local batch, the kind of memory it was planned for, a worker's estimated peak in bytes, the largest worker's
-    real one (None: not known), and what came of it."""
+    """A local batch, the kind of memory it was planned for, a worker's estimated peak of resident memory in bytes, the
+    largest worker's real one, and what came of it; None where it is not known."""
 
     local_batch: int
     global_batch: int
@@ -42,6 +40,8 @@ def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
     """
     recipe, folder = planned.recipe, planned.recipe.folder
     make_folder(recipe, planned.plan, overwrite=True)
+    for old in folder.glob(peak_file(folder, "*").name):
+        old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
     job = Job(
         kinds=(Kind(hosts=("localhost",), plan=planned.plan),),
@@ -49,7 +49,7 @@ def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
     )
-    killed, before, status, why = oom_kills(), _largest_child_bytes(), TRAINS, ""
+    killed, status, why = oom_kills(), TRAINS, ""
     with Path(os.devnull).open("w") as nowhere:
         try:
             code = run_local(job, nowhere, nowhere)
@@ -60,20 +60,18 @@ def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
         except RunError as error:
             status, why = ending(str(error), oom_killed=oom_kills() > killed)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-    after = _largest_child_bytes()
-    events = read_events(folder) if (folder / FILE).is_file() else []
-    peaks = next((event["resident_bytes"] for event in events if event["event"] == PEAK), None)
+    peaks = [json.loads(path.read_text()) for path in folder.glob(peak_file(folder, "*").name)]
     return Trial(
-        local_batch=planned.numbers.global_batch // (planned.ppn * recipe.batch.accumulation),
+        local_batch=recipe.batch.local,
         global_batch=planned.numbers.global_batch,
         memory=memory,
         estimate_bytes=planned.plan.workers[0].memory_bytes,
-        peak_bytes=max(peaks) if peaks else after if after > before else None,
+        peak_bytes=max(peaks, default=None),
         status=status,
         ended_by=why,
     )
 
 
-def _largest_child_bytes() -> int:
-    """The most that any ended child of this process has had resident."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+def peak_file(folder: Path, rank: int | str) -> Path:
+    """Where a rank keeps the bytes of its peak."""
+    return folder / f"peak-rank-{rank}.json"

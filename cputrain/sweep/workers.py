@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cputrain.sweep.clock import clock
 from cputrain.sweep.endings import DONE
-from cputrain.sweep.results import Result
+from cputrain.sweep.results import IMAGES, Result
 from cputrain.sweep.variants import WORKERS, label_of
 
 NEAR, DROP = 0.5, 1.0  # points of validation top-1
@@ -39,7 +39,7 @@ class Compared:
     top1: float | None
     status: str
     ended_by: str
-    synthetic: bool
+    data: str
     run: str
 
 
@@ -99,7 +99,7 @@ def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
                 top1=result.top1s[-1] if result.top1s else None,
                 status=result.status,
                 ended_by=result.ended_by,
-                synthetic=result.synthetic,
+                data=result.data,
                 run=result.run,
             )
         )
@@ -131,7 +131,7 @@ def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
             text(row.train_top1, ".2f"),
             text(row.top1, ".2f"),
             row.status
-            + (" (synthetic images)" if row.synthetic else "")
+            + ("" if row.data == IMAGES else f" ({row.data})")
             + (f": {row.ended_by}" if row.ended_by else ""),
         )
         for row in compared
