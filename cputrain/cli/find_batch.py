@@ -94,7 +94,7 @@ def _refused(batch: int, smallest: Planned, error: InputError) -> Trial:
         local_batch=batch,
         global_batch=batch * smallest.numbers.global_batch,
         memory="",
-        estimate_bytes=None if workload is None else footprint(workload, batch).total,
+        estimate_bytes=None if workload is None or workload.assumed else footprint(workload, batch).total,
         peak_bytes=None,
         status=DOES_NOT_FIT if isinstance(error, DoesNotFitError) else REFUSED,
         ended_by=str(error),

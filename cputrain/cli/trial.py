@@ -7,6 +7,7 @@ import resource
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
@@ -48,7 +49,8 @@ def main() -> None:
     assert rank is not None, "a trial is started by `cputrain sweep --find-batch`"
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this process goes and no other
+    with suppress(OSError):  # some containers' /proc is read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, the kernel kills this process first
     worker, observed = bound_here(recipe, rank, check=True)
     threading.Thread(target=watch, args=(recipe.folder, rank.rank), daemon=True).start()
 

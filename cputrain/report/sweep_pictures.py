@@ -68,13 +68,14 @@ def _styles(groups: Sequence[Group]) -> dict[str, Style]:
 
 
 def _named(group: Group) -> str:
+    label = group.label or optimizer_of(group)  # seeds alone tell no trainings apart
     if all(not result.steps for result in group.results):
-        return f"{group.label} ({group.results[0].status})"
+        return f"{label} ({group.results[0].status})"
     lost = [result for result in group.results if has_diverged(result)]
     if not lost:
-        return group.label
+        return label
     at = lost[0].losses[-1][0] if lost[0].losses else 0
-    return f"{group.label} (diverged after step {at:,})"
+    return f"{label} (diverged after step {at:,})"
 
 
 def _accuracies(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> None:

@@ -22,7 +22,8 @@ TRAINS = "trains"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A local batch, the kind of memory it was planned for, a worker's estimated peak of resident memory in bytes, the
-    largest worker's real one, and what came of it; None where it is not known."""
+    largest worker's real one, and what came of it; None where it is not known, as
+    the estimate for a network that the planner does not know."""
 
     local_batch: int
     global_batch: int
@@ -59,13 +60,15 @@ def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
                 status, why = FAILED, f"exited with status {code}; logs {folder / LOGS}"
         except RunError as error:
             status, why = ending(str(error), oom_killed=oom_kills() > killed)
+    workload = planned.plan.request.workload
+    known = workload is not None and not workload.assumed
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     peaks = [json.loads(path.read_text()) for path in folder.glob(peak_file(folder, "*").name)]
     return Trial(
         local_batch=recipe.batch.local,
         global_batch=planned.numbers.global_batch,
         memory=memory,
-        estimate_bytes=planned.plan.workers[0].memory_bytes,
+        estimate_bytes=planned.plan.workers[0].memory_bytes if known else None,
         peak_bytes=max(peaks, default=None),
         status=status,
         ended_by=why,
