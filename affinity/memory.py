@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from affinity.domains import Domain
-from affinity.errors import InputError
+from affinity.errors import DoesNotFitError
 from affinity.machine import Machine
 from affinity.profiles import is_phi
 from affinity.workload import Workload, footprint, largest_batch
@@ -88,17 +88,18 @@ def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tupl
 
 
 def check_fit(workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]) -> None:
-    """Raise InputError where a known workload does not fit, naming the largest batch that does."""
+    """Raise DoesNotFitError where a known workload does not fit, naming the largest batch that does."""
     if workload is None or workload.assumed:
         return
     for worker, (batch, memory) in enumerate(zip(batches, memories, strict=True)):
         peak = need(workload, batch)
         if peak is not None and peak > memory.room_bytes:
             most = largest_batch(workload, int(memory.room_bytes))
-            raise InputError(
+            raise DoesNotFitError(
                 f"{workload.name} with {batch} images a step needs {peak / GIB:.1f} GiB; "
                 f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: "
-                + (f"set batch.local to {most} or fewer" if most else "use fewer workers")
+                + (f"set batch.local to {most} or fewer" if most else "use fewer workers"),
+                largest=most,
             )
 
 

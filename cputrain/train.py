@@ -120,9 +120,12 @@ def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, 
         better = accuracy is not None and accuracy.images > 0 and not accuracy.score <= training.best_top1
         if accuracy is not None and better:
             training.best_top1 = accuracy.score
-        if session.leads and (ends or better or due(epoch, recipe.checkpoint.every_epochs)):
+        training.stopped = not ends and training.notice.is_last(training.step)
+        if session.leads and (ends or better or training.stopped or due(epoch, recipe.checkpoint.every_epochs)):
             _save(training, best=better)
         dist.barrier()  # nobody runs ahead of rank 0's writing
+        if training.stopped:
+            break
     return accuracy, trained_s
 
 

@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Sequence
-from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -11,8 +10,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-
-from cputrain.sweep import Group
 
 Points = tuple[Sequence[float], Sequence[float]]
 
@@ -38,26 +35,6 @@ def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
     measured = {head: {k: line for k, line in lines.items() if line[0]} for head, lines in charts.items()}
     return {title: _chart(lines, unit) for (title, unit), lines in measured.items() if lines}
-
-
-def sweep_curves(title: str, groups: Sequence[Group]) -> str:
-    """SVG of validation top-1 over epochs, one line a group: the mean of its seeds within their range."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for group in groups:
-        runs = [result for result in group.results if result.top1s]
-        if not runs:
-            continue
-        epochs = min((result.epochs for result in runs), key=len)
-        columns = list(zip(*(result.top1s[: len(epochs)] for result in runs), strict=True))
-        (line,) = axes.plot(epochs, [mean(column) for column in columns], marker=".", label=group.label)
-        axes.fill_between(
-            epochs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2
-        )
-    axes.set(xlabel="epoch", ylabel="validation top-1, percent", title=title)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize="small", loc="lower right")
-    return figure_svg(figure)
 
 
 def _over(epochs: Sequence[dict[str, Any]], key: str) -> Points:

@@ -1,0 +1,170 @@
+"""A sweep's results -> pictures as SVG."""
+
+from collections.abc import Sequence
+from statistics import mean
+
+from matplotlib import pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+
+from cputrain.report.curves import figure_svg
+from cputrain.sweep.results import IMAGES, LOST, Group, Result, has_diverged
+from cputrain.sweep.workers import Compared
+
+MOST_NAMED = 24  # lines in a legend; above, its optimizers only
+DECADE = 10.0
+PALEST = 0.65  # how much white the last of an optimizer's lines has
+DASHES = ("-", "--", ":", "-.")
+
+Style = tuple[tuple[float, ...], str]  # color, dashes
+
+
+def sweep_picture(title: str, groups: Sequence[Group]) -> str:
+    """SVG of validation top-1 and of training loss over steps, one line a group: a color for each optimizer, paler with
+    each of its groups; of several seeds the mean, within their range."""
+    styles = _styles(groups)
+    scored = [group for group in groups if any(result.top1s for result in group.results)]
+    trained = [group for group in groups if any(result.losses for result in group.results)]
+    panels = [draw for draw, those in ((_accuracies, scored), (_losses, trained)) if those]
+    count = max(len(panels), 1)
+    figure, axes = plt.subplots(1, count, figsize=(6.5 * count + 2.5, 4.8), layout="constrained", squeeze=False)
+    for draw, place in zip(panels, axes[0], strict=False):
+        draw(place, groups, styles)
+        place.set_xlabel("step")
+        place.grid(alpha=0.3)
+    handles, labels = _legend(axes[0][len(panels) - 1], groups) if panels else ([], [])
+    if handles:
+        figure.legend(handles, labels, fontsize="small", loc="outside right upper")
+    figure.suptitle(_titled(title, [result.data for group in groups for result in group.results]))
+    return figure_svg(figure)
+
+
+def _titled(title: str, data: Sequence[str]) -> str:
+    """The title, and what the data is where it is not images."""
+    other = ", ".join(sorted({*data} - {IMAGES}))
+    return f"{title} ({other})" if other else title
+
+
+def optimizer_of(group: Group) -> str:
+    """The optimizer of its trainings."""
+    return group.results[0].setup.optimizer
+
+
+def _styles(groups: Sequence[Group]) -> dict[str, Style]:
+    """A color for each optimizer, or for each group where there is one optimizer only; shades and dashes within it."""
+    optimizers = list(dict.fromkeys(map(optimizer_of, groups)))
+    styles: dict[str, Style] = {}
+    for hue, optimizer in enumerate(optimizers):
+        those = [group for group in groups if optimizer_of(group) == optimizer]
+        for number, group in enumerate(those):
+            if len(optimizers) == 1:
+                styles[group.label] = (to_rgb(f"C{number % 10}"), DASHES[number // 10 % len(DASHES)])
+                continue
+            white = PALEST * number / max(len(those) - 1, 1)
+            shade = tuple(part + (1 - part) * white for part in to_rgb(f"C{hue % 10}"))
+            styles[group.label] = (shade, DASHES[number % len(DASHES)])
+    return styles
+
+
+def _named(group: Group) -> str:
+    label = group.label or optimizer_of(group)  # seeds alone tell no trainings apart
+    if all(not result.steps for result in group.results):
+        return f"{label} ({group.results[0].status})"
+    lost = [result for result in group.results if has_diverged(result)]
+    if not lost:
+        return label
+    at = lost[0].losses[-1][0] if lost[0].losses else 0
+    return f"{label} (diverged after step {at:,})"
+
+
+def _accuracies(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> None:
+    for group in groups:
+        _line(axes, group, styles, [tuple(zip(r.eval_steps, r.top1s, strict=True)) for r in group.results], marker=".")
+    axes.set_xlim(left=0)
+    axes.set_ylabel("validation top-1, percent")
+
+
+def _losses(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> None:
+    """Up to LOST times the highest first loss; a logarithmic scale where they span more than a decade."""
+    shown = []
+    for group in groups:
+        curves = [result.losses for result in group.results]
+        _line(axes, group, styles, curves, marker="")
+        for result in group.results:
+            if has_diverged(result) and result.losses:
+                axes.plot(*result.losses[-1], marker="x", color=styles[group.label][0])
+        shown += [loss for curve in curves for _, loss in curve]
+    top = LOST * max(result.losses[0][1] for group in groups for result in group.results if result.losses)
+    positive = [loss for loss in shown if 0 < loss <= top]
+    if positive and min(shown) > 0 and max(positive) > DECADE * min(positive):
+        axes.set_yscale("log")
+    if max(shown) > top:
+        axes.set_ylim(top=top)
+    axes.set_ylabel("training loss")
+
+
+def _line(
+    axes: Axes,
+    group: Group,
+    styles: dict[str, Style],
+    curves: Sequence[Sequence[tuple[int, float]]],
+    marker: str,
+) -> None:
+    """The mean of a group's curves within their range, as far as the shortest goes; an empty line where none has
+    begun."""
+    color, dashes = styles[group.label]
+    begun = [curve for curve in curves if curve]
+    steps = [step for step, _ in min(begun, key=len)] if begun else []
+    columns = [[curve[i][1] for curve in begun] for i in range(len(steps))]
+    means = [mean(column) for column in columns]
+    axes.plot(steps, means, marker=marker, color=color, linestyle=dashes, linewidth=1.3, label=_named(group))
+    if len(begun) > 1:
+        axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2)
+
+
+def _legend(axes: Axes, groups: Sequence[Group]) -> tuple[list[Artist], list[str]]:
+    """A line a group, optimizer by optimizer; where they are too many, the first of each optimizer."""
+    handles, labels = axes.get_legend_handles_labels()
+    entries = [(optimizer_of(group), h, label) for group, h, label in zip(groups, handles, labels, strict=True)]
+    optimizers = list(dict.fromkeys(optimizer for optimizer, _, _ in entries))
+    entries.sort(key=lambda entry: optimizers.index(entry[0]))
+    if len(entries) > MOST_NAMED:
+        first = {optimizer: handle for optimizer, handle, _ in reversed(entries)}
+        return [first[name] for name in optimizers], [f"{name}, all settings" for name in optimizers]
+    return [handle for _, handle, _ in entries], [label for _, _, label in entries]
+
+
+def workers_picture(title: str, results: Sequence[Result], compared: Sequence[Compared]) -> str:
+    """SVG of validation top-1 over epochs, a line a training, its stable maximum marked; and of the epochs to it over
+    the workers."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(3, 2))
+    trainings = list(dict.fromkeys(row.training for row in compared))
+    for number, training in enumerate(trainings):
+        rows = [row for row in compared if row.training == training]
+        for row in rows:
+            _accuracy_line(left, row, results, DASHES[number % len(DASHES)])
+        stable = [(row.workers, row.stable_epoch) for row in rows if row.stable_epoch is not None]
+        right.plot([w for w, _ in stable], [e for _, e in stable], marker="o", label=training or None)
+    left.set(xlabel="epoch", ylabel="validation top-1, percent", title="o: stable maximum")
+    counts = sorted({row.workers for row in compared})
+    right.set_xticks(counts, [str(count) for count in counts])
+    right.set(xlabel="workers", ylabel="epochs to the stable maximum")
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    figure.suptitle(_titled(title, [row.data for row in compared]))
+    return figure_svg(figure)
+
+
+def _accuracy_line(axes: Axes, row: Compared, results: Sequence[Result], dashes: str) -> None:
+    result = next((r for r in results if r.run == row.run), None)
+    if result is None or not result.top1s:
+        return
+    label = f"{row.workers} worker(s) {row.training}".strip()
+    (line,) = axes.plot(result.epochs, result.top1s, linestyle=dashes, marker=".", label=label)
+    if row.stable_epoch is not None:
+        top1 = result.top1s[result.epochs.index(row.stable_epoch)]
+        axes.plot(row.stable_epoch, top1, marker="o", markersize=9, fillstyle="none", color=line.get_color())

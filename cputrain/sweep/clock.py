@@ -1,0 +1,60 @@
+"""Limits of time: written, read, kept."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from affinity.errors import InputError
+from mpi.signals import NOTICE
+
+AGAIN_S = 5.0  # a notice given while the workers are being started reaches none of them
+CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+
+
+def parse_clock(text: str) -> int:
+    """ "1:30:00" or "2-00:00:00" -> seconds. Raises InputError."""
+    found = CLOCK.fullmatch(text)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise InputError(f"--time {text!r} is no limit: give HH:MM:SS, or D-HH:MM:SS")
+    return total
+
+
+def clock(seconds: float) -> str:
+    """436 -> "0:07:16"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+class Limit:
+    """Whether the time was up."""
+
+    reached = False
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[Limit]:
+    """Give this process the notice (SIGUSR1) after so many seconds, as job scripts do near a job's limit.
+
+    By a timer's signal, not a thread: processes are forked from here. It is given again every AGAIN_S seconds, and not
+    at all while nobody listens.
+    """
+    limit = Limit()
+
+    def notify(_number: int, _frame: FrameType | None) -> None:
+        limit.reached = True
+        if callable(signal.getsignal(NOTICE)):
+            os.kill(os.getpid(), NOTICE)
+
+    before = signal.signal(signal.SIGALRM, notify)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0, AGAIN_S)
+    try:
+        yield limit
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

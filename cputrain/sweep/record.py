@@ -1,0 +1,31 @@
+"""How long a sweep's training ran and how it ended, kept in its folder."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cputrain.files import write_atomic
+
+FILE = "sweep-run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Seconds that a training was allowed (None: no limit) and used over all its starts, and how the last one ended:
+    "" where by itself or by who had started it."""
+
+    requested_s: float | None
+    used_s: float | None
+    status: str
+    ended_by: str
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in a run's folder; None where no start has ended yet."""
+    path = folder / FILE
+    return Record(**json.loads(path.read_text())) if path.is_file() else None
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Keep a record in a run's folder."""
+    write_atomic(folder / FILE, json.dumps(asdict(record)).encode())

@@ -1,0 +1,80 @@
+"""A few steps of a training in real processes, to see whether their memory is enough."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from affinity.errors import RunError
+from cputrain.local import Planned
+from cputrain.run_folder import CHECKPOINTS, LOGS, PLAN, RECIPE, make_folder
+from cputrain.sweep.endings import FAILED, ending, oom_kills
+from mpi.cluster import Kind
+from mpi.job import Job
+from mpi.run import run_local
+
+STEPS = 3
+TRAINS = "trains"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A local batch, the kind of memory it was planned for, a worker's estimated peak of resident memory in bytes, the
+    largest worker's real one, and what came of it; None where it is not known, as
+    the estimate for a network that the planner does not know."""
+
+    local_batch: int
+    global_batch: int
+    memory: str
+    estimate_bytes: int | None
+    peak_bytes: int | None
+    status: str
+    ended_by: str
+
+
+def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
+    """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all of them together.
+
+    Raises KeyboardInterrupt where SIGINT or SIGTERM has ended it.
+    """
+    recipe, folder = planned.recipe, planned.recipe.folder
+    make_folder(recipe, planned.plan, overwrite=True)
+    for old in folder.glob(peak_file(folder, "*").name):
+        old.unlink()
+    share = 0 if memory_bytes is None else memory_bytes // planned.ppn
+    job = Job(
+        kinds=(Kind(hosts=("localhost",), plan=planned.plan),),
+        command=(sys.executable, "-m", "cputrain.cli.trial", str(folder / RECIPE), str(share)),
+        plan_path=folder / PLAN,
+        log_dir=folder / LOGS,
+    )
+    killed, status, why = oom_kills(), TRAINS, ""
+    with Path(os.devnull).open("w") as nowhere:
+        try:
+            code = run_local(job, nowhere, nowhere)
+            if code >= 128:
+                raise KeyboardInterrupt
+            if code:
+                status, why = FAILED, f"exited with status {code}; logs {folder / LOGS}"
+        except RunError as error:
+            status, why = ending(str(error), oom_killed=oom_kills() > killed)
+    workload = planned.plan.request.workload
+    known = workload is not None and not workload.assumed
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    peaks = [json.loads(path.read_text()) for path in folder.glob(peak_file(folder, "*").name)]
+    return Trial(
+        local_batch=recipe.batch.local,
+        global_batch=planned.numbers.global_batch,
+        memory=memory,
+        estimate_bytes=planned.plan.workers[0].memory_bytes if known else None,
+        peak_bytes=max(peaks, default=None),
+        status=status,
+        ended_by=why,
+    )
+
+
+def peak_file(folder: Path, rank: int | str) -> Path:
+    """Where a rank keeps the bytes of its peak."""
+    return folder / f"peak-rank-{rank}.json"

@@ -1,0 +1,140 @@
+"""The same training on several worker counts, compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cputrain.sweep.clock import clock
+from cputrain.sweep.endings import DONE
+from cputrain.sweep.results import IMAGES, Result
+from cputrain.sweep.variants import WORKERS, label_of
+
+NEAR, DROP = 0.5, 1.0  # points of validation top-1
+RULE = (
+    f"stable maximum: the first epoch whose validation accuracy is within {NEAR:g} points of the best of all epochs "
+    f"and after which it never falls more than {DROP:g} point(s) below that epoch's"
+)
+FEWEST = "speed-up and efficiency: images/s against the smallest worker count; efficiency: per worker"
+OVERSUBSCRIBE = "plan.oversubscribe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One training of a comparison; accuracies in percent, None where there is nothing to tell.
+
+    `turnaround_s` is the whole job from start to end, `epoch_s` the median epoch; `stable_epoch` and `stable_s` are
+    when validation accuracy reached its stable maximum.
+    """
+
+    training: str
+    workers: int
+    global_batch: int | None
+    turnaround_s: float | None
+    epoch_s: float | None
+    stable_epoch: int | None
+    stable_s: float | None
+    images_per_s: float | None
+    speedup: float | None
+    efficiency: float | None
+    train_top1: float | None
+    top1: float | None
+    status: str
+    ended_by: str
+    data: str
+    run: str
+
+
+def stable_maximum(values: Sequence[float], *, near: float = NEAR, drop: float = DROP) -> int | None:
+    """Index of the first value within `near` of the largest and after which none is more than `drop` below it; None
+    where every such value is followed by a deeper fall."""
+    top = max(values, default=0.0)
+    lowest_after = float("inf")
+    found = None
+    for index in reversed(range(len(values))):
+        if values[index] >= top - near and lowest_after >= values[index] - drop:
+            found = index
+        lowest_after = min(lowest_after, values[index])
+    return found
+
+
+def compare(results: Sequence[Result]) -> tuple[Compared, ...]:
+    """Trainings that differ by their worker count alone, each against the one with the fewest workers."""
+    trainings: dict[str, list[Result]] = {}
+    for result in results:
+        if result.setup.workers is not None:
+            trainings.setdefault(label_of(result.settings, without=(WORKERS, OVERSUBSCRIBE)), []).append(result)
+    return tuple(
+        row
+        for training, those in trainings.items()
+        if len({_workers(result) for result in those}) > 1
+        for row in _against_fewest(training, sorted(those, key=_workers))
+    )
+
+
+def _workers(result: Result) -> int:
+    return result.setup.workers or 0
+
+
+def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
+    base = next((result for result in results if result.images_per_s), None)
+    rows = []
+    for result in results:
+        index = stable_maximum(result.top1s) if result.status == DONE else None
+        speedup = efficiency = None
+        if base is not None and base.images_per_s and result.images_per_s:
+            speedup = result.images_per_s / base.images_per_s
+            efficiency = speedup * _workers(base) / _workers(result)
+        rows.append(
+            Compared(
+                training=training,
+                workers=_workers(result),
+                global_batch=result.setup.global_batch,
+                turnaround_s=result.wall_s,
+                epoch_s=result.epoch_s,
+                stable_epoch=None if index is None else result.epochs[index],
+                stable_s=None if index is None else result.elapsed_s[index],
+                images_per_s=result.images_per_s,
+                speedup=speedup,
+                efficiency=efficiency,
+                train_top1=result.train_top1,
+                top1=result.top1s[-1] if result.top1s else None,
+                status=result.status,
+                ended_by=result.ended_by,
+                data=result.data,
+                run=result.run,
+            )
+        )
+    return rows
+
+
+def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """Head and one row a training."""
+
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else f"{value:{form}}"
+
+    head = (
+        *("training", "workers", "global batch", "turn-around", "epoch s", "stable at epoch", "stable after s"),
+        *("images/s", "speed-up", "efficiency %", "training accuracy %", "validation accuracy %", "status"),
+    )
+    body = [
+        (
+            row.training,
+            str(row.workers),
+            text(row.global_batch, ","),
+            "" if row.turnaround_s is None else clock(row.turnaround_s),
+            text(row.epoch_s, ".4g"),
+            text(row.stable_epoch, "d"),
+            text(row.stable_s, ".4g"),
+            text(row.images_per_s, ",.0f"),
+            text(row.speedup, ".2f"),
+            text(None if row.efficiency is None else 100 * row.efficiency, ".0f"),
+            text(row.train_top1, ".2f"),
+            text(row.top1, ".2f"),
+            row.status
+            + ("" if row.data == IMAGES else f" ({row.data})")
+            + (f": {row.ended_by}" if row.ended_by else ""),
+        )
+        for row in compared
+    ]
+    one = len({row.training for row in compared}) == 1
+    return [row[1:] if one else row for row in (head, *body)]
