@@ -2,9 +2,11 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 from affinity.bind import PLAN_VARIABLE
+from affinity.memory import GIB
 from affinity.observe import Observed
 from affinity.plan import WorkerPlan
 from cputrain.checkpoint import load_judged
@@ -16,6 +18,7 @@ from cputrain.events import Events
 from cputrain.files import write_atomic
 from cputrain.models.build import build_model
 from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
+from cputrain.sampling import sampled
 from cputrain.schema import Recipe
 from cputrain.session import Session, binding_record, describe_environment, start_session
 from cputrain.train import Outcome, train
@@ -33,11 +36,16 @@ def train_rank(
     prepared: bool,
     check: bool,
 ) -> None:
-    """Train as one rank. With `prepared` the launcher has made the run's folder; else rank 0 checks and makes it."""
+    """Train as one rank.
+
+    With `prepared` the launcher has made the run's folder and samples the ranks' use of resources; else rank 0 checks
+    and makes the folder, and each rank samples itself.
+    """
     session = start_session(recipe, rank, worker, observed, check=check)
     if not prepared:
         on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
-    with staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
+    sampling = nullcontext() if prepared else sampled(recipe.folder, rank, session.loader_pus)
+    with sampling, staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
         outcome = _train(session, resume=resume)
     if session.leads:
         _say_end(session, outcome)
@@ -95,6 +103,7 @@ def _make_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
 
 def _say_end(session: Session, outcome: Outcome) -> None:
     from cputrain.report.page import write_report  # matplotlib: a second that only the end needs
+    from cputrain.report.usage import peak_memory, read_usage
 
     accuracy = outcome.accuracy
     if accuracy is None:
@@ -104,4 +113,8 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
     print(f"top-1                {accuracy.top1:.2f} %")
     print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
+    if usage := read_usage(session.recipe.folder):
+        estimate = session.worker.memory_bytes
+        beside = f" (estimated {estimate / GIB:.2f})" if estimate else ""
+        print(f"peak memory          {peak_memory(usage) / GIB:.2f} GiB a worker{beside}")
     print(f"report               {write_report(session.recipe.folder)}")

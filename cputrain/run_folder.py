@@ -1,4 +1,4 @@
-"""A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, report.html."""
+"""A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
 
 import shutil
 from pathlib import Path
@@ -11,6 +11,7 @@ from cputrain.events import FILE as EVENTS
 from cputrain.files import write_atomic
 from cputrain.recipe import dump_recipe, load_recipe
 from cputrain.schema import Recipe
+from mpi.usage_file import FOLDER as USAGE
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "recipe.yaml",
@@ -20,7 +21,7 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "logs",
     "report.html",
 )
-OURS = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS)
+OURS = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
 
 
 def check_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
