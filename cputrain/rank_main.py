@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -47,8 +48,9 @@ def train_rank(
     sampling = nullcontext() if prepared else sampled(recipe.folder, rank, session.loader_pus)
     with sampling, staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
         outcome = _train(session, resume=resume)
+    peaks = gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if session.leads:
-        _say_end(session, outcome)
+        _say_end(session, outcome, max(peaks))
     end_group(session.group)
 
 
@@ -101,9 +103,8 @@ def _make_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     write_atomic(recipe.folder / PLAN, Path(os.environ[PLAN_VARIABLE]).read_bytes())
 
 
-def _say_end(session: Session, outcome: Outcome) -> None:
+def _say_end(session: Session, outcome: Outcome, peak_bytes: int) -> None:
     from cputrain.report.page import write_report  # matplotlib: a second that only the end needs
-    from cputrain.report.usage import peak_memory, read_usage
 
     accuracy = outcome.accuracy
     if accuracy is None:
@@ -113,8 +114,7 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
     print(f"top-1                {accuracy.top1:.2f} %")
     print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
-    if usage := read_usage(session.recipe.folder):
-        estimate = session.worker.memory_bytes
-        beside = f" (estimated {estimate / GIB:.2f})" if estimate else ""
-        print(f"peak memory          {peak_memory(usage) / GIB:.2f} GiB a worker{beside}")
+    estimate = session.worker.memory_bytes
+    beside = f" (estimated {estimate / GIB:.2f})" if estimate else ""
+    print(f"peak memory          {peak_bytes / GIB:.2f} GiB per worker{beside}")
     print(f"report               {write_report(session.recipe.folder)}")

@@ -61,11 +61,6 @@ def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
     return found
 
 
-def peak_memory(usage: Usage) -> int:
-    """The most resident memory of any worker, in bytes."""
-    return max(record.rss_bytes for records in usage.workers.values() for record in records)
-
-
 def busy(record: WorkerUse | HostUse) -> float:
     """PUs that were busy on average: CPU seconds a second."""
     return record.cpu_s / record.seconds if record.seconds > 0 else 0.0
