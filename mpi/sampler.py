@@ -3,8 +3,10 @@
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import psutil
 from mpi.usage import HostUse, Network, WorkerUse, moved
 from mpi.usage_file import UsageFile, host_file, worker_file
 
-EVERY_S = 1.0
-MOST_OF_A_CORE = 0.004  # a sample that takes long, on a host of thousands of processes, makes the next one wait
+EVERY_S = 2.0
+MOST_OF_A_CORE = 0.003  # a sample that takes long, of ranks with hundreds of processes, makes the next one wait
+CHILDREN_LISTED = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
 RDMA_WORD = 4  # bytes that a count of port_rcv_data stands for (InfiniBand Architecture, volume 1, PortCounters)
 
 
@@ -40,18 +43,18 @@ class HostCounters:
 class Sampler:
     """Writes folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
 
-    The ranks are this process or below it. Takes less than MOST_OF_A_CORE of a core. A file that cannot be written is
-    told on stderr, and the run goes on without.
+    Takes less than MOST_OF_A_CORE of a core. A file that cannot be written is told on stderr, and the run goes on
+    without.
     """
 
     def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
         self._host = socket.gethostname()
-        self._ranks = {pid: rank for rank, pid in pids.items()}
-        self._at = time.monotonic()
-        self._trees = read_trees(self._ranks)
+        self._pids = dict(pids)
+        spent, self._at = time.thread_time(), time.monotonic()
+        self._trees = {rank: read_tree(pid) for rank, pid in pids.items()}
         self._counters = read_host() if whole_host else None
+        self._wait(spent)
         self._reaped_s = _reaped_s()
-        self._due = self._at + EVERY_S
         self._off = False
         try:
             self._workers = {rank: UsageFile(worker_file(folder, rank), WorkerUse) for rank in pids}
@@ -68,19 +71,19 @@ class Sampler:
         """A rank has ended, and this process, whose child it was, has just waited for it."""
         total = _reaped_s() - self._reaped_s
         self._reaped_s += total
-        pid = next(pid for pid, known in self._ranks.items() if known == rank)
-        del self._ranks[pid]
+        del self._pids[rank]
         if not self._off:
             try:
-                self._add(rank, self._trees.pop(rank, Tree()), Tree(cpu_s=total), time.monotonic() - self._at)
+                self._add(rank, self._trees.pop(rank), Tree(cpu_s=total), time.monotonic() - self._at)
             except OSError as error:
                 self._give_up(error)
 
     def close(self) -> None:
         """Take the last sample, of what still runs and of the host, and write all."""
+        if not self._off:
+            self._sample()
         if self._off:
             return
-        self._sample()
         try:
             for file in (*self._workers.values(), *((self._whole,) if self._whole else ())):
                 file.close()
@@ -89,10 +92,11 @@ class Sampler:
 
     def _sample(self) -> None:
         spent, now = time.thread_time(), time.monotonic()
-        trees, seconds = read_trees(self._ranks), now - self._at
+        seconds = now - self._at
+        trees = {rank: tree for rank, pid in self._pids.items() if (tree := read_tree(pid)).processes}
         try:
             for rank, tree in trees.items():
-                self._add(rank, self._trees.get(rank, Tree()), tree, seconds)
+                self._add(rank, self._trees[rank], tree, seconds)
             if self._counters is not None and self._whole is not None:
                 counters = read_host()
                 self._whole.add(host_use(self._counters, counters, seconds))
@@ -101,7 +105,11 @@ class Sampler:
             self._give_up(error)
         self._at = now
         self._trees |= trees
-        self._due = now + max(EVERY_S, (time.thread_time() - spent) / MOST_OF_A_CORE)
+        self._wait(spent)
+
+    def _wait(self, spent: float) -> None:
+        """Set when the next sample is due, after one that began at `spent` of this thread's CPU time."""
+        self._due = self._at + max(EVERY_S, (time.thread_time() - spent) / MOST_OF_A_CORE)
 
     def _add(self, rank: int, before: Tree, after: Tree, seconds: float) -> None:
         use = WorkerUse(
@@ -131,23 +139,32 @@ def host_use(before: HostCounters, after: HostCounters, seconds: float) -> HostU
     )
 
 
-def read_trees(ranks: Mapping[int, int]) -> dict[int, Tree]:
-    """rank -> its processes now, for `ranks` (process -> rank), which are this process or below it."""
-    here = psutil.Process()
-    rank_of: dict[int, int] = {}
-    found: dict[int, Tree] = {}
-    for process in (here, *here.children(recursive=True)):  # parents before their children
+def read_tree(root: int) -> Tree:
+    """A process and all below it now; no processes where it has ended."""
+    tree, waiting = Tree(), [root]
+    while waiting:
+        pid = waiting.pop()
         try:
+            process = psutil.Process(pid)
             with process.oneshot():
-                rank = ranks.get(process.pid, rank_of.get(process.ppid()))
-                if rank is None:
-                    continue
-                cpu, rss = sum(process.cpu_times()[:4]), process.memory_info().rss
-        except psutil.NoSuchProcess:
+                cpu, rss = sum(process.cpu_times()[:4]), process.memory_info().rss  # with ended children's
+            waiting += _children(pid)
+        except psutil.Error:  # has ended meanwhile, or is another user's
             continue
-        rank_of[process.pid] = rank
-        tree = found.get(rank, Tree())
-        found[rank] = Tree(cpu_s=tree.cpu_s + cpu, rss_bytes=tree.rss_bytes + rss, processes=tree.processes + 1)
+        tree = Tree(cpu_s=tree.cpu_s + cpu, rss_bytes=tree.rss_bytes + rss, processes=tree.processes + 1)
+    return tree
+
+
+def _children(pid: int) -> list[int]:
+    """A process's children as the kernel lists them for each of its threads, where it does: psutil looks at all
+    processes of the host, thousands on one of many cores."""
+    if not CHILDREN_LISTED:
+        return [child.pid for child in psutil.Process(pid).children()]
+    found: list[int] = []
+    with suppress(OSError):  # the process has ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # the thread has
+                found += map(int, (thread / "children").read_text().split())
     return found
 
 

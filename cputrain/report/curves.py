@@ -18,12 +18,12 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Title -> SVG of loss, accuracy, learning rate and throughput over epochs."""
+    """Title -> SVG of loss, accuracy, learning rate and throughput over epochs; without those that have no value."""
     steps = [e for e in events if e["event"] == "step"]
     epochs = [e for e in events if e["event"] == "epoch"]
     evaluated = [e for e in epochs if e["val_top1"] is not None]
     at = [e["epoch"] for e in steps]
-    return {
+    charts = {
         "Loss": _chart(
             {
                 "step": (at, [e["loss"] for e in steps]),
@@ -43,6 +43,7 @@ def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
         "Learning rate": _chart({"learning rate": (at, [e["rate"] for e in steps])}, "rate"),
         "Throughput": _chart({"images/s": (at, [e["images_per_s"] for e in steps])}, "images/s"),
     }
+    return {title: svg for title, svg in charts.items() if svg is not None}
 
 
 def sweep_curves(title: str, groups: Sequence[Group]) -> str:
@@ -69,11 +70,16 @@ def _over(events: Sequence[dict[str, Any]], key: str) -> Points:
     return [e["epoch"] for e in events], [e[key] for e in events]
 
 
-def _chart(lines: dict[str, Points], unit: str) -> str:
+def _chart(lines: dict[str, Points], unit: str) -> str | None:
+    """The lines that have a value; None where none has."""
+    drawn = {label: (x, y) for label, (x, y) in lines.items() if any(value is not None for value in y)}
+    if not drawn:
+        return None
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for label, (x, y) in lines.items():
+    for label, (x, y) in drawn.items():
         many = len(x) > 40
-        axes.plot(x, y, label=label, linewidth=0.8 if many else 1.6, alpha=0.5 if many and len(lines) > 1 else 1.0)
+        width, alpha = (0.8, 0.5 if len(lines) > 1 else 1.0) if many else (1.6, 1.0)
+        axes.plot(x, y, label=label, linewidth=width, alpha=alpha, marker="" if many else ".")
     axes.set(xlabel="epoch", ylabel=unit)
     axes.grid(alpha=0.3)
     if len(lines) > 1:

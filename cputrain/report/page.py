@@ -38,15 +38,21 @@ def write_report(folder: Path) -> Path:
 
 def _training(folder: Path) -> dict[str, Any]:
     """What the page tells of a training."""
-    events = read_events(folder)
+    events = _last_of_each_epoch(read_events(folder))
     return {
         "summary": _summary(events),
         "curves": training_curves(events),
         "epochs": [e for e in events if e["event"] == "epoch"],
         "warnings": [e for e in events if e["event"] == "warning"],
-        "bindings": next((e["bindings"] for e in events if e["event"] == "start"), []),
+        "bindings": next((e["bindings"] for e in reversed(events) if e["event"] == "start"), []),
         "recipe": (folder / RECIPE).read_text(),
     }
+
+
+def _last_of_each_epoch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events without those of parts of epochs, as a run leaves them that stopped within one and was resumed."""
+    last = {e["epoch"]: e for e in events if e["event"] == "epoch"}
+    return [e for e in events if e["event"] != "epoch" or e is last[e["epoch"]]]
 
 
 def _use(usage: Usage) -> dict[str, Any]:
@@ -60,8 +66,8 @@ def _use(usage: Usage) -> dict[str, Any]:
 
 
 def _summary(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    end = next((e for e in reversed(events) if e["event"] == "end"), None)
-    if end is None:
+    end = next((e for e in reversed(events) if e["event"] in ("start", "end")), None)
+    if end is None or end["event"] == "start":
         return [("status", "not finished")]
     if end["top1"] is None:
         return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on")]
