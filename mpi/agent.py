@@ -94,8 +94,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
             streams.append(Stream(label=label, terminal=terminal, log=log, live=live))
             selector.register(pipe, selectors.EVENT_READ, streams[-1])
         selector.register(line.connection, selectors.EVENT_READ, line)
-        sampler = Sampler(logs.parent / USAGE, {rank.rank: process.pid}, whole_host=rank.local_rank == 0)
+        sampler: Sampler | None = None
         try:
+            sampler = Sampler(logs.parent / USAGE, {rank.rank: process.pid}, whole_host=rank.local_rank == 0)
             ended = _watch(process, selector, line, sampler)
         except _TerminatedError:
             ended = False
@@ -106,8 +107,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
         for stream in streams:
             stream.close()
     status = process.wait()
-    sampler.ended(rank.rank)
-    sampler.close()
+    if sampler is not None:
+        sampler.ended(rank.rank)
+        sampler.close()
     tail = [text[:LONGEST_LINE] for text in path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
     told = line.send(what="end", status=status, tail=tail, log=str(path), by_job=not ended)
     if told and ended and status != 0:

@@ -76,10 +76,10 @@ def _run(job: Job, port: int, workers: list[Worker], out: TextIO, err: TextIO) -
         return 128 + int(number)
     finally:
         _tear_down(workers)
-        if sampler is not None:
-            sampler.close()
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
+        if sampler is not None:
+            sampler.close()
         _pump(selector, timeout_s=0.0, until_empty=True)
         for worker in workers:
             for stream in worker.streams:

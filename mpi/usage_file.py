@@ -40,7 +40,7 @@ class UsageFile(Generic[Use]):
         self._records: list[Use] = read_records(path, kind) if path.is_file() else []
         self._pending: Use | None = None
         self._period_s = SHORTEST_S
-        self._rewrite()
+        self._file = self._rewritten()
 
     def add(self, record: Use) -> None:
         """Take a record; it is in the file once as much time has passed as each record there covers."""
@@ -53,7 +53,6 @@ class UsageFile(Generic[Use]):
         if self._pending is not None and self._records and self._pending.seconds < self._period_s:
             self._records[-1] = self._records[-1].and_then(self._pending)
             self._pending = None
-            self._file.close()
             self._rewrite()
         self._flush()
         self._file.close()
@@ -67,16 +66,23 @@ class UsageFile(Generic[Use]):
         if self._file.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         if len(self._records) >= MOST_RECORDS:
-            self._file.close()
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Write the file anew, so that a line cut short does not take the next one with it, and thinned where due."""
+        before, self._file = self._file, self._rewritten()
+        before.close()
+
+    def _rewritten(self) -> BinaryIO:
+        """The file written anew, so that a line cut short does not take the next one with it, and thinned where due."""
         if len(self._records) > MOST_RECORDS // 2:
             self._period_s = max(self._period_s, fitting_period(self._records))
             self._records = thinned(self._records)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
-        beside.write_bytes(b"".join(map(to_line, self._records)))
-        beside.rename(self._path)
-        self._file: BinaryIO = self._path.open("ab", buffering=0)
+        try:
+            beside.write_bytes(b"".join(map(to_line, self._records)))
+            beside.rename(self._path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        return self._path.open("ab", buffering=0)
