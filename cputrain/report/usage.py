@@ -31,7 +31,9 @@ class Usage:
 def read_usage(run: Path) -> Usage | None:
     """What a run's folder tells of its use; None where nothing was sampled."""
     folder = run / FOLDER
-    workers = {int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-*.jsonl")}
+    workers = {
+        int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
+    }
     hosts = {path.stem[len("host-") :]: read_records(path, HostUse) for path in folder.glob("host-*.jsonl")}
     known = {rank: workers[rank] for rank in sorted(workers) if workers[rank]}
     if not known:
