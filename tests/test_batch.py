@@ -452,6 +452,29 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
 
 
+def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
+    """Submit a job of any command and wait for its end; what it has said."""
+    options = ("--time", "00:05:00", "--output", "job.out", "--venv", str(venv(folder)))
+    script = cputrain("job", "slurm", *options, *arguments, cwd=folder)
+    assert script.returncode == 0, script.stderr
+    state = slurm.finish(script.stdout, folder)
+    said = (folder / "job.out").read_text()
+    assert state == "COMPLETED", said
+    return said
+
+
+def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path: Path) -> None:
+    said = commanded(slurm, tmp_path, "--nodes", "2", "--ppn", str(CORES), "--", "python", "-c", TOGETHER)
+    ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", said))
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
+    assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], said
+
+
+def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
+    tell = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, at $MASTER_ADDR, $((MASTER_PORT > 29499))"
+    assert "0 of 1, 0 of 1, at 127.0.0.1, 1\n" in commanded(slurm, tmp_path, "--ppn", "1", "--", "sh", "-c", tell)
+
+
 @pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])
 def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> None:
     ranks = (
