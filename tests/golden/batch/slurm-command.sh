@@ -84,6 +84,7 @@ exec "$runtime" run "${options[@]}" "${mounts[@]}" "${passed[@]}" \
     image "$@"
 END_OF_CONTAINER
 
+unset SLURM_EXPORT_ENV  # where sbatch was given --export, srun would keep from the ranks what is set here
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network's settings are planned on the job's first host: this one.
 launch=()
