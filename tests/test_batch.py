@@ -498,20 +498,9 @@ def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
 
 
 def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path: Path) -> None:
-    said = commanded(
-        slurm,
-        tmp_path,
-        "--nodes",
-        "2",
-        "--ppn",
-        str(CORES),
-        "--directive",
-        "--export=NONE",
-        "--",
-        "python",
-        "-c",
-        TOGETHER,
-    )
+    alone = ("--directive", "--export=NONE")  # what the script sets reaches the ranks all the same
+    hosts = ("--nodes", "2", "--ppn", str(CORES))
+    said = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-c", TOGETHER)
     ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", said))
     pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
     assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], said
