@@ -24,6 +24,10 @@ class Numbers:
     total_steps: int
     peak_rate: float
 
+    def last_step(self, max_steps: int | None) -> int:
+        """The step at which a training ends that has to stop after `max_steps` at the latest."""
+        return min(self.total_steps, max_steps or self.total_steps)
+
     def images_until(self, step: int) -> int:
         """Images of all steps before this one."""
         epochs, rest = divmod(step, self.steps_per_epoch)

@@ -1,5 +1,6 @@
-"""Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
+"""Exact top-1 and top-5 over every image of a split once, whatever the number of workers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +26,15 @@ class Accuracy:
     damaged: tuple[str, ...]
 
 
-def evaluate(model: nn.Module, session: Session) -> Accuracy:
-    """Evaluate on val/, each image once; damaged images do not count."""
+def evaluate(
+    model: nn.Module, session: Session, split: str = "val", step: Callable[[], None] = lambda: None
+) -> Accuracy:
+    """Evaluate on a split, each image once; damaged images do not count. `step` is called after each of its batches."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
-        for batch in evaluation_batches(session):
+        for batch in evaluation_batches(session, split):
             with computing(session.recipe.precision):
                 logits = model(network_input(session.normalize(batch.images), session.recipe.precision)).float()
             losses = functional.cross_entropy(logits, batch.labels, reduction="none")
@@ -40,6 +43,7 @@ def evaluate(model: nn.Module, session: Session) -> Accuracy:
             hits5 += float((in_top(logits, batch.labels, 5) * batch.weights).sum())
             count += float(batch.weights.sum())
             damaged += batch.damaged
+            step()
     model.train()
     loss_sum, hits1, hits5, count = total(loss_sum, hits1, hits5, count)
     readable = max(count, 1.0)

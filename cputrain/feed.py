@@ -9,7 +9,7 @@ from cputrain.data.augment import augment, changes
 from cputrain.data.blocks import BlockReader, block_order
 from cputrain.data.decode import Pixels
 from cputrain.data.loader import Batch, batches
-from cputrain.data.order import epoch_order, evaluation_share, rank_share, sample_generator
+from cputrain.data.order import Order, epoch_order, evaluation_share, rank_share, sample_generator
 from cputrain.data.shards import Shards
 from cputrain.data.views import Look, evaluation_look, plain_look, training_look
 from cputrain.phases import now_at
@@ -57,18 +57,31 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
     )
 
 
-def evaluation_batches(session: Session) -> Iterator[Batch]:
-    """This rank's share of val/, cut over the ranks, nothing padded and nothing twice."""
-    data, rank = session.recipe.data, session.rank
+def evaluation_batch(session: Session) -> int:
+    """Images of one of a rank's forward passes in an evaluation."""
+    return session.recipe.evaluate.batch or session.recipe.batch.local
+
+
+def evaluation_steps(session: Session, split: str = "val") -> int:
+    """How many batches this rank evaluates; rank 0 has no fewer than any other."""
+    return -(-len(_evaluation_share(session, split)) // evaluation_batch(session))
+
+
+def _evaluation_share(session: Session, split: str) -> Order:
+    return evaluation_share(len(session.dataset.splits[split]), session.rank.rank, session.rank.world_size)
+
+
+def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
+    """This rank's share of a split, cut over the ranks, nothing padded and nothing twice."""
+    data, images = session.recipe.data, session.dataset.splits[split]
     look = evaluation_look(data.short_side, data.crop)
-    share = evaluation_share(len(session.dataset.val), rank.rank, rank.world_size)
-    size = session.recipe.batch.local
+    share, size = _evaluation_share(session, split), evaluation_batch(session)
 
     def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
         return session.decode(encoded, [look] * len(encoded), places)
 
     return batches(
-        session.dataset.val,
+        images,
         (share[i : i + size] for i in range(0, len(share), size)),
         decode,
         crop=data.crop,

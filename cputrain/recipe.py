@@ -1,5 +1,6 @@
 """How files and key=value settings become a recipe, and what is wrong with one in one line."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -88,6 +89,18 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     data = recipe.data.model_copy(update={"path": absolute(recipe.data.path), "stage": absolute(recipe.data.stage)})
     model = recipe.model.model_copy(update={"weights": absolute(recipe.model.weights)})
     return recipe.model_copy(update={"data": data, "model": model, "output": str(recipe.folder.absolute())})
+
+
+def input_settings(recipe: Recipe) -> tuple[str, ...]:
+    """KEY=VALUE for each file or folder that the recipe reads by a relative path, for a command in any folder."""
+    there = with_absolute_paths(recipe)
+    paths = (
+        ("data.path", recipe.data.path, there.data.path),
+        ("data.stage", recipe.data.stage, there.data.stage),
+        ("model.weights", recipe.model.weights, there.model.weights),
+    )
+    moved = ((key, new) for key, old, new in paths if new != old)
+    return tuple(f"{key}={new if parse_setting(f'{key}={new}')[1] == new else json.dumps(new)}" for key, new in moved)
 
 
 def parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:

@@ -14,6 +14,7 @@ from affinity.cpuset import format_list
 from affinity.errors import InputError
 from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of, threads_of
 from affinity.plan import WorkerPlan
+from affinity.rank import Rank
 from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
@@ -24,8 +25,8 @@ from cputrain.data.normalize import Normalize, choose_normalize
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_dataset
 from cputrain.derivation import Numbers, derive
+from cputrain.in_use import planned_allocator
 from cputrain.schema import Recipe
-from mpi.rank import Rank
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
 
@@ -129,7 +130,7 @@ def _block_length(images: Images, block_mib: float, steps: int) -> int:
 
 
 def _check_labels(dataset: Dataset) -> None:
-    for split, images in (("train", dataset.train), ("val", dataset.val)):
+    for split, images in dataset.splits.items():
         labels = images.labels
         wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
         if len(wrong):
@@ -187,6 +188,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "backend": session.group.backend,
         "backend_why": session.group.why,
         "decoder": session.decoder,
+        "allocator": planned_allocator(os.environ),
         "torch_build": torch.__config__.show().split("\n"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from affinity.errors import InputError, RunError
-from cputrain.checkpoint import Progressed, list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.checkpoint import Progressed, load_checkpoint, save_checkpoint
 from cputrain.comm.group import gather, on_rank_0, total
 from cputrain.engine import bf16_speedup, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate
@@ -24,7 +24,7 @@ from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import rate_of
 from cputrain.phases import now_at
 from cputrain.progress import Progress
-from cputrain.run_folder import CHECKPOINTS
+from cputrain.run_folder import CHECKPOINTS, list_checkpoints
 from cputrain.session import Session
 from cputrain.update import Learner, Step, Sums, make_learner, update
 
@@ -51,34 +51,42 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a training ended: `trained_s` counts updates only, `total_s` also evaluations and checkpoints.
-
-    `accuracy` is None where a notice has stopped it.
+    """How a training ended: `trained_s` counts the updates since its start only; `accuracy` is None where a notice has
+    stopped it, `test` also where the data has no test images.
     """
 
     accuracy: Accuracy | None
+    test: Accuracy | None
     step: int
     trained_s: float
-    total_s: float
 
 
-def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
-    """Train as the recipe says. `events` is rank 0's alone.
+def train(training: Training) -> Outcome:
+    """Train as the recipe says.
 
     Raises RunError when the loss is no longer finite, or at a damaged image where the recipe wants that.
     """
-    recipe, numbers = session.recipe, session.numbers
-    last_step = min(numbers.total_steps, recipe.max_steps or numbers.total_steps)
-    training = _start(session, events, last_step, resume=resume)
+    session = training.session
+    if session.recipe.precision == "bf16" and session.leads and (speedup := bf16_speedup()) < 1:
+        _warn(training, f"a convolution takes {1 / speedup:.1f} times longer in bf16 than in float32 on this CPU")
     gc.freeze()  # what the libraries have made stays: looking through it again and again takes the loader's time
-    started = time.perf_counter()
     with closing(training.progress):
-        accuracy, trained_s = _train_epochs(training, last_step)
+        accuracy, trained_s = _train_epochs(training, session.numbers.last_step(session.recipe.max_steps))
     if training.stopped:
         accuracy = None
     elif accuracy is None:  # resumed where nothing was left to do
         accuracy = evaluate(training.learner.judged(), session)
-    return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
+    test = _evaluate_test(training) if accuracy is not None and session.dataset.test is not None else None
+    return Outcome(accuracy=accuracy, test=test, step=training.step, trained_s=trained_s)
+
+
+def _evaluate_test(training: Training) -> Accuracy:
+    """The test images are looked at this once, with the last weights: nothing has been chosen by them."""
+    accuracy = evaluate(training.learner.judged(), training.session, "test")
+    names = sorted(name for rank_names in gather(accuracy.damaged) for name in rank_names)
+    if names:
+        _warn_of_damaged(training, names)
+    return accuracy
 
 
 def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, float]:
@@ -119,7 +127,8 @@ def due(epoch: int, every: int | None) -> bool:
     return every is not None and (epoch + 1) % every == 0
 
 
-def _start(session: Session, events: Events | None, last_step: int, *, resume: bool) -> Training:
+def begin(session: Session, events: Events | None, *, resume: bool) -> Training:
+    """The network and all that changes with it, from the run's last checkpoint or anew. `events` is rank 0's alone."""
     recipe, numbers = session.recipe, session.numbers
     saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
     network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
@@ -132,7 +141,8 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         raise InputError(
             f"--resume: ranks find different checkpoints in {recipe.folder}: put it where all hosts see it"
         )
-    training = Training(
+    last_step = numbers.last_step(recipe.max_steps)
+    return Training(
         session=session,
         learner=learner,
         progress=Progress(numbers.images_until(done.step), numbers.images_until(last_step), shown=session.leads),
@@ -141,9 +151,6 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         step=done.step,
         best_top1=done.top1,
     )
-    if recipe.precision == "bf16" and session.leads and (speedup := bf16_speedup()) < 1:
-        _warn(training, f"a convolution takes {1 / speedup:.1f} times longer in bf16 than in float32 on this CPU")
-    return training
 
 
 def _start_from(network: nn.Module, path: Path, session: Session) -> None:
@@ -231,6 +238,12 @@ def _warn(training: Training, what: str) -> None:
         training.events.write("warning", step=training.step, what=what)
 
 
+def _warn_of_damaged(training: Training, names: list[str]) -> None:
+    training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
+    if training.events:
+        training.events.write("warning", step=training.step, what="damaged images", images=names)
+
+
 def _report_epoch(
     training: Training, epoch: int, sums: Sums, accuracy: Accuracy | None, seconds: float, images: int
 ) -> None:
@@ -239,9 +252,7 @@ def _report_epoch(
     if skipped or (accuracy and accuracy.images < len(training.session.dataset.val)):
         mine = sums.damaged + list(accuracy.damaged if accuracy else ())
         names = sorted(name for rank_names in gather(mine) for name in rank_names)
-        training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
-        if training.events:
-            training.events.write("warning", step=training.step, what="damaged images", images=names)
+        _warn_of_damaged(training, names)
     train_loss, train_top1 = loss / max(readable, 1.0), 100 * hits / max(readable, 1.0)
     val = "" if accuracy is None else f"  val loss {accuracy.loss:.4f}  val acc {accuracy.top1:.2f}"
     training.progress.line(
@@ -274,4 +285,5 @@ def _save(training: Training, *, best: bool) -> None:
         best=best,
     )
     if training.events:
-        training.events.write("checkpoint", step=training.step, epoch=epoch, path=str(path), best=best)
+        here = str(path.relative_to(recipe.folder))  # good wherever the run is moved
+        training.events.write("checkpoint", step=training.step, epoch=epoch, path=here, best=best)

@@ -440,7 +440,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
     plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
     code = (
-        "import os, json; from mpi.rank import discover; r = discover(os.environ); "
+        "import os, json; from affinity.rank import discover; r = discover(os.environ); "
         "said = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
         "os.write(1, json.dumps(said).encode() + b'\\n')"
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from affinity.rank import Rank
 from cputrain.comm.hooks import Bf16Gradients, CommClock
 from cputrain.data.loader import Batch
 from cputrain.derivation import Numbers
@@ -17,7 +18,6 @@ from cputrain.optim.schedules import rate_at, rate_of
 from cputrain.phases import Now, now_at
 from cputrain.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.update import Learner, Sums, update
-from mpi.rank import Rank
 
 IMAGES, CLASSES, RATE = 6, 4, 0.5
 NUMBERS = Numbers(

@@ -14,7 +14,7 @@ COMMANDS = {
     "launch": "run any command under a plan",
     "train": "train a recipe",
     "sweep": "one recipe with many settings: a table and a picture",
-    "reproduce": "published claims, trained again at this machine's size",
+    "reproduce": "published claims, trained again at this machine's size, and published tables",
     "job": "a batch script for Slurm or PBS: a training, image preparation or any command",
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",

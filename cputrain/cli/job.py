@@ -134,6 +134,10 @@ def _check(asked: Asked, scheduler: str, given: dict[str, Any]) -> None:
             raise InputError(f"--{option} is not for {scheduler}: {instead}")
     if asked.named:
         raise InputError("--hosts and --hostfile: a job's hosts are the scheduler's choice: give --nodes N")
+    if asked.share:
+        raise InputError("--share: a job has its hosts to itself: leave it out")
+    if asked.oversubscribe:
+        raise InputError("--oversubscribe tries plans on one host: leave it out of a job")
     if asked.bind == "launcher":
         raise InputError("--bind launcher: in a job the ranks bind themselves, by the plan made there: leave it out")
     if asked.launcher not in ("auto", *STARTS_JOBS[scheduler]):

@@ -28,6 +28,10 @@ def training(asked: Asked, words: tuple[str, ...], array: str | None, stage: str
     if asked.local_batch is not None:
         raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
     recipe = load_recipe(words[0], words[1:])
+    if recipe.plan.share or recipe.plan.oversubscribe:
+        raise InputError(
+            "plan.share and plan.oversubscribe are for one host that others use too: leave them out of a job"
+        )
     if stage is not None and recipe.data.path is None:
         raise InputError("--stage copies the recipe's data.path, which is not set: set it, or leave --stage out")
     ppn, cpus = _numbers(asked, request_of(recipe))
@@ -89,5 +93,5 @@ def _numbers(asked: Asked, base: Request) -> tuple[int | None, int | None]:
 
 def _planned(asked: Asked) -> tuple[str, ...]:
     """The planning options, said as settings of the recipe, for the plan that is made on the first host."""
-    names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "balance")
+    names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "openmp", "balance")
     return tuple(f"plan.{name}={value}" for name in names if (value := getattr(asked, name)) is not None)

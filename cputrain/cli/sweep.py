@@ -10,6 +10,7 @@ from affinity.errors import InputError, RunError
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here, train_here
 from cputrain.recipe import load_recipe
+from cputrain.resume import differences
 from cputrain.run_folder import RECIPE
 from cputrain.schema import SweepSection
 from cputrain.sweep import Result, Variant, grouped, result_of, table, variants
@@ -71,7 +72,7 @@ def train_all(planned: list[tuple[Variant, Planned]]) -> list[Result]:
     for number, (variant, one) in enumerate(planned, 1):
         folder = one.recipe.folder
         known = (folder / RECIPE).is_file()
-        if known and load_recipe(str(folder / RECIPE)) != one.recipe:
+        if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
             raise InputError(f"{folder} holds a run of another recipe: sweep --into another folder, or take it away")
         result = result_of(variant, folder, 0)
         if result.top1 is None:

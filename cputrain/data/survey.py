@@ -10,11 +10,12 @@ from cputrain.data.manifest import MANIFEST, read_manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Classes and images of a data folder."""
+    """Classes and images of a data folder; `test` 0 where it has no such split."""
 
     classes: tuple[str, ...]
     train: int
     val: int
+    test: int = 0
 
 
 def survey(path: str | None) -> Survey:
@@ -22,19 +23,24 @@ def survey(path: str | None) -> Survey:
     root = data_root(path)
     if (root / MANIFEST).is_file():
         manifest = read_manifest(root)
-        counts = {split: manifest["splits"][split]["images"] for split in folder.SPLITS}
-        return Survey(classes=tuple(manifest["classes"]), **counts)
+        counts = {split: made["images"] for split, made in manifest["splits"].items()}
+        return _survey(tuple(manifest["classes"]), counts)
     if has_tfrecords(root):
         from cputrain.data.tfrecord import open_tfrecords  # numpy: only where records must be read to be counted
 
         dataset = open_tfrecords(root)
-        return Survey(classes=dataset.classes, train=len(dataset.train), val=len(dataset.val))
-    classes = folder.class_names(root)
+        return _survey(dataset.classes, {split: len(images) for split, images in dataset.splits.items()})
+    folders = folder.split_folders(root)
+    classes = folder.class_names(folders)
     counts = {
-        split: len(folder.list_images(root / split, classes, every_class=split == folder.TRAIN)[0])
-        for split in folder.SPLITS
+        split: len(folder.list_images(where, classes, every_class=split == folder.TRAIN)[0])
+        for split, where in folders.items()
     }
-    return Survey(classes=classes, **counts)
+    return _survey(classes, counts)
+
+
+def _survey(classes: tuple[str, ...], counts: dict[str, int]) -> Survey:
+    return Survey(classes=classes, train=counts["train"], val=counts["val"], test=counts.get("test", 0))
 
 
 def has_tfrecords(root: Path) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from affinity.errors import InputError
-from cputrain.events import FILE, read_events
+from cputrain.events import FILE, TimeSpent, read_events, time_spent
 from cputrain.files import write_atomic
 from cputrain.report.curves import training_curves
 from cputrain.run_folder import RECIPE, REPORT
@@ -21,8 +21,8 @@ def write_report(folder: Path) -> Path:
         loader=PackageLoader("cputrain.report", ""), undefined=StrictUndefined, autoescape=True, trim_blocks=False
     )
     html = environment.get_template("page.html.j2").render(
-        name=folder.name,
-        summary=_summary(events),
+        name=folder.resolve().name,
+        summary=_summary(events, time_spent(folder)),
         curves=training_curves(events),
         epochs=[e for e in events if e["event"] == "epoch"],
         warnings=[e for e in events if e["event"] == "warning"],
@@ -33,17 +33,24 @@ def write_report(folder: Path) -> Path:
     return folder / REPORT
 
 
-def _summary(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    end = next((e for e in reversed(events) if e["event"] == "end"), None)
-    if end is None:
-        return [("status", "not finished")]
+def _summary(events: list[dict[str, Any]], spent: TimeSpent) -> list[tuple[str, str]]:
+    end = next((e for e in reversed(events) if e["event"] in ("start", "end")), None)
+    if spent.starts > 1:
+        took = [("time to train", f"{spent.training_s:.1f} s over {spent.starts} starts")]
+        took += [("wall time", f"{spent.wall_s:.1f} s")]
+    else:
+        took = [("time to train", f"{spent.training_s:.1f} s")]
+    if end is None or end["event"] == "start":  # an earlier end is not that of the last start
+        return [("status", "not finished"), *took]
     if end["top1"] is None:
-        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on")]
+        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on"), *took]
+    tested = {"top-1": end.get("test_top1"), "top-5": end.get("test_top5")}
     return [
         ("status", end["status"]),
         ("top-1", f"{end['top1']:.2f} %"),
         ("top-5", f"{end['top5']:.2f} %"),
+        *((f"test {name}", f"{value:.2f} %") for name, value in tested.items() if value is not None),
         ("steps", f"{end['steps']:,}"),
         ("images", f"{end['images']:,}"),
-        ("time to train", f"{end['time_to_train_s']:.1f} s"),
+        *took,
     ]

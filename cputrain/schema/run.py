@@ -21,6 +21,8 @@ class EvaluateSection(Section):
 
     every_epochs: Positive | None = 1
     """Evaluate after this many epochs; null: at the end only."""
+    batch: Positive | None = None
+    """Images per worker and forward pass of an evaluation; null: batch.local."""
 
 
 class CheckpointSection(Section):
@@ -62,5 +64,11 @@ class PlanSection(Section):
     """Whether second hardware threads compute; auto: off."""
     profile: Literal["auto", "bkm-2018", "mlperf-spr"] = "auto"
     """Published practice that decides what is auto here; auto: the planner's own rules."""
+    openmp: Literal["auto", "libgomp", "libiomp5"] = "auto"
+    """The OpenMP runtime to plan for; auto: the profile's, else the one that this Python loads."""
+    oversubscribe: bool = False
+    """Whether ppn may exceed the cores, which workers then share: a trial, no measure of speed."""
+    share: bool = False
+    """Whether cores of running processes that other plans have bound are left to them."""
     balance: Literal["equal", "batch"] = "equal"
     """batch: workers of a host get their images in proportion to their cores, batch.local on average."""
