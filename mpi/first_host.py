@@ -70,10 +70,10 @@ def started(
     return start(job, launcher_of_job(kind), (), folder)
 
 
-def shell_lines(start: Start) -> str:
+def shell_lines(made: Start) -> str:
     """The lines that the job script reads."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in start.variables]
-    return "\n".join([*exports, f"launch=({shlex.join(start.argv)})"]) + "\n"
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in made.variables]
+    return "\n".join([*exports, f"launch=({shlex.join(made.argv)})"]) + "\n"
 
 
 def main(arguments: list[str]) -> int:
