@@ -60,6 +60,7 @@ def test_shared_cores_are_bound_by_the_ranks_themselves() -> None:
     kinds = (Kind(hosts=("n1", "n2"), plan=plan),)
     argv = start(job(2, kinds=kinds), newest("srun"), ("CMD",), Path()).argv
     assert {"--ntasks-per-node=5", "--cpus-per-task=1", "--overcommit", "--cpu-bind=none"} <= {*argv}
+    assert "--exclusive" not in argv
     for kind in ("intelmpi", "openmpi", "mpich", "srun"):
         with pytest.raises(InputError, match="launchers give each rank cores of its own"):
             start(job(2, kinds=kinds, binder="launcher"), newest(kind), ("CMD",), Path())
