@@ -511,6 +511,17 @@ def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
     assert "0 of 1, 0 of 1, at 127.0.0.1, 1\n" in commanded(slurm, tmp_path, "--ppn", "1", "--", "sh", "-c", tell)
 
 
+def test_srun_starts_more_ranks_than_cores(slurm: Slurm, tmp_path: Path) -> None:
+    request = Request(ppn=CORES + 1, oversubscribe=True)
+    launch = ("cputrain", "launch", "--ppn", str(CORES + 1), "--oversubscribe", "--no-preflight")
+    where = "import os; os.write(1, f'pus {sorted(os.sched_getaffinity(0))}\\n'.encode())"
+    argv = ("salloc", "-N2", "--exclusive", sys.executable, "-m", *launch, "--", sys.executable, "-c", where)
+    ran = slurm.run(*argv, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), request, Runtime()).workers]
+    assert sorted(re.findall(r"pus (\[.*\])", ran.stdout)) == sorted(2 * list(map(str, pus)))
+
+
 @pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])
 def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> None:
     ranks = (

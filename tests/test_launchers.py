@@ -19,6 +19,7 @@ from tests.conftest import cputrain, mpi_path
 
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
+ASKED = Request(ppn=WORKERS)
 TELL = (
     "import os, json; from affinity.rank import discover; rank = discover(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, sorted(os.sched_getaffinity(0)), "
@@ -59,9 +60,11 @@ mpi.MPI_Finalize()
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 
 
-def ran(name: str, folder: Path, binder: str, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def ran(
+    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = ASKED
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **mpi_path(name)}
-    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    plan = plan_machine(this_machine(), request, Runtime())
     job = Job(
         kinds=(Kind(hosts=("localhost",), plan=plan),),
         command=command,
@@ -89,6 +92,17 @@ def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
     assert said == [
         [i, WORKERS, i, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
         for i, worker in enumerate(plan.workers)
+    ]
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_path: Path) -> None:
+    request = Request(ppn=CORES + 1, oversubscribe=True)
+    result = ran(name, tmp_path, "self", (sys.executable, "-c", TELL), request)
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    assert [(one[0], one[3]) for one in said] == [
+        (i, list(worker.pus)) for i, worker in enumerate(plan_machine(this_machine(), request, Runtime()).workers)
     ]
 
 
