@@ -231,7 +231,8 @@ def test_a_rate_that_a_shipped_recipe_sets_has_the_batch_it_is_for(name: str) ->
     assert told
     nodes, ppn, images = (int(number.replace(",", "")) for number in told.groups()[:3])
     numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
-    set_for = None if recipe.schedule.peak_rate == "auto" else numbers.global_batch
+    by_workers = recipe.optim.scale_rate_by == "workers"
+    set_for = None if recipe.schedule.peak_rate == "auto" or by_workers else numbers.global_batch
     assert recipe.schedule.reference_batch == set_for
     assert rate_warning(recipe, global_batch=numbers.global_batch) == ""
 
