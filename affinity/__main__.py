@@ -13,16 +13,18 @@ from affinity import bind
 from affinity.catalog import find_machine
 from affinity.diff import plan_differences
 from affinity.errors import InputError, RunError
+from affinity.neighbors import plan_beside
 from affinity.picture import picture
 from affinity.plan import Plan, Request, plan_machine
 from affinity.plan_file import plan_to_json, read_plan
 from affinity.profiles import PROFILES
-from affinity.request import BALANCES
+from affinity.request import BALANCES, OPENMP
 from affinity.running import look_at, planned_pids, report
 from affinity.runtime import Runtime, find_runtime, target_of
 from affinity.svg import picture_svg
 
 FORMATS = ("text", "json", "svg")
+NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines"
 
 
 def main(arguments: list[str]) -> int:
@@ -55,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     planner.add_argument("--link-gbit", type=float, default=100.0, help="speed of a host's link")
     planner.add_argument("--profile", choices=tuple(PROFILES), default="auto", help="published practice")
     planner.add_argument("--balance", choices=BALANCES, default="equal", help="batch: batches in proportion to cores")
+    planner.add_argument("--openmp", choices=OPENMP, default="auto", help="OpenMP runtime; auto: that which is loaded")
+    planner.add_argument("--oversubscribe", action="store_true", help="allow more workers than cores: they share cores")
+    planner.add_argument("--share", action="store_true", help="leave cores to running processes of other plans")
     planner.add_argument("--explain", action="store_true", help="also the plans not taken, and what the rules assume")
     planner.add_argument("--format", choices=FORMATS, default="text")
     shower.add_argument("plans", nargs="*", type=Path, metavar="PLAN.json", help="one or two; none: running processes")
@@ -69,9 +74,15 @@ def _read(options: dict[str, Any]) -> int:
 
 
 def _plan(options: dict[str, Any]) -> int:
-    spec, form, explain = options.pop("machine"), options.pop("format"), options.pop("explain")
-    runtime = find_runtime(target_of(()), os.environ) if spec == "this" else Runtime()
-    _print(plan_machine(find_machine(spec), Request(**options), runtime), form, explained=explain)
+    spec, form, explain, share = (options.pop(name) for name in ("machine", "format", "explain", "share"))
+    request = Request(**options)
+    if spec == "this":
+        plan = plan_beside(request, find_runtime(target_of(()), os.environ, openmp=request.openmp), share=share)
+    elif share:
+        raise InputError(NOT_SHARED)
+    else:
+        plan = plan_machine(find_machine(spec), request, Runtime())
+    _print(plan, form, explained=explain)
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python -m affinity.bind --plan plan.json -- python train.py
 
-binds, exports the worker's environment, verifies, and becomes the command.
+binds, verifies, exports the worker's environment and torch.distributed's env://, and becomes the command.
 """
 
 import argparse
@@ -11,26 +11,22 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from affinity.cpuset import format_list
 from affinity.errors import InputError, RunError
 from affinity.mempolicy import set_memory_policy
 from affinity.observe import launcher_differences, refuse, verify
 from affinity.openmp import reconciled
-from affinity.plan import Request, WorkerPlan, plan_machine
+from affinity.plan import Plan, Request, WorkerPlan, plan_machine
 from affinity.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
-from affinity.runtime import find_runtime, target_of
+from affinity.rank import LOCAL_RANK_VARIABLES, Rank, discover, local_rank_of
+from affinity.rendezvous import with_rank
+from affinity.runtime import find_runtime, target_of, with_libiomp5
 from affinity.sysfs import this_machine
 
-# Where launchers say which worker of its host a process is: torchrun and ours, Intel MPI, Open MPI, srun, PALS.
-LOCAL_RANK_VARIABLES = (
-    "LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "SLURM_LOCALID",
-    "PALS_LOCAL_RANKID",
-)
 # Tell the command which plan it was bound by, as which of its workers.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
 
@@ -66,11 +62,6 @@ def running_on(pus: tuple[int, ...]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def local_rank_of(env: Mapping[str, str]) -> int | None:
-    """This process's place among its host's workers, from the environment of any launcher."""
-    return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if env.get(name, "").isdigit()), None)
-
-
 def planned_worker(path: Path, local_rank: int) -> WorkerPlan:
     """Worker `local_rank` of the plan file. Raises InputError when the file or the worker is not there."""
     return worker_from_dict(plan_of_host(read_json(path), socket.gethostname()), local_rank)
@@ -88,12 +79,14 @@ def become(
     plan_path: Path,
     command: tuple[str, ...],
     *,
+    rank: Rank | None,
     check: bool,
     keep_env: bool = False,
     bound: bool = False,
-) -> None:
+) -> NoReturn:
     """Bind this process as planned, verify unless told not to, and turn into the command (never returns).
 
+    `rank`: which of its job this process is, for the command to find; None where no launcher has told.
     `bound`: the launcher has bound this process to whole cores; it is then only narrowed to the plan's PUs of them.
     Inherited variables that contradict the plan are reported (by the host's first worker) and overridden, or kept.
     """
@@ -105,6 +98,13 @@ def become(
     env, clashes = reconciled(os.environ, dict(worker.env), keep=keep_env)
     if clashes and worker.local_rank == 0:
         print(f"affinity: inherited and {'kept' if keep_env else 'overridden'}: {', '.join(clashes)}", file=sys.stderr)
+    env = env if rank is None else with_rank(rank, env)
+    if "KMP_BLOCKTIME" in dict(worker.env):
+        try:
+            env = with_libiomp5(env, command)
+        except InputError as error:
+            if worker.local_rank == 0:
+                print(f"affinity: nothing reads the plan's KMP_ variables: {error}", file=sys.stderr)
     env |= {PLAN_VARIABLE: str(plan_path.absolute()), WORKER_VARIABLE: str(worker.local_rank)}
     sys.stdout.flush()
     try:
@@ -114,13 +114,31 @@ def become(
 
 
 def plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Path:
-    """Plan this host and keep the plan in memory, where this process and what it becomes can read it; nothing is left
-    behind. Every worker of a host makes the same plan: planning is pure."""
-    plan = plan_machine(this_machine(), request, find_runtime(target_of(command), env))
+    """Plan this host and keep the plan in memory. Every worker of a host makes the same plan: planning is pure."""
+    return in_memory(
+        plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
+    )
+
+
+def in_memory(plan: Plan) -> Path:
+    """A file of the plan that this process and what it becomes can read, and that ends with them."""
     kept = os.memfd_create("plan.json", 0)  # no close-on-exec: the command inherits it
     with os.fdopen(kept, "wb", closefd=False) as file:
         file.write(plan_to_json(plan).encode())
     return Path(f"/proc/self/fd/{kept}")
+
+
+def plan_of_rank(request: Request, rank: Rank, command: tuple[str, ...]) -> tuple[Plan, int]:
+    """A plan of this host for the ranks that a launcher has started on it, and which of its workers this rank is.
+
+    A launcher's own binding is kept: to the planner it is then the whole host.
+    """
+    machine = this_machine()
+    launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
+    ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
+    asked = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
+    runtime = find_runtime(target_of(command), os.environ, openmp=asked.openmp)
+    return plan_machine(machine, asked, runtime), index
 
 
 def main(arguments: list[str]) -> int:
@@ -135,8 +153,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--keep-env", action="store_true", help="inherited variables win over the plan's")
     parser.add_argument("command", nargs="+", help="-- CMD...")
     options = parser.parse_args(arguments)
-    local_rank = options.local_rank if options.local_rank is not None else local_rank_of(os.environ)
     try:
+        rank = discover(os.environ)
+        local_rank = options.local_rank
+        if local_rank is None:
+            local_rank = rank.local_rank if rank else local_rank_of(os.environ)
         if local_rank is None:
             raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set; give --local-rank")
         command = tuple(options.command)
@@ -145,6 +166,7 @@ def main(arguments: list[str]) -> int:
             planned_worker(path, local_rank),
             path,
             command,
+            rank=rank,
             check=not options.no_verify,
             keep_env=options.keep_env,
             bound=options.bound,

@@ -60,7 +60,8 @@ def cut_host(machine: Machine, ppn: int | None, *, proportional: bool) -> Cut:
     cores = machine.allowed_cores
     if ppn is not None and ppn > len(cores):
         raise InputError(
-            f"ppn={ppn} needs {ppn} cores; host {machine.name} lends {len(cores)}: set ppn to {len(cores)} or fewer"
+            f"ppn={ppn} needs {ppn} cores; host {machine.name} lends {len(cores)}: set ppn to {len(cores)} or fewer, "
+            "or let workers share cores with --oversubscribe (plan.oversubscribe=true)"
         )
     used = _computing(cores, ppn, proportional=proportional)
     cut = cut_cores(used, ppn)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -26,10 +27,25 @@ def refusal(error: OSError) -> str | None:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raise InputError where a folder cannot be made or written to; makes nothing. `option` is what has named it."""
+    """Raise InputError where a folder cannot be made or written to; leaves nothing there.
+
+    Folders are made inside those that are there, never directly under /. `option` is what has named this one.
+    """
     # Path.exists raises where a folder is not to be searched.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
         raise InputError(f"{option} {folder}: {there} is a file: name a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{option} {folder}: {there} may not be written to: mend its permissions, or name another")
+    if there == folder.absolute():
+        return
+    if there == Path("/"):
+        top = Path(*folder.absolute().parts[:2])
+        raise InputError(
+            f"{option} {folder}: {top} is not there: make it first if that is meant, or name another folder"
+        )
+    try:  # /proc, or a server that trusts no root, refuses only then
+        Path(tempfile.mkdtemp(prefix=".cputrain-", dir=there)).rmdir()
+    except OSError as error:
+        why = f"no folder can be made in {there}: {error.strerror}"
+        raise InputError(f"{option} {folder}: {why}: name another folder") from None

@@ -6,6 +6,7 @@ from math import inf
 from affinity.domains import Domain
 from affinity.errors import DoesNotFitError
 from affinity.machine import Machine
+from affinity.profiles import is_phi
 from affinity.workload import Workload, footprint, largest_batch
 
 GIB = 1 << 30
@@ -72,6 +73,18 @@ def place(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int | None
         return Memory(policy="interleave", nodes=local[worker], room_bytes=room, why=why)
 
     return tuple(decide(worker) for worker in range(len(domains)))
+
+
+def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tuple[int, ...]) -> str:
+    """What memory a worker on these PUs uses under its policy: "DRAM", "HBM", on Xeon Phi "MCDRAM".
+
+    "HBM + DRAM" where what does not fit in the fast memory goes to DRAM: policy preferred.
+    """
+    used = [node for node in machine.numa_nodes if node.id in nodes]
+    used = used or [node for node in machine.numa_nodes if node.memory_bytes and not {*pus}.isdisjoint(node.pus)]
+    if not used or any(node.kind != "hbm" for node in used):
+        return "DRAM"
+    return ("MCDRAM" if is_phi(machine) else "HBM") + (" + DRAM" if policy == "preferred" else "")
 
 
 def check_fit(workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]) -> None:

@@ -1,10 +1,11 @@
 """A worker's compute PUs -> environment of the OpenMP runtime and memory allocator that its Python really loads."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from affinity.rules import Reason
-from affinity.runtime import Runtime
+from affinity.runtime import INSTALL, Runtime
 
 # Activations are large and freed every step. Left alone, glibc maps and unmaps each of them, and jemalloc gives its
 # pages back: every step then pays for page faults again (ResNet-50 loses a fifth to a third of its speed).
@@ -53,6 +54,21 @@ def places(pus: tuple[int, ...]) -> str:
     if len(pus) > 2 and len(steps) == 1:
         return f"{{{pus[0]}}}:{len(pus)}:{steps.pop()}"
     return ",".join(f"{{{pu}}}" for pu in pus)
+
+
+def planned_runtime(runtime: Runtime, asked: str, why: str) -> tuple[Runtime, tuple[str, ...]]:
+    """The runtime to plan for, and warnings. One that was looked for is what it is, whatever is asked (`why`); that of
+    a machine that is not at hand is as asked."""
+    warnings = tuple(
+        f"LD_PRELOAD names {path}, which is not there: the loader leaves it out, and so does this plan"
+        for path in runtime.missing
+    )
+    if asked in ("auto", runtime.openmp):
+        return runtime, warnings
+    if runtime.origin:
+        return runtime, (*warnings, f"planned for {runtime.openmp}, not {asked} ({why}): {INSTALL}")
+    needs = f"; its hosts need it: {INSTALL}" if asked == "libiomp5" else ""
+    return replace(runtime, openmp=asked, origin=why + needs), warnings
 
 
 def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:

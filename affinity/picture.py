@@ -5,7 +5,7 @@ from textwrap import TextWrapper
 from affinity.cpuset import format_list
 from affinity.explain import ASSUMPTIONS, alternatives
 from affinity.machine import Core, Machine
-from affinity.marks import colour, letter, roles, sign
+from affinity.marks import colour, legend, letter, roles, sign
 from affinity.plan import Plan
 from affinity.rules import Reason
 
@@ -60,7 +60,7 @@ def _map(plan: Plan, coloured: bool) -> str:
             near = ", ".join(map(str, memory_only.near)) or "none"
             amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
             lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
-    lines.append("  one sign a PU; A: computes for worker A, ~: communicates, *: loads, .: idle")
+    lines.append(f"  one sign a PU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 
 

@@ -1,20 +1,21 @@
 """Request, WorkerPlan, Plan; plan_machine(machine, request) -> Plan. Pure: the same input gives the same plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from affinity import rules
 from affinity.cpuset import format_list
-from affinity.domains import cut_host
+from affinity.domains import Cut, cut_host
 from affinity.errors import InputError
-from affinity.machine import Core, Machine
-from affinity.memory import GIB, Memory, batches_of, check_fit, need, place
+from affinity.machine import Machine
+from affinity.memory import GIB, Memory, batches_of, check_fit, memory_name, need, place
 from affinity.oneccl import ccl_environment
-from affinity.openmp import environment, explain
+from affinity.openmp import environment, explain, planned_runtime
+from affinity.oversubscribe import cut_shared
 from affinity.request import Request, check_request, with_profile
 from affinity.rules import Reason
 from affinity.runtime import Runtime
-from affinity.split import TOO_SLOW, USUAL_BATCH, Unused, split_domain
+from affinity.split import TOO_SLOW, USUAL_BATCH, Split, Unused, split_domain
 from affinity.workload import footprint
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
@@ -57,6 +58,17 @@ class Plan:
     reasons: tuple[Reason, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether workers share cores."""
+        core_of = {pu: core for core in self.machine.cores for pu in core.pus}
+        used = [core for worker in self.workers for core in {core_of[pu] for pu in worker.pus}]
+        return len(used) > len(set(used))
+
+    def memory_kind(self, worker: WorkerPlan) -> str:
+        """The memory that a worker uses: "DRAM", "HBM", "MCDRAM"; "HBM + DRAM" where it may overflow into DRAM."""
+        return memory_name(self.machine, worker.memory_policy, worker.memory_nodes, worker.pus)
+
     def _repr_svg_(self) -> str:
         """The picture that notebooks show."""
         from affinity.svg import picture_svg  # which needs this class
@@ -68,16 +80,19 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     """Plan one host.
 
     Invariants, checked before returning: domains are disjoint and inside the allowed set; no two workers share a
-    core; every allowed PU is used or named with a reason; the estimated memory fits. Raises InputError when the
-    request does not fit the host.
+    core, unless the request allows it; every allowed PU is used or named with a reason; the estimated memory fits.
+    Raises InputError when the request does not fit the host.
     """
     check_request(request)
     if not machine.allowed_pus:
         raise InputError(f"host {machine.name} lends this process no PU: look at its cpuset")
-    fed, starved, reasons = rules.within_quota(machine)
+    free, occupied, reasons = rules.beside(machine, request.taken)
+    fed, starved, limits = rules.within_quota(free)
+    reasons += limits
     asked, decided = with_profile(fed, request)
+    runtime, doubts = planned_runtime(runtime, asked.openmp, decided.get("openmp", "asked for"))
     proportional = asked.balance == "batch"
-    cut = cut_host(fed, asked.ppn, proportional=proportional)
+    cut = _cut(fed, asked)
     why_ppn = decided.get("ppn", cut.why_count)
     reasons.append(Reason(what="workers per host", value=str(len(cut.domains)), why=why_ppn))
     reasons += [Reason(what=what, value=value, why=why) for what, value, why in cut.notes]
@@ -89,31 +104,22 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
     needs = tuple(need(asked.workload, batch) for batch in batches)
     memories = place(fed, cut.domains, needs)
     check_fit(asked.workload, batches, memories)
-    ccl = ccl_environment(tuple(split.comm for split in splits), asked.comm_threads)
     workers = tuple(
-        WorkerPlan(
-            local_rank=i,
-            compute_pus=split.compute,
-            comm_pus=split.comm,
-            loader_pus=split.loader,
-            memory_policy=memory.policy,
-            memory_nodes=memory.nodes,
-            memory_bytes=peak,
-            intra_op=len(split.compute),
-            inter_op=split.inter_op,
-            local_batch=batch,
-            env=environment(split.compute, runtime, packed=split.packed, pin=asked.pin_threads and not split.lone)
-            + ccl,
-        )
+        _worker(i, split, memory, runtime, pin=asked.pin_threads, local_batch=batch, memory_bytes=peak)
         for i, (split, batch, peak, memory) in enumerate(zip(splits, batches, needs, memories, strict=True))
     )
+    ccl = ccl_environment(
+        tuple(split.comm for split in splits), asked.comm_threads, shared_cores=len(splits) > len(fed.allowed_cores)
+    )
+    workers = tuple(replace(worker, env=worker.env + ccl) for worker in workers)
     for split, memory in zip(splits, memories, strict=True):
         why = (*split.reasons, Reason(what="memory policy", value=memory.policy, why=memory.why))
         reasons += [reason for reason in why if reason not in reasons]
-    reasons += _about_batches(asked, workers, memories)
+    reasons += _about_batches(machine, asked, workers, memories)
     reasons += _about_oneccl(workers, decided)
     reasons += explain(runtime, several_threads=max(threads) > 1, pin=asked.pin_threads)
     unused = [Unused(pus=starved, why="beyond the CPU quota")] if starved else []
+    unused += [Unused(pus=occupied, why="on cores of processes that other plans have bound")] if occupied else []
     unused += [Unused(pus=core.pus, why=TOO_SLOW) for core in cut.left]
     plan = Plan(
         machine=machine,
@@ -122,13 +128,48 @@ def plan_machine(machine: Machine, request: Request, runtime: Runtime) -> Plan:
         workers=workers,
         unused=tuple(_merged(unused + [item for split in splits for item in split.unused])),
         reasons=tuple(reasons),
-        warnings=cut.warnings,
+        warnings=cut.warnings + doubts,
     )
     _check(plan)
     return plan
 
 
-def _about_batches(asked: Request, workers: tuple[WorkerPlan, ...], memories: tuple[Memory, ...]) -> list[Reason]:
+def _worker(
+    local_rank: int,
+    split: Split,
+    memory: Memory,
+    runtime: Runtime,
+    *,
+    pin: bool,
+    local_batch: int | None,
+    memory_bytes: int | None,
+) -> WorkerPlan:
+    """A worker; its environment is still without oneCCL's variables, which depend on all workers."""
+    return WorkerPlan(
+        local_rank=local_rank,
+        compute_pus=split.compute,
+        comm_pus=split.comm,
+        loader_pus=split.loader,
+        memory_policy=memory.policy,
+        memory_nodes=memory.nodes,
+        memory_bytes=memory_bytes,
+        intra_op=len(split.compute),
+        inter_op=split.inter_op,
+        local_batch=local_batch,
+        env=environment(split.compute, runtime, packed=split.packed, pin=pin and not split.lone),
+    )
+
+
+def _cut(machine: Machine, asked: Request) -> Cut:
+    """The workers' domains: cores of their own, or shared ones where that is allowed and there are too few."""
+    if asked.oversubscribe and asked.ppn is not None and asked.ppn > len(machine.allowed_cores):
+        return cut_shared(machine, asked.ppn)
+    return cut_host(machine, asked.ppn, proportional=asked.balance == "batch")
+
+
+def _about_batches(
+    machine: Machine, asked: Request, workers: tuple[WorkerPlan, ...], memories: tuple[Memory, ...]
+) -> list[Reason]:
     """The local batches and the memory that they take."""
     batches = sorted({worker.local_batch for worker in workers if worker.local_batch is not None})
     if not batches:
@@ -149,16 +190,21 @@ def _about_batches(asked: Request, workers: tuple[WorkerPlan, ...], memories: tu
             f"the process itself {parts.process / GIB:.2f} GiB"
         )
         of = "" if room == inf else f" of {room / GIB:.1f}"
-        reasons.append(Reason(what="memory per worker", value=f"{parts.total / GIB:.1f}{of} GiB", why=why))
+        kinds = {memory_name(machine, w.memory_policy, w.memory_nodes, w.pus) for w in workers}
+        value = f"{parts.total / GIB:.1f}{of} GiB of {' or '.join(sorted(kinds))}"
+        reasons.append(Reason(what="memory per worker", value=value, why=why))
     return reasons
 
 
 def _about_oneccl(workers: tuple[WorkerPlan, ...], decided: dict[str, str]) -> list[Reason]:
-    count = dict(workers[0].env).get("CCL_WORKER_COUNT")
-    if count is None:
-        return []
-    why = decided.get("comm_threads", "one for each PU that communicates; every worker lists those of all workers")
-    return [Reason(what="oneCCL threads per worker", value=count, why=why)]
+    env, reasons = dict(workers[0].env), []
+    if "CCL_WORKER_COUNT" in env:
+        why = decided.get("comm_threads", "one for each PU that communicates; every worker lists those of all workers")
+        reasons.append(Reason(what="oneCCL threads per worker", value=env["CCL_WORKER_COUNT"], why=why))
+    if "CCL_YIELD" in env:
+        why = "workers share cores: a rank that waits leaves its core to another, where MPI and oneCCL would spin"
+        reasons.append(Reason(what="waiting of MPI, oneCCL", value="yields", why=why))
+    return reasons
 
 
 def _merged(unused: list[Unused]) -> list[Unused]:
@@ -171,16 +217,12 @@ def _merged(unused: list[Unused]) -> list[Unused]:
 def _check(plan: Plan) -> None:
     """Assert the invariants of `plan_machine`; a failure here is a defect of the rules, not of the user's input."""
     allowed = set(plan.machine.allowed_pus)
-    core_of = {pu: core for core in plan.machine.cores for pu in core.pus}
     for worker in plan.workers:
         parts = (worker.compute_pus, worker.comm_pus, worker.loader_pus)
         assert sum(map(len, parts)) == len(worker.pus), f"worker {worker.local_rank} uses a PU twice"
         assert allowed.issuperset(worker.pus), f"worker {worker.local_rank} leaves the allowed set"
         assert worker.intra_op == len(worker.compute_pus), f"worker {worker.local_rank}: threads and PUs differ"
-    owners: dict[Core, int] = {}
-    for worker in plan.workers:
-        for core in {core_of[pu] for pu in worker.pus}:
-            assert owners.setdefault(core, worker.local_rank) == worker.local_rank, f"two workers share core {core.pus}"
+    assert plan.request.oversubscribe or not plan.oversubscribed, "two workers share a core"
     batches = [worker.local_batch for worker in plan.workers if worker.local_batch is not None]
     assert sum(batches) == (plan.request.local_batch or 0) * len(plan.workers), "batches do not add up"
     named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}

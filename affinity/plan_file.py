@@ -41,6 +41,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "workers": [{**asdict(worker), "env": dict(worker.env)} for worker in plan.workers],
         "unused": [asdict(item) for item in plan.unused],
         "reasons": [asdict(reason) for reason in plan.reasons],
+        "oversubscribed": plan.oversubscribed,
         "warnings": list(plan.warnings),
     }
 
@@ -95,8 +96,8 @@ def plan_from_dict(data: Any) -> Plan:
 
 
 def request_to_json(request: Request) -> str:
-    """What is asked of a plan, as one line of JSON."""
-    return json.dumps(asdict(request))
+    """What is asked of a plan beside the defaults, as one line of JSON."""
+    return json.dumps({key: value for key, value in asdict(request).items() if value != getattr(Request(), key)})
 
 
 def request_from_json(text: str) -> Request:
@@ -109,7 +110,7 @@ def request_from_json(text: str) -> Request:
 
 def _request(fields: dict[str, Any]) -> Request:
     workload = fields.get("workload")
-    return Request(**{**fields, "workload": None if workload is None else Workload(**workload)})
+    return Request(**{**_tuples(fields), "workload": None if workload is None else Workload(**workload)})
 
 
 def read_plan(path: Path) -> Plan:

@@ -38,6 +38,7 @@ def _bkm_2018(machine: Machine, asked: int | None) -> dict[str, Any]:
         "inter_op": 2 if large else 1,
         "comm_threads": servers if large else 0,
         "spare_last": True,
+        "openmp": "libiomp5",  # TensorFlow with MKL: KMP_AFFINITY=granularity=fine,compact,1,0, KMP_BLOCKTIME=1
     }
 
 
@@ -46,7 +47,7 @@ def _mlperf_spr(machine: Machine, asked: int | None) -> dict[str, Any]:
     ppn = asked or len({core.package for core in machine.allowed_cores})
     spare = len(machine.allowed_cores) // ppn > 1
     has_siblings = all(len(core.pus) > 1 for core in machine.allowed_cores)
-    siblings = min(8, len(machine.allowed_cores) // ppn - 1) if has_siblings else 0
+    siblings = max(0, min(8, len(machine.allowed_cores) // ppn - 1)) if has_siblings else 0
     return {
         "ppn": ppn,
         "comm_cores": 0,

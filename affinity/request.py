@@ -19,6 +19,7 @@ LEAST = {
     "link_gbit": 0.001,
 }
 BALANCES = ("equal", "batch")
+OPENMP = ("auto", "libgomp", "libiomp5")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,9 @@ class Request:
     all that it starts later (loader processes, say) inherits that one PU unless it moves itself. `nodes` is the
     number of hosts of the job: with more than one, communication gets cores of its own; `link_gbit` is the speed of a
     host's link in Gbit/s. `local_batch` is the images a step of a worker, on average over the host's workers where
-    `balance` is "batch": each then gets them in proportion to its cores. `workload` is what it trains.
+    `balance` is "batch": each then gets them in proportion to its cores. `workload` is what it trains. `openmp` is the
+    OpenMP runtime to plan for; "auto": the profile's, else the one that is loaded. `oversubscribe` allows more workers
+    than cores, which then share cores. `taken` are PUs whose cores are left to other processes.
 
     The last three are what published profiles do and the rules do not: oneCCL's threads per worker, how many of them
     run on second threads of compute cores, and comm and loader cores at the end of a domain, not its start.
@@ -48,6 +51,9 @@ class Request:
     balance: str = "equal"
     local_batch: int | None = None
     workload: Workload | None = None
+    openmp: str = "auto"
+    oversubscribe: bool = False
+    taken: tuple[int, ...] = ()
     comm_threads: int | None = None
     comm_siblings: int = 0
     spare_last: bool = False
@@ -64,6 +70,8 @@ def check_request(request: Request) -> None:
         raise InputError(f"profile={request.profile}: did you mean {near}? There are {', '.join(PROFILES)}")
     if request.balance not in BALANCES:
         raise InputError(f"balance={request.balance}: must be {' or '.join(BALANCES)}")
+    if request.openmp not in OPENMP:
+        raise InputError(f"openmp={request.openmp}: must be {', '.join(OPENMP[:-1])} or {OPENMP[-1]}")
     if request.balance == "batch" and request.local_batch is None:
         raise InputError("balance=batch has no batch to balance: give a recipe or local_batch")
 

@@ -30,6 +30,24 @@ class Reason:
     why: str
 
 
+def beside(machine: Machine, taken: tuple[int, ...]) -> tuple[Machine, tuple[int, ...], list[Reason]]:
+    """The machine without the cores of taken PUs, their PUs, and why. Raises InputError where none is left."""
+    if not taken:
+        return machine, (), []
+    cores = machine.allowed_cores
+    busy = {pu for core in machine.cores if not {*core.pus}.isdisjoint(taken) for pu in core.pus}
+    kept = tuple(core for core in cores if busy.isdisjoint(core.pus))
+    if not kept:
+        raise InputError(
+            f"share: processes that other plans have bound have all {len(cores)} cores that host {machine.name} lends: "
+            "wait for them to end, or plan without share"
+        )
+    pus = frozenset(pu for core in kept for pu in core.pus)
+    why = "the others belong to running processes that other plans have bound (share)"
+    reason = Reason(what="cores used", value=f"{len(kept)} of {len(cores)}", why=why)
+    return narrowed(machine, pus, None), tuple(pu for pu in machine.allowed_pus if pu not in pus), [reason]
+
+
 def within_quota(machine: Machine) -> tuple[Machine, tuple[int, ...], list[Reason]]:
     """The machine without the cores that its CPU quota could not feed, their PUs, and why."""
     cores, quota = machine.allowed_cores, machine.cpu_quota

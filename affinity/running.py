@@ -2,6 +2,7 @@
 environment, or any others by pid."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,18 +57,28 @@ def look_at(pid: int) -> Running:
     """A process as it is now. Raises InputError when it is not there, or another user's."""
     proc = Path(f"/proc/{pid}")
     try:
-        environ = (proc / "environ").read_bytes().decode(errors="replace").split("\0")
-        variables = dict(variable.split("=", 1) for variable in environ if "=" in variable)
+        variables = variables_of(pid)
         command = (proc / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
         threads, memory = threads_of(pid), _memory(proc)
     except OSError as error:
         raise InputError(f"cannot look into process {pid}: {error.strerror}: give a pid of your own") from None
-    worker = None
-    if PLAN_VARIABLE in variables and WORKER_VARIABLE in variables:
-        told = variables[PLAN_VARIABLE].replace("/proc/self/", f"/proc/{pid}/")  # a plan kept in memory
-        path = proc / "cwd" / told
-        worker = planned_worker(path, int(variables[WORKER_VARIABLE])) if path.exists() else None
+    worker = planned_worker_of(pid, variables)
     return Running(pid=pid, command=command, worker=worker, threads=threads, memory_bytes=memory)
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """A process's environment as it was started with. Raises OSError when it is gone, or another user's."""
+    environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(variable.split("=", 1) for variable in environ if "=" in variable)
+
+
+def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | None:
+    """What a process with this environment was planned as; None where its plan is not there any more."""
+    if PLAN_VARIABLE not in variables or WORKER_VARIABLE not in variables:
+        return None
+    told = variables[PLAN_VARIABLE].replace("/proc/self/", f"/proc/{pid}/")  # a plan kept in memory
+    path = Path(f"/proc/{pid}/cwd") / told
+    return planned_worker(path, int(variables[WORKER_VARIABLE])) if path.exists() else None
 
 
 def _memory(proc: Path) -> dict[int, int]:

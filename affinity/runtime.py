@@ -23,6 +23,8 @@ ALLOCATORS = (
 )
 # LLVM's runtime and Intel's are one: both read KMP_ variables.
 IOMP = ("libiomp5.so", "libomp.so")
+LOADER_CACHE = Path("/etc/ld.so.cache")
+INSTALL = "pip install intel-openmp, or export LD_PRELOAD=/path/to/libiomp5.so"
 PROBE = """
 import importlib.util, sys
 spec = importlib.util.find_spec("torch")
@@ -36,13 +38,15 @@ PROBE_TIMEOUT_S = 20.0
 class Runtime:
     """The OpenMP runtime (libgomp or libiomp5) and allocator in use, and the files to preload for them.
 
-    `origin` says where the OpenMP runtime comes from, empty where the machine is not at hand.
+    `origin` says where the OpenMP runtime comes from, empty where the machine is not at hand. `missing` are OpenMP
+    runtimes and allocators that LD_PRELOAD names and the loader would not find.
     """
 
     openmp: str = "libgomp"
     allocator: str = "glibc"
     preload: tuple[str, ...] = ()
     origin: str = ""
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,41 +81,85 @@ def _target(prefix: str, origin: str) -> Target:
 
 
 def find_runtime(
-    target: Target, env: Mapping[str, str], system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))
+    target: Target,
+    env: Mapping[str, str],
+    system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES)),
+    *,
+    openmp: str = "auto",
 ) -> Runtime:
     """What the target loads: its own, what LD_PRELOAD in `env` puts before it, what a plan can preload for it.
 
     libiomp5 from the target's prefix or the system is preloaded over torch's libgomp, whose entry points it has too;
-    so are tcmalloc or jemalloc. Nothing is preloaded that is loaded already.
+    so are tcmalloc or jemalloc. Nothing is preloaded that is loaded already. Raises InputError where the target does
+    not load the runtime that `openmp` asks for.
     """
-    preloaded = env.get("LD_PRELOAD", "").replace(" ", ":").split(":")
+    named = [path for path in env.get("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
+    preloaded = [path for path in named if _is_found(path, env, system)]
     places = (target.prefix / "lib", *system)
-
-    def first(names: tuple[str, ...]) -> str | None:
-        return next((str(place / name) for name in names for place in places if (place / name).is_file()), None)
-
-    def loaded(names: tuple[str, ...]) -> str | None:
-        return next((path for path in preloaded for name in names if Path(path).name.startswith(name)), None)
-
-    preload = []
-    own = _torch_s_own(target, IOMP)
-    if path := loaded(IOMP):
-        openmp, origin = "libiomp5", f"{path}, which LD_PRELOAD names"
-    elif own:
-        openmp, origin = "libiomp5", f"{own}, which torch loads"
-    elif path := first(IOMP[:1]):
-        openmp, origin = "libiomp5", f"{path}, preloaded"
-        preload.append(path)
-    elif own := _torch_s_own(target, ("libgomp",)):
-        openmp, origin = "libgomp", f"{own}, which torch loads"
-    else:
-        openmp, origin = "libgomp", "the system's" if target.torch_lib else f"assumed: no torch in {target.prefix}"
-    allocator = next((name for name, files in ALLOCATORS if loaded((f"lib{name}", *files))), None)
+    runtime, origin, preload = _openmp(target, preloaded, places, openmp)
+    allocator = next((name for name, files in ALLOCATORS if _named(preloaded, (f"lib{name}", *files))), None)
     if allocator is None:
-        found = ((name, first(files)) for name, files in ALLOCATORS)
+        found = ((name, _first(files, places)) for name, files in ALLOCATORS)
         allocator, library = next(((name, path) for name, path in found if path), ("glibc", None))
-        preload += [library] if library else []
-    return Runtime(openmp=openmp, allocator=allocator, preload=tuple(preload), origin=origin)
+        preload += (library,) if library else ()
+    known = (*IOMP, *(f"lib{name}" for name, _ in ALLOCATORS))
+    missing = tuple(path for path in named if path not in preloaded and _named([path], known))
+    return Runtime(openmp=runtime, allocator=allocator, preload=preload, origin=origin, missing=missing)
+
+
+def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str, str]:
+    """The environment in which a command's Python loads libiomp5: a plan made on another host does not know where it
+    lies. Raises InputError where this Python has none."""
+    if any(name in env.get("LD_PRELOAD", "") for name in IOMP):
+        return {**env}
+    preload = find_runtime(target_of(command), env, openmp="libiomp5").preload
+    library = [path for path in preload if _named([path], IOMP)]
+    return {**env, **({"LD_PRELOAD": ":".join([*library, *filter(None, [env.get("LD_PRELOAD")])])} if library else {})}
+
+
+def _openmp(
+    target: Target, preloaded: list[str], places: tuple[Path, ...], asked: str
+) -> tuple[str, str, tuple[str, ...]]:
+    """The OpenMP runtime, where it comes from, and what to preload for it."""
+    named, own = _named(preloaded, IOMP), _torch_s_own(target, IOMP)
+    if named or own:
+        origin = f"{named}, which LD_PRELOAD names" if named else f"{own}, which torch loads"
+        if asked == "libgomp":
+            remedy = "take it out of LD_PRELOAD" if named else "leave openmp=libgomp out"
+            raise InputError(f"openmp=libgomp, but the OpenMP runtime here is {origin}: {remedy}")
+        return "libiomp5", origin, ()
+    if asked != "libgomp" and (path := _first(IOMP[:1], places)):
+        return "libiomp5", f"{path}, preloaded", (path,)
+    if own := _torch_s_own(target, ("libgomp",)):
+        origin = f"{own}, which torch loads"
+    else:
+        origin = "the system's" if target.torch_lib else f"assumed: no torch in {target.prefix}"
+    if asked == "libiomp5":
+        raise InputError(
+            f"openmp=libiomp5, but the Python in {target.prefix} loads libgomp: {INSTALL}, or plan with openmp=libgomp"
+        )
+    return "libgomp", origin, ()
+
+
+def _named(paths: list[str], names: tuple[str, ...]) -> str | None:
+    """The first path to a file whose name begins with one of the names."""
+    return next((path for path in paths if Path(path).name.startswith(names)), None)
+
+
+def _first(names: tuple[str, ...], places: tuple[Path, ...]) -> str | None:
+    return next((str(place / name) for name in names for place in places if (place / name).is_file()), None)
+
+
+def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bool:
+    """Whether the dynamic loader finds what LD_PRELOAD names (ld.so(8)): a path as it stands, a bare name in
+    LD_LIBRARY_PATH, its cache and the system's folders. Paths with $LIB and the like are taken on trust."""
+    if "$" in path:
+        return True
+    if "/" in path:
+        return Path(path).is_file()
+    folders = (*map(Path, filter(None, env.get("LD_LIBRARY_PATH", "").split(":"))), *system)
+    cached = LOADER_CACHE.is_file() and f"/{path}\0".encode() in LOADER_CACHE.read_bytes()
+    return cached or any((folder / path).is_file() for folder in folders)
 
 
 def _torch_s_own(target: Target, names: tuple[str, ...]) -> str | None:

@@ -4,12 +4,12 @@ from html import escape
 from textwrap import wrap
 
 from affinity.machine import Core
-from affinity.marks import COMM, COMPUTE, IDLE, LOADER, colour, letter, roles, sign
+from affinity.marks import COMM, COMPUTE, IDLE, LOADER, SHARED, colour, legend, letter, roles, sign
 from affinity.plan import Plan
 
 CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
 GIB = 1 << 30
-STRENGTH = {COMPUTE: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
+STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
 LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 
@@ -37,7 +37,7 @@ def picture_svg(plan: Plan) -> str:
         near = ", ".join(map(str, node_only.near)) or "none"
         amount = f"{node_only.memory_bytes / GIB:.0f} GiB of {node_only.kind} memory"
         y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {amount}, next to node {near}")
-    y = _text(parts, GAP, y, "A: computes for worker A; ~: communicates; *: loads images; .: idle", bold=True)
+    y = _text(parts, GAP, y, f"{legend(plan, ';')}; ~: communicates; *: loads images; .: idle", bold=True)
     for worker in plan.workers:
         parts.append(_rect(GAP, y + 3, 12, 12, fill=colour(worker.local_rank)))
         threads = f"{worker.intra_op} intra-op, {worker.inter_op} inter-op threads"

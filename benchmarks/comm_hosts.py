@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from mpi.rank import Rank, rendezvous
+from affinity.rank import Rank, rendezvous
 from tests.fake_hosts import FakeHosts, fake_hosts
 
 HOSTS, BATCH, CROP, STEPS = 4, 4, 64, 3

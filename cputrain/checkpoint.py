@@ -11,9 +11,8 @@ from torch import nn
 from affinity.errors import InputError
 from cputrain.files import write_with
 from cputrain.models.weights import difference, read_state, shapes
+from cputrain.run_folder import BEST, list_checkpoints
 from cputrain.update import Learner
-
-BEST = "best.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +58,6 @@ def _write(state: dict[str, Any], file: BinaryIO) -> None:
         raise
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The numbered checkpoints, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
-
-
 def load_checkpoint(path: Path, learner: Learner) -> Progressed:
     """Restore weights, their mean and the optimizer. Raises InputError when file or network do not fit."""
     state = _state(path)
@@ -74,14 +68,18 @@ def load_checkpoint(path: Path, learner: Learner) -> Progressed:
     return Progressed(step=state["step"], top1=state["top1"])
 
 
-def load_judged(path: Path, network: nn.Module) -> None:
-    """Restore the weights that a training evaluates: their mean where it keeps one. Raises InputError likewise."""
-    state = _state(path)
+def load_judged(path: Path, network: nn.Module) -> int:
+    """Restore the weights that a training evaluates: their mean where it keeps one; the updates done before.
+
+    Raises InputError likewise.
+    """
+    state = _state(path, mapped=True)
     _load(path, state, "mean" if "mean" in state else "model", network)
+    return int(state["step"])
 
 
-def _state(path: Path) -> dict[str, Any]:
-    state = read_state(path)
+def _state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    state = read_state(path, mapped=mapped)
     if not {"model", "optimizer", "step", "top1"} <= state.keys():
         raise InputError(f"{path} is no checkpoint of a training: model.weights starts from such files")
     return state

@@ -1,19 +1,19 @@
 """A recipe's numbers for a given number of workers and images, and how each comes about."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from affinity.errors import InputError
 from affinity.rules import Reason
-from cputrain.schema import PhaseSection, Recipe, ScheduleSection
-
-BASE_RATE, BASE_BATCH = 0.1, 256  # linear-scaling rule, Goyal et al. 2017, section 2.1
+from cputrain.rates import peak_of
+from cputrain.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
     """What a training comes to: images per step, steps per epoch, of warm-up and in all, and the peak rate.
 
-    `images` count as an epoch, `used` of them are in its steps.
+    `images` count as an epoch, `used` of them are in its steps; `passes` are each worker's backward passes in a step.
     """
 
     global_batch: int
@@ -23,6 +23,11 @@ class Numbers:
     warmup_steps: int
     total_steps: int
     peak_rate: float
+    passes: int = 1
+
+    def last_step(self, max_steps: int | None) -> int:
+        """The step at which a training ends that has to stop after `max_steps` at the latest."""
+        return min(self.total_steps, max_steps or self.total_steps)
 
     def images_until(self, step: int) -> int:
         """Images of all steps before this one."""
@@ -34,34 +39,29 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> Numbers:
     """The numbers of a recipe on nodes x ppn workers with so many training images.
 
     An epoch is whole global batches, or with data.remainder=spread a step more, all of them smaller. Raises InputError
-    when an epoch asks for more images than there are, or they do not fill one global batch.
+    when an epoch asks for more images than there are, they do not fill one global batch, a step leaves a worker without
+    an image for each of its passes, or the optimizer has no rule for the rate that the recipe leaves open.
     """
     workers = ppn * nodes
     wanted = recipe.data.images_per_epoch or images
     if wanted > images:
         raise InputError(f"data.images_per_epoch={wanted:,} but train/ holds {images:,}: lower it or leave it out")
-    global_batch = recipe.batch.local * workers * recipe.batch.accumulation
-    steps = wanted // global_batch
     if images < workers:
         raise InputError(
             f"{workers} workers need {workers} images; train/ holds {images}: set plan.ppn to {images} or fewer"
         )
+    global_batch, passes = _step(recipe.batch, workers)
+    steps = wanted // global_batch
     if steps == 0:
-        room = max(wanted // (workers * recipe.batch.accumulation), 1)
-        raise InputError(
-            f"batch.local={recipe.batch.local} on {workers} worker(s) needs {global_batch:,} images a step; "
-            f"an epoch has {wanted:,}: set batch.local to {room} or fewer"
-        )
+        raise InputError(_too_large(recipe.batch, global_batch, workers, wanted))
     used = steps * global_batch
     if recipe.data.remainder == "spread" and used < wanted:
         steps, used = steps + 1, wanted
-        if used // steps < workers * recipe.batch.accumulation:
+        if used // steps < workers * passes:
             raise InputError(
                 f"data.remainder=spread leaves a step {used // steps} images, too few for {workers} worker(s) x "
-                f"{recipe.batch.accumulation} pass(es): set data.remainder=drop"
+                f"{passes} pass(es): set data.remainder=drop"
             )
-    linear = recipe.schedule.rate_factor * BASE_RATE * global_batch / BASE_BATCH
-    peak = recipe.schedule.peak_rate
     return Numbers(
         global_batch=global_batch,
         images=wanted,
@@ -69,27 +69,52 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> Numbers:
         steps_per_epoch=steps,
         warmup_steps=round(recipe.schedule.warmup_epochs * steps),
         total_steps=recipe.epochs * steps,
-        peak_rate=linear if peak == "auto" else peak,
+        peak_rate=peak_of(recipe, global_batch=global_batch, workers=workers).rate,
+        passes=passes,
+    )
+
+
+def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
+    """Images of a step, and each worker's backward passes in it."""
+    if batch.global_ is None:
+        return batch.local * workers * batch.accumulation, batch.accumulation
+    if batch.global_ < workers:
+        raise InputError(
+            f"batch.global={batch.global_} leaves some of {workers} workers without an image: set batch.global to "
+            f"{workers} or more, or use fewer workers"
+        )
+    passes = ceil(batch.global_ / (workers * batch.local))
+    if batch.global_ // workers < passes:  # only where batch.local is 1
+        raise InputError(
+            f"batch.global={batch.global_} does not divide into passes of batch.local=1 on {workers} workers: set "
+            "batch.local to 2 or more"
+        )
+    return batch.global_, passes
+
+
+def _too_large(batch: BatchSection, global_batch: int, workers: int, wanted: int) -> str:
+    """What to do where an epoch has fewer images than a step."""
+    if batch.global_ is not None:
+        return (
+            f"batch.global={global_batch:,}, but an epoch has {wanted:,} images: set batch.global to {wanted} or less"
+        )
+    room = max(wanted // (workers * batch.accumulation), 1)
+    return (
+        f"batch.local={batch.local} on {workers} worker(s) needs {global_batch:,} images a step; "
+        f"an epoch has {wanted:,}: set batch.local to {room} or fewer"
     )
 
 
 def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[Reason]:
     """The derivation of every number, one line each."""
-    per_host = recipe.batch.local * ppn * recipe.batch.accumulation
-    accumulated = f" x {recipe.batch.accumulation} passes" if recipe.batch.accumulation > 1 else ""
     ratio = numbers.images / numbers.global_batch
-    linear = BASE_RATE * numbers.global_batch / BASE_BATCH
     spread = numbers.used % numbers.global_batch != 0
     return [
-        Reason(
-            what="global batch",
-            value=f"{per_host} x {nodes} = {numbers.global_batch:,}",
-            why=f"{recipe.batch.local} images x {ppn} workers{accumulated} a host, {nodes} host(s)",
-        ),
+        _explain_batch(recipe, numbers, ppn=ppn, nodes=nodes),
         Reason(
             what="steps per epoch",
             value=f"{numbers.images:,} / {numbers.global_batch:,} = {ratio:.2f} -> {numbers.steps_per_epoch:,}",
-            why="images / global batch, "
+            why=f"{recipe.data.unit} / global batch, "
             + ("whole batches only" if numbers.used < numbers.images else "all of them")
             + (f": {numbers.used // numbers.steps_per_epoch:,} a step" if spread else ""),
         ),
@@ -106,8 +131,7 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
         Reason(
             what="peak rate",
             value=f"{numbers.peak_rate:g}",
-            why=f"linear scaling: {BASE_RATE} x {numbers.global_batch:,} / {BASE_BATCH} = {linear:g}"
-            + _scaled(numbers.peak_rate, linear),
+            why=peak_of(recipe, global_batch=numbers.global_batch, workers=ppn * nodes).why,
         ),
         Reason(
             what="learning rate",
@@ -117,6 +141,27 @@ def explain(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> list[R
         ),
         *(_phase(phase, numbers) for phase in recipe.phases),
     ]
+
+
+def _explain_batch(recipe: Recipe, numbers: Numbers, *, ppn: int, nodes: int) -> Reason:
+    batch, unit = recipe.batch, recipe.data.unit
+    if batch.global_ is None:
+        accumulated = f" x {batch.accumulation} passes" if batch.accumulation > 1 else ""
+        return Reason(
+            what="global batch",
+            value=f"{batch.local * ppn * batch.accumulation} x {nodes} = {numbers.global_batch:,}",
+            why=f"{batch.local} {unit} x {ppn} workers{accumulated} a host, {nodes} host(s)",
+        )
+    workers = ppn * nodes
+    fewest, most = numbers.global_batch // workers, ceil(numbers.global_batch / workers)
+    each = f"{fewest}" if fewest == most else f"{fewest} or {most}"
+    largest = ceil(most / numbers.passes)
+    passes = f"in {numbers.passes} passes of at most {largest}" if numbers.passes > 1 else "in one pass"
+    return Reason(
+        what="global batch",
+        value=f"{numbers.global_batch:,}",
+        why=f"batch.global: {each} {unit} on each of {workers:,} worker(s), {passes} (batch.local={batch.local})",
+    )
 
 
 def _phase(phase: PhaseSection, numbers: Numbers) -> Reason:
@@ -129,14 +174,6 @@ def _phase(phase: PhaseSection, numbers: Numbers) -> Reason:
         value=", ".join(changed) or "as before",
         why=f"steps {phase.from_epoch * numbers.steps_per_epoch:,} and on",
     )
-
-
-def _scaled(peak: float, linear: float) -> str:
-    """What the recipe makes of the rule's rate."""
-    factor = peak / linear
-    if abs(factor - 1) < 1e-9:
-        return ""
-    return f", {'halved' if abs(factor - 0.5) < 1e-9 else f'times {factor:.3g}'} to {peak:g} in the recipe"
 
 
 def _rates(schedule: ScheduleSection, numbers: Numbers) -> str:

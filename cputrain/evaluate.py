@@ -1,55 +1,76 @@
-"""Exact top-1 and top-5 over every validation image once, whatever the number of workers."""
+"""Exact top-1 and top-5 over every image of a split once, whatever the number of workers."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cputrain.comm.group import total
+from cputrain.data.loader import Batch
 from cputrain.engine import computing, network_input
 from cputrain.feed import evaluation_batches
+from cputrain.losses import losses_of
 from cputrain.models.build import batchnorms
 from cputrain.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Over all ranks: mean loss, top-1 and top-5 in percent, images counted, and this rank's damaged ones."""
+    """Over all ranks: mean loss, top-1 and top-5 in percent, images counted, and this rank's damaged ones.
+
+    Without classes top-1 and top-5 are None; without validation images the loss is NaN too.
+    """
 
     loss: float
-    top1: float
-    top5: float
+    top1: float | None
+    top5: float | None
     images: int
     damaged: tuple[str, ...]
 
+    @property
+    def score(self) -> float:
+        """What the best checkpoint is chosen by, the largest: top-1, or the negative loss where there is none."""
+        return -self.loss if self.top1 is None else self.top1
 
-def evaluate(model: nn.Module, session: Session) -> Accuracy:
-    """Evaluate on val/, each image once; damaged images do not count."""
+
+def evaluate(
+    model: nn.Module, session: Session, split: str = "val", step: Callable[[], None] = lambda: None
+) -> Accuracy:
+    """Evaluate on a split, each image once; damaged images do not count. `step` is called after each of its batches."""
     loss_sum, hits1, hits5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
-        for batch in evaluation_batches(session):
+        for batch in evaluation_batches(session, split):
             with computing(session.recipe.precision):
-                logits = model(network_input(session.normalize(batch.images), session.recipe.precision)).float()
-            losses = functional.cross_entropy(logits, batch.labels, reduction="none")
+                outputs = model(network_input(session.normalize(batch.images), session.recipe.precision)).float()
+            losses = losses_of(session.recipe.loss, outputs, batch.labels)
             loss_sum += float((losses * batch.weights).sum())
-            hits1 += float((in_top(logits, batch.labels, 1) * batch.weights).sum())
-            hits5 += float((in_top(logits, batch.labels, 5) * batch.weights).sum())
+            hits1 += hits(outputs, batch, 1)
+            hits5 += hits(outputs, batch, 5)
             count += float(batch.weights.sum())
             damaged += batch.damaged
+            step()
     model.train()
     loss_sum, hits1, hits5, count = total(loss_sum, hits1, hits5, count)
-    readable = max(count, 1.0)
+    classified = count > 0 and session.features is None
     return Accuracy(
-        loss=loss_sum / readable,
-        top1=100 * hits1 / readable,
-        top5=100 * hits5 / readable,
+        loss=loss_sum / count if count else math.nan,
+        top1=100 * hits1 / count if classified else None,
+        top5=100 * hits5 / count if classified else None,
         images=int(count),
         damaged=tuple(damaged),
     )
+
+
+def hits(outputs: Tensor, batch: Batch, k: int) -> float:
+    """How many images of a batch have their label among the k largest outputs; 0 where the labels are no classes."""
+    if batch.labels.is_floating_point():
+        return 0.0
+    return float((in_top(outputs, batch.labels, k) * batch.weights).sum())
 
 
 def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:

@@ -5,11 +5,23 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 FILE = "events.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpent:
+    """Seconds of a run over all its starts: `training_s` from each start to its last event, `wall_s` from the first
+    start to the end, waits between starts included."""
+
+    training_s: float
+    wall_s: float
+    starts: int
 
 
 class Events:
@@ -43,17 +55,46 @@ class Events:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """A run's events, oldest first. A last line cut short by a crash is left out, and so are steps, and what came of
-    them, that a resumed run has done again."""
+    them, that a resumed run has done again. A folder without events has none."""
     events: list[dict[str, Any]] = []
     last = 0
-    for line in (folder / FILE).read_text().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            break
+    for event in _lines(folder):
         if event["event"] == "step":
             if event["step"] <= last:
                 events = [earlier for earlier in events if earlier.get("step", 0) < event["step"]]
             last = event["step"]
         events.append(event)
     return events
+
+
+def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
+    """What a run has taken so far, steps that were done twice included; the last start goes on until `now`, unix
+    seconds, or, as one that was killed, until its last event."""
+    spans: list[tuple[float, float]] = []
+    for event in _lines(folder):
+        if event["event"] == "start":
+            spans.append((event["time"], event["time"]))
+        elif spans:
+            spans[-1] = (spans[-1][0], event["time"])
+    if not spans:
+        return TimeSpent(training_s=0.0, wall_s=0.0, starts=0)
+    if now is not None:
+        spans[-1] = (spans[-1][0], now)
+    return TimeSpent(
+        training_s=sum(max(end - begin, 0.0) for begin, end in spans),
+        wall_s=max(spans[-1][1] - spans[0][0], 0.0),
+        starts=len(spans),
+    )
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every event as it was written, up to a line that was cut short."""
+    path = folder / FILE
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return

@@ -1,17 +1,19 @@
 """A training on this machine: planned, then started with its own workers."""
 
+import json
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.plan import Plan, plan_machine
+from affinity.neighbors import plan_beside
+from affinity.plan import Plan
 from affinity.runtime import find_runtime, target_of
-from affinity.sysfs import this_machine
-from cputrain.data.survey import Survey, survey
+from cputrain.data.survey import Survey, survey_recipe
 from cputrain.derivation import Numbers, derive
 from cputrain.planning import request_of
+from cputrain.resume import Facts
 from cputrain.run_folder import LOGS, PLAN, RECIPE, check_folder, make_folder
 from cputrain.schema import Recipe
 from mpi.cluster import Kind
@@ -33,16 +35,35 @@ class Planned:
         """Workers."""
         return len(self.plan.workers)
 
+    @property
+    def facts(self) -> Facts:
+        """What a run's earlier starts are compared with."""
+        return Facts(
+            workers=self.ppn,
+            global_batch=self.numbers.global_batch,
+            train_images=self.found.train,
+            classes=len(self.found.classes),
+        )
 
-def planned_here(recipe: Recipe) -> Planned:
-    """Plan this machine for a recipe and count its images. Raises InputError where they do not fit."""
+
+def planned_here(recipe: Recipe, *, resume: bool = False) -> Planned:
+    """Plan this machine for a recipe and count its images. Raises InputError where they do not fit.
+
+    A resumed run has its weights from its checkpoint: those that it began with need not be there any more.
+    """
     weights = recipe.model.weights
-    if weights is not None and not Path(weights).is_file():
+    if weights is not None and not resume and not Path(weights).is_file():
         raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
-    plan = plan_machine(this_machine(), request_of(recipe), find_runtime(target_of(()), os.environ))
-    found = survey(recipe.data.path)
+    plan = plan_here(recipe)
+    found = survey_recipe(recipe)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
     return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)
+
+
+def plan_here(recipe: Recipe) -> Plan:
+    """This machine's plan for a recipe."""
+    runtime = find_runtime(target_of(()), os.environ, openmp=recipe.plan.openmp)
+    return plan_beside(request_of(recipe), runtime, share=recipe.plan.share)
 
 
 def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool) -> int:
@@ -51,12 +72,13 @@ def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool)
     Raises InputError where the recipe's folder may not be written to.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    check_folder(recipe, resume=resume, overwrite=overwrite)
+    check_folder(recipe, planned.facts, resume=resume, overwrite=overwrite)
     make_folder(recipe, planned.plan, overwrite=overwrite)
+    named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
     flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))
     job = Job(
         kinds=(Kind(hosts=("localhost",), plan=planned.plan),),
-        command=(sys.executable, "-m", "cputrain", "train", str(folder / RECIPE), "--prepared", *flags),
+        command=(sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags),
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
         verify=verify,

@@ -2,7 +2,7 @@
 
 from affinity.plan import Request
 from cputrain.models.sizes import workload_of
-from cputrain.schema import Recipe
+from cputrain.schema import BatchSection, Recipe
 
 
 def request_of(recipe: Recipe, nodes: int = 1) -> Request:
@@ -21,7 +21,20 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
         smt=section.smt == "on",
         nodes=nodes,
         profile=section.profile,
+        openmp=section.openmp,
+        oversubscribe=section.oversubscribe,
         balance=section.balance,
         local_batch=recipe.batch.local,
         workload=workload_of(recipe),
     )
+
+
+def for_evaluation(recipe: Recipe) -> Recipe:
+    """The recipe without what a training asks of its images: to fill a global batch, to come in blocks."""
+    changes = {
+        "batch": BatchSection(local=1),
+        "evaluate": recipe.evaluate.model_copy(update={"batch": recipe.evaluate.batch or recipe.batch.local}),
+        "data": recipe.data.model_copy(update={"images_per_epoch": None, "remainder": "drop", "block_mib": 0.0}),
+        "plan": recipe.plan.model_copy(update={"balance": "equal"}),
+    }
+    return recipe.model_copy(update=changes)

@@ -1,25 +1,24 @@
-"""What a rank does for `train` and for `eval`, from its process group to its last line."""
+"""What a rank does for `train`, from its process group to its last line."""
 
 import json
 import os
+import time
 from pathlib import Path
 
 from affinity.bind import PLAN_VARIABLE
 from affinity.observe import Observed
 from affinity.plan import WorkerPlan
-from cputrain.checkpoint import load_judged
+from affinity.rank import Rank
 from cputrain.comm.group import end_group, gather, on_rank_0
 from cputrain.data.stage import staged
-from cputrain.engine import prepare_model
-from cputrain.evaluate import evaluate
-from cputrain.events import Events
+from cputrain.events import Events, time_spent
 from cputrain.files import write_atomic
-from cputrain.models.build import build_model
-from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, make_folder
+from cputrain.in_use import start_lines
+from cputrain.resume import Facts
+from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
 from cputrain.schema import Recipe
 from cputrain.session import Session, binding_record, describe_environment, start_session
-from cputrain.train import Outcome, train
-from mpi.rank import Rank
+from cputrain.train import Outcome, begin, train
 
 
 def train_rank(
@@ -35,8 +34,12 @@ def train_rank(
 ) -> None:
     """Train as one rank. With `prepared` the launcher has made the run's folder; else rank 0 checks and makes it."""
     session = start_session(recipe, rank, worker, observed, check=check)
-    if not prepared:
-        on_rank_0(lambda: _make_run(recipe, resume=resume, overwrite=overwrite))
+    done = None if prepared else on_rank_0(lambda: _make_run(session, resume=resume, overwrite=overwrite))
+    if said := gather(done)[0]:
+        if session.leads:
+            print(said, flush=True)
+        end_group(session.group)
+        return
     with staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
         outcome = _train(session, resume=resume)
     if session.leads:
@@ -45,52 +48,65 @@ def train_rank(
 
 
 def _train(session: Session, *, resume: bool) -> Outcome:
-    recipe, rank = session.recipe, session.rank
+    recipe = session.recipe
     bindings = gather(binding_record(session))
-    if session.leads:
-        write_atomic(recipe.folder / ENVIRONMENT, json.dumps(describe_environment(session), indent=1).encode())
-        with Events(recipe.folder) as events:
-            events.write(
-                "start", recipe=recipe.name, workers=rank.world_size, backend=session.group.backend, bindings=bindings
-            )
-            outcome = train(session, events, resume=resume)
-            accuracy = outcome.accuracy
-            events.write(
-                "end",
-                step=outcome.step,
-                top1=accuracy.top1 if accuracy else None,
-                top5=accuracy.top5 if accuracy else None,
-                steps=outcome.step,
-                images=session.numbers.images_until(outcome.step),
-                time_to_train_s=outcome.total_s,
-                status="done" if accuracy else "stopped",
-            )
-        return outcome
-    return train(session, None, resume=resume)
+    if not session.leads:
+        return train(begin(session, None, resume=resume))
+    environment = describe_environment(session)
+    write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
+    parts = {name: environment[name] for name in ("backend", "backend_why", "decoder", "allocator")}
+    print("\n".join(start_lines(**parts, ranks=session.rank.world_size)), flush=True)
+    with Events(recipe.folder) as events:
+        training = begin(session, events, resume=resume)
+        events.write(
+            "start",
+            recipe=recipe.name,
+            data=recipe.data.kind,
+            backend=session.group.backend,
+            bindings=bindings,
+            **_facts(session).as_fields(),
+        )
+        outcome = train(training)
+        accuracy, test, spent = outcome.accuracy, outcome.test, time_spent(recipe.folder, time.time())
+        events.write(
+            "end",
+            step=outcome.step,
+            data=recipe.data.kind,
+            top1=accuracy.top1 if accuracy else None,
+            top5=accuracy.top5 if accuracy else None,
+            val_loss=accuracy.loss if accuracy else None,
+            test_top1=test.top1 if test else None,
+            test_top5=test.top5 if test else None,
+            steps=outcome.step,
+            images=session.numbers.images_until(outcome.step),
+            time_to_train_s=spent.training_s,
+            wall_time_s=spent.wall_s,
+            starts=spent.starts,
+            status="done" if accuracy else "stopped",
+        )
+    return outcome
 
 
-def eval_rank(
-    recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, checkpoint: Path, *, check: bool
-) -> None:
-    """Evaluate a checkpoint as one rank; rank 0 prints."""
-    session = start_session(recipe, rank, worker, observed, check=check)
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
-    prepare_model(network, recipe.engine, recipe.precision)
-    load_judged(checkpoint, network)
-    accuracy = evaluate(network, session)
-    damaged = sorted(name for names in gather(accuracy.damaged) for name in names)
-    if session.leads:
-        if damaged:
-            print(f"warning: {len(damaged)} damaged image(s) left out: {'; '.join(damaged[:3])}")
-        print(f"top-1 {accuracy.top1:.2f} %  top-5 {accuracy.top5:.2f} %  loss {accuracy.loss:.4f}")
-        print(f"{accuracy.images:,} images, each once")
-    end_group(session.group)
+def _facts(session: Session) -> Facts:
+    return Facts(
+        workers=session.rank.world_size,
+        global_batch=session.numbers.global_batch,
+        train_images=len(session.dataset.train),
+        classes=len(session.dataset.classes),
+    )
 
 
-def _make_run(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
-    check_folder(recipe, resume=resume, overwrite=overwrite)
+def _make_run(session: Session, *, resume: bool, overwrite: bool) -> str | None:
+    """Check and make the run's folder; of a run that is finished what to say of it, and nothing is written."""
+    recipe = session.recipe
+    resumption = check_folder(recipe, _facts(session), resume=resume, overwrite=overwrite)
+    if resume and (said := finished(recipe.folder, session.numbers.last_step(recipe.max_steps))):
+        return said
+    if resumption:
+        print(resumption, flush=True)
     make_folder(recipe, None, overwrite=overwrite)
     write_atomic(recipe.folder / PLAN, Path(os.environ[PLAN_VARIABLE]).read_bytes())
+    return None
 
 
 def _say_end(session: Session, outcome: Outcome) -> None:
@@ -100,8 +116,22 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     if accuracy is None:
         print(f"stopped by SIGUSR1    after step {outcome.step}, which is saved: --resume goes on from there")
         return
-    print(f"total training time  {outcome.trained_s:.1f} s (updates only)")
-    print(f"time to train        {outcome.total_s:.1f} s (with evaluations and checkpoints)")
-    print(f"top-1                {accuracy.top1:.2f} %")
-    print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} images, each once)")
+    spent = time_spent(session.recipe.folder)
+    several = spent.starts > 1
+    print(f"total training time  {outcome.trained_s:.1f} s (updates only{', of the last start' if several else ''})")
+    over = f" over {spent.starts} starts" if several else ""
+    print(f"time to train        {spent.training_s:.1f} s{over} (with evaluations and checkpoints)")
+    if several:
+        print(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, waits included)")
+    kind = session.recipe.data.kind
+    if accuracy.top1 is not None:
+        print(f"top-1                {accuracy.top1:.2f} %")
+        print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} {kind}, each once)")
+    elif accuracy.images:
+        print(f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)")
+    else:
+        print(f"data                 {kind}: nothing to evaluate")
+    if (test := outcome.test) and test.top1 is not None:
+        print(f"test top-1           {test.top1:.2f} %")
+        print(f"test top-5           {test.top5:.2f} %  ({test.images} {kind}, each once, with the last weights)")
     print(f"report               {write_report(session.recipe.folder)}")

@@ -1,20 +1,28 @@
 """How files and key=value settings become a recipe, and what is wrong with one in one line."""
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from affinity.catalog import shipped
 from affinity.errors import InputError
+from cputrain.recipe_errors import complaint
 from cputrain.schema import Recipe
-from cputrain.schema.base import Section
 
 RECIPES = shipped(Path(__file__).parent, "recipes")
+
+# What a file says that belongs to another of its values: it goes where a setting replaces that value alone.
+BELONGS_TO = {
+    ("schedule", "reference_batch"): ("schedule", "peak_rate"),
+    ("schedule", "rate_factor"): ("schedule", "peak_rate"),
+    ("batch", "accumulation"): ("batch", "global"),
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,10 +58,13 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
         keys, value = parse_setting(setting)
         put(values, keys, value, setting)
         given[keys] = setting
+    for (section, key), replaced in BELONGS_TO.items():
+        if replaced in given and (section, key) not in given:
+            values[section].pop(key, None)
     try:
         return Recipe.model_validate(tuples(values))
     except ValidationError as error:
-        raise InputError(_complaint(error, path, tree, given)) from None
+        raise InputError(complaint(error, path, tree, given)) from None
 
 
 def find_recipe(spec: str) -> Path:
@@ -76,7 +87,7 @@ def recipe_names() -> list[str]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that `load_recipe` reads back to the same value."""
-    return str(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    return str(yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False))
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -85,9 +96,22 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
-    data = recipe.data.model_copy(update={"path": absolute(recipe.data.path), "stage": absolute(recipe.data.stage)})
+    path = recipe.data.path if recipe.data.generated else absolute(recipe.data.path)
+    data = recipe.data.model_copy(update={"path": path, "stage": absolute(recipe.data.stage)})
     model = recipe.model.model_copy(update={"weights": absolute(recipe.model.weights)})
     return recipe.model_copy(update={"data": data, "model": model, "output": str(recipe.folder.absolute())})
+
+
+def input_settings(recipe: Recipe) -> tuple[str, ...]:
+    """KEY=VALUE for each file or folder that the recipe reads by a relative path, for a command in any folder."""
+    there = with_absolute_paths(recipe)
+    paths = (
+        ("data.path", recipe.data.path, there.data.path),
+        ("data.stage", recipe.data.stage, there.data.stage),
+        ("model.weights", recipe.model.weights, there.model.weights),
+    )
+    moved = ((key, new) for key, old, new in paths if new != old)
+    return tuple(f"{key}={new if parse_setting(f'{key}={new}')[1] == new else json.dumps(new)}" for key, new in moved)
 
 
 def parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
@@ -115,64 +139,3 @@ def tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: tuples(item) for key, item in value.items()}
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _complaint(error: ValidationError, path: Path, tree: yaml.Node | None, given: dict[tuple[str, ...], str]) -> str:
-    """The first thing that is wrong with a recipe, in one line."""
-    first = error.errors()[0]
-    keys = _known_path(first["loc"])
-    dotted = ".".join(keys)
-    setting = next((text for path_, text in given.items() if path_[: len(keys)] == keys), None)
-    where = f"setting {setting!r}" if setting else f"{path}:{_line(tree, keys)}"
-    if first["type"] == "extra_forbidden":
-        siblings = _fields(keys[:-1])
-        near = get_close_matches(keys[-1], siblings, n=1, cutoff=0.5)
-        advice = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
-        return f"{where}: unknown key {dotted!r}: {advice}"
-    same = (e["msg"].removeprefix("Value error, ") for e in error.errors() if _known_path(e["loc"]) == keys)
-    reasons = "; or ".join(dict.fromkeys(same))
-    return f"{where}: {dotted}={first['input']!r}: {reasons}" if dotted else f"{where}: {reasons}"
-
-
-def _known_path(location: Iterable[int | str]) -> tuple[str, ...]:
-    """The keys of an error's location, without what pydantic adds below a value (union members, tuple indices)."""
-    keys: tuple[str, ...] = ()
-    for part in location:
-        fields = _fields(keys)
-        if not fields:
-            break
-        keys += (str(part),)
-        if part not in fields and not isinstance(part, int):
-            break
-    return keys
-
-
-def _fields(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The fields of the section at this path; none where the path leads to a value."""
-    section: Any = Recipe
-    for key in keys:
-        # tuple[Section, ...] is reached by an index
-        several = get_origin(section) is tuple
-        section = get_args(section)[0] if several else section.model_fields[key].annotation
-        inner = get_args(section)[:1] if get_origin(section) is tuple else (section,)
-        if not all(isinstance(each, type) and issubclass(each, Section) for each in inner):
-            return ()
-    return ("0",) if get_origin(section) is tuple else tuple(section.model_fields)
-
-
-def _line(tree: yaml.Node | None, keys: tuple[str, ...]) -> int:
-    """The line of a key in the file; that of the nearest key above it where the file does not have it."""
-    line = 1
-    node = tree
-    for key in keys:
-        if isinstance(node, yaml.SequenceNode) and int(key) < len(node.value):
-            node = node.value[int(key)]
-            line = node.start_mark.line + 1
-            continue
-        if not isinstance(node, yaml.MappingNode):
-            break
-        found = next(((k, v) for k, v in node.value if k.value == key), None)
-        if found is None:
-            break
-        line, node = found[0].start_mark.line + 1, found[1]
-    return line

@@ -3,7 +3,7 @@
 import os
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,18 +14,20 @@ from affinity.cpuset import format_list
 from affinity.errors import InputError
 from affinity.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of, threads_of
 from affinity.plan import WorkerPlan
+from affinity.rank import Rank
 from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
 from cputrain.data.blocks import block_length
 from cputrain.data.decode import Decode, choose_decoder
+from cputrain.data.generated import Points
 from cputrain.data.images import Dataset, Images
-from cputrain.data.normalize import Normalize, choose_normalize
+from cputrain.data.normalize import choose_normalize
 from cputrain.data.shards import Shards
-from cputrain.data.source import open_dataset
+from cputrain.data.source import open_data
 from cputrain.derivation import Numbers, derive
+from cputrain.in_use import planned_allocator
 from cputrain.schema import Recipe
-from mpi.rank import Rank
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
 
@@ -34,9 +36,10 @@ FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or
 class Session:
     """A rank that is bound, connected and has its data open. `observed` is what the kernel gave it at its start.
 
-    `block_length` images are read at once, 0 where each is by itself; `batches` are the images of each rank's backward
-    pass, recipe.batch.local on average; `team` the threads of its first parallel region, `memory_share` the NUMA nodes
-    of its first large allocation; `decoder` what `decode` is.
+    `block_length` images are read at once, 0 where each is by itself; a step's images are cut over the ranks in
+    proportion to `batches`, the most that each has in a backward pass, recipe.batch.local on average; `team` is the
+    threads of its first parallel region, `memory_share` the NUMA nodes of its first large allocation; `decoder` what
+    `decode` is.
     """
 
     recipe: Recipe
@@ -46,7 +49,7 @@ class Session:
     dataset: Dataset
     decode: Decode
     decoder: str
-    normalize: Normalize
+    normalize: Callable[[torch.Tensor], torch.Tensor]
     numbers: Numbers
     block_length: int
     group: Group
@@ -58,6 +61,11 @@ class Session:
     def leads(self) -> bool:
         """Whether this is rank 0, which alone writes and prints."""
         return self.rank.rank == 0
+
+    @property
+    def features(self) -> int | None:
+        """Numbers in a row of the network's input where that is points; None where it is images."""
+        return self.dataset.train.x.shape[1] if isinstance(self.dataset.train, Points) else None
 
     @property
     def loader_pus(self) -> tuple[int, ...]:
@@ -86,7 +94,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
     if torch.get_num_interop_threads() != worker.inter_op:  # a process may set it once
         torch.set_num_interop_threads(worker.inter_op)
     torch.manual_seed(recipe.seed)
-    dataset = open_dataset(recipe.data.path)
+    dataset = open_data(recipe)
     _check_labels(dataset)
     decode, decoder = choose_decoder(recipe.data.decoder, os.environ)
     numbers = derive(
@@ -107,11 +115,11 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         dataset=dataset,
         decode=decode,
         decoder=decoder,
-        normalize=choose_normalize(recipe.data, os.environ),
+        normalize=(lambda x: x) if isinstance(dataset.train, Points) else choose_normalize(recipe.data, os.environ),
         numbers=numbers,
         block_length=blocks,
         group=group,
-        batches=_batches(recipe, worker),
+        batches=_batches(recipe, worker, numbers),
         team=team,
         memory_share=share,
     )
@@ -129,7 +137,7 @@ def _block_length(images: Images, block_mib: float, steps: int) -> int:
 
 
 def _check_labels(dataset: Dataset) -> None:
-    for split, images in (("train", dataset.train), ("val", dataset.val)):
+    for split, images in dataset.splits.items():
         labels = images.labels
         wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
         if len(wrong):
@@ -152,13 +160,19 @@ def touch(values: torch.Tensor) -> None:
     values.fill_(1.0)
 
 
-def _batches(recipe: Recipe, worker: WorkerPlan) -> tuple[int, ...]:
+def _batches(recipe: Recipe, worker: WorkerPlan, numbers: Numbers) -> tuple[int, ...]:
     """Every rank's local batch: the recipe's, or the plan's share where the recipe wants them balanced."""
     mine = recipe.batch.local if recipe.plan.balance == "equal" else worker.local_batch or 0
     batches = tuple(gather(mine))
     if sum(batches) != recipe.batch.local * len(batches):
         raise InputError(
             f"the plan's local batches {batches} are not {recipe.batch.local} on average: plan with this recipe"
+        )
+    images = numbers.used // numbers.steps_per_epoch
+    if images * min(batches) // sum(batches) < numbers.passes:
+        raise InputError(
+            f"{images} images a step, shared as {batches}, leave a rank without one for each of {numbers.passes} "
+            "pass(es): set plan.balance=equal"
         )
     return batches
 
@@ -187,6 +201,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
         "backend": session.group.backend,
         "backend_why": session.group.why,
         "decoder": session.decoder,
+        "allocator": planned_allocator(os.environ),
         "torch_build": torch.__config__.show().split("\n"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),
@@ -195,13 +210,19 @@ def describe_environment(session: Session) -> dict[str, Any]:
     }
 
 
+def _local_batch(session: Session) -> int:
+    """Images of this rank's backward pass, rounded where its shares of the steps or their passes differ."""
+    share = session.batches[session.rank.rank] / sum(session.batches)
+    return round(session.numbers.global_batch * share / session.numbers.passes)
+
+
 def binding_record(session: Session) -> dict[str, Any]:
     """This rank's line of the start event: planned and given PUs and memory."""
     return {
         "rank": session.rank.rank,
         "host": socket.gethostname(),
         "planned_pus": list(session.worker.pus),
-        "local_batch": session.batches[session.rank.rank],
+        "local_batch": _local_batch(session),
         **asdict(session.observed),
         "threads": torch.get_num_threads(),
         "thread_pus": [list(thread.pus) for thread in session.team],

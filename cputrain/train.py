@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from affinity.errors import InputError, RunError
-from cputrain.checkpoint import Progressed, list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.checkpoint import Progressed, load_checkpoint, save_checkpoint
 from cputrain.comm.group import gather, on_rank_0, total
 from cputrain.engine import bf16_speedup, prepare_model
 from cputrain.evaluate import Accuracy, average_batchnorm, evaluate
@@ -24,7 +24,9 @@ from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import rate_of
 from cputrain.phases import now_at
 from cputrain.progress import Progress
-from cputrain.run_folder import CHECKPOINTS
+from cputrain.rates import rate_warning
+from cputrain.run_folder import CHECKPOINTS, list_checkpoints
+from cputrain.schema import Recipe
 from cputrain.session import Session
 from cputrain.update import Learner, Step, Sums, make_learner, update
 
@@ -34,7 +36,7 @@ MOST_ROLLBACKS = 3  # to one checkpoint
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """All that changes while training; `step` counts the updates done."""
+    """All that changes while training; `step` counts the updates done, `best_top1` is the best Accuracy.score."""
 
     session: Session
     learner: Learner
@@ -51,34 +53,44 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a training ended: `trained_s` counts updates only, `total_s` also evaluations and checkpoints.
-
-    `accuracy` is None where a notice has stopped it.
+    """How a training ended: `trained_s` counts the updates since its start only; `accuracy` is None where a notice has
+    stopped it, `test` also where the data has no test images.
     """
 
     accuracy: Accuracy | None
+    test: Accuracy | None
     step: int
     trained_s: float
-    total_s: float
 
 
-def train(session: Session, events: Events | None, *, resume: bool) -> Outcome:
-    """Train as the recipe says. `events` is rank 0's alone.
+def train(training: Training) -> Outcome:
+    """Train as the recipe says.
 
     Raises RunError when the loss is no longer finite, or at a damaged image where the recipe wants that.
     """
-    recipe, numbers = session.recipe, session.numbers
-    last_step = min(numbers.total_steps, recipe.max_steps or numbers.total_steps)
-    training = _start(session, events, last_step, resume=resume)
+    session = training.session
+    if warning := rate_warning(session.recipe, global_batch=session.numbers.global_batch):
+        _warn(training, warning)
+    if session.recipe.precision == "bf16" and session.leads and (speedup := bf16_speedup()) < 1:
+        _warn(training, f"a convolution takes {1 / speedup:.1f} times longer in bf16 than in float32 on this CPU")
     gc.freeze()  # what the libraries have made stays: looking through it again and again takes the loader's time
-    started = time.perf_counter()
     with closing(training.progress):
-        accuracy, trained_s = _train_epochs(training, last_step)
+        accuracy, trained_s = _train_epochs(training, session.numbers.last_step(session.recipe.max_steps))
     if training.stopped:
         accuracy = None
     elif accuracy is None:  # resumed where nothing was left to do
         accuracy = evaluate(training.learner.judged(), session)
-    return Outcome(accuracy=accuracy, step=training.step, trained_s=trained_s, total_s=time.perf_counter() - started)
+    test = _evaluate_test(training) if accuracy is not None and session.dataset.test is not None else None
+    return Outcome(accuracy=accuracy, test=test, step=training.step, trained_s=trained_s)
+
+
+def _evaluate_test(training: Training) -> Accuracy:
+    """The test images are looked at this once, with the last weights: nothing has been chosen by them."""
+    accuracy = evaluate(training.learner.judged(), training.session, "test")
+    names = sorted(name for rank_names in gather(accuracy.damaged) for name in rank_names)
+    if names:
+        _warn_of_damaged(training, names)
+    return accuracy
 
 
 def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, float]:
@@ -105,9 +117,9 @@ def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, 
         _report_epoch(
             training, epoch, sums, accuracy, seconds, numbers.images_until(training.step) - numbers.images_until(first)
         )
-        better = accuracy is not None and not accuracy.top1 <= training.best_top1
+        better = accuracy is not None and accuracy.images > 0 and not accuracy.score <= training.best_top1
         if accuracy is not None and better:
-            training.best_top1 = accuracy.top1
+            training.best_top1 = accuracy.score
         training.stopped = not ends and training.notice.is_last(training.step)
         if session.leads and (ends or better or training.stopped or due(epoch, recipe.checkpoint.every_epochs)):
             _save(training, best=better)
@@ -122,10 +134,11 @@ def due(epoch: int, every: int | None) -> bool:
     return every is not None and (epoch + 1) % every == 0
 
 
-def _start(session: Session, events: Events | None, last_step: int, *, resume: bool) -> Training:
+def begin(session: Session, events: Events | None, *, resume: bool) -> Training:
+    """The network and all that changes with it, from the run's last checkpoint or anew. `events` is rank 0's alone."""
     recipe, numbers = session.recipe, session.numbers
     saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop)
+    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
     if recipe.model.weights is not None and not saved:
         _start_from(network, Path(recipe.model.weights), session)
     prepare_model(network, recipe.engine, recipe.precision)
@@ -135,7 +148,8 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         raise InputError(
             f"--resume: ranks find different checkpoints in {recipe.folder}: put it where all hosts see it"
         )
-    training = Training(
+    last_step = numbers.last_step(recipe.max_steps)
+    return Training(
         session=session,
         learner=learner,
         progress=Progress(numbers.images_until(done.step), numbers.images_until(last_step), shown=session.leads),
@@ -144,9 +158,6 @@ def _start(session: Session, events: Events | None, last_step: int, *, resume: b
         step=done.step,
         best_top1=done.top1,
     )
-    if recipe.precision == "bf16" and session.leads and (speedup := bf16_speedup()) < 1:
-        _warn(training, f"a convolution takes {1 / speedup:.1f} times longer in bf16 than in float32 on this CPU")
-    return training
 
 
 def _start_from(network: nn.Module, path: Path, session: Session) -> None:
@@ -234,6 +245,12 @@ def _warn(training: Training, what: str) -> None:
         training.events.write("warning", step=training.step, what=what)
 
 
+def _warn_of_damaged(training: Training, names: list[str]) -> None:
+    training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
+    if training.events:
+        training.events.write("warning", step=training.step, what="damaged images", images=names)
+
+
 def _report_epoch(
     training: Training, epoch: int, sums: Sums, accuracy: Accuracy | None, seconds: float, images: int
 ) -> None:
@@ -242,14 +259,15 @@ def _report_epoch(
     if skipped or (accuracy and accuracy.images < len(training.session.dataset.val)):
         mine = sums.damaged + list(accuracy.damaged if accuracy else ())
         names = sorted(name for rank_names in gather(mine) for name in rank_names)
-        training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
-        if training.events:
-            training.events.write("warning", step=training.step, what="damaged images", images=names)
-    train_loss, train_top1 = loss / max(readable, 1.0), 100 * hits / max(readable, 1.0)
-    val = "" if accuracy is None else f"  val loss {accuracy.loss:.4f}  val acc {accuracy.top1:.2f}"
+        _warn_of_damaged(training, names)
+    train_loss = loss / max(readable, 1.0)
+    train_top1 = 100 * hits / max(readable, 1.0) if training.session.features is None else None
+    val_loss, val_top1 = (accuracy.loss, accuracy.top1) if accuracy and accuracy.images else (None, None)
+    told = {"loss": (train_loss, 4), "acc": (train_top1, 2), "val loss": (val_loss, 4), "val acc": (val_top1, 2)}
+    figures = [f"{name} {value:.{digits}f}" for name, (value, digits) in told.items() if value is not None]
     training.progress.line(
-        f"epoch {epoch + 1}/{training.session.recipe.epochs}  loss {train_loss:.4f}  acc {train_top1:.2f}{val}"
-        f"  {seconds:.1f} s  ({images / seconds:.1f} img/s)"
+        f"epoch {epoch + 1}/{training.session.recipe.epochs}  {'  '.join(figures)}"
+        f"  {seconds:.1f} s  ({_speed(training.session.recipe, images / seconds)})"
     )
     if training.events:
         training.events.write(
@@ -258,12 +276,18 @@ def _report_epoch(
             epoch=epoch + 1,
             train_loss=train_loss,
             train_top1=train_top1,
-            val_loss=accuracy.loss if accuracy else None,
-            val_top1=accuracy.top1 if accuracy else None,
+            val_loss=val_loss,
+            val_top1=val_top1,
             val_top5=accuracy.top5 if accuracy else None,
             seconds=seconds,
             images_per_s=images / seconds,
         )
+
+
+def _speed(recipe: Recipe, per_s: float) -> str:
+    """Samples per second, and of what where they are not images that were read."""
+    unit = {"images": "img/s", "points": "points/s"}.get(recipe.data.kind, f"img/s, {recipe.data.kind}")
+    return f"{per_s:.1f} {unit}"
 
 
 def _save(training: Training, *, best: bool) -> None:
@@ -277,4 +301,5 @@ def _save(training: Training, *, best: bool) -> None:
         best=best,
     )
     if training.events:
-        training.events.write("checkpoint", step=training.step, epoch=epoch, path=str(path), best=best)
+        here = str(path.relative_to(recipe.folder))  # good wherever the run is moved
+        training.events.write("checkpoint", step=training.step, epoch=epoch, path=here, best=best)

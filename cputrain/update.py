@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,7 +19,8 @@ from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, CommClock
 from cputrain.data.loader import Batch
 from cputrain.engine import computing, network_input
-from cputrain.evaluate import in_top
+from cputrain.evaluate import hits
+from cputrain.losses import losses_of
 from cputrain.optim.build import set_rate
 from cputrain.optim.ratios import layer_ratios
 from cputrain.schema import CommSection
@@ -114,13 +114,18 @@ def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
 
 @dataclass(slots=True)
 class _Passes:
-    """What the backward passes of an update come to; `inputs` are the last one's."""
+    """What the backward passes of an update come to: seconds of waiting, images of all, `inputs` of the last one."""
 
-    loss: float = 0.0
     data_wait_s: float = 0.0
     comm_wait_s: float = 0.0
+    images: int = 0
     sums: Sums = field(default_factory=Sums)
     inputs: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def loss(self) -> float:
+        """The mean over this rank's images."""
+        return self.sums.loss / self.images
 
 
 def update(
@@ -163,7 +168,7 @@ def update(
 def _backward(learner: Learner, session: Session, loaded: Iterator[Batch], step: int) -> _Passes:
     """The gradients of the next batches, averaged over the ranks; a loss that is no number makes them none, for all."""
     recipe, numbers = session.recipe, session.numbers
-    passes, images = recipe.batch.accumulation, numbers.images_until(step + 1) - numbers.images_until(step)
+    passes, images = numbers.passes, numbers.images_until(step + 1) - numbers.images_until(step)
     done = _Passes()
     for number in range(passes):
         asked = time.perf_counter()
@@ -176,28 +181,18 @@ def _backward(learner: Learner, session: Session, loaded: Iterator[Batch], step:
         done.inputs = network_input(session.normalize(batch.images), recipe.precision)
         with nullcontext() if number == passes - 1 else learner.model.no_sync():
             with computing(recipe.precision):
-                logits = learner.model(done.inputs)
-            losses = _losses(logits, batch.labels, recipe.label_smoothing) * batch.weights
+                outputs = learner.model(done.inputs)
+            losses = losses_of(recipe.loss, outputs, batch.labels, recipe.label_smoothing) * batch.weights
             loss = float(losses.detach().sum())
             # Divided by the mean of the ranks' images in this step: after DDP's averaging every image weighs the same,
             # whatever its rank's batch; a damaged one adds nothing.
             share = losses.sum() / (images / session.rank.world_size)
             (share if math.isfinite(loss) else share * math.nan).backward()  # type: ignore[no-untyped-call]
         done.comm_wait_s = time.perf_counter() - learner.clock.last_ready_s
-        done.loss += loss / (len(batch.labels) * passes)
-        done.sums.add(Sums(loss, _hits(logits.detach(), batch), float(batch.weights.sum())))
+        done.images += len(batch.labels)
+        done.sums.add(Sums(loss, hits(outputs.detach(), batch, 1), float(batch.weights.sum())))
         done.sums.damaged += batch.damaged
     return done
-
-
-def _losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """Each image's cross-entropy, in float32 or wider."""
-    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return functional.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
-
-
-def _hits(logits: Tensor, batch: Batch) -> float:
-    return float((in_top(logits, batch.labels, 1) * batch.weights).sum())
 
 
 @torch.no_grad()

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from affinity.errors import InputError, RunError
 from affinity.filesystem import refusal
+from affinity.rank import Rank, discover
 from mpi.ends import LAST_LINES
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
-from mpi.rank import LOOPBACK, MASTER_PORT, Rank, discover, rendezvous
-from mpi.route import interface_to
 from mpi.signals import NOTICE
 from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
 
@@ -83,7 +82,7 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"rank-{rank.rank}.log"
     with path.open("wb", buffering=0) as log, selectors.DefaultSelector() as selector:
-        process = _start(rank, command)
+        process = _start(command)
         signal.signal(NOTICE, lambda _number, _frame: process.send_signal(NOTICE))
         streams = []
         for pipe, terminal in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -112,15 +111,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
     return status if status >= 0 else 128 - status
 
 
-def _start(rank: Rank, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    address = os.environ.get("MASTER_ADDR", LOOPBACK)
-    port = int(os.environ.get("MASTER_PORT", MASTER_PORT))
-    several_hosts = rank.local_world_size < rank.world_size
-    interface = interface_to(address) if several_hosts and "GLOO_SOCKET_IFNAME" not in os.environ else None
-    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    env = {**os.environ, **gloo, **rendezvous(rank, address, port)}
+def _start(command: tuple[str, ...]) -> subprocess.Popen[bytes]:
     try:
-        return start_rank(command, env, inherit_files=True)
+        return start_rank(command, os.environ, inherit_files=True)
     except OSError as error:
         raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
 

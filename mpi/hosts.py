@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.rank import tasks_per_node
 from mpi.nodelist import expand
-from mpi.rank import tasks_per_node
 
 # Names reach shells, ssh and files: nothing else is let through.
 NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from affinity.plan import Plan
 from mpi.cluster import Kind
-from mpi.rank import MASTER_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +14,9 @@ class Job:
     `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` says who binds: "self",
     each rank itself, or "launcher". `verify` makes a rank that the kernel bound otherwise an error; with `keep_env`
     variables that a rank inherits win over the plan's. `plain_rank` names a rank whose output is shown without its
-    label. `variables` are set for every rank. With `plan_on_host` each host is planned by its own ranks, as the kinds'
-    plans were asked for: hosts need not be alike.
+    label. `master_port` is where the ranks meet; without it they find a port themselves. `variables` are set for every
+    rank. With `plan_on_host` each host is planned by its own ranks, as the kinds' plans were asked for: hosts need not
+    be alike.
     """
 
     kinds: tuple[Kind, ...]
@@ -27,7 +27,7 @@ class Job:
     verify: bool = True
     keep_env: bool = False
     plain_rank: int | None = None
-    master_port: int = MASTER_PORT
+    master_port: int | None = None
     variables: tuple[tuple[str, str], ...] = ()
     plan_on_host: bool = False
 

@@ -9,10 +9,10 @@ from affinity.cpuset import format_list, format_mask
 from affinity.errors import InputError
 from affinity.plan import Plan
 from affinity.plan_file import request_to_json
+from affinity.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
 from mpi.hosts import Host, format_hosts
 from mpi.job import Job
 from mpi.launcher import Launcher
-from mpi.rank import LOOPBACK, Rank, rendezvous
 
 MASKS_IN_HEX = (2021,)  # Intel MPI from this version on wants 0x before a mask, older ones refuse it
 
@@ -26,7 +26,7 @@ class Start:
     files: tuple[tuple[Path, str], ...] = ()
 
 
-def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
+def bound(job: Job) -> tuple[str, ...]:
     """The job's command behind affinity.bind, the same tokens for every rank."""
     flags = (
         *(("--bound",) if job.binder == "launcher" else ()),
@@ -36,7 +36,7 @@ def bound(job: Job, python: str = sys.executable) -> tuple[str, ...]:
     plan = ("--plan", str(job.plan_path))
     if job.plan_on_host:
         plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
-    return (python, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
+    return (sys.executable, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
 
 
 def local(job: Job, port: int) -> tuple[tuple[tuple[str, ...], dict[str, str]], ...]:
@@ -47,56 +47,60 @@ def local(job: Job, port: int) -> tuple[tuple[tuple[str, ...], dict[str, str]], 
     return tuple((bound(job), rendezvous(rank, LOOPBACK, port)) for rank in ranks)
 
 
-def start(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
-    """What starts `command` as every rank of the job; its files lie in the folder."""
+def start(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | None) -> Start:
+    """What starts `command` as every rank of the job; its files lie in the folder, None: it needs no files."""
     if job.binder == "launcher" and len(job.kinds) > 1:
         raise InputError("--bind launcher gives all hosts the same masks: hosts of several kinds need --bind self")
+    if job.binder == "launcher" and any(kind.plan.oversubscribed for kind in job.kinds):
+        raise InputError("--bind launcher: launchers give each rank cores of its own: leave it or --oversubscribe out")
     if job.binder == "launcher" and launcher.kind == "torchrun":
         raise InputError("torchrun binds nobody: leave --bind launcher out")
     return LAUNCHERS[launcher.kind](job, launcher, command, folder)
 
 
-def intelmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+def intelmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | None) -> Start:
     """Intel MPI's mpirun; its pinning is switched off, or given the plan's masks by local rank."""
     pin: tuple[str, ...] = ("-genv", "I_MPI_PIN", "0")
     if job.binder == "launcher":
         spell = format_mask if launcher.version >= MASKS_IN_HEX else _bare_mask
         masks = ",".join(spell(worker.pus) for worker in job.plan.workers)
         pin = ("-genv", "I_MPI_PIN", "1", "-genv", "I_MPI_PIN_DOMAIN", f"[{masks}]")
-    hosts = folder / "hosts"
+    where, files = _hosts_of(job, folder, ("-machinefile", "hydra"), ("-hosts", ",".join(job.hosts)))
     variables = (word for name, value in rank_variables(job) for word in ("-genv", name, value))
     return Start(
         argv=(
             *(launcher.program, "-np", str(job.world_size)),
             *(("-ppn", str(job.ppn)) if len(job.kinds) == 1 else ()),
-            *("-machinefile", str(hosts), *pin, *variables, *command),
+            *(*where, *pin, *variables, *command),
         ),
         variables=launcher.variables,
-        files=((hosts, _hostfile(job, "hydra")),),
+        files=files,
     )
 
 
-def mpich(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+def mpich(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | None) -> Start:
     """MPICH's mpiexec (Hydra)."""
     pin = "none"
     if job.binder == "launcher":
         pin = "user:" + ",".join("+".join(map(str, worker.pus)) for worker in job.plan.workers)
-    hosts = folder / "hosts"
+    where, files = _hosts_of(job, folder, ("-f", "hydra"), ("-hosts", _with_slots(job)))
     variables = (word for name, value in rank_variables(job) for word in ("-genv", name, value))
     return Start(
-        argv=(launcher.program, "-n", str(job.world_size), "-f", str(hosts), "-bind-to", pin, *variables, *command),
+        argv=(launcher.program, "-n", str(job.world_size), *where, "-bind-to", pin, *variables, *command),
         variables=launcher.variables,
-        files=((hosts, _hostfile(job, "hydra")),),
+        files=files,
     )
 
 
-def openmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+def openmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | None) -> Start:
     """Open MPI's mpirun, 4 and 5; bound by a rankfile in logical cores, which both read."""
-    hosts, ranks = folder / "hosts", folder / "rankfile"
-    files = [(hosts, _hostfile(job, "openmpi"))]
+    where, files = _hosts_of(job, folder, ("--hostfile", "openmpi"), ("--host", _with_slots(job)))
     place: tuple[str, ...] = ("--map-by", "slot", "--bind-to", "none")
     if job.binder == "launcher":
-        files.append((ranks, rankfile(job)))
+        if folder is None:
+            raise InputError("--bind launcher gives Open MPI a rankfile: cputrain plan --write DIR writes it")
+        ranks = folder / "rankfile"
+        files = (*files, (ranks, rankfile(job)))
         old = launcher.version < (5,)
         place = ("--rankfile", str(ranks)) if old else ("--map-by", f"rankfile:file={ranks}")
     exports = (word for name, value in rank_variables(job) for word in ("-x", f"{name}={value}"))
@@ -104,14 +108,14 @@ def openmpi(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path
         argv=(
             *(launcher.program, *(("--allow-run-as-root",) if launcher.as_root else ())),
             *(("--prefix", launcher.prefix) if launcher.prefix else ()),
-            *("-np", str(job.world_size), "--hostfile", str(hosts), *place, *exports, *command),
+            *("-np", str(job.world_size), *where, *place, *exports, *command),
         ),
         variables=launcher.variables,
-        files=tuple(files),
+        files=files,
     )
 
 
-def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | None) -> Start:
     """Slurm's srun, inside an allocation. Each host is wanted whole: only then are masks honoured, and only then may
     a rank bind itself to any PU of the plan."""
     if len(job.kinds) > 1 or job.hosts == ("localhost",):
@@ -119,33 +123,42 @@ def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -
     pin = "none"
     if job.binder == "launcher":
         pin = "mask_cpu:" + ",".join(format_mask(worker.pus) for worker in job.plan.workers)
-    pus = len(job.plan.machine.allowed_pus) // job.ppn
-    hosts = folder / "hosts"
+    pus = max(1, len(job.plan.machine.allowed_pus) // job.ppn)
+    crowded = ("--overcommit",) if job.ppn > len(job.plan.machine.allowed_pus) else ()
+    names = (Host(name=host) for host in job.hosts)
+    files = () if folder is None else ((folder / "hosts", format_hosts(names, "plain")),)
+    where = f"--nodelist={','.join(job.hosts)}" if folder is None else f"--nodefile={folder / 'hosts'}"
     return Start(
         argv=(
             *(launcher.program, f"--nodes={len(job.hosts)}", f"--ntasks={job.world_size}"),
-            *(f"--ntasks-per-node={job.ppn}", f"--cpus-per-task={pus}", "--exclusive", f"--nodefile={hosts}"),
-            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *command),
+            *(f"--ntasks-per-node={job.ppn}", f"--cpus-per-task={pus}", "--exclusive", where),
+            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *crowded, *command),
         ),
         variables=(*launcher.variables, *rank_variables(job)),
-        files=((hosts, format_hosts([Host(name=host) for host in job.hosts], "plain")),),
+        files=files,
     )
 
 
-def torchrun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path) -> Start:
+def torchrun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | None) -> Start:
     """torchrun, whose line is the same on every host and has to be started on each."""
     if len(job.kinds) > 1:
         raise InputError("torchrun starts equal numbers of ranks on each host: hosts of several kinds need mpirun")
+    meeting = f"{job.hosts[0]}:{job.master_port or MASTER_PORT}"
     return Start(
         argv=(
             *(launcher.program, f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.ppn}"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={job.hosts[0]}:{job.master_port}", "--no-python", *command),
+            *(
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={meeting}",
+                "--no-python",
+                *command,
+            ),
         ),
         variables=(*launcher.variables, *job.variables),
     )
 
 
-LAUNCHERS: dict[str, Callable[[Job, Launcher, tuple[str, ...], Path], Start]] = {
+LAUNCHERS: dict[str, Callable[[Job, Launcher, tuple[str, ...], Path | None], Start]] = {
     "intelmpi": intelmpi,
     "openmpi": openmpi,
     "mpich": mpich,
@@ -155,13 +168,30 @@ LAUNCHERS: dict[str, Callable[[Job, Launcher, tuple[str, ...], Path], Start]] = 
 
 
 def rank_variables(job: Job) -> tuple[tuple[str, str], ...]:
-    """What every rank gets beside its plan's environment: where rank 0 is, and the job's own variables."""
+    """What every rank gets beside its plan's environment: where the ranks meet, and the job's own variables."""
     address = LOOPBACK if job.hosts == ("localhost",) else job.hosts[0].rpartition("@")[2]
-    return (("MASTER_ADDR", address), ("MASTER_PORT", str(job.master_port)), *job.variables)
+    port = () if job.master_port is None else (("MASTER_PORT", str(job.master_port)),)
+    return (("MASTER_ADDR", address), *port, *job.variables)
 
 
-def _hostfile(job: Job, form: str) -> str:
-    return format_hosts((Host(name=host, slots=len(plan.workers)) for host, plan in _hosts(job)), form)
+def _hosts_of(
+    job: Job, folder: Path | None, by_file: tuple[str, str], in_line: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[tuple[Path, str], ...]]:
+    """How a launcher is told the hosts: (tokens, files). `by_file` is its option for a hostfile, and the format."""
+    if folder is None:
+        return in_line, ()
+    option, form = by_file
+    path = folder / "hosts"
+    return (option, str(path)), ((path, format_hosts(_slots(job), form)),)
+
+
+def _with_slots(job: Job) -> str:
+    """h1:2,h2:2, as Open MPI and MPICH take hosts and their ranks in a line."""
+    return ",".join(format_hosts(_slots(job), "hydra").split())
+
+
+def _slots(job: Job) -> Iterator[Host]:
+    return (Host(name=host, slots=len(plan.workers)) for host, plan in _hosts(job))
 
 
 def _hosts(job: Job) -> Iterator[tuple[str, Plan]]:

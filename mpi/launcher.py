@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -67,6 +67,15 @@ def find_launcher(asked: str, env: Mapping[str, str]) -> Launcher:
         here = f"; mpirun here is {found[0].kind}" if found else ""
         raise InputError(f"{wanted} on PATH{here}: install {package}")
     return launcher
+
+
+def needing_no_path(launcher: Launcher) -> Launcher:
+    """The same launcher, to be called from any environment: Intel's mpirun is a script that looks for mpiexec.hydra on
+    PATH, where its packages from PyPI bring nothing that would set it."""
+    hydra = Path(launcher.program).with_name("mpiexec.hydra")
+    if launcher.kind != "intelmpi" or not launcher.variables or not hydra.is_file():
+        return launcher
+    return replace(launcher, program=str(hydra))
 
 
 def _mpi(name: str, env: Mapping[str, str]) -> Launcher | None:

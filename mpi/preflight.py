@@ -26,8 +26,8 @@ from typing import Any
 from affinity.cpuset import format_list
 from affinity.machine import Machine
 from affinity.plan import Plan
+from affinity.rank import discover
 from affinity.sysfs import this_machine
-from mpi.rank import discover
 from mpi.wire import TOKEN_VARIABLE, Line
 
 PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")

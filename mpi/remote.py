@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
+from affinity.rank import LOOPBACK
+from affinity.route import address_to
 from mpi.cluster import job_plan_json
 from mpi.ends import SETTLE_S
 from mpi.job import Job
 from mpi.launch import Start, bound, start
 from mpi.launcher import Launcher
 from mpi.monitor import Monitor, cause_of
-from mpi.rank import LOOPBACK
 from mpi.reaper import adopt_orphans, end_descendants
-from mpi.route import address_to
 from mpi.signals import InterruptedBySignalError, interruptible
 from mpi.wire import TOKEN_VARIABLE
 
@@ -30,24 +30,13 @@ KILL_S = 1.0  # between asking what the launcher has started to end, and killing
 HELLO_S = 120.0  # from the launcher's start to the last rank's hello
 
 
-def remote_start(job: Job, launcher: Launcher, folder: Path, monitor: Monitor) -> Start:
-    """What starts the job's ranks, each behind an agent that reports to the monitor."""
-    where = f"{own_address(job.hosts)}:{monitor.port}"
+def remote_start(job: Job, launcher: Launcher, folder: Path, port: int | str, token: str) -> Start:
+    """What starts the job's ranks, each behind an agent that reports to this host's port."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     live = ("--live",) if sys.stdout.isatty() else ()
-    agent = (
-        sys.executable,
-        "-m",
-        "mpi.agent",
-        "--report-to",
-        where,
-        "--into",
-        str(job.log_dir.resolve()),
-        *plain,
-        *live,
-        "--",
-    )
-    told = replace(job, variables=(*job.variables, (TOKEN_VARIABLE, monitor.token)))
+    report = ("--report-to", f"{own_address(job.hosts)}:{port}", "--into", str(job.log_dir.resolve()))
+    agent = (sys.executable, "-m", "mpi.agent", *report, *plain, *live, "--")
+    told = replace(job, variables=(*job.variables, (TOKEN_VARIABLE, token)))
     return start(told, launcher, (*agent, *bound(replace(job, plan_path=job.plan_path.resolve()))), folder.resolve())
 
 
@@ -70,7 +59,7 @@ def run_remote(job: Job, launcher: Launcher, folder: Path) -> int:
     everything on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
     """
     monitor = Monitor(token=secrets.token_hex(8))
-    made = remote_start(job, launcher, folder, monitor)
+    made = remote_start(job, launcher, folder, monitor.port, monitor.token)
     for path, text in ((job.plan_path, job_plan_json(job.kinds)), *made.files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

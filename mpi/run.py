@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 from affinity.errors import RunError
+from affinity.rank import LOOPBACK
 from mpi.ends import LAST_LINES, SETTLE_S, End, first_cause, obituary
 from mpi.job import Job
 from mpi.launch import local
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
-from mpi.rank import LOOPBACK
 from mpi.signals import NOTICE, STOPS, InterruptedBySignalError, interruptible
 
 POLL_S = 0.05
@@ -44,7 +44,7 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
     everything and returns 128 + the signal; SIGUSR1 is passed on. No process is left behind in any case.
     """
     job.log_dir.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port = job.master_port or free_port()
     workers: list[Worker] = []
     with interruptible(lambda: _pass_notice_on(workers)):
         return _run(job, port, workers, out or sys.stdout, err or sys.stderr)
@@ -93,9 +93,7 @@ def free_port() -> int:
 
 
 def _start(rank: int, argv: tuple[str, ...], variables: dict[str, str], job: Job) -> Worker:
-    # A single host's ranks meet on loopback, whatever this host's name resolves to.
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **variables}
-    process = start_rank(argv, env)
+    process = start_rank(argv, {**os.environ, **variables})
     return Worker(rank=rank, process=process, log=job.log_dir / f"rank-{rank}.log")
 
 

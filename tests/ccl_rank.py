@@ -15,7 +15,7 @@ import torch.distributed.nn.functional
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from mpi.rank import discover, rendezvous
+from affinity.rank import discover, rendezvous
 
 rank = discover(os.environ)
 assert rank is not None

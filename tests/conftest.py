@@ -22,6 +22,7 @@ hypothesis.settings.register_profile("shared", deadline=None)  # a shared machin
 hypothesis.settings.load_profile("shared")
 HANGS_S = 300.0  # for a command that takes some seconds
 GOLDEN = Path(__file__).parent / "golden"
+collect_ignore = [] if os.environ.get("TENSORFLOW_PYTHON") else ["test_tensorflow.py"]  # see there
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -38,7 +38,8 @@ ResumeProgram=/bin/true
 SuspendProgram=/bin/true
 SuspendTime=-1
 NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cores} CoresPerSocket={cores}
-NodeName=c[001-256] NodeAddr=127.0.0.1 Sockets=2 CoresPerSocket=24 ThreadsPerCore=2 RealMemory=190000 State=CLOUD
+NodeName=c[001-256] NodeAddr=127.0.0.1 Sockets=2 CoresPerSocket=24 ThreadsPerCore=2 RealMemory=190000 State=CLOUD \\
+    Feature=skx,opa
 PartitionName=real Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=NO
 PartitionName=fake Nodes=c[001-256] MaxTime=INFINITE
 """

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,61 +21,106 @@ from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
-from mpi.batch import Batch, job_script, parse_sweep
+from mpi.batch import Batch, Command, Container, Preparation, Training, job_script, parse_sweep
 from mpi.cluster import Kind, job_plan_json
-from mpi.fabric import settings_for
+from mpi.directives import Resources
 from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import find_launcher, newest
 from mpi.run import free_port
-from tests.conftest import cputrain, mpi_path, refused, write_images
+from tests.conftest import cputrain, mpi_path, need, refused, write_images
 from tests.slurm_cluster import Slurm, slurm_cluster
 
 PLAIN = Batch(
-    name="resnet50",
-    recipe="name: resnet50\n",
-    settings=(),
-    output="runs/resnet50",
-    data="/data/imagenet",
-    nodes=256,
-    ppn=2,
-    pus_per_node=96,
-    time="02:00:00",
-    launcher="intelmpi",
-    launch=("mpirun", "-np", "512", "-genv", "I_MPI_PIN", "0", "-machinefile"),
-    plan_options=("--ppn", "2", "--nodes", "256", "--fabric", "opa"),
-    fabric=settings_for("opa"),
+    resources=Resources(name="resnet50", nodes=256, time="02:00:00", cpus=96),
+    work=Training(
+        recipe="name: resnet50\n",
+        settings=(),
+        output="runs/resnet50",
+        plan_options=("--nodes", "256", "--fabric", "auto"),
+        data="/data/imagenet",
+    ),
+    launcher="srun",
 )
-FULL = replace(
-    PLAIN,
-    partition="skx",
-    account="a1",
+FULL = Batch(
+    resources=replace(
+        PLAIN.resources,
+        ppn=2,
+        tasks=2,
+        account="a1",
+        mail="me@example.org",
+        output="logs/x.out",
+        error="logs/x.err",
+        directives=("-l software=x", "--comment='a b'"),
+    ),
+    work=replace(
+        PLAIN.work,
+        stage="/scratch/x y",
+        sweep=("batch.local", ("16", "32")),
+        settings=("plan.threads=20",),
+        paths=("weights.pt",),
+    ),
+    launcher="intelmpi",
+    fabric="opa",
+    machine="skx-8160-2s",
+    module_purge=True,
     modules=("gcc/12", "python"),
     venv="/home/me/my venv",
-    container="image's.sif",
-    stage="/scratch/x y",
-    sweep=("batch.local", ("16", "32")),
-    settings=("plan.threads=20",),
 )
+CONTAINED = replace(
+    PLAIN, container=Container(image="image's.sif", runtime="apptainer", arguments=("--nv", "--bind=/a b"))
+)
+PREPARED = Batch(
+    resources=replace(PLAIN.resources, name="prepare", nodes=1),
+    work=Preparation(arguments=("imagenet", "raw", "my data/shards", "--short-side", "256")),
+    launcher="srun",
+    container=Container(image="docker.io/library/python"),
+)
+COMMANDED = Batch(
+    resources=replace(PLAIN.resources, name="train", nodes=2, requeue=False),
+    work=Command(argv=("python", "train.py", "it's"), request='{"pin_threads": false, "nodes": 2}'),
+    launcher="srun",
+    container=Container(image="image", runtime="docker"),
+)
+BATCHES = {
+    "plain": PLAIN,
+    "full": FULL,
+    "container": CONTAINED,
+    "prepare": PREPARED,
+    "command": COMMANDED,
+}
+FOR = {"slurm": {"partition": "skx", "qos": "debug", "constraint": "skx&opa"}, "pbs": {"queue": "large"}}
+
+
+def script_of(which: str, scheduler: str) -> str:
+    """The script; the full one with all that only this scheduler knows."""
+    batch = BATCHES[which]
+    more = FOR[scheduler] if which == "full" else {}
+    return job_script(replace(batch, resources=replace(batch.resources, **more)), scheduler)
+
+
 CORES = len(this_machine().allowed_cores)
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
-@pytest.mark.parametrize("which", ["plain", "full"])
+@pytest.mark.parametrize("which", BATCHES)
 def test_scripts_as_they_read(scheduler: str, which: str, golden) -> None:
-    golden(f"batch/{scheduler}-{which}.sh", job_script({"plain": PLAIN, "full": FULL}[which], scheduler))
+    golden(f"batch/{scheduler}-{which}.sh", script_of(which, scheduler))
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
-@pytest.mark.parametrize("batch", [PLAIN, FULL])
-def test_scripts_are_clean_to_shellcheck(scheduler: str, batch: Batch) -> None:
+@pytest.mark.parametrize("which", BATCHES)
+def test_scripts_are_clean_to_shellcheck(scheduler: str, which: str) -> None:
     checker = Path(sys.executable).with_name("shellcheck")
-    script = job_script(batch, scheduler)
-    result = subprocess.run([checker, "--shell=bash", "-"], input=script, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    script = script_of(which, scheduler)
+    inner = re.findall(r"<<'END_OF_CONTAINER'\n(.*?)\nEND_OF_CONTAINER\n", script, re.DOTALL)
+    assert len(inner) == (BATCHES[which].container is not None)
+    for text in (script, *inner):
+        result = subprocess.run([checker, "--shell=bash", "-"], input=text, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
 
 
-def directives(script: str) -> dict[str, str]:
+def pbs_lines(script: str) -> dict[str, str]:
     """PBS's own lines: option -> value, resources of -l by name."""
     found = {}
     for line in script.splitlines():
@@ -86,16 +132,22 @@ def directives(script: str) -> dict[str, str]:
 
 
 def test_pbs_directives_say_what_is_wanted() -> None:
-    assert directives(job_script(FULL, "pbs")) == {
+    assert pbs_lines(script_of("full", "pbs")) == {
         "-N": "resnet50",
+        "-S": "/bin/bash",
         "-l select": "256:ncpus=96:mpiprocs=2",
         "-l place": "scatter:excl",
         "-l walltime": "02:00:00",
-        "-q": "skx",
+        "-q": "large",
         "-A": "a1",
+        "-M": "me@example.org",
+        "-m": "ae",
         "-J": "0-1",
-        "-j": "oe",
+        "-o": "logs/x.out",
+        "-e": "logs/x.err",
         "-r": "y",
+        "-l software": "x",
+        "--comment='a": "b'",
     }
 
 
@@ -103,8 +155,18 @@ def test_pbs_directives_say_what_is_wanted() -> None:
     ("changes", "told"),
     [
         ({"partition": "a b"}, "--partition 'a b'"),
+        ({"queue": "a\n#PBS -q b"}, "--queue"),
         ({"account": "x;reboot"}, "--account"),
         ({"account": "-x"}, "--account"),
+        ({"qos": "debug\n"}, "--qos"),
+        ({"constraint": "a b"}, "--constraint"),
+        ({"mail": "me@here -x"}, "--mail"),
+        ({"mail": "me@here\n#SBATCH -p all"}, "--mail"),
+        ({"output": "a b.out"}, "--output"),
+        ({"error": "x\ny"}, "--error"),
+        ({"error": "-o x"}, "--error"),
+        ({"directives": ("--gres=gpu:1\nreboot",)}, "--directive"),
+        ({"directives": ("reboot",)}, "--directive"),
         ({"time": "soon"}, "--time 'soon'"),
         ({"time": "1:00\n#SBATCH -p all"}, "--time"),
     ],
@@ -112,7 +174,14 @@ def test_pbs_directives_say_what_is_wanted() -> None:
 def test_what_cannot_stand_in_a_scheduler_s_line_is_refused(changes: dict, told: str) -> None:
     for scheduler in ("slurm", "pbs"):
         with pytest.raises(InputError, match=told):
-            job_script(replace(PLAIN, **changes), scheduler)
+            job_script(replace(PLAIN, resources=replace(PLAIN.resources, **changes)), scheduler)
+
+
+def test_pbs_knows_no_days() -> None:
+    days = replace(PLAIN, resources=replace(PLAIN.resources, time="2-00:00:00"))
+    assert "#SBATCH --time=2-00:00:00\n" in job_script(days, "slurm")
+    with pytest.raises(InputError, match="with days as hours"):
+        job_script(days, "pbs")
 
 
 def test_sweeps_are_key_and_values() -> None:
@@ -131,33 +200,44 @@ PAYLOADS = (
 HOSTILE = st.tuples(st.text("ab /-=.,", max_size=6), st.sampled_from(PAYLOADS)).map("".join)
 
 
-@settings(max_examples=60)
-@given(texts=st.lists(HOSTILE, min_size=8, max_size=8))
+def hostile(texts: list[str], which: str) -> Batch:
+    """A job in which every value that a user may give is one of these texts."""
+    name, recipe, setting, output, image, stage, value, data = texts
+    work = {
+        "train": replace(
+            FULL.work,
+            recipe=recipe,
+            settings=(setting,),
+            output="run/" + output.replace("/", "_"),
+            stage=stage,
+            data=data,
+            sweep=("data.path", (value, "2")),
+            paths=(setting,),
+        ),
+        "prepare": Preparation(arguments=("imagenet", data, "run/" + output.replace("/", "_"), "--seed", value)),
+        "command": Command(argv=(setting, value), request=recipe),
+    }[which]
+    container = Container(image=image, runtime="auto", arguments=(setting,))
+    resources = replace(PLAIN.resources, name=name, tasks=2 if which == "train" else 0)
+    return replace(PLAIN, resources=resources, work=work, modules=(data,), container=container)
+
+
+@settings(max_examples=30)
+@given(
+    texts=st.lists(HOSTILE, min_size=8, max_size=8),
+    which=st.sampled_from(["train", "prepare", "command"]),
+    runtime=st.sampled_from(["apptainer", "podman", "docker"]),
+)
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_no_value_becomes_shell_code(
-    tmp_path_factory: pytest.TempPathFactory, scheduler: str, texts: list[str]
+    tmp_path_factory: pytest.TempPathFactory, scheduler: str, which: str, texts: list[str], runtime: str
 ) -> None:
     """The script runs under bash with commands that do nothing; a value that was read as code would leave a file."""
     folder = tmp_path_factory.mktemp("hostile")
-    name, recipe, setting, output, venv, container, stage, value = texts
-    batch = replace(
-        FULL,
-        name=name,
-        recipe=recipe,
-        settings=(setting,),
-        output="run/" + output.replace("/", "_"),
-        modules=(texts[2],),
-        venv=venv,
-        container=container,
-        stage=stage,
-        data=texts[3],
-        sweep=("batch.local", (value, "2")),
-        launch=("mpirun", texts[4]),
-    )
-    script = re.sub(r"^\. ", ": ", job_script(batch, scheduler), flags=re.MULTILINE)  # there is no such venv
+    script = job_script(hostile(texts, which), scheduler)
     stubs = folder / "bin"
     stubs.mkdir()
-    for program in ("srun", "mpirun", "pbsdsh", "apptainer", "scontrol", "module"):
+    for program in ("srun", "pbsdsh", runtime, "scontrol", "module"):
         (stubs / program).write_text("#!/bin/sh\nexit 0\n")
         (stubs / program).chmod(0o755)
     (folder / "nodes").write_text("h1\nh1\n")
@@ -177,13 +257,50 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-def test_slurm_accepts_the_256_node_script(slurm: Slurm, tmp_path: Path) -> None:
-    arguments = ("resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256", "--time", "02:00:00")
-    script = cputrain("job", "slurm", *arguments, "--partition", "fake", cwd=tmp_path)
+EVERYTHING = (
+    *(
+        "--partition",
+        "fake",
+        "--account",
+        "a1",
+        "--qos",
+        "debug",
+        "--constraint",
+        "skx&opa",
+        "--mail",
+        "me@example.org",
+    ),
+    *("--error", "logs/x-%j.err", "--output", "logs/x-%j.out", "--directive", "--comment='a b'", "--module-purge"),
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"), "using 24576 processors"),
+        (("resnet50-skx-256node", "--nodes", "256", *EVERYTHING), "using 24576 processors"),
+        (("--prepare", "imagenet", "raw", "shards", "--short-side", "256", *EVERYTHING), "using 96 processors"),
+        (("--nodes", "2", *EVERYTHING, "--", "python", "train.py"), "using 192 processors"),
+    ],
+)
+def test_slurm_accepts_the_scripts(slurm: Slurm, arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    """Whole hosts, whatever is said of their tasks: 48 cores of two threads each."""
+    script = cputrain("job", "slurm", "--time", "02:00:00", "--partition", "fake", *arguments, cwd=tmp_path)
     assert script.returncode == 0, script.stderr
     result = slurm.run("sbatch", "--test-only", cwd=tmp_path, text=script.stdout)
     assert result.returncode == 0, result.stderr
-    assert "using 24576 processors" in result.stderr and "c[001-256]" in result.stderr
+    assert told in result.stderr
+
+
+@pytest.mark.parametrize("work", [("imagefolder",), ("--", "python", "train.py")])
+def test_the_login_node_does_not_shape_the_job(work: tuple[str, ...], tmp_path: Path) -> None:
+    need("util-linux", "taskset")
+    argv = [sys.executable, "-m", "cputrain", "job", "slurm", "--nodes", "2", "--time", "1:00:00", *work]
+    few = subprocess.run(["taskset", "--cpu-list", "0", *argv], cwd=tmp_path, capture_output=True, text=True)
+    all_ = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert few.returncode == all_.returncode == 0 and few.stdout == all_.stdout
+    assert "#SBATCH --exclusive" in all_.stdout and "task" not in all_.stdout.partition("\n\n")[0]
+    assert "planned on the job's first host" in all_.stdout
 
 
 @pytest.fixture
@@ -196,12 +313,12 @@ def place(tmp_path: Path) -> Path:
 
 
 SMALL = ("imagefolder", "data.path=my images", "model.name=resnet18", "data.crop=32", "batch.local=6")
-HERE = ("--nodes", "1", "--ppn", str(CORES), "--fabric", "shm")
+HERE = ("--nodes", "1", "--ppn", str(CORES))
 
 
 def submitted(slurm: Slurm, place: Path, *arguments: str) -> str:
     """Submit a small training; its job's number. The script finds this Python under the name python."""
-    script = cputrain("job", "slurm", *arguments, *HERE, "--venv", str(venv(place)), cwd=place)
+    script = cputrain("job", "slurm", "--venv", str(venv(place)), *arguments, cwd=place)
     assert script.returncode == 0, script.stderr
     result = slurm.run("sbatch", "--parsable", cwd=place, text=script.stdout)
     assert result.returncode == 0, result.stderr
@@ -225,21 +342,23 @@ def wait_for(slurm: Slurm, job: str, place: Path, states: set[str], limit_s: flo
 
 
 def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
-    job = submitted(
-        slurm, place, *SMALL, "epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00"
-    )
+    """Nothing is said of the host: the plan that is made there takes all of its cores."""
+    arguments = ("epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00")
+    job = submitted(slurm, place, *SMALL, *arguments, "--error", "%x.err")
     wait_for(slurm, job, place, {"COMPLETED"})
-    log = (place / f"training-{job}.out").read_text() if (place / f"training-{job}.out").is_file() else ""
     events = read_events(place / "the 'run'")
-    assert events[-1]["status"] == "done", log
-    assert len(events[0]["bindings"]) == CORES
+    assert events[-1]["status"] == "done", (place / f"imagefolder-{job}.out").read_text()
     assert [b["pus"] for b in events[0]["bindings"]] == [b["planned_pus"] for b in events[0]["bindings"]]
+    used = {pu for binding in events[0]["bindings"] for pu in binding["pus"]}
+    assert used == set(this_machine().allowed_pus)
+    told = (place / "imagefolder.err").read_text()
+    assert f"planned on {socket.gethostname()}: {len(events[0]['bindings'])} worker(s)" in told
 
 
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
     """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
     steps = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
-    job = submitted(slurm, place, *SMALL, *steps)
+    job = submitted(slurm, place, *SMALL, *steps, *HERE)
     events = place / "run/events.jsonl"
     deadline = time.monotonic() + 120
     while not (events.is_file() and '"checkpoint"' in events.read_text()):
@@ -259,7 +378,7 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
 def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
     """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
     arguments = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
-    made = cputrain("job", "pbs", *SMALL, *arguments, *HERE, "--launcher", "intelmpi", cwd=place)
+    made = cputrain("job", "pbs", *SMALL, *arguments, *HERE, "--ncpus", "2", "--launcher", "intelmpi", cwd=place)
     assert made.returncode == 0, made.stderr
     (place / "nodes").write_text("localhost\n" * CORES)
     path = {**os.environ, **mpi_path("intelmpi")}
@@ -287,7 +406,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
     plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
     code = (
-        "import os, json; from mpi.rank import discover; r = discover(os.environ); "
+        "import os, json; from affinity.rank import discover; r = discover(os.environ); "
         "said = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
         "os.write(1, json.dumps(said).encode() + b'\\n')"
     )
@@ -350,17 +469,40 @@ def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> Non
     ]
 
 
+RECIPE = ("imagefolder", "--nodes", "2")
+SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
+
+
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("arguments", "told"),
     [
-        (("--bind", "launcher"), "--bind launcher"),
-        (("--launcher", "openmpi"), "started by srun"),
-        (("--local-batch", "8"), "set batch.local=8"),
+        ((*SLURM, "--bind", "launcher"), "--bind launcher"),
+        ((*SLURM, "--launcher", "openmpi"), "started by srun"),
+        ((*SLURM, "--local-batch", "8"), "set batch.local=8"),
+        ((*SLURM, "--queue", "q"), "give --partition"),
+        ((*SLURM, "--ncpus", "8"), "--ncpus is not for slurm"),
+        (("slurm", "imagefolder", "--hosts", "n1,n2"), "give --nodes N"),
+        ((*PBS, "--partition", "p"), "give --queue"),
+        ((*PBS, "--qos", "q"), "--directive"),
+        ((*PBS, "--constraint", "c"), "--directive"),
+        ((*PBS, "--launcher", "torchrun"), "intelmpi, openmpi or mpich"),
+        (("pbs", *RECIPE), "--ncpus N"),
+        (("pbs", *RECIPE, "--ncpus", "8", "--launcher", "openmpi"), "give --ppn N"),
+        (("slurm",), "name a RECIPE"),
+        ((*SLURM, "--", "python"), "one thing"),
+        ((*SLURM, "--qoss", "x"), "--qos"),
+        ((*SLURM, "--stage", "/scratch", "data.path=null"), "data.path"),
+        (("slurm", "--array", "batch.local=1,2", "--", "python"), "--array"),
+        (("slurm", "--prepare", "imagenet", "a", "b", "--ppn", "2"), "--ppn"),
+        (("slurm", "--prepare", "imagenet", "a", "b", "--nodes", "2"), "--nodes"),
+        (("slurm", "--prepare", "imagenette", "a", "b"), "imagenette"),
+        (("slurm", "--prepare", "imagenet", "a", "b", "--short-sight", "9"), "--short-sight"),
+        ((*SLURM, "--container-arg", "--nv"), "--container"),
+        ((*SLURM, "--container", "image.sif", "--venv", "v"), "--venv"),
     ],
 )
-def test_options_that_a_job_cannot_heed_are_refused(options: tuple[str, ...], told: str) -> None:
-    arguments = ("job", "slurm", "imagefolder", "--machine", "skx-8160-2s", "--nodes", "2", "--time", "1:00:00")
-    assert told in refused(cputrain(*arguments, *options))
+def test_what_a_job_cannot_heed_is_refused(arguments: tuple[str, ...], told: str) -> None:
+    assert told in refused(cputrain("job", *arguments[:1], "--time", "1:00:00", *arguments[1:]))
 
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:

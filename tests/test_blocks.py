@@ -14,7 +14,7 @@ from cputrain.data.blocks import BlockReader, block_length, block_order
 from cputrain.data.mixing import TOGETHER, classes_expected, classes_together
 from cputrain.data.order import rank_share
 from cputrain.data.prepare import Options, prepare
-from cputrain.data.shards import Shards, shard_path
+from cputrain.data.shards import Shards
 from cputrain.data.source import open_folder
 from tests.conftest import write_images
 
@@ -104,7 +104,7 @@ def test_blocks_are_read_once_given_back_and_hold_what_the_shards_hold(
 def test_a_damaged_byte_is_named_and_its_neighbours_are_whole(folder: Path) -> None:
     images = Shards(folder, "train")
     record = images.index[7]
-    with shard_path(folder, "train", int(record["shard"])).open("r+b") as file:
+    with Shards(folder, "train").paths[int(record["shard"])].open("r+b") as file:
         file.seek(int(record["offset"]) + 20)
         file.write(b"x")
     reader = BlockReader(Shards(folder, "train"), 10, np.arange(10))

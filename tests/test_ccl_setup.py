@@ -15,17 +15,18 @@ import pytest
 
 from affinity.errors import InputError, RunError
 from affinity.observe import Thread
+from affinity.rank import Rank
+from affinity.rendezvous import with_rank
 from cputrain import compiled
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings, transport_of
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.session import misplaced_comm
-from mpi.rank import Rank
 from tests.conftest import cputrain
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, launcher="env")
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "11"}
 
 
 def test_the_libraries_of_this_environment_are_found() -> None:
@@ -86,7 +87,8 @@ def test_a_loaded_module_s_oneccl_comes_first(bare: Path, tmp_path: Path) -> Non
         (HYDRA, "mpi"),
         ({}, "ofi"),
         ({**HYDRA, "PMI_SIZE": "1"}, "ofi"),  # PMI's variables of something around this job
-        ({**HYDRA, "OMPI_COMM_WORLD_SIZE": "4"}, "ofi"),
+        ({**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}, "ofi"),
+        (with_rank(RANK, {}), "ofi"),  # the names that scripts read, given to ranks that no MPI has started
         ({**HYDRA, "CCL_ATL_TRANSPORT": "ofi"}, "ofi"),
     ],
 )
@@ -94,7 +96,7 @@ def test_the_transport_follows_the_launcher(env: dict[str, str], transport: str)
     assert transport_of(env, 4)[0] == transport
 
 
-@pytest.mark.parametrize("env", [{}, {**HYDRA, "OMPI_COMM_WORLD_SIZE": "4"}])
+@pytest.mark.parametrize("env", [with_rank(RANK, {}), {**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}])
 def test_mpi_where_ranks_cannot_meet_over_it_is_refused(env: dict[str, str]) -> None:
     with pytest.raises(InputError, match=r"CCL_ATL_TRANSPORT=mpi, but this rank was started by .*: start it with"):
         transport_of({**env, "CCL_ATL_TRANSPORT": "mpi"}, 4)
@@ -139,7 +141,7 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
 def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     """As containers have it, 64 MB; here in a mount namespace of its own."""
     code = (
-        "import os; from mpi.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
+        "import os; from affinity.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
         "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, launcher='env'), os.environ)"
     )
     small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from affinity.errors import InputError, RunError
+from affinity.rank import Rank
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose
 from cputrain.comm.group import naming_lost_peers
-from mpi.rank import Rank
 
 RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, launcher="env") for i in range(3)]
 

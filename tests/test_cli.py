@@ -47,7 +47,7 @@ def test_plan_shows_this_machine() -> None:
 
 def test_plan_of_the_256_node_run(golden) -> None:
     result = cputrain("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
-    golden("plan-resnet50-skx-256node.txt", result.stdout.rstrip("\n"))
+    golden("plan-resnet50-skx-256node.txt", result.stdout.rstrip("\n").replace(sys.executable, "PYTHON"))
     for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, halved to 4.8", "mpirun -np 512 -ppn 2 "):
         assert shown in result.stdout
 
@@ -83,7 +83,10 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--hosts", "a,a"), "names a host twice"),
         (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
         (("launch", "--nodes", "2", "--", "true"), "launch needs its hosts' names"),
-        (("launch", "--pnn", "2", "--", "true"), "No such option"),
+        (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
+        (("plan", "--nod", "2"), "No such option --nod: did you mean --nodes?"),
+        (("train", "imagefolder", "--ppn", "2"), "No such option --ppn: did you mean plan.ppn=VALUE?"),
+        (("train", "imagefolder", "--frob"), "No such option --frob: see --help"),
         (("launch",), "Missing argument"),
         (("train", "imagefolder"), "no data.path"),
         (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere is not there"),
@@ -91,12 +94,16 @@ def test_plan_options_win_over_the_recipe() -> None:
             ("train", "imagefolder", "data.path=images", f"plan.ppn={CORES + 1}"),
             f"ppn={CORES + 1} needs {CORES + 1} cores",
         ),
-        (("train", "imagefolder", "data.path=images", "schedule.peak_rate=-1"), "schedule.peak_rate=-1"),
+        (("train", "imagefolder", "data.path=images", "schedule.peak_rate=-1"), "schedule.peak_rate must be 0 or more"),
         (
             ("train", "imagefolder", "data.path=images", "batch.locl=3"),
-            "unknown key 'batch.locl': did you mean 'local'?",
+            "unknown key 'batch.locl': did you mean 'batch.local'?",
         ),
-        (("train", "imagefolder", "data.path=images", "epochs=ten"), "epochs='ten'"),
+        (("train", "imagefolder", "data.path=images", "epochs=ten"), "epochs must be a whole number, not ten"),
+        (("train", "imagefolder", "data.path=images", "optim.name=lars"), "set schedule.peak_rate to a rate for"),
+        (("train", "imagefolder", "data.path=images", "batch.global=9999"), "batch.global=9,999, but an epoch has 36"),
+        (("train", "demo-digits"), "make it with `cputrain prepare digits data/digits-folder data/digits`"),
+        (("eval", "imagefolder", "data.path=synthetic", "--checkpoint", "x.pt"), "has random labels"),
         (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
         (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
         (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
@@ -117,6 +124,17 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tu
     before = files(tmp_path)
     assert told in refused(cputrain(*arguments, cwd=tmp_path))
     assert files(tmp_path) == before
+
+
+def test_a_rate_for_another_batch_is_warned_of_by_plan_and_by_a_dry_run() -> None:
+    lars = ("resnet50-mlperf-32768", "data.path=synthetic")
+    planned = cputrain("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
+    told = "tuned for a global batch of 32,768 images, this job's is 512: set batch.global=32768, or schedule.peak_rate"
+    assert planned.returncode == 0 and f"\nwarning: schedule.peak_rate=21.2 was {told}" in planned.stdout
+    small = ("model.name=resnet18", "data.crop=32", "plan.ppn=1", "batch.global=32768")
+    whole = cputrain("train", *lars, *small, "--dry-run")
+    assert whole.returncode == 0 and "warning: schedule" not in whole.stdout
+    assert "32768 images on each of 1 worker(s), in 512 passes of at most 64 (batch.local=64)" in whole.stdout
 
 
 def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from affinity.errors import InputError
-from cputrain.events import FILE, Events, read_events
+from cputrain.events import FILE, Events, TimeSpent, read_events, time_spent
 from cputrain.files import write_atomic, write_with
 from cputrain.report.page import write_report
 
@@ -44,6 +45,15 @@ def test_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
     ]
 
 
+def test_the_time_of_a_run_is_summed_over_its_starts_whether_they_ended_or_not(tmp_path: Path) -> None:
+    assert time_spent(tmp_path) == TimeSpent(training_s=0.0, wall_s=0.0, starts=0)
+    times = {"start": (10.0, 100.0, 200.0), "step": (11.0, 15.5, 101.0, 203.0)}
+    lines = sorted((at, {"event": event, "time": at, "step": 1}) for event in times for at in times[event])
+    (tmp_path / FILE).write_text("".join(f"{json.dumps(event)}\n" for _, event in lines) + '{"event": "st')
+    assert time_spent(tmp_path) == TimeSpent(training_s=5.5 + 1.0 + 3.0, wall_s=193.0, starts=3)
+    assert time_spent(tmp_path, now=210.0) == TimeSpent(training_s=5.5 + 1.0 + 10.0, wall_s=200.0, starts=3)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a/b.json"
     write_atomic(path, b"old")
@@ -65,5 +75,7 @@ def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
     with Events(tmp_path) as events:
         events.write("start", bindings=[])
         events.write("warning", what="damaged images", images=["<b>.jpg"])
+        events.write("end", top1=None, steps=3, status="stopped")
+        events.write("start", bindings=[])
     html = write_report(tmp_path).read_text()
-    assert "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html
+    assert "time to train" in html and "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from affinity.sysfs import this_machine
+from cputrain.events import read_events
 from tests.by_hand import plan_of, ranks_by_hand
 from tests.conftest import cputrain, write_images, write_mnist
 from tests.trainings import trained
@@ -52,6 +53,26 @@ def test_one_rank_and_two_come_to_the_same_weights(tmp_path: Path) -> None:
     assert 0 < furthest(ranks, whole) < 1e-12, "one pass adds in another order"
     assert all(torch.equal(ranks[name].float(), whole[name].float()) for name in ranks)
     assert furthest(ranks_32, whole_32) < 1e-5
+
+
+def test_a_fixed_global_batch_is_the_same_training_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """64 images a step in passes of at most 16: 4 passes on one rank, 2 on two, 2 of 10 or 11 images on three."""
+    write_images(tmp_path / "images", train=44, val=2)
+    settings = (*COMMON, "batch.global=64", "batch.local=16", "precision=float64", "plan.ppn=1")
+    plan = plan_of(tmp_path, *settings)
+    worker = plan["workers"][0]
+    losses, weights = [], []
+    for count in (1, 2, 3):
+        plan["workers"] = [{**worker, "local_rank": i} for i in range(count)]
+        ranks = ranks_by_hand(tmp_path, plan, "train", *settings, f"output=run{count}")
+        assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
+        epochs = [event for event in read_events(tmp_path / f"run{count}") if event["event"] == "epoch"]
+        losses.append([event[name] for event in epochs for name in ("train_loss", "val_loss")])
+        weights.append(torch.load(tmp_path / f"run{count}/checkpoints/step-0000004.pt", weights_only=True)["model"])
+    assert len(losses[0]) == 4
+    for other in (1, 2):
+        assert losses[other] == pytest.approx(losses[0], rel=1e-5)  # evaluated in float32
+        assert furthest(weights[0], weights[other]) < 1e-12
 
 
 def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) -> None:

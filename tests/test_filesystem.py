@@ -12,7 +12,7 @@ import pytest
 
 from affinity.errors import InputError
 from affinity.filesystem import check_writable, refusal
-from tests.conftest import write_images
+from tests.conftest import cputrain, refused, write_images
 
 CPUTRAIN = f"{sys.executable} -m cputrain"
 TRAIN = "train imagefolder data.path=images data.crop=32 batch.local=3 plan.ppn=1 epochs=1 schedule.warmup_epochs=0"
@@ -91,3 +91,15 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
     assert refusal(OSError(errno.ENOSPC, "No space left on device")) is not None
     assert refusal(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
     assert refusal(PermissionError(errno.EPERM, "Operation not permitted")) is None, "of sched_setaffinity, say"
+
+
+def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(place: Path) -> None:
+    proc, top = "no folder can be made in /proc: ", "/cputrain-nowhere is not there: make it first"
+    if os.geteuid() != 0:
+        proc = top = "may not be written to"
+    for output, told in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
+        said = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
+        assert said.startswith(f"cputrain: output {output}: ") and told in said
+    assert not Path("/cputrain-nowhere").exists()
+    check_writable(place / "new/folders/inside", "output")
+    assert not (place / "new").exists() and not list(place.glob(".cputrain-*"))

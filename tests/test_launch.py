@@ -16,7 +16,7 @@ from mpi.cluster import Kind, job_plan_json
 from mpi.job import Job
 from mpi.launch import bound, local, start
 from mpi.launcher import newest
-from mpi.script import broken, launch_script
+from mpi.script import HERE, broken, launch_script, line
 
 
 def job(nodes: int, **changes) -> Job:
@@ -51,6 +51,8 @@ def test_lines_of_every_launcher(kind: str, binder: str, golden) -> None:
         made = start(job(3, binder=binder, variables=(("NAME", "it's"),)), launcher, ("CMD", "a b"), Path())
         texts.append("\n".join([str(launcher.version), broken(made.argv, 90), *map("=".join, made.variables)]))
         texts += [f"{path}:\n{text}" for path, text in made.files]
+        if (kind, binder) != ("openmpi", "launcher"):
+            texts.append(f"without files\n{line(start(job(3, binder=binder), launcher, ('CMD',), None))}\n")
     golden(f"launch/{kind}-{binder}.txt", "\n".join(texts))
 
 
@@ -97,13 +99,14 @@ def test_no_token_becomes_shell_code(tmp_path_factory, kind: str, texts: list[st
     words = [text + "';touch canary;$(touch canary)" for text in safe]
     folder = tmp_path_factory.mktemp("hostile")
     told = replace(newest(kind), program=str(folder / "launcher"))
-    made = start(job(3, variables=(("NAME", words[0]),)), told, ("CMD", *words[1:]), Path())
+    made = start(job(3, variables=(("NAME", words[0]),)), told, ("CMD", *words[1:]), HERE)
     (folder / "launcher").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > arguments\nprintf "%s" "${NAME-}" > name\n')
     (folder / "launcher").chmod(0o755)
     (folder / "launch.sh").write_text(launch_script(made, "made\nby $(touch canary) `touch canary`"))
-    subprocess.run(["sh", folder / "launch.sh"], check=True, timeout=30)
-    arguments = (folder / "arguments").read_bytes().decode().split("\0")[:-1]
-    assert tuple(arguments) == made.argv[1:]
+    caller = tmp_path_factory.mktemp("caller")
+    subprocess.run(["sh", folder / "launch.sh"], check=True, timeout=30, cwd=caller)
+    arguments = (caller / "arguments").read_bytes().decode().split("\0")[:-1]
+    assert arguments == [token.replace(str(HERE), str(folder)) for token in made.argv[1:]]
     if kind in ("srun", "torchrun"):
-        assert (folder / "name").read_bytes().decode() == words[0]
-    assert not list(folder.rglob("canary")) and not Path("canary").exists()
+        assert (caller / "name").read_bytes().decode() == words[0]
+    assert not [*folder.rglob("canary"), *caller.rglob("canary")] and not Path("canary").exists()

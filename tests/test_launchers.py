@@ -15,15 +15,47 @@ from mpi.cluster import Kind, job_plan_json
 from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import find_launcher
-from tests.conftest import mpi_path
+from tests.conftest import cputrain, mpi_path
 
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
 TELL = (
-    "import os, json; from mpi.rank import discover; rank = discover(os.environ); "
+    "import os, json; from affinity.rank import discover; rank = discover(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, sorted(os.sched_getaffinity(0)), "
     "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], os.environ.get('GREETING')]).encode() + b'\\n')"
 )
+# A script that needs nothing of ours: its PUs, its numbers by all names, where it would meet the others.
+WHO = """
+import json, os
+names = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+numbers = [[os.environ.get(name) for name in four] for four in names]
+place = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")]
+os.write(1, json.dumps([sorted(os.sched_getaffinity(0)), *numbers, *place]).encode() + b"\\n")
+"""
+# A C program in few words: MPI_Init, the sum of 1 + rank over all ranks.
+MPI_SUM = """
+import ctypes, os, sys
+mpi = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+assert mpi.MPI_Init(None, None) == 0
+is_open_mpi = hasattr(mpi, "ompi_mpi_comm_world")
+def handle(name, number):
+    symbol = ctypes.c_char.in_dll(mpi, name) if is_open_mpi else None
+    return ctypes.c_void_p(ctypes.addressof(symbol)) if is_open_mpi else ctypes.c_int(number)
+world, of_int, add = handle("ompi_mpi_comm_world", 0x44000000), handle("ompi_mpi_int", 0x4c000405), \
+    handle("ompi_mpi_op_sum", 0x58000003)
+rank, size, total = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+mpi.MPI_Comm_rank(world, ctypes.byref(rank))
+mpi.MPI_Comm_size(world, ctypes.byref(size))
+mpi.MPI_Allreduce(ctypes.byref(ctypes.c_int(rank.value + 1)), ctypes.byref(total), 1, of_int, add, world)
+told = f"MPI {rank.value} of {size.value}, sum {total.value}, PMI_RANK {os.environ.get('PMI_RANK')}"
+os.write(1, told.encode() + b"\\n")
+mpi.MPI_Finalize()
+"""
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 
 
@@ -89,32 +121,109 @@ def fields(job: Job) -> dict:
 
 @pytest.mark.parametrize("name", MPI)
 def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
-    """plan --write, then launch.sh from another folder, with a path that needs quotes."""
-    env = {**os.environ, **mpi_path(name)}
-    # Not this environment's whole bin/: it may have an mpirun, too.
-    python = tmp_path / "alone/python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    env["PATH"] = f"{python.parent}:{env['PATH']}"
-    if name == "openmpi4":
-        env["PATH"] = f"{link_first(tmp_path)}:{env['PATH']}"
+    """plan --write with a path that needs quotes, then launch.sh from another folder, of which it finds a script, in a
+    plain environment, where `python` is the one that planned."""
     folder = tmp_path / "it's a job"
-    kind = name.removesuffix("4")
-    argv = [sys.executable, "-m", "cputrain", "plan", "--ppn", str(WORKERS), "--hosts", "localhost"]
-    written = subprocess.run([*argv, "--launcher", kind, "--write", folder], env=env, capture_output=True, text=True)
+    planned = ("plan", "--ppn", str(WORKERS), "--hosts", "localhost", "--launcher", name.removesuffix("4"))
+    written = cputrain(*planned, "--write", str(folder), **path_of(name, tmp_path))
     assert written.returncode == 0, written.stderr
     assert {"plan.json", "plan.svg", "hosts", "launch.sh"} <= {path.name for path in folder.iterdir()}
     checker = Path(sys.executable).with_name("shellcheck")
     assert subprocess.run([checker, folder / "launch.sh"], capture_output=True).returncode == 0
-    script = [folder / "launch.sh", "python", "-c", TELL]
-    result = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (place / "x.py").write_text(WHO)
+    check_ranks(plainly([str(folder / "launch.sh"), "python", "x.py"], place))
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None:
+    """By hand, with affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
+    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "plan.json").write_text(cputrain("plan", "--ppn", str(WORKERS), "--format", "json").stdout)
+    path = path_of(name, tmp_path)
+    launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
+    mpirun = [*(f"{n}={value}" for n, value in launcher.variables), f"PATH={path['PATH']}", launcher.program]
+    unbound = {"intelmpi": ["-genv", "I_MPI_PIN", "0"], "mpich": []}.get(name, ["--bind-to", "none"])
+    if name.startswith("openmpi"):
+        unbound += ["--allow-run-as-root", *(["--prefix", launcher.prefix] if launcher.prefix else [])]
+    mpirun = ["env", *mpirun, *unbound, "-np", str(WORKERS), sys.executable, "-m"]
+    check_ranks(plainly([*mpirun, "affinity.bind", "--plan", "plan.json", "--", sys.executable, "x.py"], tmp_path))
+    check_ranks(plainly([*mpirun, "cputrain", "launch", "--", sys.executable, "x.py"], tmp_path))
+    assert not (tmp_path / "runs").exists()
+    refused = plainly([*mpirun, "cputrain", "launch", "--ppn", "7", "--", "true"], tmp_path)
+    assert refused.returncode != 0 and f"--ppn 7, but {WORKERS} ranks were started on this host" in refused.stderr
+    command = ("plan", "--ppn", str(WORKERS), "--launcher", name.removesuffix("4"), "--format", "command")
+    shown = cputrain(*command, **path).stdout.replace("CMD...", f"{sys.executable} x.py")
+    check_ranks(plainly(["sh", "-c", shown], tmp_path))
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -> None:
+    """A program of the real MPI has MPI's ranks under its mpirun, and is alone under `cputrain launch`."""
+    path = path_of(name, tmp_path)
+    launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
+    library = "libmpi.so.40" if launcher.kind == "openmpi" else "libmpi.so.12"
+    folder = f"{launcher.prefix}/lib/" if launcher.prefix else ""
+    program = ("--", sys.executable, "-c", MPI_SUM, f"{folder}{library}")
+    found = {**path, **dict(launcher.variables), "LD_LIBRARY_PATH": folder}
+    alone = cputrain("launch", "--ppn", str(WORKERS), *program, cwd=tmp_path, **found)
+    assert alone.returncode == 0, alone.stderr
+    assert sorted(alone.stdout.splitlines()) == [f"[{i}] MPI 0 of 1, sum 1, PMI_RANK {i}" for i in range(WORKERS)]
+    together = ran(name, tmp_path, "self", program[1:])
+    assert together.returncode == 0, together.stderr
+    total = WORKERS * (WORKERS + 1) // 2
+    said = sorted(line for line in together.stdout.splitlines() if line.startswith("MPI"))
+    assert said == [f"MPI {i} of {WORKERS}, sum {total}, PMI_RANK {i}" for i in range(WORKERS)]
+
+
+def test_torchrun_s_ranks_may_be_launched(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(WHO)
+    argv = [f"--nproc-per-node={WORKERS}", "--no-python", sys.executable, "-m", "cputrain", "launch", "--"]
+    check_ranks(plainly([sys.executable, "-m", "torch.distributed.run", *argv, sys.executable, "x.py"], tmp_path))
+
+
+def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
+    """What plan and a dry run of launch print for a host without a launcher."""
+    (tmp_path / "x.py").write_text(WHO)
+    ppn = ("--ppn", str(WORKERS))
+    shown = cputrain("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    check_ranks(plainly(["sh", "-c", shown], tmp_path))
+    told = cputrain("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
+    check_ranks(plainly(["sh", "-c", told[-1]], tmp_path))
+    worker = next(line for line in told if line.startswith("  env RANK=0 "))
+    assert "--plan runs/launch-" in worker and f"WORLD_SIZE={WORKERS} " in worker
+
+
+def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
+    told = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
+    assert f"{sys.executable} -m mpi.agent --report-to 127.0.0.1:PORT --into " in told
+    assert "CPUTRAIN_JOB_TOKEN TOKEN " in told and "launch.sh CMD" in told
+
+
+def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in another folder, with nothing in the environment but what a login shell has."""
+    env = {"HOME": os.environ.get("HOME", "/"), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def check_ranks(result: subprocess.CompletedProcess[str]) -> None:
+    """Every rank told who it is, by every name alike, was bound as planned, and would meet the others."""
     assert result.returncode == 0, result.stderr
     said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
-    assert [(line[0], line[3]) for line in said] == [
-        (i, list(worker.pus))
-        for i, worker in enumerate(plan_machine(this_machine(), Request(ppn=WORKERS), Runtime()).workers)
-    ]
+    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    host = [said[0][5], said[0][6], "lo"]
+    assert host[0] in ("127.0.0.1", "localhost") and host[1].isdigit()
+    assert [line[5:] for line in said] == [host] * WORKERS
+    numbers = [[str(n) for n in (i, WORKERS, i, WORKERS)] for i in range(WORKERS)]
+    assert [line[1:5] for line in said] == [[number] * 4 for number in numbers]
+    assert [line[0] for line in said] == [list(worker.pus) for worker in plan.workers]
+
+
+def path_of(name: str, folder: Path) -> dict[str, str]:
+    """PATH with the launcher first, also where this Python's own folder is on it."""
+    path = mpi_path(name)
+    return {"PATH": f"{link_first(folder)}:{path['PATH']}"} if name == "openmpi4" else path
 
 
 def link_first(folder: Path) -> Path:

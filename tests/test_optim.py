@@ -2,16 +2,17 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cputrain.optim.adagrad_da import AdagradDA
 from cputrain.optim.build import build_optimizer, set_rate
 from cputrain.optim.ratios import layer_ratios
 from cputrain.schema import OptimSection
-from cputrain.schema.optim import SERVES
+from cputrain.schema.optim import SERVES, OptimizerName
 
 STEPS = 100
 State = dict[str, Any]
@@ -61,6 +62,22 @@ def adagrad(_o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay
     return w - rate * d / (s["q"].sqrt() + 1e-10)
 
 
+def adadelta(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, _n: int) -> Tensor:
+    d = g + decay * w
+    s["q"] = o.rho * s.get("q", 0.0) + (1 - o.rho) * d * d
+    update = d * ((s.get("u", torch.zeros_like(w)) + 1e-6).sqrt() / (s["q"] + 1e-6).sqrt())
+    s["u"] = o.rho * s.get("u", 0.0) + (1 - o.rho) * update * update
+    return w - rate * update
+
+
+def adagrad_da(_o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, _n: int) -> Tensor:
+    """The minimum, coordinate by coordinate, of G w + D w^2 / 2 + H (w - first)^2 / 2."""
+    first = s.setdefault("first", w.clone())
+    s["G"], s["D"], s["q"] = s.get("G", 0.0) + rate * g, s.get("D", 0.0) + rate * decay, s.get("q", 0.0) + g * g
+    h = s["q"].sqrt() + 1e-10
+    return (h * first - s["G"]) / (h + s["D"])
+
+
 CASES: list[tuple[Update, dict[str, Any], float]] = [
     (sgd, {}, 0.1),
     (momentum, {}, 0.1),
@@ -73,6 +90,9 @@ CASES: list[tuple[Update, dict[str, Any], float]] = [
     (rmsprop, {"momentum": 0.5}, 0.01),
     (rmsprop, {"momentum": 0.0, "smoothing": 0.9}, 0.01),
     (adagrad, {}, 0.05),
+    (adadelta, {}, 1.0),
+    (adadelta, {"rho": 0.95}, 0.5),
+    (adagrad_da, {}, 0.05),
 ]
 
 
@@ -108,7 +128,7 @@ def test_each_is_the_plain_one_s_over_100_steps(
         assert torch.allclose(w, p.detach().double(), **closeness)
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "lars", "lamb", "adam", "adamw", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("name", get_args(OptimizerName))
 def test_resumed_in_the_middle_all_go_on_as_if_unbroken(name: str) -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, stop: int) -> None:
         for step in range(first, stop):
@@ -131,6 +151,18 @@ def test_resumed_in_the_middle_all_go_on_as_if_unbroken(name: str) -> None:
     steps(again, second, 5, 10)
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_dual_averaging_from_zero_at_one_rate_is_the_paper_s_closed_form() -> None:
+    """Duchi et al. 2011, equation 3 with phi = weight_decay / 2 |x|^2: the gradients' plain sum, the rate outside."""
+    rate, decay, w = 0.3, 0.05, torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    optimizer = AdagradDA([w], rate, weight_decay=decay, epsilon=0.1)
+    grads = torch.randn(20, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for t, g in enumerate(grads, 1):
+        w.grad = g.clone()
+        optimizer.step()
+        h = 0.1 + grads[:t].square().sum(0).sqrt()
+        assert torch.allclose(w.detach(), -rate * grads[:t].sum(0) / (h + rate * t * decay), rtol=1e-12)
 
 
 def test_frozen_parameters_are_left_out_and_a_phase_s_penalty_spares_what_the_recipe_spares() -> None:
@@ -165,5 +197,5 @@ def test_the_table_of_ratios_is_the_norms() -> None:
 
 
 def test_every_option_of_the_schema_says_whom_it_serves() -> None:
-    always = {"name", "weight_decay", "decay_bn_and_bias", "clip_norm"}
+    always = {"name", "scale_rate_by", "weight_decay", "decay_bn_and_bias", "clip_norm"}
     assert SERVES.keys() | always == OptimSection.model_fields.keys()

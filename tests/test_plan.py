@@ -1,17 +1,18 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
 from affinity.picture import picture
 from affinity.plan import Request, plan_machine
-from affinity.plan_file import plan_to_json
+from affinity.plan_file import plan_to_dict, plan_to_json
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES
 from affinity.runtime import Runtime
+from affinity.svg import picture_svg
 from affinity.workload import RESNET50
 from tests.conftest import build_machine
 
@@ -114,6 +115,83 @@ def test_workers_of_ordinary_machines(machine, workers: int, intra: int) -> None
     assert [worker.intra_op for worker in plan.workers] == [intra] * workers
 
 
+def test_the_published_evaluation_on_one_worker(golden) -> None:
+    """The 256-node document's 5a: OMP_NUM_THREADS=46, --num_inter_threads 2, on one host of 2 x 24 cores."""
+    plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=1, threads=46, inter_op=2), RUNTIME)
+    worker = plan.workers[0]
+    assert (worker.intra_op, worker.inter_op, dict(worker.env)["OMP_NUM_THREADS"]) == (46, 2, "46")
+    assert (worker.memory_policy, worker.memory_nodes) == ("interleave", (0, 1))
+    golden("skx-8160-2s-evaluation.txt", picture(plan))
+
+
+@settings(max_examples=40)
+@given(machines_and_requests(), st.integers(1, 40))
+def test_more_workers_than_cores_share_them_evenly(drawn, more: int) -> None:
+    machine, request = drawn
+    cores = len(machine.allowed_cores)
+    request = replace(request, ppn=cores + more, oversubscribe=True)
+    plan = plan_machine(machine, request, RUNTIME)
+    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    load = dict.fromkeys((core_of[pu] for pu in machine.allowed_pus), 0)
+    for worker in plan.workers:
+        assert worker.pus and set(worker.pus) <= set(machine.allowed_pus)
+        (core,) = {core_of[pu] for pu in worker.pus}
+        load[core] += 1
+    assert len(plan.workers) == cores + more and plan.oversubscribed
+    assert max(load.values()) - min(load.values()) <= 1
+    assert any("share" in text for text in plan.warnings)
+    assert plan_to_dict(plan)["oversubscribed"] is True
+    assert dict(plan.workers[0].env)["I_MPI_WAIT_MODE"] == "1"
+
+
+@given(machines_and_requests())
+def test_permission_to_share_cores_changes_nothing_where_there_are_enough(drawn) -> None:
+    machine, request = drawn
+    plan = plan_machine(machine, request, RUNTIME)
+    allowed = plan_machine(machine, replace(request, oversubscribe=True), RUNTIME)
+    assert not allowed.oversubscribed
+    assert (allowed.workers, allowed.warnings) == (plan.workers, plan.warnings)
+
+
+def test_shared_cores_are_shown(golden) -> None:
+    plan = plan_machine(build_machine(1, 1, 3, 2), Request(ppn=8, oversubscribe=True), RUNTIME)
+    golden("oversubscribed.txt", picture(plan))
+    drawn = picture_svg(plan)
+    assert "+: computes for several workers" in drawn and "oversubscribed: 8 workers share 3 core(s)" in drawn
+
+
+@given(machines_and_requests(), st.data())
+def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
+    machine, request = drawn
+    taken = tuple(sorted(data.draw(st.sets(st.sampled_from(machine.pus), max_size=4))))
+    occupied = {pu for core in machine.cores if set(core.pus) & set(taken) for pu in core.pus}
+    request = replace(request, ppn=None, taken=taken)
+    if set(machine.allowed_pus) <= occupied:
+        with pytest.raises(InputError, match="share: processes that other plans have bound have all"):
+            plan_machine(machine, request, RUNTIME)
+        return
+    plan = plan_machine(machine, request, RUNTIME)
+    assert not occupied & {pu for worker in plan.workers for pu in worker.pus}
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "kind"),
+    [
+        ("skx-8160-2s", {}, "DRAM"),
+        ("knl-7250-quad-cache", {}, "DRAM"),
+        ("knl-7250-quad-flat", {"ppn": 1}, "MCDRAM"),
+        ("max-9480-2s-snc4-flat", {}, "HBM"),
+        ("max-9480-2s-snc4-flat", {"local_batch": 256}, "HBM + DRAM"),
+        ("max-9480-2s-quad-hbm", {}, "HBM"),
+    ],
+)
+def test_a_plan_tells_which_memory_its_workers_use(machine: str, asked: dict, kind: str) -> None:
+    plan = plan_machine(find_machine(machine), Request(**{"local_batch": 8, "workload": RESNET50, **asked}), RUNTIME)
+    assert {plan.memory_kind(worker) for worker in plan.workers} == {kind}
+    reason = next(reason for reason in plan.reasons if reason.what == "memory per worker")
+    assert reason.value.endswith(f" GiB of {kind}")
+
+
 def test_unequal_nodes_get_workers_in_proportion() -> None:
     machine = build_machine(1, 2, 4, 1)
     machine = replace(machine, allowed_pus=(0, 4, 5, 6, 7))
@@ -131,6 +209,8 @@ def test_a_worker_over_two_nodes_interleaves_its_memory_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("request_", "told"),
     [
+        (Request(ppn=64), r"or let workers share cores with --oversubscribe \(plan.oversubscribe=true\)"),
+        (Request(openmp="libomp5"), "openmp=libomp5: must be auto, libgomp or libiomp5"),
         (Request(ppn=64), "ppn=64 needs 64 cores; host made lends 48: set ppn to 48 or fewer"),
         (Request(ppn=0), "ppn=0"),
         (Request(comm_cores=-1), "comm_cores=-1: must be 0 or more"),

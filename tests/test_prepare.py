@@ -13,10 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from affinity.errors import InputError
+from cputrain.cli import main
 from cputrain.data import prepare as preparing
+from cputrain.data.images import apportioned
 from cputrain.data.inspect import inspect
 from cputrain.data.mixing import classes_expected, classes_together
 from cputrain.data.order import epoch_order
@@ -25,7 +29,7 @@ from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_dataset, open_folder, open_source
 from cputrain.data.survey import survey
 from cputrain.session import _check_labels
-from tests.conftest import cputrain, write_images
+from tests.conftest import cputrain, write_images, write_mnist
 
 
 def options(source: Path, kind: str = "imagefolder", **how: object) -> Options:
@@ -42,6 +46,7 @@ def jpeg(seed: int, side: int = 40) -> bytes:
 def test_a_share_of_each_class_is_split_off_by_the_seed(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images") / "train"
     splits = [open_source("imagefolder", folder, val_fraction=0.25, seed=seed) for seed in (1, 1, 2)]
+    assert all(split.test is None for split in splits)
     names = [[split.val.name(i) for i in range(len(split.val))] for split in splits]
     assert names[0] == names[1] != names[2]
     for split in splits:
@@ -50,6 +55,73 @@ def test_a_share_of_each_class_is_split_off_by_the_seed(tmp_path: Path) -> None:
         assert len(set(all_names)) == 36
     with pytest.raises(InputError, match=r"class class0 has 12 .*: too few to split off 0\.99"):
         open_source("imagefolder", folder, val_fraction=0.99, seed=1)
+
+
+@given(
+    sizes=st.lists(st.integers(4, 400), min_size=1, max_size=30),
+    fraction=st.floats(0.26, 0.74),
+)
+def test_shares_of_classes_add_up_to_the_share_of_all(sizes: list[int], fraction: float) -> None:
+    counts = apportioned(fraction, sizes)
+    assert sum(counts) == round(fraction * sum(sizes))
+    assert all(abs(count - fraction * size) < 1 and count >= 1 for count, size in zip(counts, sizes, strict=True))
+
+
+def test_a_source_s_own_validation_images_become_the_test_split(tmp_path: Path) -> None:
+    """MNIST's 60,000 and 10,000 as the lab has them: 50,000, 10,000 and 10,000; here a thousandth, without rounding."""
+    write_mnist(tmp_path / "mnist", train=60, val=10, zipped=False)
+    dataset = open_source("mnist", tmp_path / "mnist", val_fraction=1 / 6, seed=1)
+    assert [len(images) for images in dataset.splits.values()] == [50, 10, 10]
+    assert Counter(dataset.val.labels.tolist()) == dict.fromkeys(range(10), 1), "one of each class"
+    whole = open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1)
+    assert whole.test is None and dataset.test is not None
+    assert [dataset.test.read(i) for i in range(10)] == [whole.val.read(i) for i in range(10)]
+    made = cputrain("prepare", "mnist", "mnist", "out", "--val-fraction", "1/6", cwd=tmp_path)
+    assert made.returncode == 0 and "out: test 10 images" in made.stdout, made.stderr
+    info = cputrain("data", "info", "out", cwd=tmp_path)
+    assert "test: 10 images" in info.stdout and survey(str(tmp_path / "out")).test == 10
+    assert cputrain("data", "show", "out", "--split", "test", cwd=tmp_path).returncode == 0
+    assert "0 of 70 samples damaged" in cputrain("data", "verify", "out", cwd=tmp_path).stdout
+
+
+def test_validation_and_test_images_are_drawn_from_a_source_without_them(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=20) / "train"
+    dataset = open_source("imagefolder", folder, val_fraction=0.2, test_fraction=0.1, seed=1)
+    assert [Counter(images.labels.tolist()) for images in dataset.splits.values()] == [
+        dict.fromkeys(range(3), count) for count in (14, 4, 2)
+    ]
+    names = [images.name(i) for images in dataset.splits.values() for i in range(len(images))]
+    assert len(set(names)) == 60
+    alone = open_source("imagefolder", folder, val_fraction=0.2, seed=1)
+    assert [alone.val.name(i) for i in range(12)] == [dataset.val.name(i) for i in range(12)]
+
+
+def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    shutil.copytree(folder / "val", folder / "test")
+    (folder / "test/class2/000.jpg").unlink()
+    for found in (open_folder(folder), open_source("imagefolder", folder, val_fraction=None, seed=1)):
+        assert [len(images) for images in found.splits.values()] == [36, 15, 14]
+    with pytest.raises(InputError, match="has validation and test images of its own: leave --val-fraction out"):
+        open_source("imagefolder", folder, val_fraction=0.25, seed=1)
+    shutil.rmtree(folder / "val")
+    assert (survey(str(folder)).val, survey(str(folder)).test) == (14, 0), (
+        "train/ and test/ alone, as many sets have it"
+    )
+    drawn = open_source("imagefolder", folder, val_fraction=0.25, seed=1)
+    assert [len(images) for images in drawn.splits.values()] == [27, 9, 14]
+    with pytest.raises(InputError, match="has images of its own to test on: give --val-fraction alone"):
+        open_source("imagefolder", folder, val_fraction=0.25, test_fraction=0.25, seed=1)
+    shutil.move(folder / "test", folder / "val")
+    (folder / "test").mkdir()
+    (folder / "test/0001.jpg").write_bytes(b"one without a class")
+    assert open_folder(folder).test is None, "images without classes are no split"
+
+
+@pytest.mark.parametrize("text", ["0", "1", "5/4", "-0.5", "1/0", "a sixth"])
+def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["prepare", "imagefolder", "images", "out", f"--val-fraction={text}"]) == 2
+    assert f"{text!r} is no share between 0 and 1, as in 0.2 or 1/6" in capsys.readouterr().err
 
 
 def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
@@ -97,9 +169,11 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
     assert result.returncode == 0 and "0 of 10 samples damaged" in result.stdout, result.stdout
 
 
-def test_killed_and_started_again_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["tar", "tfrecord"])
+def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
     folder = write_images(tmp_path / "images", train=60)
     command = ("prepare", "imagefolder", "images", "out", "--shards", "24", "--quality", "90", "--jobs", "1")
+    command = (*command, "--format", form)
     process = subprocess.Popen((sys.executable, "-m", "cputrain", *command), cwd=tmp_path, stderr=subprocess.DEVNULL)
     beside = tmp_path / ".out.partial"
     deadline = time.monotonic() + 60
@@ -107,17 +181,23 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path) -> None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = {path.name: path.stat().st_mtime_ns for path in beside.glob("*.tar") if path.with_suffix(".json").exists()}
+    done = {path.name: path.stat().st_mtime_ns for path in shards_done(beside)}
     assert done and not (tmp_path / "out").exists()
     assert cputrain(*command, cwd=tmp_path).returncode == 0
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in done} == done, "whole shards are kept"
     assert not beside.exists() and not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"][1:]
-    whole = prepare(open_folder(folder), tmp_path / "again", options(folder, shards=24, quality=90))
+    whole = prepare(open_folder(folder), tmp_path / "again", options(folder, shards=24, quality=90, format=form))
     assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
     again = cputrain(*command, cwd=tmp_path)
     assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
     other = cputrain(*command, "--seed", "2", cwd=tmp_path)
     assert other.returncode == 2 and "is already there, and is not this" in other.stderr
+
+
+def shards_done(beside: Path) -> list[Path]:
+    """The shards in an unfinished folder whose reports say that they are whole."""
+    done = {path.stem for path in beside.glob("train-*.json")}
+    return [path for path in beside.glob("train-*") if path.suffix != ".json" and path.name[:11] in done]
 
 
 def test_a_disk_that_is_too_small_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +313,9 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
     assert "left out as damaged: 1" in info.stdout and "made with kind=imagefolder" in info.stdout
-    refused = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in refused.stderr
+    wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in wrong.stderr
 
 
 def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Published practice, to the letter."""
 
+from dataclasses import replace
+
 import pytest
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
+from affinity.picture import picture
 from affinity.plan import Plan, Request, plan_machine
 from affinity.runtime import Runtime
 from tests.conftest import build_machine
@@ -25,6 +28,23 @@ def test_the_256_node_hosts() -> None:
     assert (env["CCL_WORKER_COUNT"], env["CCL_WORKER_AFFINITY"]) == ("2", "22,23,46,47")
     assert made.workers[1].compute_pus == tuple(range(24, 46))
     assert any("profile bkm-2018" in reason.why for reason in made.reasons)
+
+
+def test_the_256_node_hosts_are_planned_for_libiomp5_unless_told_otherwise(golden) -> None:
+    """Another machine's runtime is not here to be looked for; one that is here is what it is."""
+    machine = find_machine("skx-8160-2s")
+    request = Request(profile="bkm-2018", nodes=256)
+    elsewhere = plan_machine(machine, request, Runtime())
+    env = dict(elsewhere.workers[0].env)
+    assert (env["KMP_AFFINITY"], env["KMP_BLOCKTIME"]) == ("granularity=fine,compact,1,0", "1")
+    why = next(reason.why for reason in elsewhere.reasons if reason.what == "OpenMP runtime")
+    assert why.startswith("profile bkm-2018: ") and "pip install intel-openmp" in why
+    golden("skx-8160-2s-bkm-2018.txt", picture(elsewhere))
+    told = plan_machine(machine, replace(request, openmp="libgomp"), Runtime())
+    here = plan_machine(machine, request, Runtime(origin="/torch/lib/libgomp.so.1, which torch loads"))
+    for plan in (told, here):
+        assert "OMP_PLACES" in dict(plan.workers[0].env) and "KMP_BLOCKTIME" not in dict(plan.workers[0].env)
+    assert not told.warnings and "planned for libgomp, not libiomp5 (profile bkm-2018" in here.warnings[0]
 
 
 def test_mlperf_on_2_x_28_cores() -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from mpi.rank import Rank, discover, rendezvous, tasks_per_node
+from affinity.rank import Rank, discover, rendezvous, tasks_per_node
 
 ENVIRONMENTS = {
     "env": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -12,6 +12,12 @@ ENVIRONMENTS = {
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "mvapich": {
+        "MV2_COMM_WORLD_RANK": "3",
+        "MV2_COMM_WORLD_SIZE": "4",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+        "MV2_COMM_WORLD_LOCAL_SIZE": "2",
     },
     "intelmpi": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
     "pals": {"PALS_RANKID": "3", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
@@ -53,6 +59,8 @@ def test_srun_with_pmi2_is_srun() -> None:
         {**ENVIRONMENTS["env"], "RANK": "4"},
         {**ENVIRONMENTS["env"], "RANK": "x"},
         {**ENVIRONMENTS["env"], "LOCAL_RANK": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-n1-17@1"},
     ],
 )
 def test_contradictions_are_refused(env: dict[str, str]) -> None:

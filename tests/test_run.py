@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import RunError
+from affinity.errors import InputError, RunError
 from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
+from cputrain.cli.launch import new_folder
 from cputrain.run_folder import write_plan
 from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
+from tests.conftest import cputrain
 
 WORKERS = min(2, len(this_machine().allowed_cores))
 SPAWN = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print('child', p.pid, flush=True); "
@@ -66,6 +68,47 @@ def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
         log = (tmp_path / f"logs/rank-{rank}.log").read_text()
         assert said in log and "to stderr" in log
     assert "to stderr" in err.getvalue() and "to stderr" not in out.getvalue()
+
+
+@needs_two
+def test_a_script_that_reads_another_launcher_s_names_is_one_training(tmp_path: Path) -> None:
+    """The pattern of Intel's examples, and the same for Open MPI and Slurm, with real all-reduces."""
+    (tmp_path / "x.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "names = [('PMI_RANK', 'PMI_SIZE'), ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),\n"
+        "         ('SLURM_PROCID', 'SLURM_NTASKS')]\n"
+        "for number, (rank, size) in enumerate(names):\n"
+        "    os.environ['RANK'] = str(os.environ.get(rank, 0))\n"
+        "    os.environ['WORLD_SIZE'] = str(os.environ.get(size, 1))\n"
+        "    os.environ['MASTER_PORT'] = str(port + number)\n"
+        "    dist.init_process_group('gloo')\n"
+        "    value = torch.tensor([float(dist.get_rank() + 1)])\n"
+        "    dist.all_reduce(value)\n"
+        "    print(f'{rank} {dist.get_rank()} of {dist.get_world_size()} sum {value.item()}')\n"
+        "    dist.destroy_process_group()\n"
+    )
+    result = cputrain("launch", "--ppn", "2", "--", sys.executable, "x.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    expected = [f"[{i}] {name} {i} of 2 sum 3.0" for i in range(2) for name in names]
+    assert sorted(result.stdout.splitlines()) == expected
+
+
+def test_no_two_launches_share_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/launch-20260102-030405"
+    made = [new_folder(folder, named=False) for _ in range(3)]
+    assert [path.name.removeprefix(folder.name) for path in made] == ["", "-2", "-3"]
+    assert new_folder(tmp_path / "mine", named=True) == tmp_path / "mine"
+    with pytest.raises(InputError, match="mine is there already"):
+        new_folder(tmp_path / "mine", named=True)
+    started = [start_launch(tmp_path) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in started] == [0, 0]
+    assert len(list((tmp_path / "runs").iterdir())) == 5
+
+
+def start_launch(place: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "cputrain", "launch", "--", "true"], cwd=place)
 
 
 @needs_two

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
-from affinity.runtime import Runtime, Target, find_runtime, target_of
+from affinity.plan import Request, plan_machine
+from affinity.plan_file import plan_to_json
+from affinity.runtime import Runtime, Target, find_runtime, target_of, with_libiomp5
+from affinity.sysfs import this_machine
+from tests.conftest import build_machine
 
 
 def test_libraries_are_found_in_order(tmp_path: Path) -> None:
@@ -40,9 +44,64 @@ def test_what_torch_brings_is_not_preloaded(tmp_path: Path) -> None:
 def test_what_the_user_preloads_counts(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/libjemalloc.so.2").touch()
-    env = {"LD_PRELOAD": "/opt/libiomp5.so /opt/libtcmalloc.so.4.5"}
-    found = find_runtime(Target(prefix=tmp_path, torch_lib=None), env, ())
-    assert (found.openmp, found.allocator, found.preload) == ("libiomp5", "tcmalloc", ())
+    for name in ("libiomp5.so", "libtcmalloc.so.4.5"):
+        (tmp_path / name).touch()
+    target = Target(prefix=tmp_path, torch_lib=None)
+    env = {"LD_PRELOAD": f"{tmp_path}/libiomp5.so {tmp_path}/libtcmalloc.so.4.5"}
+    found = find_runtime(target, env, ())
+    assert (found.openmp, found.allocator, found.preload, found.missing) == ("libiomp5", "tcmalloc", (), ())
+    by_name = {"LD_PRELOAD": "libiomp5.so", "LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
+    assert find_runtime(target, by_name, ()).openmp == "libiomp5"
+
+
+def test_what_the_user_preloads_in_vain_does_not_count(tmp_path: Path) -> None:
+    target = Target(prefix=tmp_path, torch_lib=None)
+    env = {"LD_PRELOAD": "/nowhere/libiomp5.so:libtcmalloc.so.4:/nowhere/their.so"}
+    found = find_runtime(target, env, ())
+    assert (found.openmp, found.allocator) == ("libgomp", "glibc")
+    assert found.missing == ("/nowhere/libiomp5.so", "libtcmalloc.so.4")
+    plan = plan_machine(build_machine(1, 1, 8, 1), Request(), found)
+    assert "LD_PRELOAD names /nowhere/libiomp5.so, which is not there" in plan.warnings[0]
+    assert "OMP_PLACES" in dict(plan.workers[0].env)
+
+
+def test_the_runtime_that_is_asked_for_is_there_or_it_is_said_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    (tmp_path / "torch/lib/libgomp.so.1").touch()
+    target = Target(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
+    with pytest.raises(InputError, match=r"loads libgomp: pip install intel-openmp, or export LD_PRELOAD="):
+        find_runtime(target, {}, (), openmp="libiomp5")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libiomp5.so").touch()
+    assert find_runtime(target, {}, (), openmp="libiomp5").preload == (f"{tmp_path}/lib/libiomp5.so",)
+    assert find_runtime(target, {}, (), openmp="libgomp").openmp == "libgomp"
+    env = {"LD_PRELOAD": f"{tmp_path}/lib/libiomp5.so"}
+    with pytest.raises(InputError, match="take it out of LD_PRELOAD"):
+        find_runtime(target, env, (), openmp="libgomp")
+
+
+def test_a_plan_for_libiomp5_that_nobody_loads_is_told_by_the_rank(tmp_path: Path) -> None:
+    """A plan made for another machine; this Python has torch's libgomp, and no libiomp5."""
+    if find_runtime(target_of(()), {}).openmp != "libgomp":
+        pytest.skip(reason="needs a Python whose torch loads libgomp")
+    plan = plan_machine(this_machine(), Request(ppn=1, openmp="libiomp5"), Runtime())
+    (tmp_path / "plan.json").write_text(plan_to_json(plan))
+    argv = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true"]
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "nothing reads the plan's KMP_ variables" in done.stderr
+    assert "pip install intel-openmp" in done.stderr
+
+
+def test_a_rank_preloads_its_own_host_s_libiomp5_for_a_plan_made_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libiomp5.so").touch()
+    python = tmp_path / "python3"
+    python.write_text(f"#!/bin/sh\necho {tmp_path}\necho\n")
+    python.chmod(0o755)
+    env = with_libiomp5({"LD_PRELOAD": "their.so"}, (str(python),))
+    assert env == {"LD_PRELOAD": f"{tmp_path}/lib/libiomp5.so:their.so"}
+    assert with_libiomp5(env, (str(python),)) == env
 
 
 def test_the_found_runtime_is_the_one_that_this_torch_loads() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from affinity.errors import InputError
+from affinity.rank import Rank
 from cputrain.data import stage
 from cputrain.data.prepare import Options, prepare
 from cputrain.data.source import open_dataset, open_folder
 from cputrain.data.stage import copies_name, copy, staged
-from mpi.rank import Rank
 from tests.conftest import cputrain, write_images
 from tests.test_training import PPN
 

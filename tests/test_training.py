@@ -55,6 +55,11 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, cwd=place)
     assert result.returncode == 0, result.stderr
     assert "epoch 2/2  loss " in result.stdout
+    told = [line for line in result.stdout.splitlines() if line.startswith(("backend ", "faster: "))]
+    environment = json.loads((place / "run/environment.json").read_text())
+    decoder = environment["decoder"].partition(":")[0]
+    assert told[0] == f"backend {environment['backend']}, decoder {decoder}, allocator {environment['allocator']}"
+    assert result.stdout.index(told[-1]) < result.stdout.index("epoch 1/2")
     for said in ("total training time", "time to train", "top-1", "top-5", "(21 images, each once)", "run/report.html"):
         assert said in result.stdout
     run = place / "run"
@@ -257,7 +262,7 @@ from affinity.sysfs import this_machine
 from cputrain.comm.group import end_group, gather, start_group
 from cputrain.rank_main import build_model
 from cputrain.schema import ModelSection
-from mpi.rank import Rank
+from affinity.rank import Rank
 import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
@@ -297,6 +302,21 @@ def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> N
         assert f"loaders {[where, where]}" in cputrain(*command, cwd=tmp_path).stdout
 
 
+@pytest.mark.parametrize("backend", ["gloo", "ccl"])
+def test_more_workers_than_cores_train_and_say_that_they_share(place: Path, backend: str) -> None:
+    cores, ppn = len(this_machine().allowed_cores), len(this_machine().allowed_cores) + 1
+    settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
+    result = cputrain("train", "imagefolder", *SMALL[:3], *settings, *SMALL[4:6], "output=run", cwd=place)
+    assert result.returncode == 0, result.stderr
+    assert f"warning: oversubscribed: {ppn} workers share {cores} core(s)" in result.stdout
+    plan = json.loads((place / "run/plan.json").read_text())
+    assert plan["oversubscribed"] and any("oversubscribed" in text for text in plan["warnings"])
+    start = read_events(place / "run")[0]
+    given = [tuple(binding["pus"]) for binding in start["bindings"]]
+    assert given == [tuple(worker["compute_pus"]) for worker in plan["workers"]] and len(given) == ppn
+    assert start["backend"] == backend
+
+
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
 def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", "epochs=1", cwd=place)
@@ -305,6 +325,9 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert [b["threads"] for b in start["bindings"]] == [len(this_machine().allowed_cores)]
     variables = json.loads((place / "run/environment.json").read_text())["variables"]
     assert variables["OMP_PROC_BIND"] == "close"
+    one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best.pt")
+    evaluated = cputrain("eval", "imagefolder", *SMALL, *one, cwd=place)
+    assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
 
 def test_a_notice_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
@@ -352,7 +375,8 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
         sizes = (f"data.crop={crop}", f"data.resize={crop}", "data.images_per_epoch=null", "batch.local=4")
         weights = ("model.weights=weights.pt",) if model.weights else ()
         steps = ("max_steps=2", "evaluate.every_epochs=null")
-        return (name, "data.path=images", *sizes, *steps, *weights, f"output={name}")
+        data = () if load_recipe(name).data.generated else ("data.path=images",)
+        return (name, *data, *sizes, *steps, *weights, f"output={name}")
 
     result = trained(tmp_path, PPN, *map(reduced, recipe_names()))
     assert result.returncode == 0, result.stderr

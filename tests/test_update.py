@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from affinity.rank import Rank
 from cputrain.comm.hooks import Bf16Gradients, CommClock
 from cputrain.data.loader import Batch
 from cputrain.derivation import Numbers
@@ -17,7 +18,6 @@ from cputrain.optim.schedules import rate_at, rate_of
 from cputrain.phases import Now, now_at
 from cputrain.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.update import Learner, Sums, update
-from mpi.rank import Rank
 
 IMAGES, CLASSES, RATE = 6, 4, 0.5
 NUMBERS = Numbers(
@@ -86,6 +86,20 @@ def test_a_step_is_the_gradient_of_the_mean_loss(smoothing: float) -> None:
     sums = Sums()
     done = step(made, recipe, sums)
     assert done.finite and done.loss == pytest.approx(float(loss)) and sums.images == IMAGES
+    for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mean_squared_error_is_to_the_label_s_one_hot_vector(smoothing: float) -> None:
+    recipe = Recipe(optim=SGD, loss="mse", label_smoothing=smoothing)
+    made, reference, data, sums = learner(recipe), Plain(), batch(), Sums()
+    done = step(made, recipe, sums)
+    wanted = torch.full((IMAGES, CLASSES), smoothing / CLASSES)
+    wanted[torch.arange(IMAGES), data.labels] += 1 - smoothing
+    loss = nn.MSELoss()(reference(normalised(data.images)), wanted)
+    loss.backward()
+    assert done.loss == pytest.approx(float(loss)) and sums.images == IMAGES
     for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
 

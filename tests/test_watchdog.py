@@ -5,8 +5,8 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
+from affinity.rank import Rank, rendezvous
 from cputrain.comm.watchdog import Beat, Heard, absent_ranks, silent_rank
-from mpi.rank import Rank, rendezvous
 from mpi.run import free_port
 
 STUCK = """
@@ -26,7 +26,7 @@ from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.comm.group import end_group, gather, naming_lost_peers, start_group
-from mpi.rank import discover
+from affinity.rank import discover
 rank = discover(os.environ)
 group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0)
 gather(1)

@@ -15,7 +15,7 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
-from mpi.rank import discover, rendezvous
+from affinity.rank import discover, rendezvous
 
 rank = discover(os.environ)
 assert rank is not None

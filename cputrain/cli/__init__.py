@@ -1,6 +1,7 @@
 """The command line. Each command is a file of its own, imported only when it is asked for."""
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -14,7 +15,7 @@ COMMANDS = {
     "launch": "run any command under a plan",
     "train": "train a recipe",
     "sweep": "one recipe with many settings: a table and a picture",
-    "reproduce": "published claims, trained again at this machine's size",
+    "reproduce": "published claims, trained again at this machine's size, and published tables",
     "job": "a training as a job script for Slurm or PBS",
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",
@@ -57,11 +58,29 @@ def main(arguments: list[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
+    except click.NoSuchOption as error:
+        return say(_no_such_option(error), 2)
     except click.ClickException as error:
         return say(error.format_message(), 2)
     except (KeyboardInterrupt, click.exceptions.Abort):
         return 130
     return status if isinstance(status, int) else 0
+
+
+def _no_such_option(error: click.NoSuchOption) -> str:
+    """The options that begin as what was typed, or else look like it, or the recipe's key of that name."""
+    typed, params = error.option_name, error.ctx.command.params if error.ctx else []
+    known = [
+        name for param in params for name in param.opts if name.startswith("--") and not getattr(param, "hidden", 0)
+    ]
+    near = [name for name in known if name.startswith(typed)] or get_close_matches(typed, known, n=1, cutoff=0.75)
+    if not near and any(param.name == "settings" for param in params):
+        from cputrain.recipe_errors import all_keys  # pydantic: only for this
+
+        last = typed.lstrip("-").replace("-", "_")
+        near = [f"{key}=VALUE" for key in all_keys() if key.rpartition(".")[2] == last][:3]
+    told = f": did you mean {' or '.join(near)}?" if near else ": see --help"
+    return f"No such option {typed}{told}"
 
 
 def tell(error: Exception) -> int | None:

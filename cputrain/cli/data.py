@@ -33,7 +33,7 @@ def info(folder: Path) -> None:
     more = ", ..." if len(dataset.classes) > 5 else ""
     click.echo(f"{len(dataset.classes):,} classes: {', '.join(dataset.classes[:5])}{more}")
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
-    for split, images in zip(SPLITS, (dataset.train, dataset.val), strict=True):
+    for split, images in dataset.splits.items():
         labels = images.labels
         per_class = np.bincount(labels, minlength=len(dataset.classes))
         size = sum(images.size(i) for i in range(len(images)))
@@ -76,7 +76,9 @@ def verify(folder: Path) -> int:
 def show(folder: Path, split: str, count: int, output: Path) -> None:
     """Draw the first images with their classes as one picture."""
     dataset = open_dataset(str(folder))
-    images = dataset.train if split == "train" else dataset.val
+    if split not in dataset.splits:
+        raise InputError(f"{folder} has no {split} split: it has {', '.join(dataset.splits)}")
+    images = dataset.splits[split]
     out = io.BytesIO()
     contact_sheet(images, dataset.classes, count).save(out, "PNG")
     write_atomic(output, out.getvalue())

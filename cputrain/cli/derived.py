@@ -4,9 +4,10 @@ from pathlib import Path
 
 from affinity.rules import Reason
 from cputrain.curve import curve, sampled
-from cputrain.data.survey import survey
+from cputrain.data.survey import survey, survey_recipe
 from cputrain.derivation import derive, explain
 from cputrain.optim.schedules import rate_of
+from cputrain.rates import rate_warning
 from cputrain.schema import Recipe
 
 
@@ -15,7 +16,9 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
 
     With `drawn` also the learning rate's curve.
     """
-    if recipe.data.images_per_epoch:
+    if recipe.data.generated:
+        images = survey_recipe(recipe).train
+    elif recipe.data.images_per_epoch:
         images = recipe.data.images_per_epoch
     elif recipe.data.path and Path(recipe.data.path).exists():
         images = survey(recipe.data.path).train
@@ -26,6 +29,8 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
         return f"recipe {recipe.name} {missing}: its steps are derived once there are images to count"
     numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
     told = f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
+    if warning := rate_warning(recipe, global_batch=numbers.global_batch):
+        told += f"\nwarning: {warning}"
     if drawn:
         rates = sampled(lambda step: rate_of(step, recipe, numbers), numbers.total_steps)
         told += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")

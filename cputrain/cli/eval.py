@@ -1,4 +1,4 @@
-"""cputrain eval: exact accuracy of a checkpoint."""
+"""cputrain eval: exact accuracy of checkpoints."""
 
 import shutil
 import sys
@@ -9,37 +9,68 @@ import click
 
 from affinity.errors import InputError
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.local import planned_here
-from cputrain.recipe import load_recipe
-from cputrain.run_folder import write_plan
+from cputrain.data.survey import survey_recipe
+from cputrain.local import plan_here
+from cputrain.planning import for_evaluation
+from cputrain.run_folder import checkpoints_of, load_training, run_of, write_plan
+from cputrain.schema.data import SYNTHETIC
 from mpi.cluster import Kind
 from mpi.job import Job
 from mpi.run import run_local
 
 
 @click.command("eval")
-@click.argument("recipe")
+@click.argument("recipe", metavar="RECIPE|RUN")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--checkpoint", required=True, type=click.Path(path_type=Path), help="a run's checkpoints/best.pt, say")
+@click.option(
+    "--checkpoint",
+    "named",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="a checkpoint, or a folder of them; may be given again  [default: the RUN's best]",
+)
+@click.option("--last", is_flag=True, help="the RUN's newest checkpoint, not its best")
+@click.option("--json", "as_json", is_flag=True, help="the result as JSON, progress on stderr")
 @click.option("--no-verify", is_flag=True, help="go on when the kernel gave a worker other PUs than planned")
-def command(recipe: str, settings: tuple[str, ...], checkpoint: Path, no_verify: bool) -> int:
-    """Top-1 and top-5 of a checkpoint over every validation image once."""
-    training = load_recipe(recipe, settings)
-    if not checkpoint.is_file():
-        raise InputError(f"checkpoint {checkpoint} is not there: a run keeps its own in checkpoints/")
+@click.option("--bar", is_flag=True, hidden=True)
+def command(
+    recipe: str,
+    settings: tuple[str, ...],
+    named: tuple[Path, ...],
+    last: bool,
+    as_json: bool,
+    no_verify: bool,
+    bar: bool,
+) -> int:
+    """Top-1, top-5 and loss of checkpoints over every validation image once.
+
+    RUN is the folder of a training, whose recipe and best checkpoint are taken; a RECIPE needs --checkpoint. Any key
+    is set by KEY=VALUE, as in evaluate.batch=200 plan.ppn=1 plan.threads=46.
+    """
+    training = for_evaluation(load_training(recipe, settings))
+    if training.data.path == SYNTHETIC:
+        raise InputError(f"data.path={SYNTHETIC} has random labels, nothing to evaluate: set data.path=DIR")
+    checkpoints = checkpoints_of(run_of(recipe), named, last=last)
     rank = this_rank()
     if rank is not None:
         worker, observed = bound_here(training, rank, check=not no_verify)
-        from cputrain.rank_main import eval_rank  # torch: after the binding is read back
+        from cputrain.eval_main import eval_rank  # torch: after the binding is read back
 
-        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoint, check=not no_verify))
+        how = {"check": not no_verify, "as_json": as_json, "bar": bar or sys.stderr.isatty()}
+        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoints, **how))
         return 0
-    plan = planned_here(training).plan
+    plan = plan_here(training)
+    from cputrain.eval_main import check_checkpoints  # torch: after what is refused sooner without
+
+    check_checkpoints(checkpoints, training, survey_recipe(training))
+    paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
+    flags = {"--json": as_json, "--no-verify": no_verify, "--bar": sys.stderr.isatty()}
+    given = (flag for flag, wanted in flags.items() if wanted)
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / "plan.json", plan)
     job = Job(
         kinds=(Kind(hosts=("localhost",), plan=plan),),
-        command=(sys.executable, "-m", "cputrain", *sys.argv[1:]),
+        command=(sys.executable, "-m", "cputrain", "eval", *paths, *given, "--", recipe, *settings),
         plan_path=scratch / "plan.json",
         log_dir=scratch / "logs",
         verify=not no_verify,

@@ -1,27 +1,39 @@
 """cputrain launch: run any command under a plan."""
 
 import os
-import shlex
+import shutil
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
 import click
+from click.core import ParameterSource
 
+from affinity.bind import become, in_memory, plan_of_rank
 from affinity.errors import InputError, RunError
 from affinity.filesystem import check_writable
 from affinity.picture import picture
 from affinity.plan import Request
-from cputrain.cli.options import Asked, cluster_of, planning_options, tell_format, with_kinds
+from affinity.rank import MASTER_PORT, Rank, discover
+from cputrain.cli.options import Asked, cluster_of, planning_options, request, tell_format, with_kinds
 from cputrain.run_folder import LOGS, PLAN, write_plan
+from mpi.cluster import Cluster
 from mpi.hosts import allocated_hosts
 from mpi.job import Job
-from mpi.launch import bound, start
+from mpi.launch import Start, local
 from mpi.launcher import Launcher, find_launcher
 from mpi.preflight_run import run_preflight
-from mpi.rank import MASTER_PORT
-from mpi.remote import run_remote
+from mpi.remote import remote_start, run_remote
 from mpi.run import free_port, run_local
+from mpi.script import line, workers_line
+
+# Options that say something of all hosts and ranks, which one rank of another launcher's job cannot decide.
+OF_A_WHOLE_JOB = (
+    *("hosts", "hostfile", "nodes", "machine", "kinds", "launcher", "fabric", "bind"),
+    *("plan_on_host", "preflight", "output", "dry_run"),
+)
 
 
 def _with_real_hosts(asked: Asked) -> Asked:
@@ -80,8 +92,13 @@ def command(
 ) -> int:
     """Run any command under a plan: bound workers with RANK, WORLD_SIZE, MASTER_ADDR and the rest set.
 
-    A script that calls torch.distributed.init_process_group() runs as it is.
+    A script that calls torch.distributed.init_process_group() runs as it is. Started by mpirun, srun or torchrun it
+    is one rank of that job: it binds itself to its share of the host and becomes CMD.
     """
+    base = Request(pin_threads=pin_threads)
+    rank = discover(os.environ)
+    if rank is not None:
+        _become_rank(rank, asked, base, cmd, check=not no_verify, keep_env=keep_env)
     asked = _with_real_hosts(with_kinds(asked, kinds))
     here = asked.hosts == ("localhost",)
     remote = not here or asked.launcher not in ("auto", "local")
@@ -89,38 +106,98 @@ def command(
     launcher = find_launcher(asked.launcher, os.environ) if remote else None
     if launcher is not None:
         tell_format(asked, launcher)
-    base = Request(pin_threads=pin_threads)
-    cluster = cluster_of(asked, base, cmd)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
-    fabric = () if here else asked.network.settings
-    job = Job(
-        kinds=cluster.kinds,
-        command=cmd,
-        plan_path=folder / PLAN,
-        log_dir=folder / LOGS,
-        binder=asked.bind,
-        verify=not no_verify,
-        keep_env=keep_env,
-        plan_on_host=plan_on_host,
-        master_port=free_port() if here else MASTER_PORT,
-        # What the user has set wins, and has to reach the other hosts, too: not every launcher hands it on.
-        variables=tuple((name, os.environ.get(name, value)) for name, value, _ in fabric),
-    )
+    how = {"verify": not no_verify, "keep_env": keep_env, "plan_on_host": plan_on_host}
+    cluster = cluster_of(asked, base, cmd)
+    job = _job(asked, cluster, cmd, folder, **how)
     if dry_run:
-        argv = bound(job) if launcher is None else start(job, launcher, bound(job), folder).argv
-        for kind in job.kinds:
-            click.echo(picture(kind.plan) + "\n")
-        click.echo(f"command{', for each worker' if launcher is None else ''}\n  {shlex.join(argv)}")
+        _show(job, launcher, folder)
         return 0
     check_writable(folder, "--output")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"output {folder} is there already: name another folder")
+    folder = new_folder(folder, named=output is not None)
+    job = replace(job, plan_path=folder / PLAN, log_dir=folder / LOGS)
+    for warning in (*cluster.warnings, *(text for kind in cluster.kinds for text in kind.plan.warnings)):
+        click.echo(f"warning: {warning}", err=True)
     if launcher is not None:
         if preflight or (preflight is None and len(job.hosts) > 1):
             _preflight(job, launcher, folder)
         return run_remote(job, launcher, folder)
     write_plan(job.plan_path, job.plan)
     return run_local(job)
+
+
+def _job(asked: Asked, cluster: Cluster, cmd: tuple[str, ...], folder: Path, **how: bool) -> Job:
+    """What the user has set of the meeting place and the fabric wins, and has to reach the other hosts, too: not every
+    launcher hands it on."""
+    here = asked.hosts == ("localhost",)
+    port = os.environ.get("MASTER_PORT", "")
+    fabric = () if here else asked.network.settings
+    return Job(
+        kinds=cluster.kinds,
+        # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
+        command=(shutil.which(cmd[0]) or cmd[0], *cmd[1:]),
+        plan_path=folder / PLAN,
+        log_dir=folder / LOGS,
+        binder=asked.bind,
+        master_port=int(port) if port.isdigit() else free_port() if here else None,
+        variables=tuple((name, os.environ.get(name, value)) for name, value, _ in fabric),
+        **how,
+    )
+
+
+def _become_rank(
+    rank: Rank, asked: Asked, base: Request, cmd: tuple[str, ...], *, check: bool, keep_env: bool
+) -> NoReturn:
+    """Be the rank that mpirun, srun or torchrun has started: bind to its share of this host and become the command."""
+    context = click.get_current_context()
+    for name in OF_A_WHOLE_JOB:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = next(param.opts[0] for param in context.command.params if param.name == name)
+            raise InputError(
+                f"{option}, but this launch is rank {rank.rank} of {rank.world_size} that another launcher has "
+                f"started: leave {option} out, or call cputrain launch by itself"
+            )
+    if asked.ppn not in (None, "auto", rank.local_world_size):
+        raise InputError(
+            f"--ppn {asked.ppn}, but {rank.local_world_size} ranks were started on this host: leave --ppn out, or set "
+            "it to that"
+        )
+    plan, index = plan_of_rank(request(asked, base), rank, cmd)
+    become(plan.workers[index], in_memory(plan), cmd, rank=rank, check=check, keep_env=keep_env)
+
+
+def new_folder(folder: Path, *, named: bool) -> Path:
+    """Make the job's folder, which no other launch has: another name for one that was not asked for by name."""
+    for number in count(1):
+        tried = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        if tried.is_dir() and any(tried.iterdir()) and named:
+            break
+        try:
+            (tried / LOGS).mkdir(parents=True)
+        except FileExistsError:
+            if named:
+                break
+            continue
+        return tried
+    raise InputError(f"output {folder} is there already: name another folder")
+
+
+def _show(job: Job, launcher: Launcher | None, folder: Path) -> None:
+    """Print the plan, and what would be run."""
+    for kind in job.kinds:
+        click.echo(picture(kind.plan) + "\n")
+    if launcher is not None:
+        made = remote_start(job, launcher, folder, "PORT", "TOKEN")
+        click.echo(f"command\n  {line(made)}")
+        click.echo("PORT and TOKEN, new for each launch, are how it hears of its ranks through mpi.agent; without it:")
+        click.echo("cputrain plan --write DIR, then DIR/launch.sh CMD")
+        return
+    port = job.master_port or MASTER_PORT
+    argv, variables = local(job, port)[0]
+    click.echo(f"command of worker 0 of {job.ppn}; the others differ in RANK and LOCAL_RANK")
+    click.echo(f"  {line(Start(argv=argv, variables=tuple(variables.items())))}")
+    click.echo("by hand, without the folder of plan and logs")
+    click.echo(f"  {workers_line(replace(job, plan_on_host=True), port)}")
 
 
 def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> None:
@@ -133,5 +210,7 @@ def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> Non
         raise InputError("torchrun has to be started on each host: run there what cputrain plan prints, or use mpirun")
     if asked.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    if plan_on_host and asked.share:
+        raise InputError("--share and --plan-on-host exclude each other: leave one out")
     if plan_on_host and (not isinstance(asked.ppn, int) or asked.bind == "launcher"):
         raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")

@@ -10,20 +10,24 @@ import click
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
+from affinity.neighbors import plan_beside
 from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
-from affinity.request import BALANCES
+from affinity.request import BALANCES, OPENMP
 from affinity.runtime import Runtime, find_runtime, target_of
 from mpi.cluster import Cluster, one_kind, plan_cluster
 from mpi.fabric import FABRICS, Fabric, fabric_here
 from mpi.hosts import FORMATS, Host, check_name, read_hostfile
-from mpi.launcher import PACKAGES, Launcher, find_launcher, newest
+from mpi.launcher import PACKAGES, Launcher, find_launcher, needing_no_path, newest
 from mpi.nodelist import expand
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"
 KINDS = ["auto", "local", *PACKAGES]
-OTHERS = ("profile", "balance", "local_batch", "link_gbit")
+PLAIN = ("machine", "smt", "share", "launcher", "bind", "fabric")
+OTHERS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
+
+NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines and for several hosts"
 
 
 class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
@@ -60,6 +64,9 @@ class Asked:
     loader_cores: int | str | None
     smt: str | None
     profile: str | None
+    openmp: str | None
+    oversubscribe: bool | None
+    share: bool
     balance: str | None
     local_batch: int | None
     link_gbit: float | None
@@ -83,7 +90,7 @@ def planning_options(command: F) -> F:
     def gathered(
         hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
     ) -> Any:  # click passes options by name
-        given = {key: rest.pop(key) for key in ("machine", "smt", "launcher", "bind", "fabric", *NUMBERS, *OTHERS)}
+        given = {key: rest.pop(key) for key in (*PLAIN, *NUMBERS, *OTHERS)}
         listed, form = _hosts(hosts, hostfile, nodes)
         given["ppn"] = _slots(listed, given["ppn"])
         named = hosts is not None or hostfile is not None
@@ -109,6 +116,13 @@ def planning_options(command: F) -> F:
         click.option("--loader-cores", type=AutoInt(0), help="cores per worker kept for loading images"),
         click.option("--smt", type=click.Choice(["auto", "on", "off"]), help="second hardware threads compute"),
         click.option("--profile", type=click.Choice(list(PROFILES)), help="published practice decides what is auto"),
+        click.option(
+            "--openmp", type=click.Choice(OPENMP), help="auto: the profile's runtime, or that which is loaded"
+        ),
+        click.option(
+            "--oversubscribe", is_flag=True, default=None, help="allow more workers than cores: they share cores"
+        ),
+        click.option("--share", is_flag=True, help="leave cores to running processes of other plans"),
         click.option("--balance", type=click.Choice(BALANCES), help="batch: local batches in proportion to cores"),
         click.option("--local-batch", type=click.IntRange(1), help="images a step of a worker, on average"),
         click.option("--link-gbit", type=click.FloatRange(0.001), help="speed of a host's link, if not the fabric's"),
@@ -127,9 +141,16 @@ def make_plan(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Pla
 
     `command` is what will run: the libraries are those of the Python that it starts.
     """
+    wanted = request(asked, base)
     # Another machine's libraries are not here to be looked for; its ranks run this same Python, with torch's libgomp.
-    runtime = find_runtime(target_of(command), os.environ) if asked.machine == "this" else Runtime()
-    return plan_machine(find_machine(asked.machine), request(asked, base), runtime)
+    runtime = Runtime()
+    if asked.machine == "this":
+        runtime = find_runtime(target_of(command), os.environ, openmp=wanted.openmp)
+        if asked.hosts == ("localhost",):
+            return plan_beside(wanted, runtime, share=asked.share)
+    if asked.share:
+        raise InputError(NOT_SHARED)
+    return plan_machine(find_machine(asked.machine), wanted, runtime)
 
 
 def request(asked: Asked, base: Request) -> Request:
@@ -149,6 +170,8 @@ def cluster_of(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Cl
     """The plans of the asked hosts: one for all, or one for each kind."""
     if not asked.kinds:
         return one_kind(asked.hosts, make_plan(asked, base, command))
+    if asked.share:
+        raise InputError(NOT_SHARED)
     return plan_cluster([(hosts, find_machine(spec)) for hosts, spec in asked.kinds], request(asked, base))
 
 
@@ -176,7 +199,7 @@ def planned_launcher(asked: str, machine: str) -> Launcher:
     if asked == "auto" and machine != "this":
         return newest("intelmpi")
     try:
-        return find_launcher(asked, os.environ)
+        return needing_no_path(find_launcher(asked, os.environ))
     except InputError:
         return newest("intelmpi" if asked == "auto" else asked)
 

@@ -18,6 +18,7 @@ from affinity.filesystem import check_writable
 from affinity.picture import picture
 from affinity.plan import Request
 from affinity.plan_file import dumps, plan_to_json, read_plan
+from affinity.rank import MASTER_PORT
 from affinity.split import USUAL_BATCH
 from affinity.svg import picture_svg
 from affinity.workload import RESNET50
@@ -26,9 +27,9 @@ from cputrain.files import write_atomic
 from mpi.cluster import Cluster, cluster_to_dict, job_plan_json
 from mpi.fabric import Setting
 from mpi.job import Job
-from mpi.launch import Start, bound, start
+from mpi.launch import bound, start
 from mpi.nodelist import fold
-from mpi.script import launch_script
+from mpi.script import HERE, launch_script, line, workers_line
 
 
 def _json(cluster: Cluster) -> str:
@@ -107,12 +108,12 @@ def command(
             raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
         training = load_recipe(recipe, settings)
         base = request_of(training)
+        asked = replace(asked, share=asked.share or training.plan.share)
     asked = with_kinds(asked, kinds)
     cluster = cluster_of(asked, base)
-    train = ("python", "-m", "cputrain", "train", recipe, *settings) if recipe else ("CMD...",)
     job = Job(
         kinds=cluster.kinds,
-        command=train,
+        command=_train(asked, recipe, settings, training) if recipe else ("CMD...",),
         plan_path=Path("plan.json"),
         log_dir=Path("logs"),
         binder=asked.bind,
@@ -122,7 +123,10 @@ def command(
         check_writable(write, "--write")
         _write(job, asked, write, training)
     elif form == "command":
-        click.echo(shlex.join(_start(job, asked).argv))
+        command, hint = _command(job, asked)
+        click.echo(command)
+        if hint:
+            click.echo(hint, err=True)
     elif form in FORMS and (form == "json" or len(cluster.kinds) == 1):
         click.echo(FORMS[form](cluster))
     elif form != "text":
@@ -134,8 +138,8 @@ def command(
 
             click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts), drawn=drawn))
         if recipe is not None or len(job.hosts) > 1:
-            click.echo("\ncommand" + ("" if len(job.hosts) > 1 else ", for each worker"))
-            click.echo("  " + shlex.join(_start(job, asked).argv))
+            command, hint = _command(job, asked)
+            click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
 
 
 def _settings(asked: Asked) -> tuple[Setting, ...]:
@@ -143,12 +147,29 @@ def _settings(asked: Asked) -> tuple[Setting, ...]:
     return asked.network.settings if len(asked.hosts) > 1 else ()
 
 
-def _start(job: Job, asked: Asked) -> Start:
-    """What starts the job, as somebody would call it from the folder of its files."""
-    command = bound(job, python="python")
+def _train(asked: Asked, name: str, settings: tuple[str, ...], recipe: "Recipe | None") -> tuple[str, ...]:
+    """The trainer's command; for this machine one that finds the recipe and its data from any folder."""
+    command = (sys.executable, "-m", "cputrain", "train")
+    if recipe is None or asked.machine != "this":
+        return (*command, name, *settings)
+    from cputrain.recipe import input_settings
+
+    return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *settings, *input_settings(recipe))
+
+
+def _command(job: Job, asked: Asked) -> tuple[str, str]:
+    """What starts the job, for a shell in any folder; and what it lacks, where it needs files of `plan --write`."""
     if job.hosts == ("localhost",) and asked.launcher in ("auto", "local"):
-        return Start(argv=command)
-    return start(job, planned_launcher(asked.launcher, asked.machine), command, Path())
+        if asked.machine == "this":
+            return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
+        return workers_line(job, MASTER_PORT), "plan.json is what --format json prints"
+    launcher = planned_launcher(asked.launcher, asked.machine)
+    real = asked.machine == "this" and (asked.named or job.hosts == ("localhost",))
+    if real and len(job.kinds) == 1 and (launcher.kind, job.binder) != ("openmpi", "launcher"):
+        alone = replace(job, plan_on_host=True)
+        return line(start(alone, launcher, bound(alone), None)), ""
+    made = start(job, launcher, bound(job), Path())
+    return line(made), f"--write DIR writes plan.json{', hosts' if made.files else ''} and a launch.sh that starts this"
 
 
 def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> None:
@@ -166,11 +187,11 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
         from cputrain.recipe import dump_recipe, with_absolute_paths
 
         files["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
-        command = ("python", "-m", "cputrain", "train", "recipe.yaml")
-    job = replace(job, command=command)
+        command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))
+    job = replace(job, command=command, plan_path=HERE / "plan.json")
     launcher = planned_launcher(asked.launcher, asked.machine)
     tell_format(asked, launcher)
-    made = start(job, launcher, bound(job, python="python"), Path())
+    made = start(job, launcher, bound(job), HERE)
     about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as plan.json has them; written by cputrain plan"
     files |= {path.name: text for path, text in made.files}
     files["launch.sh"] = launch_script(made, about, open_end=recipe is None)

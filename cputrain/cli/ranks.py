@@ -6,19 +6,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from affinity.bind import become, bound_worker
+from affinity.bind import become, bound_worker, plan_of_rank
+from affinity.errors import InputError
 from affinity.observe import Observed, observe, verify
-from affinity.plan import WorkerPlan, plan_machine
-from affinity.runtime import find_runtime, target_of
-from affinity.sysfs import this_machine
+from affinity.plan import WorkerPlan
+from affinity.rank import Rank, discover
 from cputrain.cli import tell
 from cputrain.planning import request_of
 from cputrain.run_folder import write_plan
 from cputrain.schema import Recipe
-from mpi.rank import Rank, discover
 
 SCRATCH_VARIABLE = "CPUTRAIN_SCRATCH"  # the folder of a plan that a rank has made for itself, to be removed at its end
 
@@ -70,14 +68,15 @@ def _remove_scratch() -> None:
 
 
 def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
-    """Plan this host for its ranks and become the same command, bound. A launcher's own binding is kept: it is then
-    the whole host to the planner."""
-    machine = this_machine()
-    launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
-    request = request_of(recipe, nodes=rank.world_size // rank.local_world_size)
-    ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
-    plan = plan_machine(machine, replace(request, ppn=ppn), find_runtime(target_of(()), os.environ))
+    """Plan this host for its ranks and become the same command, bound."""
+    if recipe.plan.share:
+        raise InputError(
+            "plan.share=true, but a launcher has started this rank, which cannot tell its job from others: start "
+            "cputrain train by itself or with cputrain launch --share"
+        )
+    plan, index = plan_of_rank(request_of(recipe), rank, command=())
     os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")
     path = Path(os.environ[SCRATCH_VARIABLE]) / "plan.json"
     write_plan(path, plan)
-    become(plan.workers[index], path, (sys.executable, "-m", "cputrain", *sys.argv[1:]), check=check)
+    command = (sys.executable, "-m", "cputrain", *sys.argv[1:])
+    become(plan.workers[index], path, command, rank=rank, check=check)

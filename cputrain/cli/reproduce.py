@@ -1,5 +1,8 @@
-"""cputrain reproduce: published claims, trained again at a size that this machine can do."""
+"""cputrain reproduce: published claims, trained again at a size that this machine can do, and published tables."""
 
+import json
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -8,6 +11,7 @@ from affinity.errors import RunError
 from cputrain.cli.sweep import train_all, write_results
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here
+from cputrain.published_tables import DOCUMENTS, Compared, published_tables, told
 from cputrain.recipe import load_recipe
 from cputrain.reproduce import cells, filled, large_batch_table, large_batch_verdict, with_seed
 from cputrain.schema import SweepSection
@@ -18,7 +22,7 @@ PICTURE = "large-batch.svg"
 
 @click.group("reproduce")
 def command() -> None:
-    """Train published claims again at a size that this machine can do, and say whether they hold."""
+    """Train published claims again at a size that this machine can do, or lay published tables beside our recipes."""
 
 
 @command.command("large-batch")
@@ -59,3 +63,55 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, into: Path | 
     click.echo("\n" + columns(large_batch_table(full)))
     click.echo(f"\n{large_batch_verdict(full)}\n{folder / PICTURE}")
     return 0
+
+
+@command.command("tables")
+@click.argument("documents", nargs=-1, type=click.Choice(DOCUMENTS), metavar="[DOCUMENT]...")
+@click.option("--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", show_default=True)
+def tables(documents: tuple[str, ...], form: str) -> None:
+    """The tables of the reference documents beside what our recipes give.
+
+    DOCUMENT is you-et-al, surfsara-intel, gist, multi-worker-lab or lab3; all of them where none is given. A recipe's
+    batch, steps and rates are derived, not typed in; accuracies and times are the documents' alone: nothing is trained.
+    """
+    found = list(published_tables(documents or DOCUMENTS))
+    if form == "json":
+        click.echo(json.dumps([asdict(row) for row in found], indent=1))
+        return
+    one_table = {"text": _text, "markdown": _markdown}[form]
+    for title, rows in groupby(found, lambda row: f"{row.document}: {row.table}"):
+        click.echo(one_table(title, list(rows)))
+
+
+def _text(title: str, rows: list[Compared]) -> str:
+    blocks = [title]
+    for row in rows:
+        lines = [("", "published", "recipe", ""), *((f"  {cell}", *rest) for cell, *rest in _cells(row))]
+        note = f"\n  note: {row.note}" if row.note else ""
+        blocks.append(f"{row.experiment}\n  {_recipe(row)}\n{columns(lines)}{note}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _markdown(title: str, rows: list[Compared]) -> str:
+    lines = [f"### {title}", "", "| experiment | quantity | published | recipe | |", "|---|---|---:|---:|---|"]
+    lines += [f"| {row.experiment} | {' | '.join(cells)} |" for row in rows for cells in _cells(row)]
+    notes = (f"- {row.experiment}: {_recipe(row)}" + (f"; {row.note}" if row.note else "") for row in rows)
+    return "\n".join((*lines, "", *notes)) + "\n"
+
+
+def _cells(row: Compared) -> list[tuple[str, ...]]:
+    """Quantity, published value, the recipe's, and whether they differ."""
+    return [
+        (
+            line.quantity,
+            told(line.quantity, line.published),
+            told(line.quantity, line.recipe),
+            "differs" if line.differs else "",
+        )
+        for line in row.lines
+    ]
+
+
+def _recipe(row: Compared) -> str:
+    """The recipe with its settings and workers."""
+    return f"recipe {row.command} on {row.hosts:,} host(s) x {row.ppn} worker(s)" if row.command else "no recipe"

@@ -14,8 +14,9 @@ from cputrain.cli.find_batch import find_batch
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here, train_here
 from cputrain.recipe import load_recipe
+from cputrain.resume import differences
 from cputrain.run_folder import LOGS, RECIPE
-from cputrain.schema import PlanSection, Recipe, SweepSection
+from cputrain.schema import Recipe, SweepSection
 from cputrain.sweep.clock import parse_clock, time_limit
 from cputrain.sweep.endings import DOES_NOT_FIT, DONE, REFUSED, STOPPED, TIME_LIMIT, ending, oom_kills
 from cputrain.sweep.record import Record, write_record
@@ -115,7 +116,7 @@ def _sharing_cores(variant: Variant) -> Variant:
     """The variant, its workers sharing cores where there are more of them than cores."""
     count = int(dict(variant.settings)[WORKERS])
     cores = len(this_machine().allowed_cores)
-    if count <= cores or OVERSUBSCRIBE.rpartition(".")[2] not in PlanSection.model_fields:
+    if count <= cores:
         return variant
     click.echo(f"{count} workers on {cores} core(s) share them: they train no faster than {cores}")
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
@@ -158,7 +159,7 @@ def train_all(planned: Sequence[tuple[Variant, Planned | Refused]], limit_s: flo
             continue
         folder = one.recipe.folder
         known = (folder / RECIPE).is_file()
-        if known and load_recipe(str(folder / RECIPE)) != one.recipe:
+        if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
             raise InputError(f"{folder} holds a run of another recipe: sweep --into another folder, or take it away")
         setup = setup_of(one)
         result = result_of(variant, setup, folder)

@@ -7,8 +7,8 @@ from cputrain.cli.derived import aligned
 from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.derivation import explain
 from cputrain.local import planned_here, train_here
-from cputrain.recipe import load_recipe
-from cputrain.run_folder import check_folder
+from cputrain.rates import rate_warning
+from cputrain.run_folder import check_folder, finished, load_training
 
 
 @click.command("train")
@@ -28,11 +28,11 @@ def command(
     dry_run: bool,
     prepared: bool,
 ) -> int:
-    """Train RECIPE (a file or a shipped name), any of its keys set by KEY=VALUE.
+    """Train RECIPE (a file or a shipped name; with --resume also a run's folder), any of its keys set by KEY=VALUE.
 
     Started alone it plans this machine and starts its workers; started by mpirun, srun or torchrun it is one rank.
     """
-    training = load_recipe(recipe, settings)
+    training = load_training(recipe, settings)
     rank = this_rank()
     if rank is not None:
         worker, observed = bound_here(training, rank, check=not no_verify)
@@ -41,16 +41,23 @@ def command(
         how = {"resume": resume, "overwrite": overwrite, "prepared": prepared, "check": not no_verify}
         run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))
         return 0
-    planned = planned_here(training)
-    check_folder(training, resume=resume, overwrite=overwrite)
+    planned = planned_here(training, resume=resume)
+    resumption = check_folder(training, planned.facts, resume=resume, overwrite=overwrite)
+    if resume and (said := finished(training.folder, planned.numbers.last_step(training.max_steps))):
+        click.echo(said)
+        return 0
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
-    found = planned.found
     click.echo(
-        f"{training.name}: {training.model.name}, {found.train:,} training and {found.val:,} validation images, "
-        f"{len(found.classes)} classes; {planned.ppn} worker(s) of {threads} threads"
+        f"{training.name}: {training.model.name}, {planned.found.told}; {planned.ppn} worker(s) of {threads} threads"
     )
     click.echo(aligned(explain(training, planned.numbers, ppn=planned.ppn, nodes=1)))
+    if resumption:
+        click.echo(resumption)
     if dry_run:
+        if warning := rate_warning(training, global_batch=planned.numbers.global_batch):
+            click.echo(f"warning: {warning}")
         click.echo("\n" + picture(planned.plan))
         return 0
+    for warning in planned.plan.warnings:
+        click.echo(f"warning: {warning}")
     return train_here(planned, resume=resume, overwrite=overwrite, verify=not no_verify)

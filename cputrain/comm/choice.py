@@ -3,8 +3,8 @@
 from torch._C._distributed_c10d import Store
 
 from affinity.errors import InputError, RunError
+from affinity.rank import Rank
 from cputrain.comm import ccl
-from mpi.rank import Rank
 
 
 def choose(asked: str, rank: Rank, store: Store) -> tuple[str, str]:

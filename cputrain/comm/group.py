@@ -22,11 +22,11 @@ from torch.distributed.rendezvous import rendezvous as meet
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
 from affinity.plan import WorkerPlan
+from affinity.rank import Rank
+from affinity.rendezvous import with_rank
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose
 from cputrain.comm.watchdog import Waiting, Watchdog
-from mpi.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
-from mpi.route import interface_to
 
 T = TypeVar("T")
 END_S = 60.0  # for taking the group down and leaving the process
@@ -48,13 +48,7 @@ def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) 
     Raises InputError when the launcher says nothing of where rank 0 is and the job has several hosts, InputError or
     RunError where the backend asked for cannot be used.
     """
-    one_host = rank.world_size == rank.local_world_size
-    if "MASTER_ADDR" not in os.environ and not one_host:
-        raise InputError("several hosts, but MASTER_ADDR is not set: export it as the name of rank 0's host")
-    address = os.environ.get("MASTER_ADDR", LOOPBACK)
-    os.environ.update(rendezvous(rank, address, int(os.environ.get("MASTER_PORT", MASTER_PORT))))
-    if not one_host and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_to(address)):
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ.update(with_rank(rank, os.environ))
     store, _, _ = next(meet("env://"))
     chosen, why = choose(backend, rank, store)
     with running_on(worker.comm_pus or worker.compute_pus):

@@ -8,24 +8,43 @@ from pathlib import Path
 from affinity.errors import InputError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-SPLITS = ("train", "val")
-TRAIN = SPLITS[0]  # whose every class must have images
+SPLITS = ("train", "val", "test")
+TRAIN, VAL, TEST = SPLITS
 
 
-def class_names(root: Path) -> tuple[str, ...]:
+def split_folders(root: Path) -> dict[str, Path]:
+    """Where an image folder has its splits: train/, val/ and, where it holds class folders, test/.
+
+    Without a val/ the test/ folder is the validation split, as in data sets that come in two parts. Raises InputError
+    when a split is missing.
+    """
+    if not root.is_dir():
+        raise InputError(f"data folder {root} is not there: set data.path to a folder with train/ and val/")
+    found = {split: root / split for split in SPLITS if (root / split).is_dir()}
+    if TEST in found and not folders_in(found[TEST]):
+        del found[TEST]  # images without classes, as competitions have them
+    if VAL not in found and TEST in found:
+        found[VAL] = found.pop(TEST)
+    for split in (TRAIN, VAL):
+        if split not in found:
+            raise InputError(f"{root} has no {split}/ folder: an image folder is train/CLASS/* and val/CLASS/*")
+    return found
+
+
+def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
     """The classes of train/, sorted: their places are the labels.
 
-    Raises InputError when a split is missing, train/ has no class, or val/ has one that train/ lacks.
+    Raises InputError when train/ has no class, or another split has one that train/ lacks.
     """
-    found = {split: _folders(root, split) for split in SPLITS}
-    if not found["train"]:
-        raise InputError(f"{root / 'train'} has no class folders: put images into train/CLASS/")
-    extra = sorted(set(found["val"]) - set(found["train"]))
-    if extra:
-        raise InputError(
-            f"{root / 'val'} has classes that train/ lacks: {', '.join(extra[:5])}: add them or take them out"
-        )
-    return tuple(found["train"])
+    names = folders_in(folders[TRAIN])
+    if not names:
+        raise InputError(f"{folders[TRAIN]} has no class folders: put images into train/CLASS/")
+    for folder in folders.values():
+        if extra := sorted(set(folders_in(folder)) - set(names)):
+            raise InputError(
+                f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or take them out"
+            )
+    return tuple(names)
 
 
 def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> tuple[list[str], list[int]]:
@@ -48,15 +67,6 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> t
     if not paths:
         raise InputError(f"{folder} holds no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
     return paths, labels
-
-
-def _folders(root: Path, split: str) -> list[str]:
-    if not root.is_dir():
-        raise InputError(f"data folder {root} is not there: set data.path to a folder with train/ and val/")
-    folder = root / split
-    if not folder.is_dir():
-        raise InputError(f"{root} has no {split}/ folder: an image folder is train/CLASS/* and val/CLASS/*")
-    return folders_in(folder)
 
 
 def folders_in(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Encoded images by number, wherever they lie: what preparing reads, and training too."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.data.order import epoch_order
+from cputrain.data.order import Order, epoch_order
 
 
 class Images(Protocol):
@@ -34,11 +34,17 @@ class Images(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Training and validation images that share their classes."""
+    """Training, validation and, where a data set has them, test images that share their classes."""
 
     classes: tuple[str, ...]
     train: Images
     val: Images
+    test: Images | None = None
+
+    @property
+    def splits(self) -> dict[str, Images]:
+        """The splits that there are, by name."""
+        return {"train": self.train, "val": self.val} | ({} if self.test is None else {"test": self.test})
 
 
 class Files:
@@ -139,18 +145,37 @@ class Part:
         return self._images.name(int(self._numbers[i]))
 
 
-def split_off(classes: tuple[str, ...], images: Images, fraction: float, seed: int) -> Dataset:
-    """A share of each class for validation, at least one image of it; drawn by the seed, independent of the others.
+def split_off(classes: tuple[str, ...], images: Images, fractions: Mapping[str, float], seed: int) -> Dataset:
+    """Draw "val", or "val" and "test", out of the images by the seed: `fractions` of all of them, rounded, and of each
+    class at least one image and as nearly as that total allows.
 
     Raises InputError where a class is too small to be cut.
     """
     order = epoch_order(len(images), seed, 0)
     labels = images.labels[order]
-    val = np.zeros(len(images), dtype=bool)
-    for label, name in enumerate(classes):
-        members = order[labels == label]
-        count = max(1, round(fraction * len(members)))
-        if count >= len(members):
-            raise InputError(f"class {name} has {len(members)} image(s): too few to split off {fraction:g} of them")
-        val[members[:count]] = True
-    return Dataset(classes=classes, train=Part(images, np.flatnonzero(~val)), val=Part(images, np.flatnonzero(val)))
+    members = [order[labels == label] for label in range(len(classes))]
+    sizes = [len(each) for each in members]
+    drawn = {split: apportioned(fraction, sizes) for split, fraction in fractions.items()}
+    parts: dict[str, list[Order]] = {split: [] for split in ("train", *fractions)}
+    for name, rest, *counts in zip(classes, members, *drawn.values(), strict=True):
+        if sum(counts) >= len(rest):
+            asked = " and ".join(f"{fraction:g}" for fraction in fractions.values())
+            raise InputError(f"class {name} has {len(rest)} image(s): too few to split off {asked} of them")
+        left = rest
+        for split, count in zip(fractions, counts, strict=True):
+            parts[split].append(left[:count])
+            left = left[count:]
+        parts["train"].append(left)
+    made = {split: Part(images, np.sort(np.concatenate(each))) for split, each in parts.items()}
+    return Dataset(classes=classes, train=made["train"], val=made["val"], test=made.get("test"))
+
+
+def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
+    """How many of each class make up that fraction of all, rounded: largest remainders (Hamilton), at least 1 each."""
+    exact = [fraction * size for size in sizes]
+    counts = [max(1, int(share)) for share in exact]
+    missing = round(fraction * sum(sizes)) - sum(counts)
+    by_remainder = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: max(0, missing)]:
+        counts[i] += 1
+    return counts

@@ -8,6 +8,7 @@ from PIL import Image
 
 from cputrain.data.decode import DAMAGE, ImageError
 
+NEARLY_LOSSLESS = 100  # the JPEG quality that TensorFlow's ImageNet scripts convert PNG and CMYK files with
 JPEG_END = b"\xff\xd9"
 EXIF_ORIENTATION = 0x0112
 SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "BMP": ".bmp", "WEBP": ".webp", "TIFF": ".tif", "GIF": ".gif"}
@@ -26,6 +27,17 @@ class Encoded:
     width: int
     height: int
     odd: tuple[str, ...]
+
+
+def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_only: bool) -> Encoded:
+    """An image for a shard, as it is where no quality is given; with `jpeg_only` all but gray and RGB JPEGs become such
+    ones all the same. Raises ImageError."""
+    if quality is not None:
+        return reencode(data, short_side=short_side, quality=quality)
+    image = inspect(data)
+    if jpeg_only and {"no jpeg", "cmyk"} & {*image.odd}:
+        return reencode(data, short_side=None, quality=NEARLY_LOSSLESS)
+    return image
 
 
 def inspect(data: bytes) -> Encoded:

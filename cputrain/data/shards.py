@@ -1,22 +1,20 @@
-"""Shards: tar files that any webdataset reader opens, and an index for random access.
+"""Shards: files that others' readers open too, and an index for random access.
 
-A folder holds manifest.json, SPLIT-00000.tar, ... and SPLIT.index.npy. A sample is two tar members, KEY.jpg (or the
-suffix of its format) and KEY.cls with the label in decimal.
+A folder holds manifest.json, SPLIT.index.npy and the shards. Those are SPLIT-00000.tar, ... for webdataset readers, a
+sample being two members, KEY.jpg (or the suffix of its format) and KEY.cls with the label in decimal; or
+train-00000-of-01024, validation-..., test-... for TensorFlow's readers.
 """
 
-import io
 import os
 import resource
-import tarfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.data.inspect import Encoded
 from cputrain.data.manifest import MANIFEST, read_manifest
 
 RECORD = np.dtype(
@@ -38,9 +36,17 @@ Run = dict[int, tuple[int, bytes]]
 OTHER_FILES = 512
 
 
-def shard_path(folder: Path, split: str, number: int) -> Path:
-    """Where a split's shard lies."""
-    return folder / f"{split}-{number:05d}.tar"
+def shard_paths(folder: Path, split: str, count: int, form: str) -> list[Path]:
+    """Where a split's shards lie; `form` is "tar" or "tfrecord", whose files have TensorFlow's names."""
+    if form == "tfrecord":
+        name = {"val": "validation"}.get(split, split)
+        return [folder / f"{name}-{number:05d}-of-{count:05d}" for number in range(count)]
+    return [folder / f"{split}-{number:05d}.tar" for number in range(count)]
+
+
+def form_of(manifest: dict[str, Any]) -> str:
+    """What a prepared folder's shards are: "tar" or "tfrecord"."""
+    return str(manifest["made"].get("format", "tar"))
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -51,34 +57,6 @@ def index_path(folder: Path, split: str) -> Path:
 def crc32c(data: bytes) -> int:
     """CRC-32C (Castagnoli) of the bytes, as the index and TFRecords have it."""
     return int(google_crc32c.value(data))
-
-
-class ShardWriter:
-    """One shard on its way into a file: samples are added in order."""
-
-    def __init__(self, file: BinaryIO, number: int) -> None:
-        self._number = number
-        self._tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  closed by close
-        self.records: list[tuple[int, int, int, int, int, int, int]] = []
-
-    def add(self, key: int, image: Encoded, label: int) -> None:
-        """Append a sample; `key` is its number in the split."""
-        name = f"{key:08d}"
-        offset = self._tar.offset + tarfile.BLOCKSIZE  # behind the member's header
-        self._member(f"{name}{image.suffix}", image.data)
-        self._member(f"{name}.cls", str(label).encode())
-        self.records.append(
-            (self._number, len(image.data), offset, label, crc32c(image.data), image.width, image.height)
-        )
-
-    def close(self) -> None:
-        """End the archive; the file stays open."""
-        self._tar.close()
-
-    def _member(self, name: str, data: bytes) -> None:
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        self._tar.addfile(member, io.BytesIO(data))
 
 
 def _allow_files(count: int) -> None:
@@ -97,8 +75,8 @@ class Shards:
         """Raises InputError when the index or a shard is missing or shorter than the index says."""
         manifest = read_manifest(folder)
         counts = manifest["splits"][split]
-        self.paths = [shard_path(folder, split, i) for i in range(counts["shards"])]
-        _allow_files(4 * len(self.paths))  # those of two splits, and their copies
+        self.paths = shard_paths(folder, split, counts["shards"], form_of(manifest))
+        _allow_files(5 * len(self.paths))  # those of three splits, and copies of two
         try:
             self.index: NDArray[np.void] = np.load(index_path(folder, split), mmap_mode="r")
             self.files: list[BinaryIO] = [path.open("rb") for path in self.paths]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from affinity.errors import InputError
+from affinity.rank import Rank
 from cputrain.comm.group import gather
 from cputrain.data.images import Dataset
 from cputrain.data.shards import Shards
 from cputrain.files import write_with
-from mpi.rank import Rank
 
 BLOCK = 16 << 20  # bytes: what a parallel file system reads well at once
 

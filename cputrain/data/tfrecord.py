@@ -18,11 +18,12 @@ from affinity.errors import InputError
 from cputrain.data.images import Dataset
 from cputrain.data.shards import crc32c
 
-SPLITS = {"train": "train-*-of-*", "val": "validation-*-of-*"}
+SPLITS = {"train": "train-*-of-*", "val": "validation-*-of-*", "test": "test-*-of-*"}
 HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
 IMAGE, LABEL = b"image/encoded", b"image/class/label"
-NAMES = (b"image/class/synset", b"image/class/text")
+SYNSET_NAME, TEXT = b"image/class/synset", b"image/class/text"
+FIRST_LABEL = 1  # of TensorFlow's scripts, which keep 0 for a class of the background
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 Span = tuple[int, int]
@@ -74,19 +75,20 @@ class Records:
 
 
 def open_tfrecords(source: Path) -> Dataset:
-    """Both splits of a folder. Raises InputError that names what is missing or wrong."""
+    """The splits of a folder, test-* where there are such files. Raises InputError that names what is missing or
+    wrong."""
     found = {split: sorted(source.glob(pattern)) for split, pattern in SPLITS.items()}
-    for split, pattern in SPLITS.items():
+    for split in ("train", "val"):
         if not found[split]:
-            raise InputError(f"{source} has no {pattern}: name the folder that holds ImageNet's TFRecords")
-    train, val = Records(found["train"]), Records(found["val"])
-    known = sorted(train.names)
-    if extra := sorted(set(val.names) - set(known)):
-        raise InputError(f"{source}: label {extra[0]} is in validation files, and not in training files")
-    numbers = {label: number for number, label in enumerate(known)}
-    for records in (train, val):
+            raise InputError(f"{source} has no {SPLITS[split]}: name the folder that holds ImageNet's TFRecords")
+    splits = {split: Records(paths) for split, paths in found.items() if paths}
+    names = splits["train"].names
+    numbers = {label: number for number, label in enumerate(sorted(names))}
+    for split, records in splits.items():
+        if extra := sorted(set(records.names) - set(names)):
+            raise InputError(f"{source}: label {extra[0]} is in {SPLITS[split]}, and not in training files")
         records.number_classes(numbers)
-    return Dataset(classes=tuple(train.names[label] for label in known), train=train, val=val)
+    return Dataset(classes=tuple(names[label] for label in sorted(names)), **splits)
 
 
 def masked(data: bytes) -> int:
@@ -132,7 +134,7 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int, str]:
     values = dict(_parts(data, *features[LABEL]))[3]
     packed = dict(_parts(data, *values))[1]
     label, _ = _varint(data, packed[0])
-    for key in NAMES:
+    for key in (SYNSET_NAME, TEXT):
         if key in features:
             return image, label, data[slice(*dict(_parts(data, *dict(_parts(data, *features[key]))[1]))[1])].decode()
     return image, label, ""

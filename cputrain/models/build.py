@@ -19,19 +19,22 @@ PLAIN: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn"
 STATISTICS = {"local": PartsBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
 
 
-def build_model(section: ModelSection, classes: int, side: int) -> nn.Module:
+def build_model(section: ModelSection, classes: int, side: int, features: int | None = None) -> nn.Module:
     """The network of a recipe for `classes` outputs and images of side x side pixels, its batch-norm as asked.
 
-    Input (N, 3, side, side) float32, output (N, classes) logits. Raises InputError for a network that torchvision has
-    not, that cannot take images so small, or that classifies nothing.
+    Input (N, 3, side, side) float32, output (N, classes) logits; with `features` a linear layer from (N, features).
+    Raises InputError for a network that torchvision has not, that cannot take images so small, or that classifies
+    nothing.
     """
     if section.classes is not None and section.classes < classes:
         raise InputError(
             f"model.classes={section.classes}, but the data has {classes} classes: set it to {classes} or null"
         )
     outputs = section.classes or classes
-    if section.name in PLAIN:
-        model: nn.Module = PLAIN[section.name](outputs, side)
+    if features is not None:
+        model: nn.Module = Linear(outputs, side, features)
+    elif section.name in PLAIN:
+        model = PLAIN[section.name](outputs, side)
     elif section.name == "alexnet-bn":
         model = alexnet_bn(_torchvision("alexnet"), outputs)
     else:
@@ -47,7 +50,8 @@ def build_model(section: ModelSection, classes: int, side: int) -> nn.Module:
                 layer.part = section.bn_stats_batch or 0
     if section.freeze_to is not None:
         freeze(model, section.freeze_to)
-    _try(model, section.name, outputs, side)
+    if features is None:
+        _try(model, section.name, outputs, side)
     return model
 
 

@@ -68,13 +68,13 @@ class MnistCnn(nn.Module):
 
 
 class Linear(nn.Module):
-    """Softmax regression: one layer from pixels to classes."""
+    """One layer from pixels to classes (softmax regression), or from `features` numbers to outputs."""
 
-    def __init__(self, classes: int, side: int) -> None:
+    def __init__(self, classes: int, side: int, features: int | None = None) -> None:
         super().__init__()
-        self.fc = nn.Linear(3 * side * side, classes)
+        self.fc = nn.Linear(features or 3 * side * side, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 3, side, side) -> (N, classes)."""
+        """(N, 3, side, side) or (N, features) -> (N, classes)."""
         logits: Tensor = self.fc(images.flatten(1))
         return logits

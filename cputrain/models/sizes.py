@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from affinity.workload import RESNET50, Workload
 from cputrain.schema import OptimSection, Recipe
+from cputrain.schema.data import LINE
 
 SIDE, CLASSES = 224, 1000  # what the figures below are for
 
@@ -29,7 +30,18 @@ SIZES = {
     "alexnet-bn": Size(parameters=61_103_144, features=4096, gflop=4.14, activation_bytes=5_690_000),
 }
 # Copies of the weights that an optimizer keeps.
-COPIES = {"sgd": 0, "momentum": 1, "lars": 1, "lamb": 2, "adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
+COPIES = {
+    "sgd": 0,
+    "momentum": 1,
+    "lars": 1,
+    "lamb": 2,
+    "adam": 2,
+    "adamw": 2,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "adadelta": 2,
+    "adagrad_da": 3,
+}
 
 
 def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
@@ -39,6 +51,8 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
     """
     name, side = recipe.model.name, recipe.data.crop
     classes = recipe.model.classes or classes
+    if recipe.data.path == LINE:
+        side, classes = 1, 1
     return replace(
         _network(name, side, classes),
         optimizer_copies=_copies(recipe.optim) + (recipe.ema_decay is not None),

@@ -1,8 +1,8 @@
 """Weights to start from."""
 
-import pickle
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from affinity.errors import InputError
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, without running any code in it. Raises InputError."""
+def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """What torch.save wrote, without running any code in it; `mapped` reads only what is used, for as long as the file
+    stays as it is. Raises InputError."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
+    except Exception as error:  # noqa: BLE001  a file of something else makes the unpickler raise anything
         raise InputError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(state, dict):
         raise InputError(f"{path} holds no weights but a {type(state).__name__}: save a state dict")

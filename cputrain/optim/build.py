@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from cputrain.optim.adagrad_da import AdagradDA
 from cputrain.optim.lamb import Lamb
 from cputrain.optim.lars import Lars
 from cputrain.schema import OptimSection
@@ -70,4 +71,6 @@ OPTIMIZERS: dict[str, Callable[[Groups, OptimSection], Optimizer]] = {
         groups, lr=0.0, alpha=o.smoothing, momentum=o.momentum, foreach=True, **_epsilon(o)
     ),
     "adagrad": lambda groups, o: Adagrad(groups, lr=0.0, fused=True, **_epsilon(o)),
+    "adadelta": lambda groups, o: Adadelta(groups, lr=0.0, rho=o.rho, foreach=True, **_epsilon(o)),
+    "adagrad_da": lambda groups, o: AdagradDA(groups, **_epsilon(o, "epsilon")),
 }

@@ -25,6 +25,13 @@ class GroupOptimizer(Optimizer):
                 self._step_group(group, params, [p.grad for p in params])
         return loss
 
+    def _state_of(self, params: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """A tensor that is kept for each parameter, made by `first` at its first step."""
+        for p in params:
+            if name not in self.state[p]:
+                self.state[p][name] = first(p)
+        return [self.state[p][name] for p in params]
+
     @abstractmethod
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Update a group's parameters, of which there is one at least."""

@@ -32,7 +32,7 @@ class Lamb(GroupOptimizer):
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         group["steps"] += 1
         beta1, beta2 = self.betas
-        means, squares = self._moments(params, "mean"), self._moments(params, "square")
+        means, squares = (self._state_of(params, name, torch.zeros_like) for name in ("mean", "square"))
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
@@ -47,9 +47,3 @@ class Lamb(GroupOptimizer):
             pairs = zip(norms[: len(params)], norms[len(params) :], strict=True)
             torch._foreach_mul_(updates, [w / u if w and u else 1.0 for w, u in pairs])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
-
-    def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
-        for p in params:
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros_like(p)
-        return [self.state[p][name] for p in params]

@@ -15,35 +15,32 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Title -> SVG of loss, accuracy, learning rate and throughput over epochs."""
+    """Title -> SVG of loss, accuracy where there is one, learning rate and throughput over epochs."""
     steps = [e for e in events if e["event"] == "step"]
     epochs = [e for e in events if e["event"] == "epoch"]
-    evaluated = [e for e in epochs if e["val_top1"] is not None]
     at = [e["epoch"] for e in steps]
-    return {
-        "Loss": _chart(
-            {
-                "step": (at, [e["loss"] for e in steps]),
-                "training": _over(epochs, "train_loss"),
-                "validation": _over(evaluated, "val_loss"),
-            },
-            "loss",
-        ),
-        "Accuracy": _chart(
-            {
-                "training top-1": _over(epochs, "train_top1"),
-                "validation top-1": _over(evaluated, "val_top1"),
-                "validation top-5": _over(evaluated, "val_top5"),
-            },
-            "percent",
-        ),
-        "Learning rate": _chart({"learning rate": (at, [e["rate"] for e in steps])}, "rate"),
-        "Throughput": _chart({"images/s": (at, [e["images_per_s"] for e in steps])}, "images/s"),
+    charts: dict[tuple[str, str], dict[str, Points]] = {
+        ("Loss", "loss"): {
+            "step": (at, [e["loss"] for e in steps]),
+            "training": _over(epochs, "train_loss"),
+            "validation": _over(epochs, "val_loss"),
+        },
+        ("Accuracy", "percent"): {
+            "training top-1": _over(epochs, "train_top1"),
+            "validation top-1": _over(epochs, "val_top1"),
+            "validation top-5": _over(epochs, "val_top5"),
+        },
+        ("Learning rate", "rate"): {"learning rate": (at, [e["rate"] for e in steps])},
+        ("Throughput", "images/s"): {"images/s": (at, [e["images_per_s"] for e in steps])},
     }
+    measured = {head: {k: line for k, line in lines.items() if line[0]} for head, lines in charts.items()}
+    return {title: _chart(lines, unit) for (title, unit), lines in measured.items() if lines}
 
 
-def _over(events: Sequence[dict[str, Any]], key: str) -> Points:
-    return [e["epoch"] for e in events], [e[key] for e in events]
+def _over(epochs: Sequence[dict[str, Any]], key: str) -> Points:
+    """The epochs that have a value, and their values."""
+    known = [e for e in epochs if e[key] is not None]
+    return [e["epoch"] for e in known], [e[key] for e in known]
 
 
 def _chart(lines: dict[str, Points], unit: str) -> str:

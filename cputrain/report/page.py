@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from affinity.errors import InputError
-from cputrain.events import FILE, read_events
+from cputrain.events import FILE, TimeSpent, read_events, time_spent
 from cputrain.files import write_atomic
 from cputrain.report.curves import training_curves
 from cputrain.run_folder import RECIPE, REPORT
@@ -21,8 +21,8 @@ def write_report(folder: Path) -> Path:
         loader=PackageLoader("cputrain.report", ""), undefined=StrictUndefined, autoescape=True, trim_blocks=False
     )
     html = environment.get_template("page.html.j2").render(
-        name=folder.name,
-        summary=_summary(events),
+        name=folder.resolve().name,
+        summary=_summary(events, time_spent(folder)),
         curves=training_curves(events),
         epochs=[e for e in events if e["event"] == "epoch"],
         warnings=[e for e in events if e["event"] == "warning"],
@@ -33,17 +33,25 @@ def write_report(folder: Path) -> Path:
     return folder / REPORT
 
 
-def _summary(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    end = next((e for e in reversed(events) if e["event"] == "end"), None)
-    if end is None:
-        return [("status", "not finished")]
-    if end["top1"] is None:
-        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on")]
+def _summary(events: list[dict[str, Any]], spent: TimeSpent) -> list[tuple[str, str]]:
+    end = next((e for e in reversed(events) if e["event"] in ("start", "end")), None)
+    if spent.starts > 1:
+        took = [("time to train", f"{spent.training_s:.1f} s over {spent.starts} starts")]
+        took += [("wall time", f"{spent.wall_s:.1f} s")]
+    else:
+        took = [("time to train", f"{spent.training_s:.1f} s")]
+    if end is None or end["event"] == "start":  # an earlier end is not that of the last start
+        return [("status", "not finished"), *took]
+    if end["status"] != "done":
+        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on"), *took]
+    kind, loss = end.get("data", "images"), end.get("val_loss")
+    percents = {"top-1": "top1", "top-5": "top5", "test top-1": "test_top1", "test top-5": "test_top5"}
     return [
         ("status", end["status"]),
-        ("top-1", f"{end['top1']:.2f} %"),
-        ("top-5", f"{end['top5']:.2f} %"),
+        *([("data", kind)] if kind != "images" else []),
+        *((name, f"{end[key]:.2f} %") for name, key in percents.items() if end.get(key) is not None),
+        *([("validation loss", f"{loss:.4f}")] if loss is not None else []),
         ("steps", f"{end['steps']:,}"),
         ("images", f"{end['images']:,}"),
-        ("time to train", f"{end['time_to_train_s']:.1f} s"),
+        *took,
     ]

@@ -1,12 +1,13 @@
 """A training as data: what a recipe may hold. The text under a field is its manual."""
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cputrain.schema.base import Fraction, NotNegative, Positive, Section
-from cputrain.schema.data import AugmentSection, DataSection
+from cputrain.schema.base import Fraction, NotNegative, Positive, Section, misfit
+from cputrain.schema.data import LINE, AugmentSection, DataSection
 from cputrain.schema.model import ModelSection
 from cputrain.schema.optim import OptimSection, ScheduleSection
 from cputrain.schema.phase import PhaseSection
@@ -48,6 +49,10 @@ class Recipe(Section):
     """Stop after this many steps, for trials; the schedule stays that of all epochs."""
     seed: NotNegative = 1
     """Decides initial weights, order and augmentation."""
+    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
+    """What is minimized. cross_entropy: the negative log-likelihood of the label under the softmax of the network's
+    outputs; mse: the mean squared difference between the outputs and the label's one-hot vector, or, for
+    data.path=line, between the output and y."""
     label_smoothing: Fraction = 0.0
     """Share of each label that is spread over all classes (Szegedy et al. 2016, 7)."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -71,11 +76,37 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _epochs_fit(self) -> "Recipe":
-        if self.schedule.warmup_epochs > self.epochs:
-            raise ValueError(f"schedule.warmup_epochs={self.schedule.warmup_epochs:g} exceeds epochs={self.epochs}")
+        warmup = self.schedule.warmup_epochs
+        if warmup > self.epochs:
+            raise misfit(
+                f"schedule.warmup_epochs={warmup:g} is longer than epochs={self.epochs}: "
+                f"set schedule.warmup_epochs to {self.epochs} or less, or epochs to {ceil(warmup)} or more",
+                "epochs",
+                "schedule.warmup_epochs",
+            )
         starts = [phase.from_epoch for phase in self.phases]
-        if starts != sorted(set(starts)) or (starts and starts[-1] >= self.epochs):
-            raise ValueError(f"phases begin at epochs {starts}: each after the one before it, all before {self.epochs}")
+        if starts != sorted(set(starts)):
+            raise misfit(f"phases begin at epochs {starts}: put them in order, each from a later epoch", "phases")
+        if starts and starts[-1] >= self.epochs:
+            raise misfit(
+                f"the last of phases begins at epoch {starts[-1]} (counted from 0), but epochs={self.epochs}: take it "
+                f"out, or set epochs to {starts[-1] + 1} or more",
+                "epochs",
+                "phases",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> "Recipe":
+        regression = self.data.path == LINE
+        wanted = {"model.name": (self.model.name, "linear"), "loss": (self.loss, "mse")}
+        for key, (value, right) in wanted.items():
+            if regression and value != right:
+                raise misfit(
+                    f"data.path={LINE} is linear regression, which {key}={value} does not do: set {key}={right}",
+                    "data.path",
+                    key,
+                )
         return self
 
     @property

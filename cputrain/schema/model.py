@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cputrain.schema.base import Positive, Section
+from cputrain.schema.base import Positive, Section, misfit
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 OWN = (*RESNETS, "alexnet", "alexnet-bn", "lenet", "mnist-cnn", "linear")
@@ -52,9 +52,24 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _options_fit(self) -> "ModelSection":
         if self.zero_gamma != "none" and self.name not in RESNETS:
-            raise ValueError(f"model.zero_gamma is for {', '.join(RESNETS)}, not {self.name}")
+            raise misfit(
+                f"model.zero_gamma={self.zero_gamma} is an option of {', '.join(RESNETS)}, not of {self.name}: "
+                "set model.zero_gamma=none",
+                "model.name",
+                "model.zero_gamma",
+            )
         if self.stride != "v1.5" and self.name not in RESNETS[2:]:
-            raise ValueError(f"model.stride is for {', '.join(RESNETS[2:])}")
+            raise misfit(
+                f"model.stride={self.stride} is an option of {', '.join(RESNETS[2:])}, not of {self.name}: "
+                "set model.stride=v1.5",
+                "model.name",
+                "model.stride",
+            )
         if self.bn_stats_batch is not None and self.bn_stats != "local":
-            raise ValueError("model.bn_stats_batch cuts a worker's own images: leave out one of them")
+            raise misfit(
+                f"model.bn_stats_batch={self.bn_stats_batch} is an option of model.bn_stats=local, not of "
+                f"{self.bn_stats}: set model.bn_stats_batch=null",
+                "model.bn_stats",
+                "model.bn_stats_batch",
+            )
         return self

@@ -2,18 +2,33 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from cputrain.schema.base import Auto, NotNegative, Positive, Section
+from cputrain.schema.base import Auto, NotNegative, Positive, Section, misfit
 
 
 class BatchSection(Section):
-    """Images per step: global = local x workers x accumulation."""
+    """Images per step: local x workers x accumulation, or a fixed global batch whatever the workers."""
 
     local: Positive = 32
-    """Images per worker and backward pass."""
+    """The images of one worker's backward pass; with batch.global, the most that a pass may have."""
     accumulation: Positive = 1
-    """Backward passes per step."""
+    """The backward passes of a step, whose gradients are added up before the update."""
+    global_: Positive | None = Field(default=None, alias="global")
+    """The images of a step over all workers, whatever their number: shares differ by at most one image, and a worker
+    makes as many backward passes as keep each within batch.local. null makes it local x workers x accumulation. Setting
+    it on the command line drops the recipe's batch.accumulation."""
+
+    @model_validator(mode="after")
+    def _passes_are_decided_once(self) -> "BatchSection":
+        if self.global_ is not None and self.accumulation != 1:
+            raise misfit(
+                f"batch.global={self.global_} decides how many passes a step has: leave "
+                f"batch.accumulation={self.accumulation} out",
+                "batch.accumulation",
+                "batch.global",
+            )
+        return self
 
 
 class EvaluateSection(Section):
@@ -21,6 +36,8 @@ class EvaluateSection(Section):
 
     every_epochs: Positive | None = 1
     """Evaluate after this many epochs; null: at the end only."""
+    batch: Positive | None = None
+    """Images per worker and forward pass of an evaluation; null: batch.local."""
 
 
 class CheckpointSection(Section):
@@ -62,5 +79,11 @@ class PlanSection(Section):
     """Whether second hardware threads compute; auto: off."""
     profile: Literal["auto", "bkm-2018", "mlperf-spr"] = "auto"
     """Published practice that decides what is auto here; auto: the planner's own rules."""
+    openmp: Literal["auto", "libgomp", "libiomp5"] = "auto"
+    """The OpenMP runtime to plan for; auto: the profile's, else the one that this Python loads."""
+    oversubscribe: bool = False
+    """Whether ppn may exceed the cores, which workers then share: a trial, no measure of speed."""
+    share: bool = False
+    """Whether cores of running processes that other plans have bound are left to them."""
     balance: Literal["equal", "batch"] = "equal"
     """batch: workers of a host get their images in proportion to their cores, batch.local on average."""

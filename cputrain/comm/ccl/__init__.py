@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from affinity.rank import Rank, discover
 from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import find_libraries
 from cputrain.comm.watchdog import Waiting, Watchdog
 from mpi.fabric import Setting
-from mpi.rank import Rank, discover
 
 BACKEND = "ccl"
 chosen: tuple[Setting, ...] = ()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from affinity.errors import RunError
+from affinity.rank import LOOPBACK, Rank, rendezvous
 from cputrain.comm import ccl
-from mpi.rank import LOOPBACK, Rank, rendezvous
 from mpi.run import free_port
 
 SIZES = (1 << 10, 1 << 20, 25 << 20)

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.rank import Rank
+from affinity.rendezvous import LOOPBACK_INTERFACE, PMI_CONNECTIONS
+from affinity.route import interface_to
 from cputrain.comm.ccl.libraries import Libraries
 from mpi.fabric import Setting
-from mpi.rank import Rank
-from mpi.route import interface_to
 
-LOOPBACK_INTERFACE = "lo"
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_RANK = 32 << 20
 # Providers that register memory with the network card.
 PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
 LOCKED_BYTES = 64 << 20
-OTHER_MPI = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun"}
+# Its ranks only: affinity.bind gives OMPI_COMM_WORLD_RANK and PMI_RANK to scripts that no MPI has started, too.
+OTHER_MPI = {"OMPI_UNIVERSE_SIZE": "Open MPI's mpirun"}
 
 
 def transport_of(env: Mapping[str, str], world_size: int) -> tuple[str, str]:
@@ -28,7 +29,8 @@ def transport_of(env: Mapping[str, str], world_size: int) -> tuple[str, str]:
     """
     asked = env.get("CCL_ATL_TRANSPORT")
     other = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
-    managed = other is None and "PMI_RANK" in env and env.get("PMI_SIZE", "") == str(world_size)
+    connected = "PMI_RANK" in env and any(name in env for name in PMI_CONNECTIONS)
+    managed = other is None and connected and env.get("PMI_SIZE", "") == str(world_size)
     if asked == "mpi" and not managed:
         starter = other or "a launcher without Intel MPI's process manager (PMI)"
         raise InputError(

@@ -19,6 +19,11 @@ class Rank:
     local_world_size: int
     launcher: str
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks of the job are on this host."""
+        return self.local_world_size == self.world_size
+
 
 # (launcher, rank, world size, local rank, local world size), most specific first: srun's variables are also there
 # when another launcher runs inside a Slurm job, and PMI's under several of them.
@@ -31,9 +36,18 @@ CONVENTIONS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    (
+        "mvapich",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("intelmpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("pals", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 )
+# Where a launcher says which worker of its host a process is.
+LOCAL_RANK_VARIABLES = (*(names[3] for names in CONVENTIONS), "SLURM_LOCALID")
 
 
 def discover(env: Mapping[str, str]) -> Rank | None:
@@ -54,9 +68,16 @@ def discover(env: Mapping[str, str]) -> Rank | None:
     # numbered step; a step of one task is most often a shell, in which people start things themselves.
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
         return _srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None
+    if "PMIX_RANK" in env:  # prterun's ranks learn the rest from its server
+        halves.append("PMIX_RANK is set but no world size is")
     if halves:
-        raise InputError(f"{'; '.join(halves)}: start through a launcher that sets all")
+        raise InputError(f"{'; '.join(halves)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank")
     return None
+
+
+def local_rank_of(env: Mapping[str, str]) -> int | None:
+    """This process's place among its host's workers, where a launcher tells at least that."""
+    return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if env.get(name, "").isdigit()), None)
 
 
 def _srun_rank(env: Mapping[str, str]) -> Rank:

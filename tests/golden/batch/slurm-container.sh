@@ -1,0 +1,97 @@
+#!/bin/bash
+#SBATCH --job-name=resnet50
+#SBATCH --nodes=256
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=02:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=resnet50-%j.out
+set -euo pipefail
+
+output=runs/resnet50
+settings=()
+settings+=("output=$output")
+files="$output.job"
+mkdir -p -- "$files"
+files="$(cd -- "$files" && pwd)"
+cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
+name: resnet50
+END_OF_RECIPE
+cat > "$files/container.sh" <<'END_OF_CONTAINER'
+#!/bin/bash
+# Starts the container on this host, once for each rank, and in it the command that follows.
+set -euo pipefail
+
+runtime=apptainer
+
+# Files and folders keep their paths inside; the quotes are those of comma-separated values.
+declare -A mounted=()
+mounts=()
+mount_path() {
+    local path
+    path="$(realpath --canonicalize-missing --no-symlinks -- "$1")"
+    if [ ! -e "$path" ] || [ -n "${mounted["$path"]:-}" ]; then return; fi
+    mounted["$path"]=yes
+    path="${path//\"/\"\"}"
+    mounts+=(--mount "type=bind,\"source=$path\",\"destination=$path\"")
+}
+CPUTRAIN_CACHE="${CPUTRAIN_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/cputrain}"
+export CPUTRAIN_CACHE
+mkdir -p -- "$CPUTRAIN_CACHE" 2> /dev/null || true  # where it may not be made, the trainer does without
+mount_path "$PWD"
+mount_path "$CPUTRAIN_CACHE"
+mount_path "$(dirname -- runs/resnet50)"
+mount_path /data/imagenet
+
+# The host's Python packages are none of the image's.
+unset PYTHONHOME PYTHONPATH
+export PYTHONNOUSERSITE=1
+
+exec "$runtime" exec "${mounts[@]}" --pwd "$PWD" --nv '--bind=/a b' 'image'"'"'s.sif' "$@"
+END_OF_CONTAINER
+
+# What an earlier job has done is gone on from; what it has finished is left alone.
+resume=()
+if [ -e "$output/events.jsonl" ]; then
+    if grep -q '"status": "done"' -- "$output/events.jsonl"; then
+        echo "$output is finished"
+        exit 0
+    fi
+    resume=(--resume)
+fi
+export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
+
+scontrol show hostnames > "$files/nodes"
+# Workers per host, their cores and threads, and the network's settings are planned on the job's first host: this one.
+# Every rank checks that its own host gave it just this.
+bash "$files/container.sh" python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
+    --nodes 256 --fabric auto --format json > "$files/plan.json"
+launch=()
+bash "$files/container.sh" python -m mpi.first_host "$files" --launcher srun --fabric auto \
+    --port "$((29500 + SLURM_JOB_ID % 1000))" \
+    > "$files/first-host.sh"
+# shellcheck disable=SC1091  # written by the lines before
+. "$files/first-host.sh"
+
+# The time is nearly up: what runs saves its state and ends; this job is queued again and goes on from there.
+requeue() {
+    echo "time limit: requeued, to go on from the last checkpoint"
+    kill -USR1 "$running" 2> /dev/null || true
+    for ((i = 0; i < 90; i++)); do
+        kill -0 "$running" 2> /dev/null || break
+        sleep 1
+    done
+    kill -TERM "$running" 2> /dev/null || true
+    wait "$running" || true
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+trap requeue USR1
+
+"${launch[@]}" bash "$files/container.sh" python -m affinity.bind --plan "$files/plan.json" -- \
+    python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
+running=$!
+wait "$running"
+

@@ -1,0 +1,125 @@
+#!/bin/bash
+#SBATCH --job-name=prepare
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=02:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=prepare-%j.out
+set -euo pipefail
+
+files='my data/shards.job'
+mkdir -p -- "$files"
+files="$(cd -- "$files" && pwd)"
+cat > "$files/container.sh" <<'END_OF_CONTAINER'
+#!/bin/bash
+# Starts the container on this host, once for each rank, and in it the command that follows.
+set -euo pipefail
+
+runtime="$(command -v apptainer || command -v singularity || command -v podman || command -v docker)" || {
+    echo "container: no apptainer, singularity, podman or docker on PATH of $(hostname): load its module" >&2
+    exit 2
+}
+label="cputrain.job=${SLURM_JOB_ID:-${PBS_JOBID:-none}}"
+if [ "$1" = --end ]; then
+    # What still runs here of this job: a killed client of podman or docker leaves its container behind.
+    case "${runtime##*/}" in
+        podman | docker) "$runtime" ps --quiet --filter "label=$label" | xargs --no-run-if-empty "$runtime" kill ;;
+    esac
+    exit 0
+fi
+
+# Files and folders keep their paths inside; the quotes are those of comma-separated values.
+declare -A mounted=()
+mounts=()
+mount_path() {
+    local path
+    path="$(realpath --canonicalize-missing --no-symlinks -- "$1")"
+    if [ ! -e "$path" ] || [ -n "${mounted["$path"]:-}" ]; then return; fi
+    mounted["$path"]=yes
+    path="${path//\"/\"\"}"
+    mounts+=(--mount "type=bind,\"source=$path\",\"destination=$path\"")
+}
+CPUTRAIN_CACHE="${CPUTRAIN_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/cputrain}"
+export CPUTRAIN_CACHE
+mkdir -p -- "$CPUTRAIN_CACHE" 2> /dev/null || true  # where it may not be made, the trainer does without
+mount_path "$PWD"
+mount_path "$CPUTRAIN_CACHE"
+mount_path "$(dirname -- 'my data/shards')"
+mount_path raw
+
+# The host's Python packages are none of the image's.
+unset PYTHONHOME PYTHONPATH
+export PYTHONNOUSERSITE=1
+
+case "${runtime##*/}" in
+    apptainer | singularity)
+        exec "$runtime" exec "${mounts[@]}" --pwd "$PWD" docker.io/library/python "$@"
+        ;;
+esac
+
+# Of the rank's environment go inside: who it is, how it reaches the others, and what is set for its libraries.
+passed=()
+while IFS= read -r name; do
+    case "$name" in
+        SLURM_* | PBS_* | PMI_* | PMIX_* | PALS_* | OMPI_* | PRTE_* | MPI_* | I_MPI_* | MASTER_* | \
+            RANK | WORLD_SIZE | LOCAL_RANK | LOCAL_WORLD_SIZE | FI_* | PSM2_* | PSM3_* | HFI_* | UCX_* | CCL_* | \
+            GLOO_* | TORCH_* | OMP_* | KMP_* | GOMP_* | MKL_* | MALLOC_* | TQDM_* | CPUTRAIN_* | PYTHONNOUSERSITE | \
+            HOME | USER | LOGNAME | http_proxy | https_proxy | no_proxy) passed+=(--env "$name") ;;
+    esac
+done < <(compgen -e)
+# The socket of the process manager (PMI) stays outside: oneCCL meets through the job's store and libfabric.
+export CCL_ATL_TRANSPORT="${CCL_ATL_TRANSPORT:-ofi}"
+passed+=(--env CCL_ATL_TRANSPORT)
+
+# One host to all of its ranks: its network, shared memory and process numbers. SYS_NICE is for set_mempolicy.
+options=(--rm --network=host --ipc=host --pid=host --cap-add=SYS_NICE --security-opt=label=disable
+    --entrypoint "" --user "$(id -u):$(id -g)" --workdir "$PWD" --label "$label")
+case "${runtime##*/}" in
+    podman)
+        options+=(--ulimit=host)
+        if [ "$(id -u)" != 0 ]; then options+=(--userns=keep-id); fi
+        ;;
+    *)
+        # docker's daemon starts the container outside the job: the rank's CPUs and groups are handed on by hand.
+        options+=(--ulimit=memlock=-1:-1)
+        options+=(--cpuset-cpus "$(awk '$1 == "Cpus_allowed_list:" { print $2 }' /proc/self/status)")
+        for group in $(id -G); do options+=(--group-add "$group"); done
+        ;;
+esac
+for device in /dev/infiniband /dev/hfi1* /dev/cxi*; do
+    if [ -e "$device" ]; then options+=(--device "$device"); fi
+done
+exec "$runtime" run "${options[@]}" "${mounts[@]}" "${passed[@]}" \
+    docker.io/library/python "$@"
+END_OF_CONTAINER
+
+each_host=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1)
+end_of_job() {
+    "${each_host[@]}" bash "$files/container.sh" --end || true
+}
+trap end_of_job EXIT
+
+# The time is nearly up: what runs saves its state and ends; this job is queued again and goes on from there.
+requeue() {
+    echo "time limit: requeued, to go on from where it was"
+    kill -USR1 "$running" 2> /dev/null || true
+    for ((i = 0; i < 90; i++)); do
+        kill -0 "$running" 2> /dev/null || break
+        sleep 1
+    done
+    kill -TERM "$running" 2> /dev/null || true
+    wait "$running" || true
+    trap - EXIT
+    end_of_job
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+trap requeue USR1
+
+bash "$files/container.sh" python -m cputrain prepare imagenet raw 'my data/shards' --short-side 256 &
+running=$!
+wait "$running"
+
