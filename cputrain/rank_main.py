@@ -2,10 +2,13 @@
 
 import json
 import os
+import resource
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from affinity.bind import PLAN_VARIABLE
+from affinity.memory import GIB
 from affinity.observe import Observed
 from affinity.plan import WorkerPlan
 from affinity.rank import Rank
@@ -16,6 +19,7 @@ from cputrain.files import write_atomic
 from cputrain.in_use import start_lines
 from cputrain.resume import Facts
 from cputrain.run_folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
+from cputrain.sampling import sampled
 from cputrain.schema import Recipe
 from cputrain.session import Session, binding_record, describe_environment, start_session
 from cputrain.train import Outcome, begin, train
@@ -32,7 +36,11 @@ def train_rank(
     prepared: bool,
     check: bool,
 ) -> None:
-    """Train as one rank. With `prepared` the launcher has made the run's folder; else rank 0 checks and makes it."""
+    """Train as one rank.
+
+    With `prepared` the launcher has made the run's folder and samples the ranks' use of resources; else rank 0 checks
+    and makes the folder, and each rank samples itself.
+    """
     session = start_session(recipe, rank, worker, observed, check=check)
     done = None if prepared else on_rank_0(lambda: _make_run(session, resume=resume, overwrite=overwrite))
     if said := gather(done)[0]:
@@ -40,10 +48,12 @@ def train_rank(
             print(said, flush=True)
         end_group(session.group)
         return
-    with staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
+    sampling = nullcontext() if prepared else sampled(recipe.folder, rank, session.loader_pus)
+    with sampling, staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
         outcome = _train(session, resume=resume)
+    peaks = gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if session.leads:
-        _say_end(session, outcome)
+        _say_end(session, outcome, max(peaks))
     end_group(session.group)
 
 
@@ -109,7 +119,7 @@ def _make_run(session: Session, *, resume: bool, overwrite: bool) -> str | None:
     return None
 
 
-def _say_end(session: Session, outcome: Outcome) -> None:
+def _say_end(session: Session, outcome: Outcome, peak_bytes: int) -> None:
     from cputrain.report.page import write_report  # matplotlib: a second that only the end needs
 
     accuracy = outcome.accuracy
@@ -134,4 +144,7 @@ def _say_end(session: Session, outcome: Outcome) -> None:
     if (test := outcome.test) and test.top1 is not None:
         print(f"test top-1           {test.top1:.2f} %")
         print(f"test top-5           {test.top5:.2f} %  ({test.images} {kind}, each once, with the last weights)")
+    estimate = session.worker.memory_bytes
+    beside = f" (estimated {estimate / GIB:.2f})" if estimate else ""
+    print(f"peak memory          {peak_bytes / GIB:.2f} GiB per worker{beside}")
     print(f"report               {write_report(session.recipe.folder)}")

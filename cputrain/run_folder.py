@@ -1,4 +1,4 @@
-"""A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, report.html."""
+"""A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
 
 import json
 import shutil
@@ -15,6 +15,7 @@ from cputrain.files import write_atomic
 from cputrain.recipe import dump_recipe, load_recipe, recipe_names, with_absolute_paths
 from cputrain.resume import Facts, changes_training, differences, refusal, told
 from cputrain.schema import Recipe
+from mpi.usage_file import FOLDER as USAGE
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "recipe.yaml",
@@ -24,7 +25,7 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "logs",
     "report.html",
 )
-OURS = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS)
+OURS = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
 BEST = "best.pt"
 
 

@@ -1,4 +1,5 @@
-"""One rank's guardian on its host: starts it, labels and logs its output, gives signs of life, ends it with the job.
+"""One rank's guardian on its host: starts it, labels and logs its output, samples what it uses, gives signs of life,
+ends it with the job.
 
 python -m mpi.agent --report-to HOST:PORT --into DIR -- CMD...
 """
@@ -19,7 +20,9 @@ from affinity.rank import Rank, discover
 from mpi.ends import LAST_LINES
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
+from mpi.sampler import Sampler
 from mpi.signals import NOTICE
+from mpi.usage_file import FOLDER as USAGE
 from mpi.wire import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
 
 POLL_S = 0.2
@@ -90,8 +93,10 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
             streams.append(Stream(label=label, terminal=terminal, log=log, live=live))
             selector.register(pipe, selectors.EVENT_READ, streams[-1])
         selector.register(line.connection, selectors.EVENT_READ, line)
+        sampler: Sampler | None = None
         try:
-            ended = _watch(process, selector, line)
+            sampler = Sampler(logs.parent / USAGE, {rank.rank: process.pid}, whole_host=rank.local_rank == 0)
+            ended = _watch(process, selector, line, sampler)
         except _TerminatedError:
             ended = False
         if ended:
@@ -101,6 +106,9 @@ def guard(rank: Rank, command: tuple[str, ...], line: Line, logs: Path, *, label
         for stream in streams:
             stream.close()
     status = process.wait()
+    if sampler is not None:
+        sampler.ended(rank.rank)
+        sampler.close()
     tail = [text[:LONGEST_LINE] for text in path.read_text(errors="replace").splitlines()[-LAST_LINES:]]
     told = line.send(what="end", status=status, tail=tail, log=str(path), by_job=not ended)
     if told and ended and status != 0:
@@ -118,7 +126,7 @@ def _start(command: tuple[str, ...]) -> subprocess.Popen[bytes]:
         raise InputError(f"cannot start {command[0]!r}: {error.strerror}") from None
 
 
-def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, line: Line) -> bool:
+def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, line: Line, sampler: Sampler) -> bool:
     """True when the rank has ended by itself, False when the job has to end it."""
     heard = beaten = time.monotonic()
     while True:
@@ -139,6 +147,7 @@ def _watch(process: subprocess.Popen[bytes], selector: selectors.BaseSelector, l
             beaten = now
         if now - heard > SILENT_S:
             return False
+        sampler.tick()
         if _has_ended(process, selector):
             _drain(selector)
             return True

@@ -52,27 +52,28 @@ def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[
     return plan_machine(this_machine(), request, find_runtime(target_of(command), env))
 
 
-def made(plan: Plan, hosts: tuple[str, ...], kind: str, fabric: Fabric, port: int, folder: Path) -> Start:
-    """What starts ranks on the hosts, up to the rank's own command. What the user has set for the network wins."""
-    settings = fabric.settings if len(hosts) > 1 else ()
+def started(
+    plan: Plan, hosts: tuple[str, ...], kind: str, variables: tuple[tuple[str, str], ...], port: int, folder: Path
+) -> Start:
+    """What starts ranks with these variables on the hosts, up to the rank's own command."""
     job = Job(
         kinds=(Kind(hosts=hosts, plan=plan),),
         command=(),
         plan_path=folder / PLAN,
         log_dir=folder,
         master_port=port,
-        variables=tuple((name, os.environ.get(name, value)) for name, value, _ in settings),
+        variables=variables,
     )
     if job.world_size == 1:  # needs no launcher; under srun a single task would not be taken for a rank
-        ((_, variables),) = local(job, port)
-        return Start(argv=("env", *(f"{name}={value}" for name, value in variables.items())))
+        ((_, told),) = local(job, port)
+        return Start(argv=("env", *(f"{name}={value}" for name, value in told.items())))
     return start(job, launcher_of_job(kind), (), folder)
 
 
-def shell_lines(start: Start) -> str:
+def shell_lines(made: Start) -> str:
     """The lines that the job script reads."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in start.variables]
-    return "\n".join([*exports, f"launch=({shlex.join(start.argv)})"]) + "\n"
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in made.variables]
+    return "\n".join([*exports, f"launch=({shlex.join(made.argv)})"]) + "\n"
 
 
 def main(arguments: list[str]) -> int:
@@ -83,18 +84,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fabric", choices=["auto", *FABRICS], default="auto", help="network between the hosts")
     parser.add_argument("--port", type=int, required=True, help="of rank 0's store")
     parser.add_argument("--request", metavar="JSON", help="make plan.json: what is asked of the plan")
-    parser.add_argument("command", nargs="*", help="-- the program of --request's ranks")
+    parser.add_argument("--program", help="what those ranks start: the plan is for its libraries")
     options = parser.parse_args(arguments)
     try:
         hosts = tuple(host.name for host in read_hostfile(options.folder / NODES).hosts)
         fabric = network(options.fabric, len(hosts))
         if options.request is not None:
-            plan = plan_here(options.request, fabric, tuple(options.command), os.environ)
+            command = () if options.program is None else (options.program,)
+            plan = plan_here(options.request, fabric, command, os.environ)
             (options.folder / PLAN).write_text(plan_to_json(plan))
         else:
             plan = read_plan(options.folder / PLAN)
-        started = made(plan, hosts, options.launcher, fabric, options.port, options.folder)
-        for path, text in started.files:
+        settings = fabric.settings if len(hosts) > 1 else ()
+        variables = tuple((name, os.environ.get(name, value)) for name, value, _ in settings)  # the user's own wins
+        made = started(plan, hosts, options.launcher, variables, options.port, options.folder)
+        for path, text in made.files:
             path.write_text(text)
     except InputError as error:
         print(f"first host: {error}", file=sys.stderr)
@@ -102,7 +106,7 @@ def main(arguments: list[str]) -> int:
     threads = "+".join(str(worker.intra_op) for worker in plan.workers)
     told = f"{len(plan.workers)} worker(s) of {threads} threads on each of {len(hosts)} host(s), network {fabric.name}"
     print(f"planned on {socket.gethostname()}: {told}", file=sys.stderr)
-    print(shell_lines(started), end="")
+    print(shell_lines(made), end="")
     return 0
 
 

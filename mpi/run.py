@@ -18,7 +18,9 @@ from mpi.job import Job
 from mpi.launch import local
 from mpi.output import Stream
 from mpi.process import signal_group, start_rank
+from mpi.sampler import Sampler
 from mpi.signals import NOTICE, STOPS, InterruptedBySignalError, interruptible
+from mpi.usage_file import FOLDER as USAGE
 
 POLL_S = 0.05
 GRACE_S = 5.0  # between asking a worker to stop and killing it
@@ -39,9 +41,10 @@ class Worker:
 def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) -> int:
     """Run the job's workers on this host to their end; 0 when all ended well, 2 when all refused their input.
 
-    Output is labelled with its rank and also written to log_dir/rank-N.log. When one rank fails the others are
-    stopped. Raises RunError naming the rank, its exit or signal, its log and last lines; on SIGINT or SIGTERM stops
-    everything and returns 128 + the signal; SIGUSR1 is passed on. No process is left behind in any case.
+    Output is labelled with its rank and also written to log_dir/rank-N.log; what the ranks use, to usage/ beside
+    log_dir. When one rank fails the others are stopped. Raises RunError naming the rank, its exit or signal, its log
+    and last lines; on SIGINT or SIGTERM stops everything and returns 128 + the signal; SIGUSR1 is passed on. No process
+    is left behind in any case.
     """
     job.log_dir.mkdir(parents=True, exist_ok=True)
     port = job.master_port or free_port()
@@ -52,6 +55,7 @@ def run_local(job: Job, out: TextIO | None = None, err: TextIO | None = None) ->
 
 def _run(job: Job, port: int, workers: list[Worker], out: TextIO, err: TextIO) -> int:
     selector = selectors.DefaultSelector()
+    sampler: Sampler | None = None
     try:
         for rank, (argv, variables) in enumerate(local(job, port)):
             worker = _start(rank, argv, variables, job)
@@ -63,7 +67,9 @@ def _run(job: Job, port: int, workers: list[Worker], out: TextIO, err: TextIO) -
                 stream = Stream(label=label, terminal=terminal, log=log, live=terminal.isatty())
                 worker.streams.append(stream)
                 selector.register(pipe, selectors.EVENT_READ, stream)
-        return _watch(workers, selector)
+        pids = {worker.rank: worker.process.pid for worker in workers}
+        sampler = Sampler(job.log_dir.parent / USAGE, pids, whole_host=True)
+        return _watch(workers, selector, sampler)
     except InterruptedBySignalError as stop:
         number = stop.args[0]
         print(f"\nstopping {len(workers)} workers ({signal.Signals(number).name})", file=err)
@@ -72,6 +78,8 @@ def _run(job: Job, port: int, workers: list[Worker], out: TextIO, err: TextIO) -
         _tear_down(workers)
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
+        if sampler is not None:
+            sampler.close()
         _pump(selector, timeout_s=0.0, until_empty=True)
         for worker in workers:
             for stream in worker.streams:
@@ -97,15 +105,16 @@ def _start(rank: int, argv: tuple[str, ...], variables: dict[str, str], job: Job
     return Worker(rank=rank, process=process, log=job.log_dir / f"rank-{rank}.log")
 
 
-def _watch(workers: list[Worker], selector: selectors.BaseSelector) -> int:
+def _watch(workers: list[Worker], selector: selectors.BaseSelector, sampler: Sampler) -> int:
     while True:
         _pump(selector, timeout_s=POLL_S)
-        _note_ends(workers)
+        _note_ends(workers, sampler)
+        sampler.tick()
         if any(_failed(worker) for worker in workers):
             settled = time.monotonic() + SETTLE_S
             while time.monotonic() < settled and not all(worker.ended_at for worker in workers):
                 _pump(selector, timeout_s=POLL_S)
-                _note_ends(workers)
+                _note_ends(workers, sampler)
             break
         if all(worker.ended_at for worker in workers):
             return 0
@@ -135,11 +144,12 @@ def _failed(worker: Worker) -> bool:
     return worker.ended_at is not None and worker.process.returncode != 0
 
 
-def _note_ends(workers: list[Worker]) -> None:
+def _note_ends(workers: list[Worker], sampler: Sampler) -> None:
     now = time.monotonic()
     for worker in workers:
         if worker.ended_at is None and worker.process.poll() is not None:
             worker.ended_at = now
+            sampler.ended(worker.rank)
 
 
 def _pump(selector: selectors.BaseSelector, timeout_s: float, until_empty: bool = False) -> None:

@@ -65,6 +65,21 @@ class Slurm:
         said = self.run("scontrol", "show", "job", job, cwd=cwd).stdout
         return next((word.partition("=")[2] for word in said.split() if word.startswith("JobState=")), "GONE")
 
+    def finish(self, script: str, cwd: Path, limit_s: float = 180.0) -> str:
+        """Submit a script and wait for its end; the state that it then is in."""
+        submitted = self.run("sbatch", "--parsable", cwd=cwd, text=script)
+        assert submitted.returncode == 0, submitted.stderr
+        deadline = time.monotonic() + limit_s
+        while (state := self.state(submitted.stdout.strip(), cwd)) in (
+            "PENDING",
+            "CONFIGURING",
+            "RUNNING",
+            "COMPLETING",
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        return state
+
 
 @contextmanager
 def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:

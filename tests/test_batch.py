@@ -18,12 +18,17 @@ from hypothesis import strategies as st
 
 from affinity.errors import InputError
 from affinity.plan import Request, plan_machine
+from affinity.plan_file import read_plan
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
+from cputrain.cli import main
 from cputrain.events import read_events
+from cputrain.recipe import load_recipe
+from mpi import first_host
 from mpi.batch import Batch, Command, Container, Preparation, Training, job_script, parse_sweep
 from mpi.cluster import Kind, job_plan_json
 from mpi.directives import Resources
+from mpi.fabric import FABRICS
 from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import find_launcher, newest
@@ -251,6 +256,32 @@ def test_no_value_becomes_shell_code(
     assert not list(folder.rglob("canary"))
 
 
+def test_the_first_host_tells_launcher_and_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 runs, and listens, where PBS's node file begins; a network variable that the user has set stays."""
+    (tmp_path / "nodes").write_text("n9\nn9\nn10\nn10\n")
+    monkeypatch.setenv("FI_PROVIDER", "mine")
+    options = (
+        "--launcher",
+        "openmpi",
+        "--fabric",
+        "ethernet",
+        "--port",
+        "29507",
+        "--request",
+        '{"ppn": 1, "nodes": 2}',
+    )
+    assert first_host.main([str(tmp_path), *options]) == 0
+    said = capsys.readouterr()
+    assert (tmp_path / "hosts").read_text() == "n9 slots=1\nn10 slots=1\n"
+    assert said.out.startswith("launch=(mpirun -np 2 --hostfile ")
+    assert "-x MASTER_ADDR=n9 -x MASTER_PORT=29507 -x FI_PROVIDER=mine -x I_MPI_FABRICS=shm:ofi" in said.out
+    assert "1 worker(s) of" in said.err and "on each of 2 host(s), network ethernet" in said.err
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.request.link_gbit == FABRICS["ethernet"].link_gbit and len(plan.workers) == 1
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), CORES) as cluster:
@@ -342,9 +373,10 @@ def wait_for(slurm: Slurm, job: str, place: Path, states: set[str], limit_s: flo
 
 
 def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
-    """Nothing is said of the host: the plan that is made there takes all of its cores."""
+    """Nothing is said of the host: the plan that is made there takes all of its cores. The data is copied there."""
     arguments = ("epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00")
-    job = submitted(slurm, place, *SMALL, *arguments, "--error", "%x.err")
+    disk = place.parent / "a host's disk"
+    job = submitted(slurm, place, *SMALL, *arguments, "--error", "%x.err", "--stage", str(disk))
     wait_for(slurm, job, place, {"COMPLETED"})
     events = read_events(place / "the 'run'")
     assert events[-1]["status"] == "done", (place / f"imagefolder-{job}.out").read_text()
@@ -353,6 +385,8 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
     assert used == set(this_machine().allowed_pus)
     told = (place / "imagefolder.err").read_text()
     assert f"planned on {socket.gethostname()}: {len(events[0]['bindings'])} worker(s)" in told
+    assert load_recipe(str(place / "the 'run'/recipe.yaml")).data.path == f"{disk}/{job}"
+    assert not list(disk.iterdir())  # taken away again
 
 
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
@@ -452,6 +486,31 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
 
 
+def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
+    """Submit a job of any command and wait for its end; what it has said."""
+    options = ("--time", "00:05:00", "--output", "job.out", "--venv", str(venv(folder)))
+    script = cputrain("job", "slurm", *options, *arguments, cwd=folder)
+    assert script.returncode == 0, script.stderr
+    state = slurm.finish(script.stdout, folder)
+    said = (folder / "job.out").read_text()
+    assert state == "COMPLETED", said
+    return said
+
+
+def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path: Path) -> None:
+    alone = ("--directive", "--export=NONE")  # what the script sets reaches the ranks all the same
+    hosts = ("--nodes", "2", "--ppn", str(CORES))
+    said = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-c", TOGETHER)
+    ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", said))
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
+    assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], said
+
+
+def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
+    tell = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, at $MASTER_ADDR, $((MASTER_PORT > 29499))"
+    assert "0 of 1, 0 of 1, at 127.0.0.1, 1\n" in commanded(slurm, tmp_path, "--ppn", "1", "--", "sh", "-c", tell)
+
+
 @pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])
 def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> None:
     ranks = (
@@ -501,8 +560,12 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
         ((*SLURM, "--container", "image.sif", "--venv", "v"), "--venv"),
     ],
 )
-def test_what_a_job_cannot_heed_is_refused(arguments: tuple[str, ...], told: str) -> None:
-    assert told in refused(cputrain("job", *arguments[:1], "--time", "1:00:00", *arguments[1:]))
+def test_what_a_job_cannot_heed_is_refused(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["job", arguments[0], "--time", "1:00:00", *arguments[1:]]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1 and told in said.err
 
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:

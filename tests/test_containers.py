@@ -109,15 +109,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-def done(slurm: Slurm, here: Path, runtimes: dict[str, str], *arguments: str) -> str:
-    """Submit a job and wait for its end; what it has said."""
+def done(slurm: Slurm, here: Path, runtimes: dict[str, str], *arguments: str) -> None:
+    """Submit a job with the stand-ins on PATH and wait for its end."""
     script = cputrain("job", "slurm", "--time", "00:10:00", "--output", "job.out", *arguments, cwd=here)
     assert script.returncode == 0, script.stderr
-    knowing = replace(slurm, env={**slurm.env, **runtimes})
-    ended = knowing.run("sbatch", "--wait", cwd=here, text=script.stdout)
-    said = (here / "job.out").read_text()
-    assert ended.returncode == 0, said
-    return said
+    state = replace(slurm, env={**slurm.env, **runtimes}).finish(script.stdout, here)
+    assert state == "COMPLETED", (here / "job.out").read_text()
 
 
 def test_jobs_in_containers_prepare_and_train(slurm: Slurm, runtimes: dict[str, str], tmp_path: Path) -> None:

@@ -79,3 +79,23 @@ def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
         events.write("start", bindings=[])
     html = write_report(tmp_path).read_text()
     assert "time to train" in html and "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html
+
+
+def test_a_report_of_numbers_that_were_lost_and_of_a_run_going_on(tmp_path: Path) -> None:
+    """No finite loss, no evaluation, an epoch in two parts; started again after its end, elsewhere."""
+    (tmp_path / "recipe.yaml").write_text("name: x\n")
+    nothing = dict.fromkeys(("train_loss", "val_loss", "val_top1", "val_top5"))
+    binding = {"rank": 0, "planned_pus": [0], "pus": [0], "memory_policy": "default"}
+    with Events(tmp_path) as events:
+        for host, epoch_s in (("old", 11.5), ("new", 22.5)):
+            events.write("start", bindings=[{**binding, "host": host}])
+            if host == "old":
+                events.write("step", step=1, epoch=0.5, loss=float("nan"), rate=0.1, images_per_s=5.0)
+            events.write("epoch", step=1, epoch=1, train_top1=10.0, seconds=epoch_s, images_per_s=5.0, **nothing)
+            if host == "old":
+                events.write("end", step=1, top1=1.0, top5=2.0, steps=1, images=5, time_to_train_s=1.0, status="done")
+    html = write_report(tmp_path).read_text()
+    assert "not finished" in html and "<td>new</td>" in html and "<td>old</td>" not in html
+    assert "<td>22.5</td>" in html and "<td>11.5</td>" not in html
+    titles = {title: f"<h2>{title}</h2>" in html for title in ("Loss", "Accuracy", "Learning rate", "Throughput")}
+    assert titles == {"Loss": False, "Accuracy": True, "Learning rate": True, "Throughput": True}

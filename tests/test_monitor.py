@@ -107,7 +107,7 @@ def test_many_ranks(monitor: Monitor) -> None:
 def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monitor, tmp_path: Path) -> None:
     """A launcher that sees it go ends the other ranks, whose ends would then be taken for the cause."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
-    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path))
+    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "logs"))
     command = (sys.executable, "-m", "mpi.agent", *report, "--", "sh", "-c", "exit 3")
     with subprocess.Popen(command, env={**os.environ, **world}) as process:
         heard(monitor, 1)

@@ -14,6 +14,7 @@ from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
+from cputrain.report.usage import read_usage
 from tests.conftest import cputrain, mpi_path, write_images
 from tests.fake_hosts import FakeHosts, fake_hosts
 
@@ -122,6 +123,9 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
         host = hosts.names[rank // WORKERS]
         said = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
         assert said in result.stdout.splitlines()
+    usage = read_usage(tmp_path / "out")
+    assert usage is not None and [*usage.workers] == [*range(size)] and [*usage.hosts] == sorted(hosts.names)
+    assert [*usage.planned] == [*range(size)]
 
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])

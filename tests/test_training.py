@@ -15,6 +15,7 @@ import pytest
 from affinity.sysfs import this_machine
 from cputrain.events import read_events
 from cputrain.recipe import load_recipe, recipe_names
+from cputrain.report.usage import read_usage
 from tests.by_hand import plan_of, ranks_by_hand
 from tests.conftest import cputrain, refused, write_images
 from tests.trainings import trained
@@ -60,11 +61,19 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     decoder = environment["decoder"].partition(":")[0]
     assert told[0] == f"backend {environment['backend']}, decoder {decoder}, allocator {environment['allocator']}"
     assert result.stdout.index(told[-1]) < result.stdout.index("epoch 1/2")
-    for said in ("total training time", "time to train", "top-1", "top-5", "(21 images, each once)", "run/report.html"):
+    for said in (
+        "total training time",
+        "time to train",
+        "top-1",
+        "top-5",
+        "(21 images, each once)",
+        "peak memory",
+        "run/report.html",
+    ):
         assert said in result.stdout
     run = place / "run"
     assert {path.name for path in run.iterdir()} == {
-        *("recipe.yaml", "plan.json", "environment.json", "events.jsonl", "checkpoints", "logs", "report.html")
+        *("recipe.yaml", "plan.json", "environment.json", "events.jsonl", "checkpoints", "logs", "usage", "report.html")
     }
     assert len(list((run / "logs").iterdir())) == PPN
     events = read_events(run)
@@ -76,7 +85,11 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     bindings = events[0]["bindings"]
     assert [b["pus"] for b in bindings] == [b["planned_pus"] for b in bindings] and len(bindings) == PPN
     assert events[-1]["steps"] == len(steps) and events[-1]["status"] == "done"
-    assert "<svg" in (run / "report.html").read_text()
+    html = (run / "report.html").read_text()
+    assert html.count("<svg") == 5 and "Nothing was sampled" not in html
+    usage = read_usage(run)
+    assert usage is not None and [*usage.workers] == [*usage.planned] == [*range(PPN)] and len(usage.hosts) == 1
+    assert all(plan.memory_bytes for plan in usage.planned.values())
 
     assert "add --resume or --overwrite" in refused(cputrain("train", "imagefolder", *SMALL, cwd=place))
     told = refused(cputrain("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
@@ -100,8 +113,11 @@ def test_a_resumed_training_ends_where_an_unbroken_one_does(place: Path) -> None
     assert unbroken.returncode == 0, unbroken.stderr
     half = 27 // (6 * PPN)  # the first epoch's steps
     assert cputrain("train", "imagefolder", *SMALL, f"max_steps={half}", cwd=place).returncode == 0
+    sampled = (place / "run/usage/rank-0.jsonl").read_text()
     resumed = cputrain("train", "imagefolder", *SMALL, "--resume", cwd=place)
     assert resumed.returncode == 0, resumed.stderr
+    assert (place / "run/usage/rank-0.jsonl").read_text().startswith(sampled)
+    assert len((place / "run/usage/rank-0.jsonl").read_text()) > len(sampled)
     a, b = final_weights(place, "whole"), final_weights(place, "run")
     assert a["step"] == b["step"]
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
@@ -243,6 +259,8 @@ def test_torchrun_can_start_the_trainer(place: Path) -> None:
     assert "time to train" in result.stdout
     bindings = read_events(place / "run")[0]["bindings"]
     assert len({tuple(b["pus"]) for b in bindings}) == PPN, "each rank has bound itself to PUs of its own"
+    usage = read_usage(place / "run")
+    assert usage is not None and [*usage.workers] == [*range(PPN)] and len(usage.hosts) == 1, "each samples itself"
     again = subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=300)
     assert again.returncode != 0 and "add --resume or --overwrite" in again.stderr
     assert not list((place / "scratch").glob("cputrain-*")), (

@@ -16,7 +16,7 @@ COMMANDS = {
     "train": "train a recipe",
     "sweep": "one recipe with many settings: a table and a picture",
     "reproduce": "published claims, trained again at this machine's size, and published tables",
-    "job": "a training as a job script for Slurm or PBS",
+    "job": "a batch script for Slurm or PBS: a training, image preparation or any command",
     "eval": "exact top-1 and top-5 of a checkpoint",
     "prepare": "pack images into shuffled shards",
     "data": "look at a data folder, verify it",

@@ -2,6 +2,7 @@
 
 import subprocess
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import click
@@ -117,6 +118,11 @@ def command(
     )
     script = job_script(batch, scheduler)
     click.echo(script, nl=False)
+    for file in (given["output"], given["error"]):
+        if file is not None and not Path(file).parent.is_dir():
+            click.echo(
+                f"note: no scheduler makes folders: mkdir -p {Path(file).parent} before the job starts", err=True
+            )
     if submit:
         _submit(script, scheduler, chain)
 

@@ -15,7 +15,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Title -> SVG of loss, accuracy where there is one, learning rate and throughput over epochs."""
+    """Title -> SVG of loss, accuracy, learning rate and throughput over epochs; without those that have no value."""
     steps = [e for e in events if e["event"] == "step"]
     epochs = [e for e in events if e["event"] == "epoch"]
     at = [e["epoch"] for e in steps]
@@ -33,8 +33,8 @@ def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
         ("Learning rate", "rate"): {"learning rate": (at, [e["rate"] for e in steps])},
         ("Throughput", "images/s"): {"images/s": (at, [e["images_per_s"] for e in steps])},
     }
-    measured = {head: {k: line for k, line in lines.items() if line[0]} for head, lines in charts.items()}
-    return {title: _chart(lines, unit) for (title, unit), lines in measured.items() if lines}
+    drawn = {title: _chart(lines, unit) for (title, unit), lines in charts.items()}
+    return {title: svg for title, svg in drawn.items() if svg is not None}
 
 
 def _over(epochs: Sequence[dict[str, Any]], key: str) -> Points:
@@ -43,11 +43,16 @@ def _over(epochs: Sequence[dict[str, Any]], key: str) -> Points:
     return [e["epoch"] for e in known], [e[key] for e in known]
 
 
-def _chart(lines: dict[str, Points], unit: str) -> str:
+def _chart(lines: dict[str, Points], unit: str) -> str | None:
+    """The lines that have a value; None where none has."""
+    drawn = {label: (x, y) for label, (x, y) in lines.items() if any(value is not None for value in y)}
+    if not drawn:
+        return None
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for label, (x, y) in lines.items():
+    for label, (x, y) in drawn.items():
         many = len(x) > 40
-        axes.plot(x, y, label=label, linewidth=0.8 if many else 1.6, alpha=0.5 if many and len(lines) > 1 else 1.0)
+        width, alpha = (0.8, 0.5 if len(lines) > 1 else 1.0) if many else (1.6, 1.0)
+        axes.plot(x, y, label=label, linewidth=width, alpha=alpha, marker="" if many else ".")
     axes.set(xlabel="epoch", ylabel=unit)
     axes.grid(alpha=0.3)
     if len(lines) > 1:

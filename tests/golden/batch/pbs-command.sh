@@ -90,7 +90,7 @@ cp -- "$PBS_NODEFILE" "$files/nodes"
 launch=()
 bash "$files/container.sh" python -m mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
-    --request '{"pin_threads": false, "nodes": 2}' -- python \
+    --request='{"pin_threads": false, "nodes": 2}' --program=python \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written by the lines before
 . "$files/first-host.sh"

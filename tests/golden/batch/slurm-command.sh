@@ -84,12 +84,13 @@ exec "$runtime" run "${options[@]}" "${mounts[@]}" "${passed[@]}" \
     image "$@"
 END_OF_CONTAINER
 
+unset SLURM_EXPORT_ENV  # where sbatch was given --export, srun would keep from the ranks what is set here
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network's settings are planned on the job's first host: this one.
 launch=()
 bash "$files/container.sh" python -m mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
-    --request '{"pin_threads": false, "nodes": 2}' -- python \
+    --request='{"pin_threads": false, "nodes": 2}' --program=python \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written by the lines before
 . "$files/first-host.sh"

@@ -63,6 +63,7 @@ if [ -e "$output/events.jsonl" ]; then
 fi
 export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
 
+unset SLURM_EXPORT_ENV  # where sbatch was given --export, srun would keep from the ranks what is set here
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network's settings are planned on the job's first host: this one.
 # Every rank checks that its own host gave it just this.

@@ -1,0 +1,144 @@
+"""A run's usage/ and plan -> what its workers and hosts used, as tables."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from affinity.errors import InputError
+from affinity.memory import GIB
+from affinity.plan import WorkerPlan
+from affinity.plan_file import plan_of_host, read_json, worker_from_dict
+from mpi.usage import HostUse, Use, WorkerUse, total
+from mpi.usage_file import FOLDER, read_records
+
+LOOPBACK = "lo"
+MB = 1e6
+PAUSE_S = 2.0  # that long a time without any record lies between a run's end and its resumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A run's records, oldest first: by rank, by host; and by rank what the run's plan has for that worker."""
+
+    workers: dict[int, list[WorkerUse]]
+    hosts: dict[str, list[HostUse]]
+    planned: dict[int, WorkerPlan]
+
+
+def read_usage(run: Path) -> Usage | None:
+    """What a run's folder tells of its use; None where nothing was sampled."""
+    folder = run / FOLDER
+    workers = {
+        int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
+    }
+    hosts = {path.stem[len("host-") :]: read_records(path, HostUse) for path in folder.glob("host-*.jsonl")}
+    known = {rank: workers[rank] for rank in sorted(workers) if workers[rank]}
+    if not known:
+        return None
+    return Usage(
+        workers=known,
+        hosts={host: hosts[host] for host in sorted(hosts) if hosts[host]},
+        planned=_planned(run / "plan.json", {rank: records[-1].host for rank, records in known.items()}),
+    )
+
+
+def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
+    """rank -> its worker in the plan; without those of hosts that ran another number of ranks than planned."""
+    if not path.is_file():
+        return {}
+    data = read_json(path)
+    found: dict[int, WorkerPlan] = {}
+    for host in sorted(set(host_of.values())):
+        ranks = sorted(rank for rank, where in host_of.items() if where == host)
+        try:
+            plan = plan_of_host(data, host)
+            workers = [worker_from_dict(plan, i) for i in range(len(plan["workers"]))]
+        except InputError:
+            continue  # a host that the plan does not know, as one of a job that was requeued
+        if len(workers) == len(ranks):
+            found |= dict(zip(ranks, workers, strict=True))
+    return found
+
+
+def busy(record: WorkerUse | HostUse) -> float:
+    """PUs that were busy on average: CPU seconds a second."""
+    return record.cpu_s / record.seconds if record.seconds > 0 else 0.0
+
+
+def mean_of(records: Sequence[Use], value: Callable[[Use], float]) -> float:
+    """A rate's mean over time."""
+    return sum(value(r) * r.seconds for r in records) / max(sum(r.seconds for r in records), 1e-9)
+
+
+def mb_per_s(name: str, direction: int) -> Callable[[HostUse], float]:
+    """A record's MB/s of an interface, received (0) or sent (1)."""
+    return lambda r: r.network.get(name, (0, 0))[direction] / MB / r.seconds if r.seconds > 0 else 0.0
+
+
+def interfaces_of(records: Sequence[HostUse]) -> list[str]:
+    """A host's interfaces that moved bytes, the busiest first, the loopback last."""
+    by_name = total(*(record.network for record in records))
+    return sorted(by_name, key=lambda name: (name == LOOPBACK, -sum(by_name[name]), name))
+
+
+def worker_rows(usage: Usage) -> list[tuple[str, ...]]:
+    """For each rank: rank, host, PUs busy (mean, peak), planned, GiB of memory (peak), estimated, processes."""
+    rows: list[tuple[str, ...]] = []
+    for rank, records in usage.workers.items():
+        plan = usage.planned.get(rank)
+        estimate = plan.memory_bytes if plan else None
+        rows.append(
+            (
+                str(rank),
+                records[-1].host,
+                f"{mean_of(records, busy):.2f}",
+                f"{max(map(busy, records)):.2f}",
+                str(len(plan.pus)) if plan else "",
+                f"{max(r.rss_bytes for r in records) / GIB:.2f}",
+                f"{estimate / GIB:.2f}" if estimate else "",
+                str(max(r.processes for r in records)),
+            )
+        )
+    return rows
+
+
+def host_rows(usage: Usage) -> list[tuple[str, ...]]:
+    """For each host: host, PUs busy (mean, peak), least GiB of memory available."""
+    return [
+        (
+            host,
+            f"{mean_of(records, busy):.2f}",
+            f"{max(map(busy, records)):.2f}",
+            f"{min(r.memory_available_bytes for r in records) / GIB:.1f}",
+        )
+        for host, records in usage.hosts.items()
+    ]
+
+
+def network_rows(usage: Usage) -> list[tuple[str, ...]]:
+    """For each host and interface: host, interface, MB/s received (mean, peak), MB/s sent (mean, peak)."""
+    rows: list[tuple[str, ...]] = []
+    for host, records in usage.hosts.items():
+        for name in interfaces_of(records):
+            rates = [mb_per_s(name, direction) for direction in (0, 1)]
+            told = [figure for rate in rates for figure in (mean_of(records, rate), max(map(rate, records)))]
+            rows.append((host, "lo (loopback)" if name == LOOPBACK else name, *(f"{mb:.3f}" for mb in told)))
+    return rows
+
+
+def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
+    """Unix times -> seconds that the run had gone on by then, the pauses before its resumptions left out."""
+    every: list[Sequence[WorkerUse | HostUse]] = [*usage.workers.values(), *usage.hosts.values()]
+    spans: list[tuple[float, float]] = []
+    for start, end in sorted((r.time - r.seconds, r.time) for records in every for r in records):
+        if spans and start <= spans[-1][1] + PAUSE_S:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((start, end))
+    edges = [edge for span in spans for edge in span]
+    before = accumulate((end - start for start, end in spans), initial=0.0)
+    gone = [edge for pair in pairwise(before) for edge in pair]
+    return lambda times: np.interp(times, edges, gone)

@@ -1,0 +1,129 @@
+"""CPU, memory and network use over time as records: made from counters, merged, thinned, as lines of JSON. Pure."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+MOST_RECORDS = 600  # of a worker or a host, however long the run
+MOST_INTERFACES = 8  # of a host in a record, the busiest: hosts of containers have hundreds
+
+Network = dict[str, tuple[int, int]]  # interface -> bytes received, bytes sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerUse:
+    """What a rank and all processes below it used in the `seconds` up to `time` (Unix).
+
+    `cpu_s` is user and system time; `rss_bytes` the largest sum of their resident memory, in which pages that
+    processes share count once for each; `processes` the most at a time.
+    """
+
+    time: float
+    seconds: float
+    host: str
+    cpu_s: float
+    rss_bytes: int
+    processes: int
+
+    def and_then(self, later: "WorkerUse") -> "WorkerUse":
+        """Both as one record."""
+        return WorkerUse(
+            time=later.time,
+            seconds=self.seconds + later.seconds,
+            host=later.host,
+            cpu_s=self.cpu_s + later.cpu_s,
+            rss_bytes=max(self.rss_bytes, later.rss_bytes),
+            processes=max(self.processes, later.processes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse:
+    """What a whole host used in the `seconds` up to `time` (Unix), by whomever.
+
+    `cpu_s` is the time that its PUs were busy; `memory_available_bytes` the least that was left for new allocations
+    without swapping; `network` the bytes received and sent by interface, the loopback ("lo") among them.
+    """
+
+    time: float
+    seconds: float
+    cpu_s: float
+    memory_available_bytes: int
+    network: Network
+
+    def and_then(self, later: "HostUse") -> "HostUse":
+        """Both as one record."""
+        return HostUse(
+            time=later.time,
+            seconds=self.seconds + later.seconds,
+            cpu_s=self.cpu_s + later.cpu_s,
+            memory_available_bytes=min(self.memory_available_bytes, later.memory_available_bytes),
+            network=busiest(total(self.network, later.network)),
+        )
+
+
+Use = TypeVar("Use", WorkerUse, HostUse)
+
+
+def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
+    """Bytes by interface, summed."""
+    summed: Network = {}
+    for part in parts:
+        for name, (received, sent) in part.items():
+            before = summed.get(name, (0, 0))
+            summed[name] = (before[0] + received, before[1] + sent)
+    return summed
+
+
+def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Network:
+    """Bytes by interface between two readings of its counters, without those that were idle, new or set back."""
+    found = {
+        name: (received - before[name][0], sent - before[name][1])
+        for name, (received, sent) in after.items()
+        if name in before
+    }
+    return busiest({name: both for name, both in found.items() if min(both) >= 0 and max(both) > 0})
+
+
+def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
+    """The MOST_INTERFACES interfaces of the most bytes."""
+    return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MOST_INTERFACES])
+
+
+def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
+    """Successive records merged until each covers at least the period, except perhaps the last one."""
+    made: list[Use] = []
+    for record in records:
+        if made and made[-1].seconds < period_s:
+            made[-1] = made[-1].and_then(record)
+        else:
+            made.append(record)
+    return made
+
+
+def thinned(records: Sequence[Use], most: int = MOST_RECORDS) -> list[Use]:
+    """At most half of `most` records, and one, of about the same length: no second, byte or peak is lost."""
+    return grouped(records, fitting_period(records, most))
+
+
+def fitting_period(records: Iterable[Use], most: int = MOST_RECORDS) -> float:
+    """Seconds for each record with which those covered so far take half of `most` records."""
+    return sum(record.seconds for record in records) / (most // 2)
+
+
+def to_line(record: Use) -> bytes:
+    """A record as a line of JSON, times to the millisecond."""
+    fields = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(record).items()}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def from_line(line: bytes, kind: type[Use]) -> Use:
+    """The inverse of `to_line`. Raises ValueError on a line that is cut short or of another kind."""
+    fields: dict[str, Any] = json.loads(line)
+    try:
+        if "network" in fields:
+            fields["network"] = {name: (int(a), int(b)) for name, (a, b) in fields["network"].items()}
+        return kind(**fields)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"no record of {kind.__name__}: {error}") from None
