@@ -5,7 +5,6 @@ from pathlib import Path
 import click
 
 from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.plan import Plan
 from affinity.workload import footprint, largest_batch
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here
@@ -40,7 +39,7 @@ def find_batch(recipe: str, settings: tuple[str, ...], folder: Path, *, memory_g
     while batch := next_batch({one.local_batch: one.status == TRAINS for one in trials}, base.batch.local, most):
         try:
             made = planned(batch)
-            trials.append(run_trial(made, memory_of(made.plan), limit))
+            trials.append(run_trial(made, limit))
         except InputError as error:
             refused, most = _refused(batch, smallest, error), _most(smallest, error)
             if most >= batch:
@@ -113,16 +112,6 @@ def _room(planned: Planned, limit: int | None) -> str:
     workload = plan.request.workload
     known = "" if workload is None or not workload.assumed else f"; the planner does not know {workload.name}"
     return f"{planned.ppn} worker(s), {', '.join(limits)}{known}"
-
-
-def memory_of(plan: Plan) -> str:
-    """The kind of memory that the first worker's plan takes: DRAM, HBM, MCDRAM, or one before the other."""
-    worker, names = plan.workers[0], {"dram": "DRAM", "hbm": "HBM", "slow": "CXL or NVM"}
-    if "Xeon Phi" in plan.machine.model:
-        names["hbm"] = "MCDRAM"
-    kinds = sorted({node.kind for node in plan.machine.numa_nodes if node.id in worker.memory_nodes}, reverse=True)
-    named = " and ".join(names[kind] for kind in kinds) or "DRAM"
-    return f"{named}, then DRAM" if worker.memory_policy == "preferred" else named
 
 
 def _gib(value: int | None) -> str:

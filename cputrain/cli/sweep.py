@@ -16,7 +16,7 @@ from cputrain.local import Planned, planned_here, train_here
 from cputrain.recipe import load_recipe
 from cputrain.resume import differences
 from cputrain.run_folder import LOGS, RECIPE
-from cputrain.schema import PlanSection, Recipe, SweepSection
+from cputrain.schema import Recipe, SweepSection
 from cputrain.sweep.clock import parse_clock, time_limit
 from cputrain.sweep.endings import DOES_NOT_FIT, DONE, REFUSED, STOPPED, TIME_LIMIT, ending, oom_kills
 from cputrain.sweep.record import Record, write_record
@@ -116,7 +116,7 @@ def _sharing_cores(variant: Variant) -> Variant:
     """The variant, its workers sharing cores where there are more of them than cores."""
     count = int(dict(variant.settings)[WORKERS])
     cores = len(this_machine().allowed_cores)
-    if count <= cores or OVERSUBSCRIBE.rpartition(".")[2] not in PlanSection.model_fields:
+    if count <= cores:
         return variant
     click.echo(f"{count} workers on {cores} core(s) share them: they train no faster than {cores}")
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))

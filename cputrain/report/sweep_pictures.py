@@ -7,6 +7,7 @@ from matplotlib import pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.ticker import MaxNLocator
 
 from cputrain.report.curves import figure_svg
 from cputrain.sweep.results import IMAGES, LOST, Group, Result, has_diverged
@@ -151,6 +152,8 @@ def workers_picture(title: str, results: Sequence[Result], compared: Sequence[Co
     right.set_xticks(counts, [str(count) for count in counts])
     right.set(xlabel="workers", ylabel="epochs to the stable maximum")
     right.set_ylim(bottom=0)
+    for axis in (left.xaxis, right.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:

@@ -34,7 +34,7 @@ class Trial:
     ended_by: str
 
 
-def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
+def run_trial(planned: Planned, memory_bytes: int | None) -> Trial:
     """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all of them together.
 
     Raises KeyboardInterrupt where SIGINT or SIGTERM has ended it.
@@ -67,7 +67,7 @@ def run_trial(planned: Planned, memory: str, memory_bytes: int | None) -> Trial:
     return Trial(
         local_batch=recipe.batch.local,
         global_batch=planned.numbers.global_batch,
-        memory=memory,
+        memory=planned.plan.memory_kind(planned.plan.workers[0]),
         estimate_bytes=planned.plan.workers[0].memory_bytes if known else None,
         peak_bytes=max(peaks, default=None),
         status=status,
