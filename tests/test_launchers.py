@@ -178,7 +178,7 @@ def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -
 
 
 def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints(tmp_path: Path) -> None:
-    """`mpirun -np N -ppn N`, as the documents have it; `plan RECIPE`'s, made for a relative path, from another folder."""
+    """The documents' `mpirun -np N -ppn N`, and what `plan RECIPE` prints with a relative path, from another folder."""
     write_images(tmp_path / "images", train=4, val=1)
     network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=2", "schedule.warmup_epochs=0")
     training = ("imagefolder", "data.path=images", *network, "epochs=1", "comm.backend=gloo")
