@@ -148,12 +148,7 @@ def torchrun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Pat
     return Start(
         argv=(
             *(launcher.program, f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.ppn}"),
-            *(
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={meeting}",
-                "--no-python",
-                *command,
-            ),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", "--no-python", *command),
         ),
         variables=(*launcher.variables, *job.variables),
     )
