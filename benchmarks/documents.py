@@ -1,0 +1,98 @@
+"""Every experiment of the reference documents at this machine's size: the table of docs/documents.md.
+
+    python -m benchmarks.documents --mnist DIR --photos DIR [--only TEXT]
+
+runs each row's small commands as a user would, in a folder of their own, and prints the tables with what came of them.
+A row that fails holds its last line of output, and makes the exit status 1.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.documents_rows import ROWS, Row
+
+LIMIT_S = 1200  # of one command
+HEADS = ("experiment", "at full size", "on two cores", "shown here", "s")
+
+
+def main() -> int:
+    """Exit status 0 where every row showed what it should."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.documents", description=__doc__)
+    parser.add_argument("--mnist", type=Path, required=True, help="folder of MNIST's four files")
+    parser.add_argument("--photos", type=Path, required=True, help="folder with train/CLASS/* and val/CLASS/*")
+    parser.add_argument("--only", default="", help="rows whose document or experiment holds this text")
+    options = parser.parse_args()
+    chosen = [row for row in ROWS if options.only in f"{row.document}: {row.experiment}"]
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="documents-") as scratch:
+        data = Path(scratch) / "data"
+        prepare(data, options.mnist.resolve(), options.photos.resolve())
+        for document, rows in groupby(chosen, key=lambda row: row.document):
+            print(f"\n## {document}\n\n| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}", flush=True)
+            for row in rows:
+                folder = Path(tempfile.mkdtemp(dir=scratch))
+                (folder / "data").symlink_to(data)
+                started = time.monotonic()
+                good, shown = run(row, folder)
+                failed += not good
+                cells = (row.experiment, commands(row.full), commands(row.small), shown)
+                print(f"| {' | '.join(cells)} | {time.monotonic() - started:.0f} |", flush=True)
+    print(f"\n{len(chosen) - failed} of {len(chosen)} rows show what they should", file=sys.stderr)
+    return int(failed > 0)
+
+
+def prepare(data: Path, mnist: Path, photos: Path) -> None:
+    """The data that the small commands name, made by the project's own command."""
+    data.mkdir()
+    (data / "photos").symlink_to(photos)
+    for out, more in (("mnist", ()), ("mnist-3-splits", ("--val-fraction", "1/6"))):
+        subprocess.run([*program("cputrain"), "prepare", "mnist", str(mnist), str(data / out), *more], check=True)
+
+
+def run(row: Row, folder: Path) -> tuple[bool, str]:
+    """Whether the row's small commands show what they should, and what that is or how they failed."""
+    output = ""
+    for command in row.small:
+        argv = shlex.split(command)
+        done = subprocess.run(
+            [*program(argv[0]), *argv[1:]], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        output += done.stdout
+        if done.returncode:
+            last = ["no output", *(done.stdout + done.stderr).strip().splitlines()][-1]
+            return False, f"**failed**, status {done.returncode}: {cell(last)}"
+    shown = []
+    for pattern in row.shows:
+        found = re.search(pattern, output, re.MULTILINE)
+        if found is None:
+            return False, f"**failed**: no {cell(pattern)} in its output"
+        shown.append(" ".join(" ".join(group.split()) for group in found.groups() if group))
+    return True, cell("; ".join(shown))
+
+
+def program(name: str) -> tuple[str, ...]:
+    """This checkout's command, by this Python; any other program as PATH has it."""
+    return (sys.executable, "-m", "cputrain") if name == "cputrain" else (name,)
+
+
+def commands(lines: tuple[str, ...]) -> str:
+    """Command lines in a cell."""
+    return "<br>".join(f"`{cell(line)}`" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text that ends no cell."""
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TQDM_MININTERVAL", "30")
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""The experiments of the reference documents: the command of each at its published size, and one for two cores."""
+
+from dataclasses import dataclass
+
+INTEL = "SURFsara and Intel: ResNet-50 on 256 hosts of 2 x 24-core Xeon"
+YOU = "You et al.: LARS, ImageNet in minutes"
+GIST = "GIST: conversion, batch size, weight decay, optimizers"
+WORKERS = "Multi-worker lab: fruits and Caltech-256"
+LAB3 = "Lab 3: optimizers on a line and on MNIST"
+
+PHOTOS = "data.path=data/photos data.crop=32"
+NO_WEIGHTS = f"{PHOTOS} model.weights=null data.resize=32"
+TOP1 = r"^(top-1) +([\d.]+ %)"
+TRAINED = (r"total steps +(\S+):", TOP1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An experiment: `full` are its command lines at full size, `small` those for two cores, run in their order in one
+    folder that holds data/photos, data/mnist and data/mnist-3-splits; `shows` are patterns of the small ones' output,
+    whose groups are what is shown."""
+
+    document: str
+    experiment: str
+    full: tuple[str, ...]
+    small: tuple[str, ...]
+    shows: tuple[str, ...]
+
+
+def same(document: str, experiment: str, command: str, *shows: str) -> Row:
+    """A row whose command is as quick here as anywhere."""
+    return Row(document=document, experiment=experiment, full=(command,), small=(command,), shows=shows)
+
+
+ROWS = (
+    Row(
+        document=INTEL,
+        experiment="images to TFRecords, categories shuffled over them (5)",
+        full=("cputrain prepare imagenet SRC data/imagenet --format tfrecord --shards 1024",),
+        small=("cputrain prepare imagefolder data/photos tf --format tfrecord --shards 4", "cputrain data verify tf"),
+        shows=(r"(train [\d,]+ images in \d+ shard\(s\))", r"(classes in 32 in a row: .*)", r"(0 of .* damaged)"),
+    ),
+    same(
+        INTEL,
+        "batch, warm-up and rates derived (7)",
+        "cputrain plan resnet50-skx-256node --machine skx-8160-2s --nodes 256 --curve",
+        r"(global batch) .*= ([\d,]+):",
+        r"(warm-up steps) +(\d+)",
+        r"(total steps) +([\d,]+)",
+        r"learning rate +(.*?):",
+    ),
+    same(
+        INTEL,
+        "2 workers a host, 22 + 2 threads each (4a)",
+        "cputrain plan resnet50-skx-256node --machine skx-8160-2s --nodes 256 --profile bkm-2018",
+        r"(workers per host) +(\d)",
+        r"(OMP_NUM_THREADS=22)",
+        r"(KMP_BLOCKTIME=1)",
+        r"(KMP_AFFINITY=\S+)",
+    ),
+    Row(
+        document=INTEL,
+        experiment="convergence at 24,576 (4a)",
+        full=("cputrain job slurm resnet50-skx-256node --nodes 256 --time 02:00:00 --submit",),
+        small=(
+            f"cputrain train resnet50-skx-256node {PHOTOS} data.images_per_epoch=null batch.local=8 epochs=2 "
+            "schedule.warmup_epochs=1",
+        ),
+        shows=TRAINED,
+    ),
+    Row(
+        document=INTEL,
+        experiment="the same started by mpirun (4a)",
+        full=("mpirun -np 512 -ppn 2 cputrain train resnet50-skx-256node",),
+        small=(
+            f"cputrain launch --ppn 2 -- cputrain train resnet50-skx-256node {PHOTOS} data.images_per_epoch=null "
+            "batch.local=8 max_steps=4 schedule.warmup_epochs=1",
+        ),
+        shows=(r"(top-1) +([\d.]+ %)",),
+    ),
+    Row(
+        document=INTEL,
+        experiment="convergence at 8,192 (5b, the log of 5)",
+        full=("cputrain job slurm resnet50-8k --nodes 256 --time 06:00:00 --submit",),
+        small=(f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=2 schedule.warmup_epochs=1",),
+        shows=TRAINED,
+    ),
+    Row(
+        document=INTEL,
+        experiment="throughput and efficiency (overview)",
+        full=("cputrain train resnet50-skx-256node data.path=synthetic max_steps=50",),
+        small=(
+            "cputrain sweep resnet50-skx-256node data.path=synthetic data.crop=64 batch.local=8 max_steps=20 "
+            "--workers 1,2",
+        ),
+        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$"),
+    ),
+    Row(
+        document=INTEL,
+        experiment="validation with batches of 200 on one host (5a)",
+        full=("cputrain eval runs/resnet50-skx-256node --json evaluate.batch=200 plan.ppn=1 plan.threads=46",),
+        small=(
+            f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=1 schedule.warmup_epochs=1",
+            "cputrain eval runs/resnet50-8k evaluate.batch=20 plan.ppn=1",
+        ),
+        shows=(r"(Evaluation \[\d+/5\])", r"^(step .*)$"),
+    ),
+    Row(
+        document=YOU,
+        experiment="Table 4: batch 256, 16 KNLs",
+        full=("cputrain job slurm resnet50-knl-16node-256 --nodes 16 --time 48:00:00 --submit",),
+        small=(f"cputrain train resnet50-knl-16node-256 {PHOTOS} batch.local=8 epochs=2 plan.ppn=2",),
+        shows=TRAINED,
+    ),
+    Row(
+        document=YOU,
+        experiment="Table 4: 16,384, 1,024 CPUs",
+        full=("cputrain job slurm resnet50-16k-1024cpu --nodes 512 --time 01:00:00 --submit",),
+        small=(f"cputrain train resnet50-16k-1024cpu {PHOTOS} batch.local=16 epochs=4 schedule.warmup_epochs=1",),
+        shows=(*TRAINED, r"(tuned for a global batch of 16,384)"),
+    ),
+    Row(
+        document=YOU,
+        experiment="Table 4: 16,000, 1,600 CPUs",
+        full=("cputrain job slurm resnet50-16k-1600cpu --nodes 800 --time 01:00:00 --submit",),
+        small=(f"cputrain train resnet50-16k-1600cpu {PHOTOS} batch.local=16 epochs=4 schedule.warmup_epochs=1",),
+        shows=TRAINED,
+    ),
+    Row(
+        document=YOU,
+        experiment="Tables 1 and 4: 32,768, 2,048 KNLs, 90 and 64 epochs",
+        full=(
+            "cputrain job slurm resnet50-knl-2048node-32k --nodes 2048 --time 00:30:00 --submit",
+            "cputrain job slurm resnet50-knl-2048node-32k-64epoch --nodes 2048 --time 00:30:00 --submit",
+        ),
+        small=(
+            f"cputrain train resnet50-knl-2048node-32k {PHOTOS} batch.local=16 epochs=4 schedule.warmup_epochs=1 "
+            "plan.ppn=2",
+        ),
+        shows=TRAINED,
+    ),
+    Row(
+        document=YOU,
+        experiment="AlexNet at 32,768, 2,048 CPUs; Table 3: norms of weights and gradients by layer",
+        full=(
+            "cputrain job slurm alexnet-bn-32k ratios_every=40 --nodes 1024 --time 00:30:00 --submit",
+            "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
+        ),
+        small=(
+            "cputrain train alexnet-bn-32k data.path=data/photos data.crop=67 data.resize=67 batch.local=16 epochs=1 "
+            "schedule.warmup_epochs=1 ratios_every=5",
+            "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
+        ),
+        shows=(r"^(features.0.weight .*)$", r"^(classifier.6.weight .*)$"),
+    ),
+    Row(
+        document=YOU,
+        experiment="Figure 1, Table 2: momentum loses accuracy at large batches, LARS does not",
+        full=("cputrain reproduce large-batch data.path=data/mnist",),
+        small=("cputrain plan large-batch-mnist data.path=data/mnist",),
+        shows=(r"(total steps) +([\d,]+)",),
+    ),
+    same(YOU, "Tables 1 to 4 as printed", "cputrain reproduce tables you-et-al", r"(global batch +32,768 +32,768)"),
+    Row(
+        document=GIST,
+        experiment="images to TFRecords in a PBS job (2b, 3a)",
+        full=("cputrain job pbs --prepare imagenet SRC OUT --format tfrecord --ncpus 40 --time 08:00:00 --submit",),
+        small=("cputrain job pbs --prepare imagefolder data/photos out --format tfrecord --ncpus 2 --time 00:10:00",),
+        shows=(r"^#PBS (-l select=.*)$", r"(cputrain prepare|mpi\.\w+|--format tfrecord)"),
+    ),
+    Row(
+        document=GIST,
+        experiment="training in a container in a PBS job (2c)",
+        full=("cputrain job pbs gist-sweep --nodes 2 --ncpus 40 --time 04:00:00 --container IMAGE --submit",),
+        small=("cputrain job pbs gist-sweep --nodes 2 --ncpus 2 --ppn 2 --time 00:10:00 --container IMAGE",),
+        shows=(r"^#PBS (-l select=.*)$", r"(apptainer)"),
+    ),
+    Row(
+        document=GIST,
+        experiment="Figures 2 and 3: batch size and weight decay",
+        full=("cputrain sweep gist-sweep",),
+        small=(
+            f"cputrain sweep gist-sweep {PHOTOS} epochs=1 --grid batch.local=8,16 --grid optim.weight_decay=1e-3,1e-4",
+        ),
+        shows=(r"^(local 8 weight_decay 1e-3 .*)$", r"^(local 16 weight_decay 1e-4 .*)$"),
+    ),
+    Row(
+        document=GIST,
+        experiment="Figure 3: the batch at which memory ends",
+        full=("cputrain sweep gist-sweep --find-batch",),
+        small=(f"cputrain sweep gist-sweep {PHOTOS} --find-batch --memory 3",),
+        shows=(r"(largest .*)",),
+    ),
+    Row(
+        document=GIST,
+        experiment="Figures 4 and 5: when accuracy becomes stable",
+        full=("cputrain sweep gist-sweep epochs=20 --grid optim.weight_decay=1e-3,1e-4",),
+        small=(f"cputrain sweep gist-sweep {PHOTOS} epochs=4 batch.local=8 --grid optim.weight_decay=1e-3,1e-4",),
+        shows=(r"^(weight_decay 1e-3 .*)$", r"^(weight_decay 1e-4 .*)$"),
+    ),
+    Row(
+        document=GIST,
+        experiment="Figures 6 and 7: optimizers",
+        full=("cputrain sweep gist-sweep",),
+        small=(
+            f"cputrain sweep gist-sweep {PHOTOS} epochs=1 batch.local=16 --run optim.name=momentum "
+            "--run 'optim.name=sgd schedule.rate_factor=10.0' --run 'optim.name=adam schedule.peak_rate=0.001' "
+            "--run 'optim.name=adagrad_da schedule.peak_rate=0.01'",
+        ),
+        shows=(r"^(momentum .*)$", r"^(sgd .*)$", r"^(adam .*)$", r"^(adagrad_da .*)$"),
+    ),
+    Row(
+        document=WORKERS,
+        experiment="fruits, fine-tuned on 1, 2 and 4 workers (parts 1 and 2)",
+        full=(
+            "cputrain prepare imagefolder SRC data/fruits-fresh-rotten",
+            "cputrain sweep fruits-fresh-rotten --workers 1,2,4",
+        ),
+        small=(f"cputrain sweep fruits-fresh-rotten {NO_WEIGHTS} batch.local=8 epochs=2 --workers 1,2,4",),
+        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$", r"^ *(4 .*)$"),
+    ),
+    Row(
+        document=WORKERS,
+        experiment="Caltech-256, a new last layer on 2, 4 and 8 workers (parts 3 and 4)",
+        full=(
+            "cputrain prepare caltech256 SRC data/caltech256 --val-fraction 0.2 --seed 1",
+            "cputrain sweep caltech256-finetune-frozen --workers 2,4,8",
+        ),
+        small=(f"cputrain sweep caltech256-finetune-frozen {NO_WEIGHTS} batch.local=8 epochs=2 --workers 1,2",),
+        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$"),
+    ),
+    Row(
+        document=WORKERS,
+        experiment="a batch that stays while workers are added",
+        full=("cputrain sweep fruits-fresh-rotten batch.global=64 --workers 1,2,4",),
+        small=(f"cputrain sweep fruits-fresh-rotten {NO_WEIGHTS} batch.global=16 epochs=1 --workers 1,2",),
+        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$"),
+    ),
+    same(
+        LAB3,
+        "exercise 1: gradient descent, momentum, Adam on a line, several rates",
+        "cputrain sweep linear-regression",
+        r"^(sgd peak_rate 0.01 .*)$",
+        r"^(momentum momentum 0.9 peak_rate 0.01 .*)$",
+        r"^(adam peak_rate 0.05 .*)$",
+    ),
+    Row(
+        document=LAB3,
+        experiment="any script as a Slurm job (exercise 1)",
+        full=("cputrain job slurm --qos debug --module-purge --time 00:02:00 --submit -- python script.py",),
+        small=("cputrain job slurm --qos debug --module-purge --time 00:02:00 -- python script.py",),
+        shows=(r"^#SBATCH (--qos=.*)$", r"^(module purge)$"),
+    ),
+    Row(
+        document=LAB3,
+        experiment="exercise 2: the same on softmax regression, the best rates",
+        full=("cputrain sweep mnist-linear-study",),
+        small=("cputrain sweep mnist-linear-study max_steps=300",),
+        shows=(r"^(sgd peak_rate 0.5 .*)$", r"^(momentum peak_rate 0.05 .*)$", r"^(adam peak_rate 0.005 .*)$"),
+    ),
+    Row(
+        document=LAB3,
+        experiment="exercise 3: two convolutions, three splits, 99.2 % on the test images",
+        full=("cputrain sweep mnist-multilayer --run optim.name=adam --grid seed=1,2,3",),
+        small=("cputrain train mnist-multilayer epochs=1",),
+        shows=(TOP1, r"^(test top-1) +([\d.]+ %)"),
+    ),
+    Row(
+        document=LAB3,
+        experiment="exercise 4: workers, more epochs, batches of 5,000",
+        full=("cputrain sweep mnist-workers",),
+        small=("cputrain sweep mnist-workers max_steps=12 --workers 1,2 --grid batch.local=50,5000",),
+        shows=(r"^ *(local 50 +1 .*)$", r"^ *(local 50 +2 .*)$", r"^ *(local 5000 +1 .*)$", r"^ *(local 5000 +2 .*)$"),
+    ),
+)
