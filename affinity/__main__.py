@@ -13,7 +13,7 @@ from affinity import bind
 from affinity.catalog import find_machine
 from affinity.diff import plan_differences
 from affinity.errors import InputError, RunError
-from affinity.neighbors import plan_beside
+from affinity.neighbors import NOT_SHARED, plan_beside
 from affinity.picture import picture
 from affinity.plan import Plan, Request, plan_machine
 from affinity.plan_file import plan_to_json, read_plan
@@ -24,7 +24,6 @@ from affinity.runtime import Runtime, find_runtime, target_of
 from affinity.svg import picture_svg
 
 FORMATS = ("text", "json", "svg")
-NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines"
 
 
 def main(arguments: list[str]) -> int:

@@ -41,7 +41,7 @@ def _candidates(plan: Plan) -> list[int]:
     nodes = len({core.numa_node for core in cores})
     caches = len({(core.package, core.l3) for core in cores if core.l3 is not None})
     numbers = {1, packages, 2 * packages, nodes, 2 * nodes, caches, len(plan.workers)}
-    return sorted(number for number in numbers if 1 <= number <= len(cores))
+    return sorted(number for number in numbers if 1 <= number <= max(len(cores), len(plan.workers)))
 
 
 ASSUMPTIONS = (

@@ -13,6 +13,7 @@ from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 
 NAMED = 4  # processes that a warning names
+NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines and for several hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,10 @@ def discover(env: Mapping[str, str]) -> Rank | None:
     if "PMIX_RANK" in env:  # prterun's ranks learn the rest from its server
         halves.append("PMIX_RANK is set but no world size is")
     if halves:
-        raise InputError(f"{'; '.join(halves)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank")
+        raise InputError(
+            f"{'; '.join(halves)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or, if no "
+            "launcher started this process, unset what is there"
+        )
     return None
 
 

@@ -73,10 +73,9 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 
 def _job(env: Mapping[str, str]) -> str | None:
-    """The launcher's name for this job."""
+    """The launcher's name for this job; MPICH's goes before those of what its mpiexec was called in."""
     named = (names for names in JOB_VARIABLES if all(name in env for name in names))
-    found = next((".".join(env[name] for name in names) for names in named), None)
-    return found or _hydra_port()
+    return _hydra_port() or next((".".join(env[name] for name in names) for names in named), None)
 
 
 def _hydra_port() -> str | None:

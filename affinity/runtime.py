@@ -110,11 +110,11 @@ def find_runtime(
 def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str, str]:
     """The environment in which a command's Python loads libiomp5: a plan made on another host does not know where it
     lies. Raises InputError where this Python has none."""
-    if any(name in env.get("LD_PRELOAD", "") for name in IOMP):
-        return {**env}
     preload = find_runtime(target_of(command), env, openmp="libiomp5").preload
-    library = [path for path in preload if _named([path], IOMP)]
-    return {**env, **({"LD_PRELOAD": ":".join([*library, *filter(None, [env.get("LD_PRELOAD")])])} if library else {})}
+    library = next((path for path in preload if _named([path], IOMP)), None)
+    if library is None:
+        return {**env}
+    return {**env, "LD_PRELOAD": ":".join(filter(None, (library, env.get("LD_PRELOAD"))))}
 
 
 def _openmp(

@@ -75,7 +75,8 @@ def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
         if event["event"] == "start":
             spans.append((event["time"], event["time"]))
         elif spans:
-            spans[-1] = (spans[-1][0], event["time"])
+            # an end is written after the test images are evaluated, which is no training
+            spans[-1] = (spans[-1][0], event.get("trained_until", event["time"]))
     if not spans:
         return TimeSpent(training_s=0.0, wall_s=0.0, starts=0)
     if now is not None:

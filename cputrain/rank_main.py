@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def _train(session: Session, *, resume: bool) -> Outcome:
             **_facts(session).as_fields(),
         )
         outcome = train(training)
-        accuracy, test, spent = outcome.accuracy, outcome.test, time_spent(recipe.folder, time.time())
+        accuracy, test, spent = outcome.accuracy, outcome.test, time_spent(recipe.folder, outcome.ended)
         events.write(
             "end",
             step=outcome.step,
@@ -92,6 +91,7 @@ def _train(session: Session, *, resume: bool) -> Outcome:
             time_to_train_s=spent.training_s,
             wall_time_s=spent.wall_s,
             starts=spent.starts,
+            trained_until=outcome.ended,
             status="done" if accuracy else "stopped",
         )
     return outcome

@@ -54,13 +54,15 @@ class Training:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a training ended: `trained_s` counts the updates since its start only; `accuracy` is None where a notice has
-    stopped it, `test` also where the data has no test images.
+    stopped it, `test` also where the data has no test images. `ended` is when it did, in unix seconds, before the test
+    images were evaluated.
     """
 
     accuracy: Accuracy | None
     test: Accuracy | None
     step: int
     trained_s: float
+    ended: float
 
 
 def train(training: Training) -> Outcome:
@@ -80,8 +82,9 @@ def train(training: Training) -> Outcome:
         accuracy = None
     elif accuracy is None:  # resumed where nothing was left to do
         accuracy = evaluate(training.learner.judged(), session)
+    ended = time.time()
     test = _evaluate_test(training) if accuracy is not None and session.dataset.test is not None else None
-    return Outcome(accuracy=accuracy, test=test, step=training.step, trained_s=trained_s)
+    return Outcome(accuracy=accuracy, test=test, step=training.step, trained_s=trained_s, ended=ended)
 
 
 def _evaluate_test(training: Training) -> Accuracy:

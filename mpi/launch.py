@@ -124,15 +124,16 @@ def srun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Path | 
     if job.binder == "launcher":
         pin = "mask_cpu:" + ",".join(format_mask(worker.pus) for worker in job.plan.workers)
     pus = max(1, len(job.plan.machine.allowed_pus) // job.ppn)
-    crowded = ("--overcommit",) if job.ppn > len(job.plan.machine.allowed_pus) else ()
+    # An exclusive step gets a CPU for each task or is refused; one that may overcommit has the whole allocation.
+    whole = "--overcommit" if job.ppn > len(job.plan.machine.allowed_pus) else "--exclusive"
     names = (Host(name=host) for host in job.hosts)
     files = () if folder is None else ((folder / "hosts", format_hosts(names, "plain")),)
     where = f"--nodelist={','.join(job.hosts)}" if folder is None else f"--nodefile={folder / 'hosts'}"
     return Start(
         argv=(
             *(launcher.program, f"--nodes={len(job.hosts)}", f"--ntasks={job.world_size}"),
-            *(f"--ntasks-per-node={job.ppn}", f"--cpus-per-task={pus}", "--exclusive", where),
-            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *crowded, *command),
+            *(f"--ntasks-per-node={job.ppn}", f"--cpus-per-task={pus}", whole, where),
+            *("--distribution=block:block", f"--cpu-bind={pin}", "--kill-on-bad-exit=1", *command),
         ),
         variables=(*launcher.variables, *rank_variables(job)),
         files=files,
@@ -147,12 +148,7 @@ def torchrun(job: Job, launcher: Launcher, command: tuple[str, ...], folder: Pat
     return Start(
         argv=(
             *(launcher.program, f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.ppn}"),
-            *(
-                "--rdzv-backend=c10d",
-                f"--rdzv-endpoint={meeting}",
-                "--no-python",
-                *command,
-            ),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", "--no-python", *command),
         ),
         variables=(*launcher.variables, *job.variables),
     )

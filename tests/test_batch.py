@@ -35,6 +35,7 @@ from mpi.launcher import find_launcher, newest
 from mpi.run import free_port
 from tests.conftest import cputrain, mpi_path, need, refused, write_images
 from tests.slurm_cluster import Slurm, slurm_cluster
+from tests.test_launchers import WHO
 
 PLAIN = Batch(
     resources=Resources(name="resnet50", nodes=256, time="02:00:00", cpus=96),
@@ -462,6 +463,26 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     assert said == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
 
 
+def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> None:
+    """`cputrain launch` as a rank, affinity.bind, and the line that plan prints, over two hosts of a rank each."""
+    (tmp_path / "x.py").write_text(WHO)
+    planned = ("plan", "--ppn", "1", "--hosts", "n1,n2", "--launcher", "srun", "--format")
+    (tmp_path / "plan.json").write_text(cputrain(*planned, "json").stdout)
+    shown = cputrain(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    srun = f"srun -n2 --ntasks-per-node=1 --cpu-bind=none {sys.executable} -m"
+    ways = (
+        f"{srun} cputrain launch -- {sys.executable} x.py",
+        f"{srun} affinity.bind --plan plan.json -- {sys.executable} x.py",
+        shown,
+    )
+    for way in ways:
+        result = slurm.run("salloc", "-N2", "--exclusive", "sh", "-c", way, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        said = sorted(json.loads(line)[1:] for line in result.stdout.splitlines() if line.startswith("["))
+        assert [line[:3] for line in said] == [[[str(i), "2", "0", "1"]] * 3 for i in range(2)]
+        assert said[0][4:] == said[1][4:] and said[0][4] == "n1" and 20_000 <= int(said[0][5]) < 30_000
+
+
 TOGETHER = """
 import os, torch, torch.distributed as dist, torch.distributed.nn.functional
 dist.init_process_group("gloo")
@@ -509,6 +530,17 @@ def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path:
 def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
     tell = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, at $MASTER_ADDR, $((MASTER_PORT > 29499))"
     assert "0 of 1, 0 of 1, at 127.0.0.1, 1\n" in commanded(slurm, tmp_path, "--ppn", "1", "--", "sh", "-c", tell)
+
+
+def test_srun_starts_more_ranks_than_cores(slurm: Slurm, tmp_path: Path) -> None:
+    request = Request(ppn=CORES + 1, oversubscribe=True)
+    launch = ("cputrain", "launch", "--ppn", str(CORES + 1), "--oversubscribe", "--no-preflight")
+    where = "import os; os.write(1, f'pus {sorted(os.sched_getaffinity(0))}\\n'.encode())"
+    argv = ("salloc", "-N2", "--exclusive", sys.executable, "-m", *launch, "--", sys.executable, "-c", where)
+    ran = slurm.run(*argv, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), request, Runtime()).workers]
+    assert sorted(re.findall(r"pus (\[.*\])", ran.stdout)) == sorted(2 * list(map(str, pus)))
 
 
 @pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])

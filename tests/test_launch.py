@@ -17,6 +17,7 @@ from mpi.job import Job
 from mpi.launch import bound, local, start
 from mpi.launcher import newest
 from mpi.script import HERE, broken, launch_script, line
+from tests.conftest import build_machine
 
 
 def job(nodes: int, **changes) -> Job:
@@ -54,6 +55,17 @@ def test_lines_of_every_launcher(kind: str, binder: str, golden) -> None:
         if (kind, binder) != ("openmpi", "launcher"):
             texts.append(f"without files\n{line(start(job(3, binder=binder), launcher, ('CMD',), None))}\n")
     golden(f"launch/{kind}-{binder}.txt", "\n".join(texts))
+
+
+def test_shared_cores_are_bound_by_the_ranks_themselves() -> None:
+    plan = plan_machine(build_machine(1, 1, 2, 1), Request(ppn=5, oversubscribe=True), Runtime())
+    kinds = (Kind(hosts=("n1", "n2"), plan=plan),)
+    argv = start(job(2, kinds=kinds), newest("srun"), ("CMD",), Path()).argv
+    assert {"--ntasks-per-node=5", "--cpus-per-task=1", "--overcommit", "--cpu-bind=none"} <= {*argv}
+    assert "--exclusive" not in argv
+    for kind in ("intelmpi", "openmpi", "mpich", "srun"):
+        with pytest.raises(InputError, match="launchers give each rank cores of its own"):
+            start(job(2, kinds=kinds, binder="launcher"), newest(kind), ("CMD",), Path())
 
 
 def test_hosts_of_several_kinds_have_their_own_slots_and_plans(tmp_path: Path) -> None:

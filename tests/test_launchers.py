@@ -15,10 +15,11 @@ from mpi.cluster import Kind, job_plan_json
 from mpi.job import Job
 from mpi.launch import bound, start
 from mpi.launcher import find_launcher
-from tests.conftest import cputrain, mpi_path
+from tests.conftest import cputrain, mpi_path, write_images
 
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
+ASKED = Request(ppn=WORKERS)
 TELL = (
     "import os, json; from affinity.rank import discover; rank = discover(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, sorted(os.sched_getaffinity(0)), "
@@ -59,9 +60,11 @@ mpi.MPI_Finalize()
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 
 
-def ran(name: str, folder: Path, binder: str, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def ran(
+    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = ASKED
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **mpi_path(name)}
-    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    plan = plan_machine(this_machine(), request, Runtime())
     job = Job(
         kinds=(Kind(hosts=("localhost",), plan=plan),),
         command=command,
@@ -89,6 +92,17 @@ def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
     assert said == [
         [i, WORKERS, i, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
         for i, worker in enumerate(plan.workers)
+    ]
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_path: Path) -> None:
+    request = Request(ppn=CORES + 1, oversubscribe=True)
+    result = ran(name, tmp_path, "self", (sys.executable, "-c", TELL), request)
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    assert [(one[0], one[3]) for one in said] == [
+        (i, list(worker.pus)) for i, worker in enumerate(plan_machine(this_machine(), request, Runtime()).workers)
     ]
 
 
@@ -175,6 +189,32 @@ def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -
     total = WORKERS * (WORKERS + 1) // 2
     said = sorted(line for line in together.stdout.splitlines() if line.startswith("MPI"))
     assert said == [f"MPI {i} of {WORKERS}, sum {total}, PMI_RANK {i}" for i in range(WORKERS)]
+
+
+def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints(tmp_path: Path) -> None:
+    """The documents' `mpirun -np N -ppn N`, and what `plan RECIPE` prints with a relative path, from another folder."""
+    write_images(tmp_path / "images", train=4, val=1)
+    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=2", "schedule.warmup_epochs=0")
+    training = ("imagefolder", "data.path=images", *network, "epochs=1", "comm.backend=gloo")
+    path = mpi_path("intelmpi")
+    launcher = find_launcher("intelmpi", {**os.environ, **path})
+    mpirun = [
+        "env",
+        *(f"{n}={v}" for n, v in launcher.variables),
+        f"PATH={path['PATH']}",
+        "mpirun",
+        "-ppn",
+        str(WORKERS),
+    ]
+    train = [sys.executable, "-m", "cputrain", "train", *training, "output=one"]
+    direct = plainly([*mpirun, *train], tmp_path)
+    assert direct.returncode == 0 and "top-1 " in direct.stdout, direct.stderr
+    planned = ("plan", *training, "--ppn", str(WORKERS), "--launcher", "intelmpi", "--format", "command")
+    shown = cputrain(*planned, cwd=tmp_path, **path).stdout
+    assert f"data.path={tmp_path}/images" in shown and "data.path=images" not in shown
+    (tmp_path / "elsewhere").mkdir()
+    there = plainly(["sh", "-c", shown], tmp_path / "elsewhere")
+    assert there.returncode == 0 and "top-1 " in there.stdout, there.stderr
 
 
 def test_torchrun_s_ranks_may_be_launched(tmp_path: Path) -> None:

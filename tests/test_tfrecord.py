@@ -239,7 +239,7 @@ def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_
     write_mnist(tmp_path / "mnist", train=600, val=90, zipped=False)
     prepared = ("mnist", "mnist", "data", "--val-fraction", "1/6", "--format", "tfrecord", "--shards", "2")
     assert cputrain("prepare", *prepared, cwd=tmp_path).returncode == 0
-    settings = ("data.path=data", "epochs=6", "plan.ppn=1", "output=run")
+    settings = ("data.path=data", "epochs=6", "plan.ppn=1", "comm.backend=gloo", "output=run")
     result = cputrain("train", "mnist-adam", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "500 training and 100 validation images and 90 test images" in result.stdout

@@ -99,7 +99,7 @@ def test_mean_squared_error_is_to_the_label_s_one_hot_vector(smoothing: float) -
     wanted[torch.arange(IMAGES), data.labels] += 1 - smoothing
     loss = nn.MSELoss()(reference(normalised(data.images)), wanted)
     loss.backward()
-    assert done.loss == pytest.approx(float(loss)) and sums.images == IMAGES
+    assert done.loss == pytest.approx(float(loss.detach())) and sums.images == IMAGES
     for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
 

@@ -32,8 +32,8 @@ def training(asked: Asked, words: tuple[str, ...], array: str | None, stage: str
         raise InputError(
             "plan.share and plan.oversubscribe are for one host that others use too: leave them out of a job"
         )
-    if stage is not None and recipe.data.path is None:
-        raise InputError("--stage copies the recipe's data.path, which is not set: set it, or leave --stage out")
+    if stage is not None and (recipe.data.path is None or recipe.data.generated):
+        raise InputError("--stage copies the recipe's data.path, which names no folder: set it, or leave --stage out")
     ppn, cpus = _numbers(asked, request_of(recipe))
     fixed = ppn if asked.machine != "this" else asked.ppn
     work = Training(
@@ -45,7 +45,7 @@ def training(asked: Asked, words: tuple[str, ...], array: str | None, stage: str
             *(("--ppn", str(fixed)) if fixed is not None else ()),
             *(("--link-gbit", f"{asked.link_gbit:g}") if asked.link_gbit is not None else ()),
         ),
-        data=recipe.data.path,
+        data=None if recipe.data.generated else recipe.data.path,
         stage=stage,
         sweep=None if array is None else parse_sweep(array),
         paths=tuple(path for path in (recipe.data.stage, recipe.model.weights) if path is not None),

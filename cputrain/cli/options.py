@@ -10,7 +10,7 @@ import click
 
 from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.neighbors import plan_beside
+from affinity.neighbors import NOT_SHARED, plan_beside
 from affinity.plan import Plan, Request, plan_machine
 from affinity.profiles import PROFILES
 from affinity.request import BALANCES, OPENMP
@@ -26,8 +26,6 @@ NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # number
 KINDS = ["auto", "local", *PACKAGES]
 PLAIN = ("machine", "smt", "share", "launcher", "bind", "fabric")
 OTHERS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
-
-NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines and for several hosts"
 
 
 class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only

@@ -154,7 +154,10 @@ def _train(asked: Asked, name: str, settings: tuple[str, ...], recipe: "Recipe |
         return (*command, name, *settings)
     from cputrain.recipe import input_settings
 
-    return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *settings, *input_settings(recipe))
+    paths = input_settings(recipe)
+    replaced = {setting.partition("=")[0] for setting in paths}
+    kept = (setting for setting in settings if setting.partition("=")[0] not in replaced)
+    return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
 
 
 def _command(job: Job, asked: Asked) -> tuple[str, str]:
