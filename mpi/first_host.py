@@ -49,7 +49,7 @@ def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[
     request = request_from_json(text)
     if "link_gbit" not in json.loads(text):
         request = replace(request, link_gbit=fabric.link_gbit)
-    return plan_machine(this_machine(), request, find_runtime(target_of(command), env))
+    return plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
 
 
 def started(
