@@ -63,7 +63,7 @@ def test_control_groups_limit_memory() -> None:
 def test_an_assumed_workload_is_never_refused() -> None:
     machine = build_machine(1, 1, 8, 1, memory_bytes=2 * GIB)
     made = plan_machine(machine, Request(ppn=1, local_batch=64, workload=RESNET50), Runtime())
-    assert {reason.what: reason.value for reason in made.reasons}["memory per worker"] == "9.2 of 1.9 GiB"
+    assert {reason.what: reason.value for reason in made.reasons}["memory per worker"] == "9.2 of 1.9 GiB of DRAM"
 
 
 @given(room=st.integers(GIB, 100 * GIB))
