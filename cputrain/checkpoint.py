@@ -17,7 +17,7 @@ from cputrain.update import Learner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed:
-    """How far a training was: updates done, and the best validation accuracy so far in percent, NaN before any."""
+    """How far a training was: updates done, and the best Accuracy.score so far, NaN before any."""
 
     step: int
     top1: float
@@ -26,7 +26,7 @@ class Progressed:
 def save_checkpoint(folder: Path, learner: Learner, *, step: int, top1: float, keep: int, best: bool) -> Path:
     """Write step-N.pt, keep the newest `keep`, and the best one besides as best.pt.
 
-    `step` counts the updates done; `top1` is the best validation accuracy so far in percent, NaN before any.
+    `step` counts the updates done; `top1` is the best Accuracy.score so far, NaN before any.
     """
     path = folder / f"step-{step:07d}.pt"
     state = {

@@ -92,6 +92,14 @@ def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
     return batch.global_, passes
 
 
+def pass_batch(batch: BatchSection, workers: int) -> int:
+    """The most images that one of so many workers has in a backward pass."""
+    if batch.global_ is None:
+        return batch.local
+    passes = ceil(batch.global_ / (workers * batch.local))
+    return ceil(ceil(batch.global_ / workers) / passes)
+
+
 def _too_large(batch: BatchSection, global_batch: int, workers: int, wanted: int) -> str:
     """What to do where an epoch has fewer images than a step."""
     if batch.global_ is not None:

@@ -58,7 +58,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     them, that a resumed run has done again. A folder without events has none."""
     events: list[dict[str, Any]] = []
     last = 0
-    for event in _lines(folder):
+    for event in written_events(folder):
         if event["event"] == "step":
             if event["step"] <= last:
                 events = [earlier for earlier in events if earlier.get("step", 0) < event["step"]]
@@ -71,7 +71,7 @@ def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
     """What a run has taken so far, steps that were done twice included; the last start goes on until `now`, unix
     seconds, or, as one that was killed, until its last event."""
     spans: list[tuple[float, float]] = []
-    for event in _lines(folder):
+    for event in written_events(folder):
         if event["event"] == "start":
             spans.append((event["time"], event["time"]))
         elif spans:
@@ -88,7 +88,7 @@ def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
     )
 
 
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+def written_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Every event as it was written, up to a line that was cut short."""
     path = folder / FILE
     if not path.is_file():

@@ -1,6 +1,7 @@
 """Recipe -> what is asked of the planner; never torch."""
 
 from affinity.plan import Request
+from cputrain.derivation import pass_batch
 from cputrain.models.sizes import workload_of
 from cputrain.schema import BatchSection, Recipe
 
@@ -8,6 +9,7 @@ from cputrain.schema import BatchSection, Recipe
 def request_of(recipe: Recipe, nodes: int = 1) -> Request:
     """The planner's request that a recipe makes."""
     section = recipe.plan
+    workers = nodes * (section.ppn if isinstance(section.ppn, int) else 1)
 
     def asked(value: int | str) -> int | None:
         return value if isinstance(value, int) else None
@@ -24,7 +26,7 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
         openmp=section.openmp,
         oversubscribe=section.oversubscribe,
         balance=section.balance,
-        local_batch=recipe.batch.local,
+        local_batch=recipe.batch.local if section.balance == "batch" else pass_batch(recipe.batch, workers),
         workload=workload_of(recipe),
     )
 

@@ -13,16 +13,16 @@ FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {remaining} left"
 
 
 class Progress:
-    """Images done of all; silent on other ranks."""
+    """Images, or points, done of all; silent on other ranks."""
 
-    def __init__(self, done: int, images: int, *, shown: bool) -> None:
+    def __init__(self, done: int, images: int, *, unit: str, shown: bool) -> None:
         self.shown = shown
         self._bar: Any = tqdm(
             total=images,
             initial=done,
             disable=not shown,
             desc="first step",
-            unit="img",
+            unit=unit,
             file=sys.stderr,
             bar_format=FORMAT,
             mininterval=float(os.environ.get("TQDM_MININTERVAL", REDRAWN_S)),

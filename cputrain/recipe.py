@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from cputrain.schema import Recipe
 
 RECIPES = shipped(Path(__file__).parent, "recipes")
 
-# What a file says that belongs to another of its values: it goes where a setting replaces that value alone.
-BELONGS_TO = {
-    ("schedule", "reference_batch"): ("schedule", "peak_rate"),
-    ("schedule", "rate_factor"): ("schedule", "peak_rate"),
-    ("batch", "accumulation"): ("batch", "global"),
+# What a file says that belongs to another of its values, and the new values of that with which it has no meaning: it
+# goes where a setting gives one of those alone.
+BELONGS_TO: dict[tuple[str, str], tuple[tuple[str, str], Callable[[Any], bool]]] = {
+    ("schedule", "reference_batch"): (("schedule", "peak_rate"), lambda rate: True),
+    ("schedule", "rate_factor"): (("schedule", "peak_rate"), lambda rate: rate != "auto"),
+    ("batch", "accumulation"): (("batch", "global"), lambda batch: batch is not None),
 }
 
 
@@ -58,8 +59,8 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
         keys, value = parse_setting(setting)
         put(values, keys, value, setting)
         given[keys] = setting
-    for (section, key), replaced in BELONGS_TO.items():
-        if replaced in given and (section, key) not in given:
+    for (section, key), (replaced, excludes) in BELONGS_TO.items():
+        if replaced in given and (section, key) not in given and excludes(values[section][replaced[1]]):
             values[section].pop(key, None)
     try:
         return Recipe.model_validate(tuples(values))

@@ -93,12 +93,18 @@ def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: F
             f"--resume: {told(changed)} would change what the run in {folder} computes: leave that as it was, or start "
             f"a new run from its weights: model.weights={folder}/checkpoints/best.pt and another output"
         )
+    if old.data.kind != new.data.kind:
+        return (
+            f"--resume: the run in {folder} was trained on {old.data.kind}, data.path={new.data.path} is "
+            f"{new.data.kind}: leave data.path as it was, or start a new run with another output"
+        )
     if before is None:
         return None
     if (now.train_images, now.classes) != (before.train_images, before.classes):
         return (
-            f"--resume: data.path={new.data.path} holds {now.train_images:,} training images of {now.classes} classes, "
-            f"the run in {folder} was trained on {before.train_images:,} of {before.classes}: set data.path to those"
+            f"--resume: data.path={new.data.path} holds {now.train_images:,} training {new.data.unit} of {now.classes} "
+            f"class(es), the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
+            + ("leave data.train_images as it was" if new.data.generated else "set data.path to those")
         )
     if now.global_batch != before.global_batch:
         return (

@@ -33,7 +33,7 @@ def run_of(spec: str) -> Path | None:
     """The run's folder that is named, itself or by its recipe.yaml; None where a recipe is."""
     path = Path(spec)
     folder = path.parent if path.name == RECIPE else path
-    begun = (folder / RECIPE).is_file() and (folder / EVENTS).is_file()
+    begun = (folder / RECIPE).is_file() and (path == folder or (folder / EVENTS).is_file())
     return folder if begun and spec not in recipe_names() else None
 
 
@@ -169,7 +169,7 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
 def _given_paths(recipe: Recipe) -> str:
     """A comment with the paths that the recipe has as relative ones, and the folder they were given in."""
     given = {
-        "data.path": recipe.data.path,
+        "data.path": None if recipe.data.generated else recipe.data.path,
         "data.stage": recipe.data.stage,
         "model.weights": recipe.model.weights,
         "output": str(recipe.folder),

@@ -155,7 +155,12 @@ def begin(session: Session, events: Events | None, *, resume: bool) -> Training:
     return Training(
         session=session,
         learner=learner,
-        progress=Progress(numbers.images_until(done.step), numbers.images_until(last_step), shown=session.leads),
+        progress=Progress(
+            numbers.images_until(done.step),
+            numbers.images_until(last_step),
+            unit="points" if recipe.data.unit == "points" else "img",
+            shown=session.leads,
+        ),
         events=events,
         notice=Notice(session.group.store, leads=session.leads),
         step=done.step,

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from affinity.errors import DoesNotFitError, InputError, RunError
+from affinity.memory import GIB
 from affinity.workload import footprint, largest_batch
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here
@@ -15,7 +16,6 @@ from cputrain.sweep.search import next_batch
 from cputrain.sweep.tables import columns, csv_rows, markdown_rows
 from cputrain.sweep.trial import STEPS, TRAINS, Trial, run_trial
 
-GIB = 1 << 30
 HEAD = ("local batch", "global batch", "memory", "estimate GiB", "peak RSS GiB", "result", "ended by")
 TRIAL = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "max_steps=10")
 

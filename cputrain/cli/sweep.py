@@ -182,13 +182,13 @@ def _train(one: Planned, *, resume: bool, limit_s: float | None, used_s: float) 
             status = train_here(one, resume=resume, overwrite=False, verify=True)
         except RunError as error:
             told, status = str(error), 1
-    if limit.reached:
-        ended, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
-    elif status == 1:
+    if status == 1:
         click.echo(f"cputrain: {told}", err=True)
         ended, why = ending(told, oom_killed=oom_kills() > killed)
     elif status == 2:
         ended, why = REFUSED, _last_line(one.recipe.folder / LOGS / "rank-0.log")
+    elif limit.reached:
+        ended, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
     else:
         ended, why = "", ""
     used = used_s + time.monotonic() - started

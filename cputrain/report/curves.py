@@ -19,6 +19,7 @@ def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
     steps = [e for e in events if e["event"] == "step"]
     epochs = [e for e in events if e["event"] == "epoch"]
     at = [e["epoch"] for e in steps]
+    speed = f"{unit_of(events)}/s"
     charts: dict[tuple[str, str], dict[str, Points]] = {
         ("Loss", "loss"): {
             "step": (at, [e["loss"] for e in steps]),
@@ -31,10 +32,20 @@ def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
             "validation top-5": _over(epochs, "val_top5"),
         },
         ("Learning rate", "rate"): {"learning rate": (at, [e["rate"] for e in steps])},
-        ("Throughput", "images/s"): {"images/s": (at, [e["images_per_s"] for e in steps])},
+        ("Throughput", speed): {speed: (at, [e["images_per_s"] for e in steps])},
     }
     drawn = {title: _chart(lines, unit) for (title, unit), lines in charts.items()}
     return {title: svg for title, svg in drawn.items() if svg is not None}
+
+
+def kind_of(events: Sequence[dict[str, Any]]) -> str:
+    """What a run was trained on: images, points or synthetic data."""
+    return next((e.get("data", "images") for e in reversed(events) if e["event"] == "start"), "images")
+
+
+def unit_of(events: Sequence[dict[str, Any]]) -> str:
+    """What a sample of a run's data is called."""
+    return "points" if kind_of(events) == "points" else "images"
 
 
 def _over(epochs: Sequence[dict[str, Any]], key: str) -> Points:

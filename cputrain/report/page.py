@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from affinity.errors import InputError
 from cputrain.events import FILE, TimeSpent, read_events, time_spent
 from cputrain.files import write_atomic
-from cputrain.report.curves import training_curves
+from cputrain.report.curves import kind_of, training_curves, unit_of
 from cputrain.report.usage import Usage, host_rows, network_rows, read_usage, worker_rows
 from cputrain.report.usage_picture import usage_picture
 from cputrain.run_folder import RECIPE, REPORT
@@ -44,6 +44,7 @@ def _training(folder: Path) -> dict[str, Any]:
         "curves": training_curves(events),
         "epochs": [e for e in events if e["event"] == "epoch"],
         "warnings": [e for e in events if e["event"] == "warning"],
+        "unit": unit_of(events),
         "bindings": next((e["bindings"] for e in reversed(events) if e["event"] == "start"), []),
         "recipe": (folder / RECIPE).read_text(),
     }
@@ -67,23 +68,25 @@ def _use(usage: Usage) -> dict[str, Any]:
 
 def _summary(events: list[dict[str, Any]], spent: TimeSpent) -> list[tuple[str, str]]:
     end = next((e for e in reversed(events) if e["event"] in ("start", "end")), None)
+    kind = kind_of(events)
+    data = [("data", kind)] if kind != "images" else []
     if spent.starts > 1:
         took = [("time to train", f"{spent.training_s:.1f} s over {spent.starts} starts")]
         took += [("wall time", f"{spent.wall_s:.1f} s")]
     else:
         took = [("time to train", f"{spent.training_s:.1f} s")]
     if end is None or end["event"] == "start":  # an earlier end is not that of the last start
-        return [("status", "not finished"), *took]
+        return [("status", "not finished"), *data, *took]
     if end["status"] != "done":
-        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on"), *took]
-    kind, loss = end.get("data", "images"), end.get("val_loss")
+        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on"), *data, *took]
+    loss = end.get("val_loss")
     percents = {"top-1": "top1", "top-5": "top5", "test top-1": "test_top1", "test top-5": "test_top5"}
     return [
         ("status", end["status"]),
-        *([("data", kind)] if kind != "images" else []),
+        *data,
         *((name, f"{end[key]:.2f} %") for name, key in percents.items() if end.get(key) is not None),
         *([("validation loss", f"{loss:.4f}")] if loss is not None else []),
         ("steps", f"{end['steps']:,}"),
-        ("images", f"{end['images']:,}"),
+        (unit_of(events), f"{end['images']:,}"),
         *took,
     ]

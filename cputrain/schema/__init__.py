@@ -99,7 +99,12 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _loss_fits(self) -> "Recipe":
         regression = self.data.path == LINE
-        wanted = {"model.name": (self.model.name, "linear"), "loss": (self.loss, "mse")}
+        wanted: dict[str, tuple[object, object]] = {
+            "model.name": (self.model.name, "linear"),
+            "model.classes": (self.model.classes or 1, 1),
+            "loss": (self.loss, "mse"),
+            "label_smoothing": (self.label_smoothing, 0.0),
+        }
         for key, (value, right) in wanted.items():
             if regression and value != right:
                 raise misfit(

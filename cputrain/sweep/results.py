@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cputrain.events import FILE, read_events
+from cputrain.derivation import pass_batch
+from cputrain.events import read_events, written_events
 from cputrain.local import Planned
 from cputrain.schema import Recipe
 from cputrain.sweep.endings import DIVERGED, DONE, STOPPED
@@ -101,7 +102,7 @@ def setup_of(planned: Planned) -> Setup:
     recipe, numbers = planned.recipe, planned.numbers
     return Setup(
         workers=planned.ppn,
-        local_batch=min(recipe.batch.local, -(-numbers.global_batch // planned.ppn)),
+        local_batch=pass_batch(recipe.batch, planned.ppn),
         global_batch=numbers.global_batch,
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
@@ -118,30 +119,28 @@ def refused_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
 
     setup = Setup(
         workers=number(recipe.plan.ppn),
-        local_batch=number(recipe.batch.local),
-        global_batch=None,
+        local_batch=recipe.batch.local if recipe.batch.global_ is None else None,
+        global_batch=recipe.batch.global_,
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
         weight_decay=recipe.optim.weight_decay,
-        peak_rate=number(recipe.schedule.peak_rate),
+        peak_rate=number(recipe.schedule.peak_rate) if recipe.optim.scale_rate_by in ("auto", "none") else None,
     )
     return Result(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
 
 
 def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
     """What a training left in its folder, so far."""
-    events = read_events(folder) if (folder / FILE).is_file() else []
+    events = read_events(folder)
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == DONE
     record = read_record(folder) or Record(requested_s=None, used_s=None, status="", ended_by="")
     status = DONE if done else record.status or STOPPED
     steps = [event for event in events if event["event"] == "step"]
     epochs = [event for event in events if event["event"] == "epoch"]
-    judged = [
-        (event, since)
-        for event, since in zip(events, elapsed(events), strict=True)
-        if event["event"] == "epoch" and event.get("val_top1") is not None
-    ]
+    written = list(written_events(folder))  # steps that were lost and done again took their time, too
+    since = dict(zip((event["time"] for event in written), elapsed(written), strict=True))
+    judged = [(e, since[e["time"]]) for e in epochs if e.get("val_top1") is not None]
     start = next((event for event in events if event["event"] == "start"), {})
     last: Event = epochs[-1] if epochs else {}
     found = end or {}
@@ -156,7 +155,7 @@ def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
         epochs=tuple(event["epoch"] for event, _ in judged),
         top1s=tuple(event["val_top1"] for event, _ in judged),
         eval_steps=tuple(event["step"] for event, _ in judged),
-        elapsed_s=tuple(since for _, since in judged),
+        elapsed_s=tuple(seconds for _, seconds in judged),
         losses=loss_curve([(event["step"], event["loss"]) for event in steps]),
         top1=found["top1"] if done else None,
         top5=found["top5"] if done else None,
@@ -165,7 +164,7 @@ def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
         val_loss=next((e["val_loss"] for e in reversed(epochs) if e.get("val_loss") is not None), None),
         images_per_s=median(event["images_per_s"] for event in epochs) if epochs else None,
         epoch_s=median(event["seconds"] for event in epochs) if epochs else None,
-        seconds=found.get("time_to_train_s"),
+        seconds=found.get("time_to_train_s") if done else None,
         wall_s=record.used_s if record.used_s is not None else found.get("wall_time_s"),
         requested_s=record.requested_s,
         data=start.get("data", IMAGES),

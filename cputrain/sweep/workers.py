@@ -22,7 +22,7 @@ class Compared:
     """One training of a comparison; accuracies in percent, None where there is nothing to tell.
 
     `turnaround_s` is the whole job from start to end, `epoch_s` the median epoch; `stable_epoch` and `stable_s` are
-    when validation accuracy reached its stable maximum.
+    when validation accuracy reached its stable maximum. Workers that share cores (`oversubscribed`) have no speed-up.
     """
 
     training: str
@@ -37,6 +37,7 @@ class Compared:
     efficiency: float | None
     train_top1: float | None
     top1: float | None
+    oversubscribed: bool
     status: str
     ended_by: str
     data: str
@@ -80,7 +81,8 @@ def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
     for result in results:
         index = stable_maximum(result.top1s) if result.status == DONE else None
         speedup = efficiency = None
-        if base is not None and base.images_per_s and result.images_per_s:
+        oversubscribed = dict(result.settings).get(OVERSUBSCRIBE) == "true"
+        if base is not None and base.images_per_s and result.images_per_s and not oversubscribed:
             speedup = result.images_per_s / base.images_per_s
             efficiency = speedup * _workers(base) / _workers(result)
         rows.append(
@@ -97,6 +99,7 @@ def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
                 efficiency=efficiency,
                 train_top1=result.train_top1,
                 top1=result.top1s[-1] if result.top1s else None,
+                oversubscribed=oversubscribed,
                 status=result.status,
                 ended_by=result.ended_by,
                 data=result.data,
@@ -131,6 +134,7 @@ def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
             text(row.train_top1, ".2f"),
             text(row.top1, ".2f"),
             row.status
+            + (" (workers share cores)" if row.oversubscribed else "")
             + ("" if row.data == IMAGES else f" ({row.data})")
             + (f": {row.ended_by}" if row.ended_by else ""),
         )
