@@ -103,7 +103,7 @@ def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: F
     if (now.train_images, now.classes) != (before.train_images, before.classes):
         return (
             f"--resume: data.path={new.data.path} holds {now.train_images:,} training {new.data.unit} of {now.classes} "
-            f"class(es), the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
+            f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
             + ("leave data.train_images as it was" if new.data.generated else "set data.path to those")
         )
     if now.global_batch != before.global_batch:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,19 +201,16 @@ def test_only_what_decides_how_and_where_may_change(old: tuple[str, ...], new: t
 
 
 @pytest.mark.parametrize(
-    ("settings", "workers", "advice"),
-    [
-        (("batch.local=6",), 1, "set batch.accumulation=2"),
-        (("batch.local=6",), 4, "set batch.local=3"),
-        (("batch.local=5", "batch.accumulation=5"), 3, "set batch.local=4 batch.accumulation=1"),
-        (("batch.local=6",), 5, "start 2 workers, or a number that divides 12"),
-    ],
+    ("settings", "workers"),
+    [(("batch.local=6",), 1), (("batch.local=6",), 4), (("batch.local=5", "batch.accumulation=5"), 3)],
 )
-def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], workers: int, advice: str) -> None:
+def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], workers: int) -> None:
     new = recipe(*settings)
     batch = workers * new.batch.local * new.batch.accumulation
     now = Facts(workers=workers, global_batch=batch, train_images=27, classes=3)
     said = refusal(Path("run"), recipe("batch.local=6"), new, FACTS, now)
-    assert said and said.endswith(f"the run in run has 12 (2 workers): {advice}")
+    assert said and said.endswith("the run in run has 12 (2 workers): set batch.global=12")
+    advised = recipe("batch.local=6", "batch.global=12")
+    assert refusal(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12)) is None
     assert refusal(Path("run"), recipe("batch.local=6"), new, FACTS, FACTS) is None
     assert refusal(Path("run"), recipe("batch.local=6"), new, None, now) is None, "nothing was trained yet"

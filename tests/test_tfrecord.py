@@ -242,7 +242,7 @@ def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_
     settings = ("data.path=data", "epochs=6", "plan.ppn=1", "comm.backend=gloo", "output=run")
     result = cputrain("train", "mnist-adam", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "500 training and 100 validation images and 90 test images" in result.stdout
+    assert "500 training, 100 validation and 90 test images" in result.stdout
     end = read_events(tmp_path / "run")[-1]
     weights = torch.load(tmp_path / f"run/checkpoints/step-{end['steps']:07d}.pt", weights_only=True)["model"]
     example, paths = example_class(), sorted(tmp_path.glob("data/test-*-of-00002"))

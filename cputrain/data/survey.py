@@ -38,8 +38,9 @@ class Survey:
         if self.kind == "points":
             return f"{self.train:,} training and {self.val:,} validation points"
         if self.kind == "images":
-            test = f" and {self.test:,} test" if self.test else ""
-            return f"{self.train:,} training and {self.val:,} validation{test} images, {len(self.classes):,} classes"
+            counts = [f"{self.train:,} training", f"{self.val:,} validation"]
+            splits = f"{', '.join(counts)} and {self.test:,} test" if self.test else " and ".join(counts)
+            return f"{splits} images, {len(self.classes):,} classes"
         return f"{self.kind}: {self.train:,} images of random pixels, {len(self.classes):,} classes, no evaluation"
 
 
