@@ -14,7 +14,9 @@ from affinity.catalog import find_machine
 from affinity.picture import WIDTH, picture
 from affinity.plan import Plan, Request, plan_machine
 from affinity.runtime import Runtime
+from affinity.split import USUAL_BATCH
 from affinity.svg import picture_svg
+from affinity.workload import RESNET50
 from tests.conftest import build_machine
 
 DRAWN = ("skx-8160-2s", "knl-7250-snc4-flat", "max-9480-2s-snc4-flat")
@@ -38,7 +40,9 @@ def test_the_picture_of_a_small_machine_in_the_docs(golden) -> None:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_in_the_docs_are_what_is_drawn(name: str, golden) -> None:
-    golden(f"../../docs/{name}.svg", picture_svg(plan_of(name)))
+    """As `cputrain plan --machine NAME --nodes 16 --format svg` prints it."""
+    request = Request(nodes=16, local_batch=USUAL_BATCH, workload=RESNET50)
+    golden(f"../../docs/{name}.svg", picture_svg(plan_machine(find_machine(name), request, Runtime())))
 
 
 @pytest.mark.parametrize("name", [*DRAWN, "srf-6780e-2s", "skx-8180-8s"])

@@ -278,7 +278,7 @@ from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from cputrain.comm.group import end_group, gather, start_group
-from cputrain.rank_main import build_model
+from cputrain.models.build import build_model
 from cputrain.schema import ModelSection
 from affinity.rank import Rank
 import torch
