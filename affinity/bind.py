@@ -92,8 +92,8 @@ def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
 
 
 def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
-    """Whether a plan has bound this process, or the one that started it, as this very rank: then all names of
-    the rank agree, while a launcher that was started by a bound process has changed some of them."""
+    """Whether a plan has bound this process, or the one that started it, as this very rank: then all names of the rank
+    agree, while a launcher that was started by a bound process has changed some of them."""
     ranks = {env.get(name) for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")}
     sizes = {env.get(name) for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
     return PLAN_VARIABLE in env and ranks == {str(rank.rank)} and sizes == {str(rank.world_size)}

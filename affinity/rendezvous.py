@@ -140,7 +140,7 @@ def _check_port(port: int) -> None:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind(("", port))
     except OSError as error:
-        why = "taken" if error.errno == errno.EADDRINUSE else f"not to be had ({error.strerror})"
+        why = "taken" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
         raise RunError(
             f"port {port} of {socket.gethostname()}, where this job's ranks would meet, is {why}: set MASTER_PORT to a "
             "free one"

@@ -51,8 +51,8 @@ def workers_line(job: Job, port: int) -> str:
     argv, variables = started[0]
     told = " ".join(f"{name}={'$i' if name in BY_WORKER else shlex.quote(v)}" for name, v in variables.items())
     numbers = " ".join(map(str, range(len(started))))
-    started_all = f'for i in {numbers}; do {told} {shlex.join(argv)} & set -- "$@" $!; done'
-    return f'(set --; {started_all}; s=0; for p in "$@"; do wait $p || s=$?; done; exit $s)'
+    loop = f'for i in {numbers}; do {told} {shlex.join(argv)} & set -- "$@" $!; done'
+    return f'(set --; {loop}; s=0; for p in "$@"; do wait $p || s=$?; done; exit $s)'
 
 
 def broken(argv: tuple[str, ...], width: int = 100) -> str:
