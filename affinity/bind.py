@@ -29,6 +29,8 @@ from affinity.sysfs import this_machine
 
 # Tell the command which plan it was bound by, as which of its workers.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
+DESCRIPTORS = "/proc/self/fd/"  # where a process finds a plan that is kept in memory, as a file of this name
+MEMORY_FILE = "plan.json"
 
 
 def apply(worker: WorkerPlan) -> None:
@@ -67,11 +69,34 @@ def planned_worker(path: Path, local_rank: int) -> WorkerPlan:
     return worker_from_dict(plan_of_host(read_json(path), socket.gethostname()), local_rank)
 
 
-def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
-    """The worker that `become` bound this process as; None when it did not."""
-    if PLAN_VARIABLE not in env or WORKER_VARIABLE not in env:
+def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None:
+    """The plan file that a process's environment names; None where it names none, or one in memory that is not there.
+
+    A process that a bound one has started inherits the variable, but most often not the descriptor, whose number may
+    then be any other file's: a pipe's, which blocks whoever reads it.
+    """
+    told = env.get(PLAN_VARIABLE)
+    if told is None or not told.startswith(DESCRIPTORS):
+        return None if told is None else Path(f"/proc/{pid}/cwd") / told
+    path = Path(f"/proc/{pid}/fd/{told.removeprefix(DESCRIPTORS)}")
+    try:
+        return path if str(path.readlink()).startswith(f"/memfd:{MEMORY_FILE}") else None
+    except OSError:
         return None
-    return planned_worker(Path(env[PLAN_VARIABLE]), int(env[WORKER_VARIABLE]))
+
+
+def bound_worker(env: Mapping[str, str]) -> WorkerPlan | None:
+    """The worker that `become` bound this process as; None when it did not, or when its plan is out of reach."""
+    path = plan_path_of(env)
+    return None if path is None or WORKER_VARIABLE not in env else planned_worker(path, int(env[WORKER_VARIABLE]))
+
+
+def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
+    """Whether a plan has bound this process, or the one that started it, as this very rank: then all names of the rank
+    agree, while a launcher that was started by a bound process has changed some of them."""
+    ranks = {env.get(name) for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")}
+    sizes = {env.get(name) for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
+    return PLAN_VARIABLE in env and ranks == {str(rank.rank)} and sizes == {str(rank.world_size)}
 
 
 def become(
@@ -122,20 +147,20 @@ def plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]
 
 def in_memory(plan: Plan) -> Path:
     """A file of the plan that this process and what it becomes can read, and that ends with them."""
-    kept = os.memfd_create("plan.json", 0)  # no close-on-exec: the command inherits it
+    kept = os.memfd_create(MEMORY_FILE, 0)  # no close-on-exec: the command inherits it
     with os.fdopen(kept, "wb", closefd=False) as file:
         file.write(plan_to_json(plan).encode())
-    return Path(f"/proc/self/fd/{kept}")
+    return Path(f"{DESCRIPTORS}{kept}")
 
 
 def plan_of_rank(request: Request, rank: Rank, command: tuple[str, ...]) -> tuple[Plan, int]:
     """A plan of this host for the ranks that a launcher has started on it, and which of its workers this rank is.
 
-    A launcher's own binding is kept: to the planner it is then the whole host.
+    A launcher's own binding is kept, and so is that of an earlier plan: to the planner it is then the whole host.
     """
     machine = this_machine()
-    launcher_bound = set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
-    ppn, index = (1, 0) if launcher_bound else (rank.local_world_size, rank.local_rank)
+    bound = _bound_as(rank, os.environ) or set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
+    ppn, index = (1, 0) if bound else (rank.local_world_size, rank.local_rank)
     asked = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
     runtime = find_runtime(target_of(command), os.environ, openmp=asked.openmp)
     return plan_machine(machine, asked, runtime), index

@@ -13,6 +13,9 @@ from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 
 NAMED = 4  # processes that a warning names
+# What is the same for the ranks of a job on a host, and for what they start. Plans in memory have all the same path,
+# and two jobs may be bound by the same plan, but ranks that meet at one place are of one job.
+JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
 NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines and for several hosts"
 
 
@@ -38,7 +41,7 @@ def plan_beside(request: Request, runtime: Runtime, *, share: bool) -> Plan:
 def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
     """The processes of this user (of all users, for root) that other plans have bound, ascending by pid; `env` is
     this process's own, whose plan is no other one."""
-    own, found = env.get(PLAN_VARIABLE), []
+    own, found = _job(env), []
     for pid in planned_pids():
         try:
             variables = variables_of(pid)
@@ -46,9 +49,13 @@ def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
             pus = worker.pus if worker else tuple(sorted(os.sched_getaffinity(pid)))
         except (InputError, OSError):
             continue  # it has ended
-        if own is None or variables.get(PLAN_VARIABLE) != own:
+        if PLAN_VARIABLE not in env or _job(variables) != own:
             found.append(Neighbor(pid=pid, pus=pus))
     return tuple(found)
+
+
+def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
+    return tuple(variables.get(name) for name in JOB_VARIABLES)
 
 
 def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:

@@ -36,13 +36,14 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     address, port = meeting_place(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    node = {} if rank.launcher == "srun" else {"SLURM_NODEID": str(rank.rank // rank.local_world_size)}
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for launcher, names in OTHER_NAMES.items() if launcher != rank.launcher]
     same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
     # A PMI around this job (that of a shell which srun started) knows nothing of its ranks.
     foreign = [env.get(name) for name in OTHER_NAMES["intelmpi"][:2]] != numbers[:2]
     kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
-    return {**gloo, **kept, **same, **rendezvous(rank, address, port)}
+    return {**gloo, **kept, **same, **node, **rendezvous(rank, address, port)}
 
 
 def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
@@ -51,14 +52,22 @@ def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
     Address: MASTER_ADDR, or loopback on one host, or the first host of Slurm's list. Port: MASTER_PORT, or one of
     20000-29999 by the launcher's name for the job, or 29500. Rank 0 checks what is not from the environment.
     """
-    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    if port is not None and not (port.isdigit() and int(port) < 1 << 16):
-        raise InputError(f"MASTER_PORT={port} is no TCP port: export a number below 65536, or unset it")
+    address, port = env.get("MASTER_ADDR"), port_of(env)
     meant = address or (LOOPBACK if rank.one_host else _first_host(env))
-    number = int(port) if port is not None else _port_of(_job(env))
-    if rank.rank == 0 and (address is None or port is None):
-        _check(meant if address is None else "", number if port is None else 0)
+    number = _port_of_job(_job(env)) if port is None else port
+    if rank.rank == 0 and not address:
+        _check_address(meant)
+    if rank.rank == 0 and port is None:
+        _check_port(number)
     return meant, number
+
+
+def port_of(env: Mapping[str, str]) -> int | None:
+    """MASTER_PORT, where it is set. Raises InputError for what is no TCP port."""
+    port = env.get("MASTER_PORT")
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise InputError(f"MASTER_PORT={port} is no TCP port: export a number from 1 to 65535, or unset it")
+    return None if port is None else int(port)
 
 
 def _first_host(env: Mapping[str, str]) -> str:
@@ -97,23 +106,42 @@ def _ancestors() -> Iterator[list[str]]:
             return
 
 
-def _port_of(job: str | None) -> int:
+def _port_of_job(job: str | None) -> int:
     return MASTER_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
-def _check(address: str, port: int) -> None:
-    """Refuse, as rank 0, an address that is not this host's, and a port on which somebody listens."""
+def _check_address(address: str) -> None:
+    """Refuse, as rank 0, an address that is not this host's."""
+    here = socket.gethostname()
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
+    except socket.gaierror as error:
+        raise InputError(
+            f"{address}, the first host of Slurm's list, has no address on {here} ({error.strerror}): set MASTER_ADDR "
+            "to an address of rank 0's host"
+        ) from None
     except OSError as error:
-        here = socket.gethostname()
-        if error.errno == errno.EADDRINUSE:
-            raise RunError(
-                f"port {port} of {here}, where this job's ranks would meet, is taken: set MASTER_PORT to a free one"
-            ) from None
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise RunError(f"cannot listen on {address}: {error.strerror}: set MASTER_ADDR to another name") from None
         raise InputError(
             f"rank 0 runs on {here}, not on {address}, the first host of Slurm's list: set MASTER_ADDR to {here}"
+        ) from None
+
+
+def _check_port(port: int) -> None:
+    """Refuse, as rank 0, a port on which somebody listens: on any address, as torch.distributed's store has all."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        with socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if both:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("", port))
+    except OSError as error:
+        why = "taken" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
+        raise RunError(
+            f"port {port} of {socket.gethostname()}, where this job's ranks would meet, is {why}: set MASTER_PORT to a "
+            "free one"
         ) from None

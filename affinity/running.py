@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.bind import PLAN_VARIABLE, WORKER_VARIABLE, planned_worker
+from affinity.bind import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, planned_worker
 from affinity.cpuset import format_list
 from affinity.errors import InputError
 from affinity.observe import Thread, pages_by_node, threads_of
@@ -74,11 +74,12 @@ def variables_of(pid: int) -> dict[str, str]:
 
 def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | None:
     """What a process with this environment was planned as; None where its plan is not there any more."""
-    if PLAN_VARIABLE not in variables or WORKER_VARIABLE not in variables:
-        return None
-    told = variables[PLAN_VARIABLE].replace("/proc/self/", f"/proc/{pid}/")  # a plan kept in memory
-    path = Path(f"/proc/{pid}/cwd") / told
-    return planned_worker(path, int(variables[WORKER_VARIABLE])) if path.exists() else None
+    path, worker = plan_path_of(variables, pid), variables.get(WORKER_VARIABLE, "")
+    try:
+        there = path is not None and path.is_file()  # not a pipe, which blocks
+    except OSError:  # another user's
+        there = False
+    return planned_worker(path, int(worker)) if path is not None and there and worker.isdecimal() else None
 
 
 def _memory(proc: Path) -> dict[int, int]:

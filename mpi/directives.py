@@ -43,8 +43,8 @@ class Resources:
 
     @property
     def word(self) -> str:
-        """The job's name as a scheduler and a file system take it."""
-        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.name).lstrip("-.") or "cputrain"
+        """The job's name as a scheduler and a file system take it, 64 characters at most."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.name).lstrip("-.")[:64] or "cputrain"
 
 
 def directives(asked: Resources, scheduler: str) -> tuple[str, ...]:
@@ -113,6 +113,9 @@ def _check(asked: Resources, scheduler: str) -> None:
         value = getattr(asked, what)
         if value is not None and not pattern.fullmatch(value):
             raise InputError(f"--{what} {value!r}: {known}")
+    for what in ("output", "error"):
+        if re.match(r"([^/]*:)?~", getattr(asked, what) or ""):
+            raise InputError(f"--{what} {getattr(asked, what)}: no scheduler expands ~: write the folder in full")
     if not TIME[scheduler].fullmatch(asked.time):
         days = ", or D-HH:MM:SS" if scheduler == "slurm" else ", with days as hours"
         raise InputError(f"--time {asked.time!r} is no limit: give HH:MM:SS{days}")

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import InputError
-
 Setting = tuple[str, str, str]
 """Variable, value, why."""
 
@@ -124,10 +122,3 @@ def _is_infiniband(port: Path) -> bool:
     layer, state = port / "link_layer", port / "state"
     active = not state.is_file() or "ACTIVE" in state.read_text()
     return layer.is_file() and layer.read_text().strip() == "InfiniBand" and active
-
-
-def settings_for(name: str) -> tuple[Setting, ...]:
-    """What to set for a fabric. Raises InputError for one that is not known."""
-    if name not in FABRICS:
-        raise InputError(f"fabric={name}: there are auto, {', '.join(FABRICS)}")
-    return FABRICS[name].settings

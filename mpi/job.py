@@ -14,9 +14,9 @@ class Job:
     `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` says who binds: "self",
     each rank itself, or "launcher". `verify` makes a rank that the kernel bound otherwise an error; with `keep_env`
     variables that a rank inherits win over the plan's. `plain_rank` names a rank whose output is shown without its
-    label. `master_port` is where the ranks meet; without it they find a port themselves. `variables` are set for every
-    rank. With `plan_on_host` each host is planned by its own ranks, as the kinds' plans were asked for: hosts need not
-    be alike.
+    label. `master_addr` and `master_port` are where the ranks meet; without them it is the first host, at a port that
+    they find themselves. `variables` are set for every rank. With `plan_on_host` each host is planned by its own ranks,
+    as the kinds' plans were asked for: hosts need not be alike.
     """
 
     kinds: tuple[Kind, ...]
@@ -27,6 +27,7 @@ class Job:
     verify: bool = True
     keep_env: bool = False
     plain_rank: int | None = None
+    master_addr: str | None = None
     master_port: int | None = None
     variables: tuple[tuple[str, str], ...] = ()
     plan_on_host: bool = False

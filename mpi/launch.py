@@ -165,9 +165,9 @@ LAUNCHERS: dict[str, Callable[[Job, Launcher, tuple[str, ...], Path | None], Sta
 
 def rank_variables(job: Job) -> tuple[tuple[str, str], ...]:
     """What every rank gets beside its plan's environment: where the ranks meet, and the job's own variables."""
-    address = LOOPBACK if job.hosts == ("localhost",) else job.hosts[0].rpartition("@")[2]
+    first = LOOPBACK if job.hosts == ("localhost",) else job.hosts[0].rpartition("@")[2]
     port = () if job.master_port is None else (("MASTER_PORT", str(job.master_port)),)
-    return (("MASTER_ADDR", address), *port, *job.variables)
+    return (("MASTER_ADDR", job.master_addr or first), *port, *job.variables)
 
 
 def _hosts_of(

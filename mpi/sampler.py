@@ -43,20 +43,20 @@ class HostCounters:
 class Sampler:
     """Writes folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
 
-    Takes less than MOST_OF_A_CORE of a core. A file that cannot be written is told on stderr, and the run goes on
-    without.
+    Takes less than MOST_OF_A_CORE of a core. A file that cannot be written, or a counter that cannot be read, is
+    told on stderr, and the run goes on without.
     """
 
     def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
         self._host = socket.gethostname()
         self._pids = dict(pids)
         spent, self._at = time.thread_time(), time.monotonic()
-        self._trees = {rank: read_tree(pid) for rank, pid in pids.items()}
-        self._counters = read_host() if whole_host else None
-        self._wait(spent)
         self._reaped_s = _reaped_s()
         self._off = False
         try:
+            self._trees = {rank: read_tree(pid) for rank, pid in pids.items()}
+            self._counters = read_host() if whole_host else None
+            self._wait(spent)
             self._workers = {rank: UsageFile(worker_file(folder, rank), WorkerUse) for rank in pids}
             self._whole = UsageFile(host_file(folder, self._host), HostUse) if whole_host else None
         except OSError as error:
@@ -93,8 +93,8 @@ class Sampler:
     def _sample(self) -> None:
         spent, now = time.thread_time(), time.monotonic()
         seconds = now - self._at
-        trees = {rank: tree for rank, pid in self._pids.items() if (tree := read_tree(pid)).processes}
         try:
+            trees = {rank: tree for rank, pid in self._pids.items() if (tree := read_tree(pid)).processes}
             for rank, tree in trees.items():
                 self._add(rank, self._trees[rank], tree, seconds)
             if self._counters is not None and self._whole is not None:
@@ -103,6 +103,7 @@ class Sampler:
                 self._counters = counters
         except OSError as error:
             self._give_up(error)
+            return
         self._at = now
         self._trees |= trees
         self._wait(spent)

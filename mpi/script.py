@@ -35,18 +35,24 @@ def launch_script(start: Start, about: str, *, open_end: bool = False) -> str:
 
 
 def line(start: Start) -> str:
-    """A line for any shell that sets the start's variables and starts it."""
+    """A line for any shell that sets the start's variables and starts it; a MASTER_PORT that the shell has is left out,
+    as not every launcher passes it on to all ranks."""
     assignments = tuple(f"{name}={value}" for name, value in start.variables)
-    return shlex.join((*(("env", *assignments) if assignments else ()), *start.argv))
+    unset = () if "MASTER_PORT" in dict(start.variables) else ("-u", "MASTER_PORT")
+    return shlex.join(("env", *unset, *assignments, *start.argv))
 
 
 def workers_line(job: Job, port: int) -> str:
-    """A line for a POSIX shell that starts the job's workers on this host, as `launch.local` has them, and waits."""
+    """A line for a POSIX shell that starts the job's workers on this host, as `launch.local` has them, and waits.
+
+    Its status is 0 where all of theirs are.
+    """
     started = local(job, port)
     argv, variables = started[0]
     told = " ".join(f"{name}={'$i' if name in BY_WORKER else shlex.quote(v)}" for name, v in variables.items())
     numbers = " ".join(map(str, range(len(started))))
-    return f"for i in {numbers}; do {told} {shlex.join(argv)} & done; wait"
+    loop = f'for i in {numbers}; do {told} {shlex.join(argv)} & set -- "$@" $!; done'
+    return f'(set --; {loop}; s=0; for p in "$@"; do wait $p || s=$?; done; exit $s)'
 
 
 def broken(argv: tuple[str, ...], width: int = 100) -> str:

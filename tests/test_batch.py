@@ -582,10 +582,15 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
         (("slurm",), "name a RECIPE"),
         ((*SLURM, "--", "python"), "one thing"),
         ((*SLURM, "--qoss", "x"), "--qos"),
+        ((*SLURM, "--output", "~/x/%j.out"), "write the folder in full"),
+        ((*PBS, "--error", "n1:~/x.err"), "write the folder in full"),
+        ((*SLURM, "--chain", "3"), "--submit"),
         ((*SLURM, "--stage", "/scratch", "data.path=null"), "data.path"),
         (("slurm", "--array", "batch.local=1,2", "--", "python"), "--array"),
         (("slurm", "--prepare", "imagenet", "a", "b", "--ppn", "2"), "--ppn"),
         (("slurm", "--prepare", "imagenet", "a", "b", "--nodes", "2"), "--nodes"),
+        (("slurm", "--prepare", "imagenet", "a", "b", "--fabric", "opa"), "--fabric"),
+        (("slurm", "--prepare", "imagenet", "a", "b", "--launcher", "srun"), "--launcher"),
         (("slurm", "--prepare", "imagenette", "a", "b"), "imagenette"),
         (("slurm", "--prepare", "imagenet", "a", "b", "--short-sight", "9"), "--short-sight"),
         ((*SLURM, "--container-arg", "--nv"), "--container"),
@@ -604,6 +609,18 @@ def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:
     arguments = ("job", "pbs", "imagefolder", "--nodes", "2", "--machine", "skx-8160-2s", "--time", "1:00:00")
     assert "--submit needs qsub" in refused_after_script(cputrain(*arguments, "--submit", cwd=tmp_path, PATH="/none"))
     assert "--time" in refused(cputrain(*arguments[:-1], "soon", cwd=tmp_path))
+
+
+def test_a_command_s_job_has_a_short_name_and_its_output_s_folder_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = ("job", "slurm", "--time", "1:00:00", "--")
+    for command, name in ((("sh", "-c", "date; python x.py"), "sh"), ((f"{'long' * 20}.py",), "long" * 16)):
+        assert main([*job, *command]) == 0
+        assert f"#SBATCH --job-name={name}\n" in capsys.readouterr().out
+    for file, there in ((f"n1:{tmp_path}/x.out", True), (f"n1:{tmp_path}/logs/x.out", False)):
+        assert main(["job", "pbs", "--ncpus", "4", "--time", "1:00:00", "--output", file, "--", "date"]) == 0
+        assert (f"mkdir -p {tmp_path}/logs " in capsys.readouterr().err) != there
 
 
 def refused_after_script(result: subprocess.CompletedProcess[str]) -> str:

@@ -173,3 +173,22 @@ def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("AFFINITY_PLAN") == int(ppn)
     assert "--plan-on-host needs --ppn" in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr
+
+
+@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
+    """A plan in memory is closed to children; they are the rank all the same, and its cores are theirs."""
+    inner = (
+        "import os, json; from affinity.bind import bound_worker, plan_of_rank; from affinity.plan import Request; "
+        "from affinity.rank import discover; plan, index = plan_of_rank(Request(), discover(os.environ), ()); "
+        "print(json.dumps([bound_worker(os.environ) is None, plan.workers[index].pus, [*os.sched_getaffinity(0)]]))"
+    )
+    wrapper = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {inner!r}]).returncode)"
+    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request_to_json(Request(ppn=2)), "--"]
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    result = subprocess.run(
+        [*argv, sys.executable, "-c", wrapper], capture_output=True, text=True, env={**os.environ, **told}
+    )
+    assert result.returncode == 0, result.stderr
+    unreadable, planned, given = json.loads(result.stdout)
+    assert unreadable and sorted(planned) == sorted(given)

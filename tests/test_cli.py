@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from affinity.sysfs import this_machine
-from tests.conftest import cputrain, refused, write_images
+from tests.conftest import cputrain, mpi_path, refused, write_images
 
 CORES = len(this_machine().allowed_cores)
 
@@ -84,6 +84,8 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
         (("launch", "--nodes", "2", "--", "true"), "launch needs its hosts' names"),
         (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
+        (("plan", "--bind", "launcher", "--format", "command"), "--bind launcher needs a launcher"),
+        (("plan", "demo-digits", "--bind", "launcher"), "--bind launcher needs a launcher"),
         (("plan", "--nod", "2"), "No such option --nod: did you mean --nodes?"),
         (("train", "imagefolder", "--ppn", "2"), "No such option --ppn: did you mean plan.ppn=VALUE?"),
         (("train", "imagefolder", "--frob"), "No such option --frob: see --help"),
@@ -193,3 +195,16 @@ def test_hostfiles_of_another_launcher_are_named_and_written_anew(tmp_path: Path
         assert told in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
         refused(cputrain("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
+
+
+def test_the_shell_s_meeting_place_is_kept_or_refused() -> None:
+    launch = ("launch", "--dry-run", "--hosts", "127.0.0.2,127.0.0.3", "--launcher", "mpich", "--", "true")
+    path = mpi_path("mpich")
+    told = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
+    assert "-genv MASTER_ADDR n1-ib -genv MASTER_PORT 1234 " in told
+    assert "MASTER_PORT=0 is no TCP port" in refused(cputrain(*launch, **path, MASTER_PORT="0"))
+
+
+def test_a_rank_cannot_share_the_host() -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    assert "--share, but this launch is rank 0 of 1" in refused(cputrain("launch", "--share", "--", "true", **rank))

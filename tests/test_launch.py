@@ -14,7 +14,7 @@ from affinity.plan_file import plan_of_host, worker_from_dict
 from affinity.runtime import Runtime
 from mpi.cluster import Kind, job_plan_json
 from mpi.job import Job
-from mpi.launch import bound, local, start
+from mpi.launch import bound, local, rank_variables, start
 from mpi.launcher import newest
 from mpi.script import HERE, broken, launch_script, line
 from tests.conftest import build_machine
@@ -33,6 +33,12 @@ def test_local_workers_meet_on_loopback() -> None:
     assert all(env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2" for _, env in started)
     assert all((env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "4321") for _, env in started)
     assert all(argv[-2:] == ("python", "a b.py") for argv, _ in started)
+
+
+def test_the_user_s_meeting_place_wins() -> None:
+    assert rank_variables(job(2)) == (("MASTER_ADDR", "n0"),)
+    named = job(2, master_addr="n0-ib", master_port=5)
+    assert rank_variables(named) == (("MASTER_ADDR", "n0-ib"), ("MASTER_PORT", "5"))
 
 
 @pytest.mark.parametrize("kind", ["intelmpi", "openmpi", "mpich", "srun", "torchrun"])

@@ -229,6 +229,8 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
     ppn = ("--ppn", str(WORKERS))
     shown = cputrain("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
+    failing = shown.replace(f"{sys.executable} x.py", "sh -c 'exit $((3 + RANK))'")
+    assert plainly(["sh", "-c", failing], tmp_path).returncode == 2 + WORKERS
     told = cputrain("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
     check_ranks(plainly(["sh", "-c", told[-1]], tmp_path))
     worker = next(line for line in told if line.startswith("  env RANK=0 "))

@@ -6,6 +6,7 @@ Run in a PID namespace where that may be made, so that no other processes of thi
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from affinity.neighbors import Neighbor, contention
+from affinity.neighbors import Neighbor, contention, find_neighbors
 from affinity.plan import Request, plan_machine
-from affinity.plan_file import plan_to_json
+from affinity.plan_file import plan_to_json, request_to_json
+from affinity.running import planned_worker_of, variables_of
 from affinity.runtime import Runtime
 from affinity.sysfs import this_machine
 from tests.conftest import build_machine, cputrain, refused, write_images
@@ -115,3 +117,32 @@ def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() ->
     assert contention(plan, ()) == contention(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
     (told,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
     assert "10 (PUs 8-9), 11 (PUs 8-9), 12 (PUs 8-9), 13 (PUs 8-9) and 6 more," in told
+
+
+def test_a_plan_in_memory_is_read_from_those_who_have_it_only() -> None:
+    """A bound process's child has the variable, and a pipe where the plan was: to read that would wait for ever."""
+    asked = request_to_json(Request(ppn=1))
+    code = (
+        "import os, subprocess, sys\n"
+        "number = os.environ['AFFINITY_PLAN'].rpartition('/')[2]\n"
+        "with subprocess.Popen(['sh', '-c', f'echo $$; exec sleep 600 {number}<&0'], stdin=subprocess.PIPE): pass\n"
+    )
+    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--", sys.executable, "-c", code]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
+    with subprocess.Popen(argv, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True) as bound:
+        assert bound.stdout is not None
+        child = int(bound.stdout.readline())
+        try:
+            variables = variables_of(bound.pid)
+            worker = planned_worker_of(bound.pid, variables)
+            assert worker is not None and worker.local_rank == 0
+            assert planned_worker_of(child, variables_of(child)) is None
+            assert planned_worker_of(bound.pid, {**variables, "AFFINITY_WORKER": "none"}) is None
+            both = {bound.pid, child}
+            assert both <= {neighbor.pid for neighbor in find_neighbors({})}
+            other_job = {**variables, "MASTER_PORT": "29998"}
+            assert both <= {neighbor.pid for neighbor in find_neighbors(other_job)}
+            assert not both & {neighbor.pid for neighbor in find_neighbors(variables)}
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -21,8 +21,9 @@ def test_what_is_set_is_kept() -> None:
     env = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "ib0"}
     assert meeting_place(rank(0), env) == ("n1", 1234)
     assert env.items() <= with_rank(rank(0), env).items()
-    with pytest.raises(InputError, match="MASTER_PORT=http is no TCP port"):
-        meeting_place(rank(0), {"MASTER_PORT": "http"})
+    for wrong in ("http", "0", "65536", ""):
+        with pytest.raises(InputError, match=f"MASTER_PORT={wrong} is no TCP port"):
+            meeting_place(rank(0), {"MASTER_PORT": wrong})
 
 
 def test_ranks_of_one_job_find_one_port_and_other_jobs_another() -> None:
@@ -49,11 +50,16 @@ def test_slurm_s_first_host_is_rank_0_s() -> None:
 def test_rank_0_refuses_where_the_ranks_cannot_meet() -> None:
     with pytest.raises(InputError, match=rf"rank 0 runs on {socket.gethostname()}, not on 192.0.2.9"):
         meeting_place(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "192.0.2.9"})
+    with pytest.raises(InputError, match=r"nowhere\.invalid, the first host of Slurm's list, has no address on"):
+        meeting_place(rank(0, on_host=2), {"SLURM_JOB_NODELIST": "nowhere.invalid"})
     job = {"PMIX_NAMESPACE": "taken"}
     _, port = meeting_place(rank(1), job)
+    for listens in (LOOPBACK, "0.0.0.0"):
+        with socket.create_server((listens, port)):
+            for env in (job, {**job, "MASTER_ADDR": socket.gethostname()}):
+                with pytest.raises(RunError, match=f"port {port} of .* is taken: set MASTER_PORT"):
+                    meeting_place(rank(0), env)
     with socket.create_server((LOOPBACK, port)):
-        with pytest.raises(RunError, match=f"port {port} of .* is taken: set MASTER_PORT"):
-            meeting_place(rank(0), job)
         assert meeting_place(rank(1), job) == (LOOPBACK, port)  # rank 0 itself may listen there already
     assert meeting_place(rank(0), job) == (LOOPBACK, port)
 
@@ -66,6 +72,7 @@ def test_a_rank_has_the_same_numbers_by_every_name() -> None:
         *(("OMPI_COMM_WORLD_" + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),),
     ):
         assert [env[name] for name in names] == ["3", "4", "1", "2"]
+    assert env["SLURM_NODEID"] == "1"
     found = discover(env)
     assert found is not None and (found.rank, found.local_world_size) == (3, 2)
 

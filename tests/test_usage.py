@@ -219,3 +219,17 @@ def test_a_folder_without_samples_says_so(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: x\n")
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "start", "time": 0.0, "bindings": []}) + "\n")
     assert "Nothing was sampled" in write_report(tmp_path).read_text()
+
+
+def test_a_counter_that_cannot_be_read_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreadable() -> None:
+        raise PermissionError(13, "Permission denied", "/proc/stat")
+
+    monkeypatch.setattr(sampler, "read_host", unreadable)
+    samples = sampler.Sampler(tmp_path, {0: os.getpid()}, whole_host=True)
+    samples.tick()
+    samples.ended(0)
+    samples.close()
+    assert "/proc/stat: Permission denied: the run goes on" in capsys.readouterr().err

@@ -96,6 +96,8 @@ def command(
     CMD is bound by the plan and finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
     """
     _check(asked, scheduler, {"ncpus": ncpus, **given})
+    if chain > 1 and not submit:
+        raise InputError(f"--chain {chain} submits the job {chain} times: add --submit, or leave --chain out")
     wanted = _wanted(asked, words, prepare, array, stage)
     batch = Batch(
         resources=Resources(
@@ -119,12 +121,15 @@ def command(
     script = job_script(batch, scheduler)
     click.echo(script, nl=False)
     for file in (given["output"], given["error"]):
-        if file is not None and not Path(file).parent.is_dir():
-            click.echo(
-                f"note: no scheduler makes folders: mkdir -p {Path(file).parent} before the job starts", err=True
-            )
+        if file is not None and not (folder := _folder_of(file, scheduler)).is_dir():
+            click.echo(f"note: no scheduler makes folders: mkdir -p {folder} before the job starts", err=True)
     if submit:
         _submit(script, scheduler, chain)
+
+
+def _folder_of(file: str, scheduler: str) -> Path:
+    """The folder of a job's output file, which PBS calls [HOST:]FILE."""
+    return Path(file.rpartition(":")[2] if scheduler == "pbs" else file).parent
 
 
 def _check(asked: Asked, scheduler: str, given: dict[str, Any]) -> None:

@@ -58,6 +58,7 @@ def preparation(asked: Asked, arguments: tuple[str, ...]) -> Wanted:
     from cputrain.cli.prepare import command  # the image libraries: only where they are needed
 
     planned = [name for name in (*NUMBERS, *OTHERS, "smt") if getattr(asked, name) is not None]
+    planned += [name for name in ("fabric", "launcher") if getattr(asked, name) != "auto"]
     if planned or len(asked.hosts) > 1:
         what = planned[0].replace("_", "-") if planned else "nodes"
         raise InputError(f"--{what}: images are prepared by one process on one host, with all its cores: leave it out")
@@ -79,7 +80,8 @@ def any_command(asked: Asked, argv: tuple[str, ...]) -> Wanted:
     fields = {name: value for name, value in wanted.items() if value != default[name] and name != "link_gbit"}
     if asked.link_gbit is not None:  # else the first host's network decides
         fields["link_gbit"] = asked.link_gbit
-    called = Path(next((word for word in argv if word.endswith((".py", ".sh"))), argv[0])).stem
+    scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # not sh -c's
+    called = Path(next(scripts, argv[0])).stem
     return Wanted(work=Command(argv=argv, request=json.dumps(fields)), name=called, ppn=ppn, cpus=cpus)
 
 

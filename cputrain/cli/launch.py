@@ -17,6 +17,7 @@ from affinity.filesystem import check_writable
 from affinity.picture import picture
 from affinity.plan import Request
 from affinity.rank import MASTER_PORT, Rank, discover
+from affinity.rendezvous import port_of
 from cputrain.cli.options import Asked, cluster_of, planning_options, request, tell_format, with_kinds
 from cputrain.run_folder import LOGS, PLAN, write_plan
 from mpi.cluster import Cluster
@@ -32,7 +33,7 @@ from mpi.script import line, workers_line
 # Options that say something of all hosts and ranks, which one rank of another launcher's job cannot decide.
 OF_A_WHOLE_JOB = (
     *("hosts", "hostfile", "nodes", "machine", "kinds", "launcher", "fabric", "bind"),
-    *("plan_on_host", "preflight", "output", "dry_run"),
+    *("plan_on_host", "preflight", "output", "dry_run", "share"),
 )
 
 
@@ -130,7 +131,7 @@ def _job(asked: Asked, cluster: Cluster, cmd: tuple[str, ...], folder: Path, **h
     """What the user has set of the meeting place and the fabric wins, and has to reach the other hosts, too: not every
     launcher hands it on."""
     here = asked.hosts == ("localhost",)
-    port = os.environ.get("MASTER_PORT", "")
+    port = port_of(os.environ)
     fabric = () if here else asked.network.settings
     return Job(
         kinds=cluster.kinds,
@@ -139,7 +140,8 @@ def _job(asked: Asked, cluster: Cluster, cmd: tuple[str, ...], folder: Path, **h
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
         binder=asked.bind,
-        master_port=int(port) if port.isdigit() else free_port() if here else None,
+        master_addr=None if here else os.environ.get("MASTER_ADDR") or None,
+        master_port=free_port() if here and port is None else port,
         variables=tuple((name, os.environ.get(name, value)) for name, value, _ in fabric),
         **how,
     )
@@ -163,6 +165,8 @@ def _become_rank(
             "it to that"
         )
     plan, index = plan_of_rank(request(asked, base), rank, cmd)
+    for warning in plan.warnings if rank.local_rank == 0 else ():
+        click.echo(f"warning: {warning}", err=True)
     become(plan.workers[index], in_memory(plan), cmd, rank=rank, check=check, keep_env=keep_env)
 
 
@@ -190,7 +194,7 @@ def _show(job: Job, launcher: Launcher | None, folder: Path) -> None:
         made = remote_start(job, launcher, folder, "PORT", "TOKEN")
         click.echo(f"command\n  {line(made)}")
         click.echo("PORT and TOKEN, new for each launch, are how it hears of its ranks through mpi.agent; without it:")
-        click.echo("cputrain plan --write DIR, then DIR/launch.sh CMD")
+        click.echo("cputrain plan --write DIR with these same planning options, then DIR/launch.sh CMD")
         return
     port = job.master_port or MASTER_PORT
     argv, variables = local(job, port)[0]

@@ -132,13 +132,14 @@ def command(
     elif form != "text":
         raise InputError(f"--format {form} shows one kind of host: ask for text, json or command, or plan each alone")
     else:
+        started = _command(job, asked) if recipe is not None or len(job.hosts) > 1 else None
         _show(cluster, job, asked, explained=explained)
         if training is not None and len(cluster.kinds) == 1:  # its rules count equal hosts
             from cputrain.cli.derived import derivation
 
             click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts), drawn=drawn))
-        if recipe is not None or len(job.hosts) > 1:
-            command, hint = _command(job, asked)
+        if started is not None:
+            command, hint = started
             click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
 
 
@@ -163,6 +164,8 @@ def _train(asked: Asked, name: str, settings: tuple[str, ...], recipe: "Recipe |
 def _command(job: Job, asked: Asked) -> tuple[str, str]:
     """What starts the job, for a shell in any folder; and what it lacks, where it needs files of `plan --write`."""
     if job.hosts == ("localhost",) and asked.launcher in ("auto", "local"):
+        if job.binder == "launcher":
+            raise InputError("--bind launcher needs a launcher: name one with --launcher")
         if asked.machine == "this":
             return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
         return workers_line(job, MASTER_PORT), "plan.json is what --format json prints"

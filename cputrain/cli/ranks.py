@@ -1,24 +1,17 @@
 """What `train` and `eval` share: which rank this process is, and the worker it is bound as."""
 
-import atexit
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-from affinity.bind import become, bound_worker, plan_of_rank
+from affinity.bind import become, bound_worker, in_memory, plan_of_rank
 from affinity.errors import InputError
 from affinity.observe import Observed, observe, verify
 from affinity.plan import WorkerPlan
 from affinity.rank import Rank, discover
 from cputrain.cli import tell
 from cputrain.planning import request_of
-from cputrain.run_folder import write_plan
 from cputrain.schema import Recipe
-
-SCRATCH_VARIABLE = "CPUTRAIN_SCRATCH"  # the folder of a plan that a rank has made for itself, to be removed at its end
 
 
 def this_rank() -> Rank | None:
@@ -35,8 +28,6 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
     if worker is None:
         _bind_and_restart(recipe, rank, check=check)
     assert worker is not None
-    if SCRATCH_VARIABLE in os.environ:
-        atexit.register(_remove_scratch)
     if check:
         verify(worker)
     return worker, observe()
@@ -57,14 +48,7 @@ def run_rank(rank: Rank, act: Callable[[], None]) -> None:
             status = 1
         sys.stdout.flush()
         sys.stderr.flush()
-        _remove_scratch()
         os._exit(status)
-
-
-def _remove_scratch() -> None:
-    """Take away the plan that this rank has made for itself, if it has."""
-    if SCRATCH_VARIABLE in os.environ:
-        shutil.rmtree(os.environ[SCRATCH_VARIABLE], ignore_errors=True)
 
 
 def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
@@ -75,8 +59,5 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
             "cputrain train by itself or with cputrain launch --share"
         )
     plan, index = plan_of_rank(request_of(recipe), rank, command=())
-    os.environ[SCRATCH_VARIABLE] = tempfile.mkdtemp(prefix="cputrain-")
-    path = Path(os.environ[SCRATCH_VARIABLE]) / "plan.json"
-    write_plan(path, plan)
     command = (sys.executable, "-m", "cputrain", *sys.argv[1:])
-    become(plan.workers[index], path, command, rank=rank, check=check)
+    become(plan.workers[index], in_memory(plan), command, rank=rank, check=check)

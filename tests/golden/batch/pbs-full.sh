@@ -37,13 +37,9 @@ cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
 name: resnet50
 END_OF_RECIPE
 
-# What an earlier job has done is gone on from; what it has finished is left alone.
+# What an earlier job has done is gone on from; of what is finished, --resume only says so.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
-    if grep -q '"status": "done"' -- "$output/events.jsonl"; then
-        echo "$output is finished"
-        exit 0
-    fi
     resume=(--resume)
 fi
 export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
@@ -66,8 +62,9 @@ end_of_job() {
 }
 stage='/scratch/x y'/"${PBS_JOBID%%[!0-9]*}"
 trap end_of_job EXIT
+data="$(realpath -e -- /data/imagenet)"  # pbsdsh starts in the home folder
 # shellcheck disable=SC2016  # expanded by the shell on each host
-pbsdsh -- sh -c 'mkdir -p -- "$1" && cp -R -n -- "$2"/. "$1"' stage "$stage" /data/imagenet
+pbsdsh -- sh -c 'mkdir -p -- "$1" && cp -R -n -- "$2"/. "$1"' stage "$stage" "$data"
 settings+=("data.path=$stage")
 
 "${launch[@]}" python -m affinity.bind --plan "$files/plan.json" -- \
