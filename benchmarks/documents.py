@@ -54,7 +54,8 @@ def prepare(data: Path, mnist: Path, photos: Path) -> None:
     data.mkdir()
     (data / "photos").symlink_to(photos)
     for out, more in (("mnist", ()), ("mnist-3-splits", ("--val-fraction", "1/6"))):
-        subprocess.run([*program("cputrain"), "prepare", "mnist", str(mnist), str(data / out), *more], check=True)
+        argv = ["cputrain", "prepare", "mnist", str(mnist), str(data / out), *more]
+        subprocess.run(argv, env=environment(), stdout=sys.stderr, check=True)
 
 
 def run(row: Row, folder: Path) -> tuple[bool, str]:
@@ -63,7 +64,7 @@ def run(row: Row, folder: Path) -> tuple[bool, str]:
     for command in row.small:
         argv = shlex.split(command)
         done = subprocess.run(
-            [*program(argv[0]), *argv[1:]], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         output += done.stdout
         if done.returncode:
@@ -78,9 +79,10 @@ def run(row: Row, folder: Path) -> tuple[bool, str]:
     return True, cell("; ".join(shown))
 
 
-def program(name: str) -> tuple[str, ...]:
-    """This checkout's command, by this Python; any other program as PATH has it."""
-    return (sys.executable, "-m", "cputrain") if name == "cputrain" else (name,)
+def environment() -> dict[str, str]:
+    """As after activating this Python's virtual environment, with a progress bar now and then."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"TQDM_MININTERVAL": "30", **os.environ, "PATH": path}
 
 
 def commands(lines: tuple[str, ...]) -> str:
@@ -94,5 +96,4 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TQDM_MININTERVAL", "30")
     sys.exit(main())

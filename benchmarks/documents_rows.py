@@ -64,7 +64,7 @@ ROWS = (
         full=("cputrain job slurm resnet50-skx-256node --nodes 256 --time 02:00:00 --submit",),
         small=(
             f"cputrain train resnet50-skx-256node {PHOTOS} data.images_per_epoch=null batch.local=8 epochs=2 "
-            "schedule.warmup_epochs=1",
+            "schedule.warmup_epochs=1 schedule.start_rate=0.0",
         ),
         shows=TRAINED,
     ),
@@ -82,7 +82,9 @@ ROWS = (
         document=INTEL,
         experiment="convergence at 8,192 (5b, the log of 5)",
         full=("cputrain job slurm resnet50-8k --nodes 256 --time 06:00:00 --submit",),
-        small=(f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=2 schedule.warmup_epochs=1",),
+        small=(
+            f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=2 schedule.warmup_epochs=1 schedule.start_rate=0.0",
+        ),
         shows=TRAINED,
     ),
     Row(
@@ -100,7 +102,7 @@ ROWS = (
         experiment="validation with batches of 200 on one host (5a)",
         full=("cputrain eval runs/resnet50-skx-256node --json evaluate.batch=200 plan.ppn=1 plan.threads=46",),
         small=(
-            f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=1 schedule.warmup_epochs=1",
+            f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=1 schedule.warmup_epochs=1 schedule.start_rate=0.0",
             "cputrain eval runs/resnet50-8k evaluate.batch=20 plan.ppn=1",
         ),
         shows=(r"(Evaluation \[\d+/5\])", r"^(step .*)$"),
