@@ -9,6 +9,7 @@ WORKERS = "Multi-worker lab: fruits and Caltech-256"
 LAB3 = "Lab 3: optimizers on a line and on MNIST"
 
 PHOTOS = "data.path=data/photos data.crop=32"
+SMALL_8K = f"cputrain train resnet50-8k {PHOTOS} batch.local=8 schedule.warmup_epochs=1 schedule.start_rate=0.0"
 NO_WEIGHTS = f"{PHOTOS} model.weights=null data.resize=32"
 TOP1 = r"^(top-1) +([\d.]+ %)"
 TRAINED = (r"total steps +(\S+):", TOP1)
@@ -82,9 +83,7 @@ ROWS = (
         document=INTEL,
         experiment="convergence at 8,192 (5b, the log of 5)",
         full=("cputrain job slurm resnet50-8k --nodes 256 --time 06:00:00 --submit",),
-        small=(
-            f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=2 schedule.warmup_epochs=1 schedule.start_rate=0.0",
-        ),
+        small=(f"{SMALL_8K} epochs=2",),
         shows=TRAINED,
     ),
     Row(
@@ -102,7 +101,7 @@ ROWS = (
         experiment="validation with batches of 200 on one host (5a)",
         full=("cputrain eval runs/resnet50-skx-256node --json evaluate.batch=200 plan.ppn=1 plan.threads=46",),
         small=(
-            f"cputrain train resnet50-8k {PHOTOS} batch.local=8 epochs=1 schedule.warmup_epochs=1 schedule.start_rate=0.0",
+            f"{SMALL_8K} epochs=1",
             "cputrain eval runs/resnet50-8k evaluate.batch=20 plan.ppn=1",
         ),
         shows=(r"(Evaluation \[\d+/5\])", r"^(step .*)$"),
