@@ -94,6 +94,11 @@ def cable(network: int, number: int) -> str:
     return f"c{os.getpid() % 100_000}v{network}n{number}"
 
 
+def bridge(network: int) -> str:
+    """The name of the bridge between the hosts, with our pid: a killed test run leaves its own behind."""
+    return f"c{os.getpid() % 100_000}b{network}"
+
+
 @contextmanager
 def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
     """Start so many hosts, h1 to hN; end them all, by pid, and the bridge between them."""
@@ -105,11 +110,10 @@ def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
     names = [f"h{i}" for i in range(1, hosts + 1)]
     started: list[subprocess.Popen[bytes]] = []
     network = next(NETWORKS)
-    bridge = f"cputrain{network}"
     _files(folder, names, network)
-    subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
+    subprocess.run(["ip", "link", "add", bridge(network), "type", "bridge"], check=True)
     try:
-        subprocess.run(["ip", "link", "set", bridge, "up"], check=True)
+        subprocess.run(["ip", "link", "set", bridge(network), "up"], check=True)
         pids = {}
         for number, name in enumerate(names, 1):
             started.append(_start(folder, name))
@@ -124,7 +128,7 @@ def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
             process.kill()  # unshare --kill-child: the host's first process, and so all on it, ends with it
         for process in started:
             process.wait()
-        subprocess.run(["ip", "link", "del", bridge], check=True)
+        subprocess.run(["ip", "link", "del", bridge(network)], check=True)
 
 
 def _files(folder: Path, names: list[str], network: int) -> None:
@@ -177,7 +181,7 @@ def _connect(pid: int, network: int, number: int) -> None:
     host = cable(network, number)
     for argv in (
         ["ip", "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", str(pid)],
-        ["ip", "link", "set", host, "master", f"cputrain{network}", "up"],
+        ["ip", "link", "set", host, "master", bridge(network), "up"],
         ["nsenter", "-t", str(pid), "-n", "ip", "addr", "add", f"10.78.{network}.{number}/24", "dev", "eth0"],
         ["nsenter", "-t", str(pid), "-n", "ip", "link", "set", "eth0", "up"],
     ):

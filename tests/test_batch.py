@@ -252,7 +252,7 @@ def test_no_value_becomes_shell_code(
         **{"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7"},
         **{"PBS_JOBID": "7.pbs", "PBS_ARRAY_INDEX": "0", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": "nodes"},
     }
-    ran = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=30)
+    ran = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr  # it went through to its end
     assert not list(folder.rglob("canary"))
 
