@@ -1,12 +1,16 @@
-"""The commands of the reference documents' experiments: the command line takes every one."""
+"""The commands of the reference documents' experiments: the command line takes every one, the docs show them all."""
 
 import shlex
+from pathlib import Path
 
 import click
 import pytest
 
+from benchmarks.documents import commands
 from benchmarks.documents_rows import ROWS, Row
 from cputrain.cli import group
+
+PAGE = (Path(__file__).parents[1] / "docs/documents.md").read_text()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.experiment)
@@ -22,3 +26,8 @@ def test_the_command_line_takes_an_experiment_s_commands(row: Row) -> None:
             command = found
         with command.make_context(words[0], words[1:]):
             pass
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.experiment)
+def test_the_docs_have_an_experiment_s_commands(row: Row) -> None:
+    assert f"| {row.experiment} | {commands(row.full)} | {commands(row.small)} |" in PAGE
