@@ -206,9 +206,16 @@ PAYLOADS = (
 HOSTILE = st.tuples(st.text("ab /-=.,", max_size=6), st.sampled_from(PAYLOADS)).map("".join)
 
 
+def staged_from(text: str) -> str:
+    """One folder's name of this text."""
+    return "data" + text.replace("/", "_")
+
+
 def hostile(texts: list[str], which: str) -> Batch:
     """A job in which every value that a user may give is one of these texts."""
     name, recipe, setting, output, image, stage, value, data = texts
+    recipe += "\n"  # as every file that is written into a script ends: without it the rest would be the file's
+    data = staged_from(data)
     work = {
         "train": replace(
             FULL.work,
@@ -247,6 +254,7 @@ def test_no_value_becomes_shell_code(
         (stubs / program).write_text("#!/bin/sh\nexit 0\n")
         (stubs / program).chmod(0o755)
     (folder / "nodes").write_text("h1\nh1\n")
+    (folder / staged_from(texts[-1])).mkdir()
     env = {
         "PATH": f"{stubs}:/usr/bin:/bin",
         **{"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "7"},

@@ -272,7 +272,6 @@ def test_the_group_s_threads_end_with_it() -> None:
     """Threads of gloo that live on abort the interpreter's exit now and then."""
     code = """
 import os, sys, time
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 from affinity.observe import threads_of
 from affinity.plan import Request, plan_machine
 from affinity.runtime import Runtime
