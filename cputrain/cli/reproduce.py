@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from affinity.errors import RunError
-from cputrain.cli.sweep import train_all, write_results
 from cputrain.files import write_atomic
 from cputrain.local import Planned, planned_here
 from cputrain.published_tables import DOCUMENTS, Compared, published_tables, told
@@ -16,6 +15,8 @@ from cputrain.recipe import load_recipe
 from cputrain.reproduce import cells, filled, large_batch_table, large_batch_verdict, with_seed
 from cputrain.schema import SweepSection
 from cputrain.sweep import Variant, columns, variants
+from cputrain.sweep.result_files import write_results
+from cputrain.sweep.run import train_all
 
 PICTURE = "large-batch.svg"
 

@@ -1,41 +1,24 @@
 """cputrain sweep: one recipe with many settings, one training after another, tables and a picture of them all."""
 
-import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
-from affinity.errors import DoesNotFitError, InputError, RunError
+from affinity.errors import DoesNotFitError, InputError
 from affinity.sysfs import this_machine
 from cputrain.cli.find_batch import find_batch
-from cputrain.files import write_atomic
-from cputrain.local import Planned, planned_here, train_here
+from cputrain.local import Planned, planned_here
 from cputrain.recipe import load_recipe
-from cputrain.resume import differences
-from cputrain.run_folder import LOGS, RECIPE
-from cputrain.schema import Recipe, SweepSection
-from cputrain.sweep.clock import parse_clock, time_limit
-from cputrain.sweep.endings import DOES_NOT_FIT, DONE, REFUSED, STOPPED, TIME_LIMIT, ending, oom_kills
-from cputrain.sweep.record import Record, write_record
-from cputrain.sweep.results import Result, grouped, refused_result, result_of, setup_of
-from cputrain.sweep.tables import columns, csv_rows, csv_text, markdown, markdown_rows, table
+from cputrain.schema import SweepSection
+from cputrain.sweep.clock import parse_clock
+from cputrain.sweep.endings import DOES_NOT_FIT, DONE, REFUSED
+from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, write_results
+from cputrain.sweep.results import Result, grouped
+from cputrain.sweep.run import Refused, train_all
+from cputrain.sweep.tables import columns, table
 from cputrain.sweep.variants import WORKERS, Variant, parse_workers, variants
 from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows
-
-RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep.md"
-COMPARISON = "workers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A training that cannot be started here, and why: status "does not fit" (memory) or "refused"."""
-
-    recipe: Recipe
-    status: str
-    why: str
 
 
 @click.command("sweep")
@@ -145,88 +128,6 @@ def _show(planned: Sequence[tuple[Variant, Planned | Refused]]) -> None:
     refused = [one for _, one in planned if isinstance(one, Refused)]
     if len(refused) == len(planned):
         raise InputError(f"none of {len(planned)} trainings can be started here: {refused[0].why}")
-
-
-def train_all(planned: Sequence[tuple[Variant, Planned | Refused]], limit_s: float | None = None) -> list[Result]:
-    """Train what is not done yet, one after another, each for `limit_s` seconds at most over all its starts.
-
-    Raises InputError where a folder holds another training.
-    """
-    results = []
-    for number, (variant, one) in enumerate(planned, 1):
-        if isinstance(one, Refused):
-            results.append(refused_result(variant, one.recipe, one.status, one.why))
-            continue
-        folder = one.recipe.folder
-        known = (folder / RECIPE).is_file()
-        if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
-            raise InputError(f"{folder} holds a run of another recipe: sweep --into another folder, or take it away")
-        setup = setup_of(one)
-        result = result_of(variant, setup, folder)
-        used_s = result.wall_s or 0.0
-        if result.status != DONE and (limit_s is None or used_s < limit_s):
-            click.echo(f"\n{number}/{len(planned)}  {' '.join(variant.arguments)}")
-            _train(one, resume=known, limit_s=limit_s, used_s=used_s)
-            result = result_of(variant, setup, folder)
-        if result.status == STOPPED:
-            raise RunError(f"stopped in {folder}: call sweep again to go on")
-        results.append(result)
-    return results
-
-
-def _train(one: Planned, *, resume: bool, limit_s: float | None, used_s: float) -> None:
-    """Train, and keep how long it took and how it ended."""
-    started, killed, told = time.monotonic(), oom_kills(), ""
-    with time_limit(None if limit_s is None else limit_s - used_s) as limit:
-        try:
-            status = train_here(one, resume=resume, overwrite=False, verify=True)
-        except RunError as error:
-            told, status = str(error), 1
-    if status == 1:
-        click.echo(f"cputrain: {told}", err=True)
-        ended, why = ending(told, oom_killed=oom_kills() > killed)
-    elif status == 2:
-        ended, why = REFUSED, _last_line(one.recipe.folder / LOGS / "rank-0.log")
-    elif limit.reached:
-        ended, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
-    else:
-        ended, why = "", ""
-    used = used_s + time.monotonic() - started
-    write_record(one.recipe.folder, Record(requested_s=limit_s, used_s=used, status=ended, ended_by=why))
-    if status >= 128:
-        raise click.exceptions.Abort  # a signal ends the sweep too
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return lines[-1].removeprefix("cputrain: ") if lines else ""
-
-
-def write_results(folder: Path, name: str, results: Sequence[Result]) -> None:
-    """sweep.json and .csv for machines, sweep.md and .svg for people; workers.* where worker counts differ."""
-    from cputrain.report.sweep_pictures import sweep_picture, workers_picture  # matplotlib: a second, at the end only
-
-    groups = grouped(results)
-    text = json.dumps({"recipe": name, "runs": [asdict(result) for result in results]}, indent=1)
-    write_atomic(folder / RESULTS, text.encode())
-    write_atomic(folder / CSV, csv_text(results).encode())
-    write_atomic(folder / MARKDOWN, f"# {name}\n\n{markdown(groups)}\n![curves]({PICTURE})\n".encode())
-    write_atomic(folder / PICTURE, sweep_picture(name, groups).encode())
-    compared = compare(results)
-    if compared:
-        rows, picture = comparison_rows(compared), f"{COMPARISON}.svg"
-        told = {"recipe": name, "rule": RULE, "trainings": [asdict(one) for one in compared]}
-        notes = f"{RULE}; {FEWEST}"
-        write_atomic(folder / f"{COMPARISON}.json", json.dumps(told, indent=1).encode())
-        write_atomic(
-            folder / f"{COMPARISON}.csv",
-            csv_rows([list(asdict(compared[0])), *(list(asdict(one).values()) for one in compared)]).encode(),
-        )
-        write_atomic(
-            folder / f"{COMPARISON}.md",
-            f"# {name}: workers compared\n\n{markdown_rows(rows)}\n{notes}\n\n![curves]({picture})\n".encode(),
-        )
-        write_atomic(folder / picture, workers_picture(name, results, compared).encode())
 
 
 def _show_comparison(results: Sequence[Result]) -> None:
