@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from affinity import bind
-from affinity.catalog import find_machine
-from affinity.diff import plan_differences
 from affinity.errors import InputError, RunError
-from affinity.neighbors import NOT_SHARED, plan_beside
-from affinity.picture import picture
-from affinity.plan import Plan, Request, plan_machine
-from affinity.plan_file import plan_to_json, read_plan
-from affinity.profiles import PROFILES
-from affinity.request import BALANCES, OPENMP
-from affinity.running import look_at, planned_pids, report
-from affinity.runtime import Runtime, find_runtime, target_of
-from affinity.svg import picture_svg
+from affinity.kernel.neighbors import NOT_SHARED, plan_beside
+from affinity.kernel.running import look_at, planned_pids, report
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.plan_file import plan_to_json, read_plan
+from affinity.planner.profiles import PROFILES
+from affinity.planner.request import BALANCES, OPENMP
+from affinity.planner.runtime import Runtime, find_runtime, target_of
+from affinity.topology.catalog import find_machine
+from affinity.views.diff import plan_differences
+from affinity.views.svg import picture_svg
+from affinity.views.text import picture
 
 FORMATS = ("text", "json", "svg")
 

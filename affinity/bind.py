@@ -15,17 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from affinity.cpuset import format_list
 from affinity.errors import InputError, RunError
-from affinity.mempolicy import set_memory_policy
-from affinity.observe import launcher_differences, refuse, verify
-from affinity.openmp import reconciled
-from affinity.plan import Plan, Request, WorkerPlan, plan_machine
-from affinity.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
-from affinity.rank import LOCAL_RANK_VARIABLES, Rank, discover, local_rank_of
-from affinity.rendezvous import with_rank
-from affinity.runtime import find_runtime, target_of, with_libiomp5
-from affinity.sysfs import this_machine
+from affinity.kernel.mempolicy import set_memory_policy
+from affinity.kernel.observe import launcher_differences, refuse, verify
+from affinity.planner.openmp import reconciled
+from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
+from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
+from affinity.planner.runtime import find_runtime, target_of, with_libiomp5
+from affinity.ranks.rank import LOCAL_RANK_VARIABLES, Rank, discover, local_rank_of
+from affinity.ranks.rendezvous import with_rank
+from affinity.topology.cpuset import format_list
+from affinity.topology.sysfs import this_machine
 
 # Tell the command which plan it was bound by, as which of its workers.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"

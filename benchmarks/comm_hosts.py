@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from affinity.rank import Rank, rendezvous
-from tests.fake_hosts import FakeHosts, fake_hosts
+from affinity.ranks.rank import Rank, rendezvous
+from tests.support.fake_hosts import FakeHosts, fake_hosts
 
 HOSTS, BATCH, CROP, STEPS = 4, 4, 64, 3
 CONTENDERS = {"gloo": ("gloo",), "gloo, bf16": ("gloo", "bf16"), "ccl": ("ccl",), "ccl, bf16": ("ccl", "bf16")}

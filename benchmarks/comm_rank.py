@@ -20,9 +20,9 @@ import torch.distributed.nn.functional
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from affinity.rank import discover, rendezvous
+from affinity.ranks.rank import discover, rendezvous
 from cputrain.models.build import build_model
-from cputrain.schema import ModelSection
+from cputrain.recipe.schema import ModelSection
 
 
 def main() -> None:

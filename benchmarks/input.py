@@ -36,7 +36,7 @@ from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_folder
 from cputrain.data.turbo import load
 from cputrain.data.views import View, evaluation_look
-from cputrain.schema import DataSection
+from cputrain.recipe.schema import DataSection
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
 SHORT, QUALITY = 256, 90

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cputrain.engine import prepare_model
 from cputrain.models.build import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim.build import build_optimizer, set_rate
-from cputrain.schema import ModelSection, OptimSection
+from cputrain.recipe.schema import ModelSection, OptimSection
+from cputrain.training.engine import prepare_model
 
 Make = Callable[[torch.nn.Module], Optimizer]
 

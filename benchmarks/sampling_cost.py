@@ -3,8 +3,8 @@
     python -m benchmarks.sampling_cost [--seconds 60]
 
 Ranks are real processes of 24 threads with 2 children each, `others` idle processes that the host has besides. The
-whole process is measured with its loop, as `cputrain train` (one for all ranks) and mpi.agent (one for each) run
-it, then without a sampler.
+whole process is measured with its loop, as `cputrain train` (one for all ranks) and the agent (one for each) run it,
+then without a sampler.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpi.sampler import EVERY_S, MOST_OF_A_CORE, Sampler
-from mpi.usage import HostUse
-from mpi.usage_file import FOLDER, read_records
+from mpi.usage.file import FOLDER, read_records
+from mpi.usage.records import HostUse
+from mpi.usage.sampler import EVERY_S, MOST_OF_A_CORE, Sampler
 
 RANK = """
 import subprocess, threading, time
@@ -29,7 +29,7 @@ for _ in range(2):
     subprocess.Popen(["sleep", "3600"])
 time.sleep(3600)
 """
-POLL_S = 0.05  # mpi/run.py's loop
+POLL_S = 0.05  # mpi/supervise/local.py's loop
 SETTLE_S = 3.0
 
 

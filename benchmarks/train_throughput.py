@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cputrain.events import read_events
+from cputrain.runs.events import read_events
 
 LOCAL_BATCH, WORKERS = 16, 2
 GLOBAL_BATCH = LOCAL_BATCH * WORKERS

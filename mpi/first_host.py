@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.plan import Plan, plan_machine
-from affinity.plan_file import plan_to_json, read_plan, request_from_json
-from affinity.runtime import find_runtime, target_of
-from affinity.sysfs import this_machine
-from mpi.cluster import Kind
+from affinity.planner.plan import Plan, plan_machine
+from affinity.planner.plan_file import plan_to_json, read_plan, request_from_json
+from affinity.planner.runtime import find_runtime, target_of
+from affinity.topology.sysfs import this_machine
 from mpi.fabric import FABRICS, Fabric, fabric_here
-from mpi.hosts import read_hostfile
-from mpi.job import Job
-from mpi.launch import LAUNCHERS, Start, local, start
-from mpi.launcher import Launcher, newest
+from mpi.hosts.groups import Kind
+from mpi.hosts.hostfile import read_hostfile
+from mpi.launchers.detect import Launcher, newest
+from mpi.launchers.job import Job
+from mpi.launchers.start import LAUNCHERS, Start, local, start
 
 NODES, PLAN = "nodes", "plan.json"
 

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from affinity.errors import InputError
-from cputrain.events import FILE, read_events
+from cputrain.runs.events import FILE, read_events
 from cputrain.sweep import columns
 
 

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from affinity.rules import Reason
-from cputrain.curve import curve, sampled
+from affinity.planner.rules import Reason
+from cputrain.cli.text_chart import curve, sampled
 from cputrain.data.survey import survey, survey_recipe
-from cputrain.derivation import derive, explain
 from cputrain.optim.schedules import rate_of
-from cputrain.rates import rate_warning
-from cputrain.schema import Recipe
+from cputrain.recipe.derivation import derive, explain
+from cputrain.recipe.rates import rate_warning
+from cputrain.recipe.schema import Recipe
 
 
 def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:

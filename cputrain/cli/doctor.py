@@ -5,7 +5,7 @@ import os
 import click
 
 from affinity.errors import InputError
-from affinity.running import look_at, planned_pids, report
+from affinity.kernel.running import look_at, planned_pids, report
 
 
 @click.group("doctor")

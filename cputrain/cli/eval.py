@@ -8,15 +8,15 @@ from pathlib import Path
 import click
 
 from affinity.errors import InputError
-from cputrain.cli.ranks import bound_here, run_rank, this_rank
 from cputrain.data.survey import survey_recipe
-from cputrain.local import plan_here
-from cputrain.planning import for_evaluation
-from cputrain.run_folder import checkpoints_of, load_training, run_of, write_plan
-from cputrain.schema.data import SYNTHETIC
-from mpi.cluster import Kind
-from mpi.job import Job
-from mpi.run import run_local
+from cputrain.launch.local import plan_here
+from cputrain.launch.planning import for_evaluation
+from cputrain.launch.rank_process import bound_here, run_rank, this_rank
+from cputrain.recipe.schema.data import SYNTHETIC
+from cputrain.runs.folder import checkpoints_of, load_training, run_of, write_plan
+from mpi.hosts.groups import Kind
+from mpi.launchers.job import Job
+from mpi.supervise.local import run_local
 
 
 @click.command("eval")
@@ -54,13 +54,13 @@ def command(
     rank = this_rank()
     if rank is not None:
         worker, observed = bound_here(training, rank, check=not no_verify)
-        from cputrain.eval_main import eval_rank  # torch: after the binding is read back
+        from cputrain.training.eval_entry import eval_rank  # torch: after the binding is read back
 
         how = {"check": not no_verify, "as_json": as_json, "bar": bar or sys.stderr.isatty()}
         run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoints, **how))
         return 0
     plan = plan_here(training)
-    from cputrain.eval_main import check_checkpoints  # torch: after what is refused sooner without
+    from cputrain.training.eval_entry import check_checkpoints  # torch: after what is refused sooner without
 
     check_checkpoints(checkpoints, training, survey_recipe(training))
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))

@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 
 from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.memory import GIB
-from affinity.workload import footprint, largest_batch
+from affinity.planner.memory import GIB
+from affinity.planner.workload import footprint, largest_batch
 from cputrain.files import write_atomic
-from cputrain.local import Planned, planned_here
-from cputrain.recipe import load_recipe
-from cputrain.schema import BatchSection, SweepSection
+from cputrain.launch.local import Planned, planned_here
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import BatchSection, SweepSection
 from cputrain.sweep.endings import DOES_NOT_FIT, REFUSED
 from cputrain.sweep.search import next_batch
 from cputrain.sweep.tables import columns, csv_rows, markdown_rows

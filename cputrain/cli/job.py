@@ -10,8 +10,8 @@ import click
 from affinity.errors import InputError, RunError
 from cputrain.cli.job_work import Wanted, any_command, preparation, training
 from cputrain.cli.options import Asked, planning_options
-from mpi.batch import RUNTIMES, Batch, Command, Container, job_script, parse_sweep
-from mpi.directives import SCHEDULERS, Resources
+from cputrain.jobs.directives import SCHEDULERS, Resources
+from cputrain.jobs.script import RUNTIMES, Batch, Command, Container, job_script, parse_sweep
 
 SUBMIT = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 ONLY = {

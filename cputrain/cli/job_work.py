@@ -4,13 +4,13 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.plan import Request
+from affinity.planner.plan import Request
+from affinity.topology.catalog import find_machine
 from cputrain.cli.options import NUMBERS, OTHERS, Asked, make_plan, request
-from cputrain.planning import request_of
-from cputrain.recipe import dump_recipe, load_recipe
-from mpi.batch import Command, Preparation, Training, parse_sweep
+from cputrain.jobs.script import Command, Preparation, Training, parse_sweep
+from cputrain.launch.planning import request_of
+from cputrain.recipe.loading import dump_recipe, load_recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,21 +14,21 @@ from click.core import ParameterSource
 from affinity.bind import become, in_memory, plan_of_rank
 from affinity.errors import InputError, RunError
 from affinity.filesystem import check_writable
-from affinity.picture import picture
-from affinity.plan import Request
-from affinity.rank import MASTER_PORT, Rank, discover
-from affinity.rendezvous import port_of
+from affinity.planner.plan import Request
+from affinity.ranks.rank import MASTER_PORT, Rank, discover
+from affinity.ranks.rendezvous import port_of
+from affinity.views.text import picture
 from cputrain.cli.options import Asked, cluster_of, planning_options, request, tell_format, with_kinds
-from cputrain.run_folder import LOGS, PLAN, write_plan
-from mpi.cluster import Cluster
-from mpi.hosts import allocated_hosts
-from mpi.job import Job
-from mpi.launch import Start, local
-from mpi.launcher import Launcher, find_launcher
-from mpi.preflight_run import run_preflight
-from mpi.remote import remote_start, run_remote
-from mpi.run import free_port, run_local
-from mpi.script import line, workers_line
+from cputrain.runs.folder import LOGS, PLAN, write_plan
+from mpi.hosts.groups import Cluster
+from mpi.hosts.hostfile import allocated_hosts
+from mpi.launchers.detect import Launcher, find_launcher
+from mpi.launchers.job import Job
+from mpi.launchers.script import line, workers_line
+from mpi.launchers.start import Start, local
+from mpi.preflight.run import run_preflight
+from mpi.supervise.local import free_port, run_local
+from mpi.supervise.remote import remote_start, run_remote
 
 # Options that say something of all hosts and ranks, which one rank of another launcher's job cannot decide.
 OF_A_WHOLE_JOB = (
@@ -193,7 +193,9 @@ def _show(job: Job, launcher: Launcher | None, folder: Path) -> None:
     if launcher is not None:
         made = remote_start(job, launcher, folder, "PORT", "TOKEN")
         click.echo(f"command\n  {line(made)}")
-        click.echo("PORT and TOKEN, new for each launch, are how it hears of its ranks through mpi.agent; without it:")
+        click.echo(
+            "PORT and TOKEN, new for each launch, are how it hears of its ranks through mpi.supervise.agent; without:"
+        )
         click.echo("cputrain plan --write DIR with these same planning options, then DIR/launch.sh CMD")
         return
     port = job.master_port or MASTER_PORT

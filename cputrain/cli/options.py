@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 
 import click
 
-from affinity.catalog import find_machine
 from affinity.errors import InputError
-from affinity.neighbors import NOT_SHARED, plan_beside
-from affinity.plan import Plan, Request, plan_machine
-from affinity.profiles import PROFILES
-from affinity.request import BALANCES, OPENMP
-from affinity.runtime import Runtime, find_runtime, target_of
-from mpi.cluster import Cluster, one_kind, plan_cluster
+from affinity.kernel.neighbors import NOT_SHARED, plan_beside
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.profiles import PROFILES
+from affinity.planner.request import BALANCES, OPENMP
+from affinity.planner.runtime import Runtime, find_runtime, target_of
+from affinity.topology.catalog import find_machine
 from mpi.fabric import FABRICS, Fabric, fabric_here
-from mpi.hosts import FORMATS, Host, check_name, read_hostfile
-from mpi.launcher import PACKAGES, Launcher, find_launcher, needing_no_path, newest
-from mpi.nodelist import expand
+from mpi.hosts.groups import Cluster, one_kind, plan_cluster
+from mpi.hosts.hostfile import FORMATS, Host, check_name, read_hostfile
+from mpi.hosts.nodelist import expand
+from mpi.launchers.detect import PACKAGES, Launcher, find_launcher, needing_no_path, newest
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from affinity.diff import plan_differences
 from affinity.errors import InputError
 from affinity.filesystem import check_writable
-from affinity.picture import picture
-from affinity.plan import Request
-from affinity.plan_file import dumps, plan_to_json, read_plan
-from affinity.rank import MASTER_PORT
-from affinity.split import USUAL_BATCH
-from affinity.svg import picture_svg
-from affinity.workload import RESNET50
+from affinity.planner.core_roles import USUAL_BATCH
+from affinity.planner.plan import Request
+from affinity.planner.plan_file import dumps, plan_to_json, read_plan
+from affinity.planner.workload import RESNET50
+from affinity.ranks.rank import MASTER_PORT
+from affinity.views.diff import plan_differences
+from affinity.views.svg import picture_svg
+from affinity.views.text import picture
 from cputrain.cli.options import Asked, cluster_of, planned_launcher, planning_options, tell_format, with_kinds
 from cputrain.files import write_atomic
-from mpi.cluster import Cluster, cluster_to_dict, job_plan_json
 from mpi.fabric import Setting
-from mpi.job import Job
-from mpi.launch import bound, start
-from mpi.nodelist import fold
-from mpi.script import HERE, launch_script, line, workers_line
+from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
+from mpi.hosts.nodelist import fold
+from mpi.launchers.job import Job
+from mpi.launchers.script import HERE, launch_script, line, workers_line
+from mpi.launchers.start import bound, start
 
 
 def _json(cluster: Cluster) -> str:
@@ -57,7 +57,7 @@ FORMS: dict[str, Callable[[Cluster], str]] = {"json": _json, "yaml": _yaml, "svg
 
 
 if TYPE_CHECKING:
-    from cputrain.schema import Recipe
+    from cputrain.recipe.schema import Recipe
 
 
 @click.command("plan")
@@ -101,8 +101,8 @@ def command(
         raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and no --format")
     base, training = Request(local_batch=USUAL_BATCH, workload=RESNET50), None
     if recipe is not None:
-        from cputrain.planning import request_of  # pydantic: only where there is a recipe
-        from cputrain.recipe import load_recipe
+        from cputrain.launch.planning import request_of  # pydantic: only where there is a recipe
+        from cputrain.recipe.loading import load_recipe
 
         if asked.local_batch is not None:
             raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
@@ -153,7 +153,7 @@ def _train(asked: Asked, name: str, settings: tuple[str, ...], recipe: "Recipe |
     command = (sys.executable, "-m", "cputrain", "train")
     if recipe is None or asked.machine != "this":
         return (*command, name, *settings)
-    from cputrain.recipe import input_settings
+    from cputrain.recipe.loading import input_settings
 
     paths = input_settings(recipe)
     replaced = {setting.partition("=")[0] for setting in paths}
@@ -190,7 +190,7 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
     files = {"plan.json": job_plan_json(job.kinds)}
     command: tuple[str, ...] = ()
     if recipe is not None:
-        from cputrain.recipe import dump_recipe, with_absolute_paths
+        from cputrain.recipe.loading import dump_recipe, with_absolute_paths
 
         files["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
         command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))

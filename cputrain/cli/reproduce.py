@@ -9,11 +9,11 @@ import click
 
 from affinity.errors import RunError
 from cputrain.files import write_atomic
-from cputrain.local import Planned, planned_here
-from cputrain.published_tables import DOCUMENTS, Compared, published_tables, told
-from cputrain.recipe import load_recipe
-from cputrain.reproduce import cells, filled, large_batch_table, large_batch_verdict, with_seed
-from cputrain.schema import SweepSection
+from cputrain.launch.local import Planned, planned_here
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import SweepSection
+from cputrain.reproduce.large_batch import cells, filled, large_batch_table, large_batch_verdict, with_seed
+from cputrain.reproduce.tables import DOCUMENTS, Compared, published_tables, told
 from cputrain.sweep import Variant, columns, variants
 from cputrain.sweep.result_files import write_results
 from cputrain.sweep.run import train_all

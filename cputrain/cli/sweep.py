@@ -6,11 +6,11 @@ from pathlib import Path
 import click
 
 from affinity.errors import DoesNotFitError, InputError
-from affinity.sysfs import this_machine
+from affinity.topology.sysfs import this_machine
 from cputrain.cli.find_batch import find_batch
-from cputrain.local import Planned, planned_here
-from cputrain.recipe import load_recipe
-from cputrain.schema import SweepSection
+from cputrain.launch.local import Planned, planned_here
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import SweepSection
 from cputrain.sweep.clock import parse_clock
 from cputrain.sweep.endings import DOES_NOT_FIT, DONE, REFUSED
 from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, write_results

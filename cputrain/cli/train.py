@@ -2,13 +2,13 @@
 
 import click
 
-from affinity.picture import picture
+from affinity.views.text import picture
 from cputrain.cli.derived import aligned
-from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.derivation import explain
-from cputrain.local import planned_here, train_here
-from cputrain.rates import rate_warning
-from cputrain.run_folder import check_folder, finished, load_training
+from cputrain.launch.local import planned_here, train_here
+from cputrain.launch.rank_process import bound_here, run_rank, this_rank
+from cputrain.recipe.derivation import explain
+from cputrain.recipe.rates import rate_warning
+from cputrain.runs.folder import check_folder, finished, load_training
 
 
 @click.command("train")
@@ -36,7 +36,7 @@ def command(
     rank = this_rank()
     if rank is not None:
         worker, observed = bound_here(training, rank, check=not no_verify)
-        from cputrain.rank_main import train_rank  # torch: after the binding is read back
+        from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
         how = {"resume": resume, "overwrite": overwrite, "prepared": prepared, "check": not no_verify}
         run_rank(rank, lambda: train_rank(training, rank, worker, observed, **how))

@@ -10,11 +10,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from cputrain.cli.ranks import bound_here, run_rank, this_rank
-from cputrain.events import FILE
-from cputrain.recipe import load_recipe
+from cputrain.launch.rank_process import bound_here, run_rank, this_rank
+from cputrain.recipe.loading import load_recipe
+from cputrain.runs.events import FILE
 from cputrain.sweep.trial import STEPS, peak_file
-from mpi.signals import NOTICE
+from mpi.supervise.signals import NOTICE
 
 EVERY_S = 0.1
 
@@ -54,7 +54,7 @@ def main() -> None:
     worker, observed = bound_here(recipe, rank, check=True)
     threading.Thread(target=watch, args=(recipe.folder, rank.rank), daemon=True).start()
 
-    from cputrain.rank_main import train_rank  # torch: after the binding is read back
+    from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
     how = {"resume": False, "overwrite": False, "prepared": True, "check": True}
     run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **how))

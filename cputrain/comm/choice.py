@@ -3,7 +3,7 @@
 from torch._C._distributed_c10d import Store
 
 from affinity.errors import InputError, RunError
-from affinity.rank import Rank
+from affinity.ranks.rank import Rank
 from cputrain.comm import ccl
 
 

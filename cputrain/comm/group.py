@@ -21,9 +21,9 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from affinity.bind import running_on
 from affinity.errors import InputError, RunError
-from affinity.plan import WorkerPlan
-from affinity.rank import Rank
-from affinity.rendezvous import with_rank
+from affinity.planner.plan import WorkerPlan
+from affinity.ranks.rank import Rank
+from affinity.ranks.rendezvous import with_rank
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose
 from cputrain.comm.watchdog import Waiting, Watchdog

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 
-from cputrain.schema import AugmentSection
+from cputrain.recipe.schema import AugmentSection
 
 # ImageNet's principal components of red, green, blue (0 to 1) and their standard deviations, as Krizhevsky et al. 2012,
 # 4.1 have them used; the figures are those of fb.resnet.torch and of Intel Caffe's data layers.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from affinity.errors import InputError, RunError
 from cputrain.data import turbo
-from cputrain.schema import DataSection
+from cputrain.recipe.schema import DataSection
 
 
 class Normalize:

@@ -13,8 +13,8 @@ from cputrain.data.manifest import MANIFEST, read_manifest
 from cputrain.data.shards import Shards
 from cputrain.data.survey import data_root, has_tfrecords, survey_recipe
 from cputrain.data.tfrecord import open_tfrecords
-from cputrain.schema import Recipe
-from cputrain.schema.data import LINE, SYNTHETIC
+from cputrain.recipe.schema import Recipe
+from cputrain.recipe.schema.data import LINE, SYNTHETIC
 
 TORCHVISION = "torchvision:"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from affinity.errors import InputError
-from affinity.rank import Rank
+from affinity.ranks.rank import Rank
 from cputrain.comm.group import gather
 from cputrain.data.images import Dataset
 from cputrain.data.shards import Shards

@@ -7,8 +7,8 @@ from pathlib import Path
 from affinity.errors import InputError
 from cputrain.data import folder
 from cputrain.data.manifest import MANIFEST, read_manifest
-from cputrain.schema import Recipe
-from cputrain.schema.data import LINE, SYNTHETIC
+from cputrain.recipe.schema import Recipe
+from cputrain.recipe.schema.data import LINE, SYNTHETIC
 
 SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
 TRAIN_POINTS, VAL_POINTS = 100, 50

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.compiled import Part, cache_folder, ensure_compiled
 from cputrain.data.views import Look
+from cputrain.native_build import Part, cache_folder, ensure_compiled
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "cut.hpp"))
 FUNCTIONS = (

@@ -12,8 +12,8 @@ from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d, Sync
 from cputrain.models.freeze import freeze
 from cputrain.models.networks import LeNet, Linear, MnistCnn, alexnet_bn
 from cputrain.models.vision import import_torchvision
-from cputrain.schema import ModelSection
-from cputrain.schema.model import RESNETS, TORCHVISION
+from cputrain.recipe.schema import ModelSection
+from cputrain.recipe.schema.model import RESNETS, TORCHVISION
 
 PLAIN: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
 STATISTICS = {"local": PartsBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}

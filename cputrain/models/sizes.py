@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from affinity.workload import RESNET50, Workload
-from cputrain.schema import OptimSection, Recipe
-from cputrain.schema.data import LINE
+from affinity.planner.workload import RESNET50, Workload
+from cputrain.recipe.schema import OptimSection, Recipe
+from cputrain.recipe.schema.data import LINE
 
 SIDE, CLASSES = 224, 1000  # what the figures below are for
 

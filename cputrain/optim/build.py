@@ -9,7 +9,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from cputrain.optim.adagrad_da import AdagradDA
 from cputrain.optim.lamb import Lamb
 from cputrain.optim.lars import Lars
-from cputrain.schema import OptimSection
+from cputrain.recipe.schema import OptimSection
 
 Groups = list[dict[str, Any]]
 

@@ -7,8 +7,8 @@ warm-up's steps too; steps: Goyal et al. 2017, arXiv:1706.02677; cosine: Loshchi
 
 import math
 
-from cputrain.derivation import Numbers
-from cputrain.schema import Recipe, ScheduleSection
+from cputrain.recipe.derivation import Numbers
+from cputrain.recipe.schema import Recipe, ScheduleSection
 
 
 def rate_of(step: int, recipe: Recipe, numbers: Numbers) -> float:

@@ -6,7 +6,7 @@ from statistics import mean
 from matplotlib import pyplot as plt
 
 from cputrain.report.curves import figure_svg
-from cputrain.reproduce import HOLDS, LOST, Cell
+from cputrain.reproduce.large_batch import HOLDS, LOST, Cell
 
 MARKS = {"momentum": "o", "lars": "s"}
 

@@ -6,13 +6,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from affinity.errors import InputError
-from cputrain.events import FILE, TimeSpent, read_events, time_spent
 from cputrain.files import write_atomic
 from cputrain.report.curves import kind_of, training_curves, unit_of
 from cputrain.report.usage import Usage, host_rows, network_rows, read_usage, worker_rows
 from cputrain.report.usage_picture import usage_picture
-from cputrain.run_folder import RECIPE, REPORT
-from mpi.usage_file import FOLDER as USAGE
+from cputrain.runs.events import FILE, TimeSpent, read_events, time_spent
+from cputrain.runs.folder import RECIPE, REPORT
+from mpi.usage.file import FOLDER as USAGE
 
 
 def write_report(folder: Path) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from affinity.errors import InputError
-from affinity.memory import GIB
-from affinity.plan import WorkerPlan
-from affinity.plan_file import plan_of_host, read_json, worker_from_dict
-from mpi.usage import HostUse, Use, WorkerUse, total
-from mpi.usage_file import FOLDER, read_records
+from affinity.planner.memory import GIB
+from affinity.planner.plan import WorkerPlan
+from affinity.planner.plan_file import plan_of_host, read_json, worker_from_dict
+from mpi.usage.file import FOLDER, read_records
+from mpi.usage.records import HostUse, Use, WorkerUse, total
 
 LOOPBACK = "lo"
 MB = 1e6

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 
-from affinity.memory import GIB
+from affinity.planner.memory import GIB
 from cputrain.report.curves import figure_svg
 from cputrain.report.usage import LOOPBACK, Usage, busy, interfaces_of, mb_per_s, running_time
-from mpi.usage import HostUse, WorkerUse
+from mpi.usage.records import HostUse, WorkerUse
 
 MOST_LINES = 8  # above, their mean within their range
 GRID = 400  # places of it

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from affinity.errors import InputError
-from mpi.signals import NOTICE
+from mpi.supervise.signals import NOTICE
 
 AGAIN_S = 5.0  # a notice given while the workers are being started reaches none of them
 CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")

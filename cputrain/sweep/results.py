@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cputrain.derivation import pass_batch
-from cputrain.events import read_events, written_events
-from cputrain.local import Planned
-from cputrain.schema import Recipe
+from cputrain.launch.local import Planned
+from cputrain.recipe.derivation import pass_batch
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import read_events, written_events
 from cputrain.sweep.endings import DIVERGED, DONE, STOPPED
 from cputrain.sweep.record import Record, read_record
 from cputrain.sweep.variants import Variant

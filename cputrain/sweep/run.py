@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from affinity.errors import InputError, RunError
-from cputrain.local import Planned, train_here
-from cputrain.recipe import load_recipe
-from cputrain.resume import differences
-from cputrain.run_folder import LOGS, RECIPE
-from cputrain.schema import Recipe
+from cputrain.launch.local import Planned, train_here
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.folder import LOGS, RECIPE
+from cputrain.runs.resume import differences
 from cputrain.sweep.clock import time_limit
 from cputrain.sweep.endings import DONE, REFUSED, STOPPED, TIME_LIMIT, ending, oom_kills
 from cputrain.sweep.record import Record, write_record

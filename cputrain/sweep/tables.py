@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from cputrain.events import FILE as EVENTS
+from cputrain.runs.events import FILE as EVENTS
 from cputrain.sweep.clock import clock
 from cputrain.sweep.results import IMAGES, Group, Result
 from cputrain.sweep.variants import SEED, WORKERS, label_of

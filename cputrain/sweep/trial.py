@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import RunError
-from cputrain.local import Planned
-from cputrain.run_folder import CHECKPOINTS, LOGS, PLAN, RECIPE, make_folder
+from cputrain.launch.local import Planned
+from cputrain.runs.folder import CHECKPOINTS, LOGS, PLAN, RECIPE, make_folder
 from cputrain.sweep.endings import FAILED, ending, oom_kills
-from mpi.cluster import Kind
-from mpi.job import Job
-from mpi.run import run_local
+from mpi.hosts.groups import Kind
+from mpi.launchers.job import Job
+from mpi.supervise.local import run_local
 
 STEPS = 3
 TRAINS = "trains"

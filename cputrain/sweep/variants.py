@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from affinity.errors import InputError
-from cputrain.schema import SweepSection
+from cputrain.recipe.schema import SweepSection
 
 SEED, WORKERS = "seed", "plan.ppn"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from affinity.rank import Rank, discover
+from affinity.ranks.rank import Rank, discover
 from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import find_libraries

@@ -14,7 +14,7 @@ import torch
 
 from affinity.errors import RunError
 from cputrain.comm.ccl.libraries import Libraries
-from cputrain.compiled import Part, cache_folder, ensure_compiled
+from cputrain.native_build import Part, cache_folder, ensure_compiled
 
 NAME = "cputrain_ccl"
 SOURCES = ("engine.hpp", "engine.cpp", "backend.cpp")

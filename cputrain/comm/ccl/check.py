@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from affinity.errors import RunError
-from affinity.rank import LOOPBACK, Rank, rendezvous
+from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
 from cputrain.comm import ccl
-from mpi.run import free_port
+from mpi.supervise.local import free_port
 
 SIZES = (1 << 10, 1 << 20, 25 << 20)
 ROUNDS, LIMIT_S = 9, 120.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.rank import Rank
-from affinity.rendezvous import LOOPBACK_INTERFACE, PMI_CONNECTIONS
-from affinity.route import interface_to
+from affinity.ranks.rank import Rank
+from affinity.ranks.rendezvous import LOOPBACK_INTERFACE, PMI_CONNECTIONS
+from affinity.ranks.route import interface_to
 from cputrain.comm.ccl.libraries import Libraries
 from mpi.fabric import Setting
 

@@ -1,0 +1,73 @@
+"""Processes of this host that other plans have bound: warned of where a plan takes their PUs, or planned around."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from affinity.bind import PLAN_VARIABLE
+from affinity.errors import InputError
+from affinity.kernel.running import planned_pids, planned_worker_of, variables_of
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.cpuset import format_list
+from affinity.topology.sysfs import this_machine
+
+NAMED = 4  # processes that a warning names
+# What is the same for the ranks of a job on a host, and for what they start. Plans in memory have all the same path,
+# and two jobs may be bound by the same plan, but ranks that meet at one place are of one job.
+JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
+NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines and for several hosts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbor:
+    """A process that another plan has bound, and its PUs."""
+
+    pid: int
+    pus: tuple[int, ...]
+
+
+def plan_beside(request: Request, runtime: Runtime, *, share: bool) -> Plan:
+    """Plan this host. With `share` the cores of running processes of other plans are left to them; without, a plan that
+    takes them warns. Raises InputError where the request does not fit, or no core is left."""
+    machine, neighbors = this_machine(), find_neighbors(os.environ)
+    if share:
+        taken = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
+        return plan_machine(machine, replace(request, taken=taken), runtime)
+    plan = plan_machine(machine, request, runtime)
+    return replace(plan, warnings=plan.warnings + contention(plan, neighbors))
+
+
+def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
+    """The processes of this user (of all users, for root) that other plans have bound, ascending by pid; `env` is
+    this process's own, whose plan is no other one."""
+    own, found = _job(env), []
+    for pid in planned_pids():
+        try:
+            variables = variables_of(pid)
+            worker = planned_worker_of(pid, variables)
+            pus = worker.pus if worker else tuple(sorted(os.sched_getaffinity(pid)))
+        except (InputError, OSError):
+            continue  # it has ended
+        if PLAN_VARIABLE not in env or _job(variables) != own:
+            found.append(Neighbor(pid=pid, pus=pus))
+    return tuple(found)
+
+
+def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
+    return tuple(variables.get(name) for name in JOB_VARIABLES)
+
+
+def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
+    """A warning that names the neighbors on cores that the plan uses, and their PUs; () where there are none."""
+    used = {pu for worker in plan.workers for pu in worker.pus}
+    cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
+    found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
+    if not found:
+        return ()
+    named = ", ".join(f"{neighbor.pid} (PUs {format_list(neighbor.pus)})" for neighbor in found[:NAMED])
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return (
+        f"cores of this plan are in use by processes {named}{more}, which another plan has bound: --share "
+        "(plan.share=true) plans around them",
+    )

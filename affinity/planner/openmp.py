@@ -1,0 +1,122 @@
+"""A worker's compute PUs -> environment of the OpenMP runtime and memory allocator that its Python really loads."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from affinity.planner.rules import Reason
+from affinity.planner.runtime import INSTALL, Runtime
+
+# Activations are large and freed every step. Left alone, glibc maps and unmaps each of them, and jemalloc gives its
+# pages back: every step then pays for page faults again (ResNet-50 loses a fifth to a third of its speed).
+KEEP_MEMORY = {
+    "glibc": (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(1 << 40))),
+    "jemalloc": (("MALLOC_CONF", "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"),),
+    "tcmalloc": (),
+}
+
+
+# Each of them places threads or processes by itself; two at once leave it to chance who wins.
+BINDERS = (
+    *("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET"),
+    *("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER"),
+)
+OFF = ("0", "off", "no", "disable")  # how I_MPI_PIN says that MPI binds nobody
+
+
+def environment(
+    compute_pus: tuple[int, ...], runtime: Runtime, *, packed: bool, pin: bool
+) -> tuple[tuple[str, str], ...]:
+    """Variables for one worker; with `pin` exactly one of them binds each thread to a PU, else none does.
+
+    `packed`: the first threads of the worker's cores, in the cores' order, begin with the compute PUs.
+    """
+    pairs = [("OMP_NUM_THREADS", str(len(compute_pus)))]
+    if runtime.openmp == "libiomp5":
+        # The published setting takes first threads from the mask's first core on; where comm or loader cores come
+        # first it would run into them, so the PUs are listed.
+        listed = f"proclist=[{','.join(map(str, compute_pus))}],explicit"
+        if pin:
+            pairs.append(("KMP_AFFINITY", f"granularity=fine,{'compact,1,0' if packed else listed}"))
+        pairs.append(("KMP_BLOCKTIME", "1"))
+    elif pin:
+        pairs.append(("OMP_PLACES", places(compute_pus)))
+        pairs.append(("OMP_PROC_BIND", "close"))
+    pairs += KEEP_MEMORY[runtime.allocator]
+    if runtime.preload:
+        pairs.append(("LD_PRELOAD", ":".join(runtime.preload)))
+    return tuple(pairs)
+
+
+def places(pus: tuple[int, ...]) -> str:
+    """One place for each PU, in OMP_PLACES' words: (4, 6, 8) -> "{4}:3:2", which is {4},{6},{8}."""
+    steps = {b - a for a, b in pairwise(pus)}
+    if len(pus) > 2 and len(steps) == 1:
+        return f"{{{pus[0]}}}:{len(pus)}:{steps.pop()}"
+    return ",".join(f"{{{pu}}}" for pu in pus)
+
+
+def planned_runtime(runtime: Runtime, asked: str, why: str) -> tuple[Runtime, tuple[str, ...]]:
+    """The runtime to plan for, and warnings. One that was looked for is what it is, whatever is asked (`why`); that of
+    a machine that is not at hand is as asked."""
+    warnings = tuple(
+        f"LD_PRELOAD names {path}, which is not there: the loader leaves it out, and so does this plan"
+        for path in runtime.missing
+    )
+    if asked in ("auto", runtime.openmp):
+        return runtime, warnings
+    if runtime.origin:
+        return runtime, (*warnings, f"planned for {runtime.openmp}, not {asked} ({why}): {INSTALL}")
+    needs = f"; its hosts need it: {INSTALL}" if asked == "libiomp5" else ""
+    return replace(runtime, openmp=asked, origin=why + needs), warnings
+
+
+def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:
+    """Why the environment is what it is."""
+    if runtime.openmp == "libiomp5":
+        omp = f"{runtime.origin or 'where it is installed'}; KMP_BLOCKTIME=1 as published"
+        binder = "KMP_AFFINITY binds each thread to its own PU"
+    else:
+        omp = runtime.origin or "the runtime inside PyTorch's wheel"
+        binder = "OMP_PLACES binds each thread to its own PU"
+    if not several_threads:
+        omp += "; one thread a worker, so the worker's mask alone binds it"
+    elif pin:
+        omp += f"; {binder}"
+    else:
+        omp += "; threads move within the worker's mask: pinned, they would leave a script's loader processes one PU"
+    alloc = {
+        "glibc": "no tcmalloc or jemalloc found: glibc is told to keep freed memory instead of unmapping it every step",
+        "jemalloc": "found and preloaded, told to keep freed memory",
+        "tcmalloc": "found and preloaded: keeps freed memory",
+    }[runtime.allocator]
+    return [
+        Reason(what="OpenMP runtime", value=runtime.openmp, why=omp),
+        Reason(what="allocator", value=runtime.allocator, why=alloc),
+    ]
+
+
+def reconciled(
+    inherited: Mapping[str, str], planned: Mapping[str, str], *, keep: bool
+) -> tuple[dict[str, str], list[str]]:
+    """The environment of a worker's command, and what in the inherited one contradicts the plan.
+
+    The plan wins, and binders that it does not use are taken out, so that exactly one binds; with `keep` what was
+    inherited wins. LD_PRELOAD is no contradiction: the user's libraries stay, behind the plan's.
+    """
+    env = dict(inherited)
+    clashes = []
+    if "I_MPI_PIN" in inherited and inherited["I_MPI_PIN"].lower() not in OFF:
+        planned = {**planned, "I_MPI_PIN": "0"}  # each rank binds itself
+    for name in (*planned, *(binder for binder in BINDERS if binder not in planned)):
+        if name == "LD_PRELOAD":
+            env[name] = ":".join(filter(None, (planned[name], inherited.get(name))))
+            continue
+        differs = name in inherited and inherited[name] != planned.get(name)
+        if differs:
+            clashes.append(f"{name}={inherited[name]} (planned: {planned.get(name, 'unset')})")
+        if name in planned and not (differs and keep):
+            env[name] = planned[name]
+        elif differs and not keep:
+            del env[name]
+    return env, clashes

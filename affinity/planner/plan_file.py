@@ -1,0 +1,167 @@
+"""Plan <-> JSON: what `--format json` prints and plan.json holds; docs/plan.schema.json describes it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from affinity.errors import InputError
+from affinity.planner.core_roles import Unused
+from affinity.planner.plan import Plan, Request, WorkerPlan
+from affinity.planner.rules import Reason
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import Workload
+from affinity.topology.machine import Core, Machine, NumaNode
+
+SCHEMA_VERSION = 1
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON data; `plan_from_dict` reads it back."""
+    machine = plan.machine
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "machine": {
+            "name": machine.name,
+            "model": machine.model,
+            "isa": list(machine.isa),
+            "packages": len(machine.packages),
+            "numa_nodes": len(machine.numa_nodes),
+            "cores": len(machine.cores),
+            "pus": len(machine.pus),
+            "allowed_pus": list(machine.allowed_pus),
+            "allowed_nodes": list(machine.allowed_nodes),
+            "cpu_quota": machine.cpu_quota,
+            "memory_limit_bytes": machine.memory_limit_bytes,
+            "core_list": [asdict(core) for core in machine.cores],
+            "numa_node_list": [asdict(node) for node in machine.numa_nodes],
+        },
+        "request": asdict(plan.request),
+        "runtime": asdict(plan.runtime),
+        "workers": [{**asdict(worker), "env": dict(worker.env)} for worker in plan.workers],
+        "unused": [asdict(item) for item in plan.unused],
+        "reasons": [asdict(reason) for reason in plan.reasons],
+        "oversubscribed": plan.oversubscribed,
+        "warnings": list(plan.warnings),
+    }
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan as JSON text, a worker's field, a core or a NUMA node on a line each."""
+    return dumps(plan_to_dict(plan))
+
+
+def dumps(value: Any, indent: str = "") -> str:
+    """JSON with what holds no dictionaries on one line, and small dictionaries too."""
+    flat = json.dumps(value)
+    if not isinstance(value, (dict, list)) or not value or _is_leaf(value, len(flat)):
+        return flat
+    deeper = indent + " "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {dumps(item, deeper)}" for key, item in value.items()]
+    else:
+        items = [dumps(item, deeper) for item in value]
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return f"{left}\n{deeper}" + f",\n{deeper}".join(items) + f"\n{indent}{right}"
+
+
+def _is_leaf(value: Any, length: int) -> bool:
+    """Whether a value is short, or a list of numbers."""
+    holds = value.values() if isinstance(value, dict) else value
+    if isinstance(value, list) and not any(isinstance(item, (dict, list, str)) for item in holds):
+        return True
+    return length <= 140 and not any(isinstance(item, dict) for item in holds)
+
+
+def plan_from_dict(data: Any) -> Plan:
+    """The plan that `plan_to_dict` wrote. Raises InputError when it is damaged or of another schema."""
+    _check_schema(data)
+    try:
+        machine = dict(data["machine"])
+        for count in ("packages", "cores", "pus", "numa_nodes"):
+            del machine[count]
+        cores = tuple(Core(**_tuples(core)) for core in machine.pop("core_list"))
+        nodes = tuple(NumaNode(**_tuples(node)) for node in machine.pop("numa_node_list"))
+        return Plan(
+            machine=Machine(**_tuples(machine), cores=cores, numa_nodes=nodes),
+            request=_request(data["request"]),
+            runtime=Runtime(**_tuples(data["runtime"])),
+            workers=tuple(map(_worker, data["workers"])),
+            unused=tuple(Unused(**_tuples(item)) for item in data["unused"]),
+            reasons=tuple(Reason(**item) for item in data["reasons"]),
+            warnings=tuple(data["warnings"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"the plan is damaged ({error!r}): make it again") from None
+
+
+def request_to_json(request: Request) -> str:
+    """What is asked of a plan beside the defaults, as one line of JSON."""
+    return json.dumps({key: value for key, value in asdict(request).items() if value != getattr(Request(), key)})
+
+
+def request_from_json(text: str) -> Request:
+    """The inverse of `request_to_json`. Raises InputError on anything else."""
+    try:
+        return _request(json.loads(text))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{text[:60]!r} is no request for a plan ({error!r})") from None
+
+
+def _request(fields: dict[str, Any]) -> Request:
+    workload = fields.get("workload")
+    return Request(**{**_tuples(fields), "workload": None if workload is None else Workload(**workload)})
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. Raises InputError when it cannot be read."""
+    return plan_from_dict(read_json(path))
+
+
+def read_json(path: Path) -> Any:
+    """A plan file's JSON. Raises InputError when it cannot be read or is none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the plan {path}: {error}") from None
+
+
+def plan_of_host(data: Any, host: str) -> Any:
+    """A host's plan in the JSON of one plan, or of several kinds of hosts with their names, whole or short.
+
+    Raises InputError when the host is of none of them.
+    """
+    kinds = data.get("kinds") if isinstance(data, dict) else None
+    if kinds is None:
+        return data
+    short = host.partition(".")[0]
+    for kind in kinds:
+        if any(name in (host, short) or name.partition(".")[0] == short for name in kind["hosts"]):
+            return kind["plan"]
+    raise InputError(f"host {host} is of no kind in the plan: plan again with it, or call it as the plan does")
+
+
+def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:
+    """Worker `local_rank` of a plan written by `plan_to_dict`. Raises InputError when there is none."""
+    _check_schema(data)
+    workers = data.get("workers", ())
+    if not 0 <= local_rank < len(workers):
+        raise InputError(f"local rank {local_rank} is not in the plan, which has {len(workers)} workers per host")
+    try:
+        return _worker(workers[local_rank])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"worker {local_rank} of the plan is damaged ({error!r}): make the plan again") from None
+
+
+def _check_schema(data: Any) -> None:
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found != SCHEMA_VERSION:
+        raise InputError(f"plan has schema_version {found}; this program reads {SCHEMA_VERSION}: make the plan again")
+
+
+def _worker(fields: dict[str, Any]) -> WorkerPlan:
+    return WorkerPlan(**{**_tuples(fields), "env": tuple(fields["env"].items())})
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

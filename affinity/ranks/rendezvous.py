@@ -1,0 +1,147 @@
+"""What a rank's command finds in its environment: who it is, and where the ranks meet (torch.distributed's env://)."""
+
+import errno
+import os
+import re
+import socket
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from affinity.errors import InputError, RunError
+from affinity.ranks.rank import CONVENTIONS, LOOPBACK, MASTER_PORT, Rank, rendezvous
+from affinity.ranks.route import interface_to
+
+LOOPBACK_INTERFACE = "lo"
+# Below the ports that Linux gives to outgoing connections (32768 and up) and to Kubernetes' services (30000 and up).
+FIRST_PORT, PORTS = 20_000, 10_000
+# What is the same for all ranks of a job and differs from other jobs: Intel MPI, PMIx (Open MPI), Slurm, PALS.
+JOB_VARIABLES = (("I_MPI_HYDRA_UUID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PALS_APID",))
+# What scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. To an MPI these names alone are no sign
+# that its own mpirun started the process.
+OTHER_NAMES = {
+    **{launcher: names for launcher, *names in CONVENTIONS if launcher in ("intelmpi", "openmpi")},
+    "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"],
+}
+PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # how an MPI reaches PMI's server
+FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[\d,-]*\]([^\[,]*))?")
+
+
+def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, the same numbers by the names of Intel MPI,
+    MPICH, Open MPI and Slurm, and, where nobody has set them, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+
+    Raises InputError where rank 0's host cannot be known, RunError where the port is taken.
+    """
+    address, port = meeting_place(rank, env)
+    interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    node = {} if rank.launcher == "srun" else {"SLURM_NODEID": str(rank.rank // rank.local_world_size)}
+    numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
+    others = [names for launcher, names in OTHER_NAMES.items() if launcher != rank.launcher]
+    same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
+    # A PMI around this job (that of a shell which srun started) knows nothing of its ranks.
+    foreign = [env.get(name) for name in OTHER_NAMES["intelmpi"][:2]] != numbers[:2]
+    kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
+    return {**gloo, **kept, **same, **node, **rendezvous(rank, address, port)}
+
+
+def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
+    """(address, port) that all ranks of the job find alike, though they cannot talk yet.
+
+    Address: MASTER_ADDR, or loopback on one host, or the first host of Slurm's list. Port: MASTER_PORT, or one of
+    20000-29999 by the launcher's name for the job, or 29500. Rank 0 checks what is not from the environment.
+    """
+    address, port = env.get("MASTER_ADDR"), port_of(env)
+    meant = address or (LOOPBACK if rank.one_host else _first_host(env))
+    number = _port_of_job(_job(env)) if port is None else port
+    if rank.rank == 0 and not address:
+        _check_address(meant)
+    if rank.rank == 0 and port is None:
+        _check_port(number)
+    return meant, number
+
+
+def port_of(env: Mapping[str, str]) -> int | None:
+    """MASTER_PORT, where it is set. Raises InputError for what is no TCP port."""
+    port = env.get("MASTER_PORT")
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise InputError(f"MASTER_PORT={port} is no TCP port: export a number from 1 to 65535, or unset it")
+    return None if port is None else int(port)
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    nodes = env.get("SLURM_STEP_NODELIST") if env.get("SLURM_STEP_ID", "").isdigit() else None
+    match = FIRST_HOST.match(nodes or env.get("SLURM_JOB_NODELIST", ""))
+    if match is None:
+        raise InputError(
+            "several hosts, and nothing tells rank 0's: set MASTER_ADDR to its name for all ranks (mpirun -genv "
+            "MASTER_ADDR HOST; Open MPI: -x MASTER_ADDR=HOST), or start with cputrain launch --hosts"
+        )
+    return "".join(part or "" for part in match.groups())
+
+
+def _job(env: Mapping[str, str]) -> str | None:
+    """The launcher's name for this job; MPICH's goes before those of what its mpiexec was called in."""
+    named = (names for names in JOB_VARIABLES if all(name in env for name in names))
+    return _hydra_port() or next((".".join(env[name] for name in names) for names in named), None)
+
+
+def _hydra_port() -> str | None:
+    """HOST:PORT at which MPICH's mpiexec controls its job; each host's proxy, an ancestor of its ranks, is told it."""
+    for argv in _ancestors():
+        if Path(argv[0]).name == "hydra_pmi_proxy" and "--control-port" in argv[:-1]:
+            return argv[argv.index("--control-port") + 1]
+    return None
+
+
+def _ancestors() -> Iterator[list[str]]:
+    """The command lines of the processes that this one descends from, parent first, as far as they can be read."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            yield Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            return
+
+
+def _port_of_job(job: str | None) -> int:
+    return MASTER_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+
+
+def _check_address(address: str) -> None:
+    """Refuse, as rank 0, an address that is not this host's."""
+    here = socket.gethostname()
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except socket.gaierror as error:
+        raise InputError(
+            f"{address}, the first host of Slurm's list, has no address on {here} ({error.strerror}): set MASTER_ADDR "
+            "to an address of rank 0's host"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise RunError(f"cannot listen on {address}: {error.strerror}: set MASTER_ADDR to another name") from None
+        raise InputError(
+            f"rank 0 runs on {here}, not on {address}, the first host of Slurm's list: set MASTER_ADDR to {here}"
+        ) from None
+
+
+def _check_port(port: int) -> None:
+    """Refuse, as rank 0, a port on which somebody listens: on any address, as torch.distributed's store has all."""
+    both = socket.has_dualstack_ipv6()
+    try:
+        with socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if both:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            probe.bind(("", port))
+    except OSError as error:
+        why = "taken" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
+        raise RunError(
+            f"port {port} of {socket.gethostname()}, where this job's ranks would meet, is {why}: set MASTER_PORT to a "
+            "free one"
+        ) from None

@@ -1,0 +1,45 @@
+"""What each PU does in a plan, and how a picture names and colours the workers."""
+
+from affinity.planner.plan import Plan
+
+COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
+SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
+# Okabe and Ito's colours, which the colour-blind tell apart too; workers beyond these share them, not the letters.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+
+
+def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
+    """PU -> (role, worker's local rank), for every PU of the machine; foreign: not lent to this process.
+
+    A PU on which several workers compute is shared, and has the first one's rank.
+    """
+    found: dict[int, tuple[str, int | None]] = dict.fromkeys(plan.machine.pus, (FOREIGN, None))
+    found |= dict.fromkeys(plan.machine.allowed_pus, (IDLE, None))
+    for worker in plan.workers:
+        for pu in worker.compute_pus:
+            _, first = found[pu]
+            found[pu] = (COMPUTE, worker.local_rank) if first is None else (SHARED, first)
+        found |= dict.fromkeys(worker.comm_pus, (COMM, worker.local_rank))
+        found |= dict.fromkeys(worker.loader_pus, (LOADER, worker.local_rank))
+    return found
+
+
+def legend(plan: Plan, comma: str) -> str:
+    """What the signs of PUs that compute say."""
+    shared = f"{comma} {SIGNS[SHARED]}: computes for several workers" if plan.oversubscribed else ""
+    return f"A: computes for worker A{shared}"
+
+
+def letter(local_rank: int) -> str:
+    """A worker's letter: A to Z, then a to z, then from A again."""
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[local_rank % 52]
+
+
+def sign(role: str, local_rank: int | None) -> str:
+    """One character for a PU."""
+    return letter(local_rank) if role == COMPUTE and local_rank is not None else SIGNS[role]
+
+
+def colour(local_rank: int) -> str:
+    """A worker's colour as #RRGGBB."""
+    return COLOURS[local_rank % len(COLOURS)]

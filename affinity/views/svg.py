@@ -1,0 +1,91 @@
+"""Plan -> SVG: packages hold NUMA nodes, nodes hold cores, cores show their PUs; workers by colour and letter."""
+
+from html import escape
+from textwrap import wrap
+
+from affinity.planner.plan import Plan
+from affinity.topology.machine import Core
+from affinity.views.legend import COMM, COMPUTE, IDLE, LOADER, SHARED, colour, legend, letter, roles, sign
+
+CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
+GIB = 1 << 30
+STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
+LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
+
+
+def picture_svg(plan: Plan) -> str:
+    """The host as a picture that any browser shows, reasons beneath."""
+    does = roles(plan)
+    nodes: dict[tuple[int, int | None], list[Core]] = {}
+    for core in plan.machine.cores:
+        nodes.setdefault((core.package, core.numa_node), []).append(core)
+    memory = {node.id: f", {node.memory_bytes / GIB:.0f} GiB" for node in plan.machine.numa_nodes if node.memory_bytes}
+    width = 2 * GAP + COLUMNS * (CELL + GAP) + 2 * GAP
+    parts: list[str] = []
+    y = _text(parts, GAP, 0, f"{plan.machine.name}: {plan.machine.model}", bold=True)
+    for (package, node), cores in nodes.items():
+        title = f"package {package}, " + ("no NUMA node" if node is None else f"NUMA node {node}{memory.get(node, '')}")
+        rows = -(-len(cores) // COLUMNS)
+        height = LINE + GAP + rows * (CELL + GAP) + GAP
+        parts.append(_rect(GAP, y, width - 2 * GAP, height, fill="#fff", stroke="#888"))
+        _text(parts, 2 * GAP, y, title)
+        for i, core in enumerate(cores):
+            x = 2 * GAP + i % COLUMNS * (CELL + GAP)
+            parts += _core(core, does, x, y + LINE + GAP + i // COLUMNS * (CELL + GAP))
+        y += height + GAP
+    for node_only in (node for node in plan.machine.numa_nodes if not node.pus):
+        near = ", ".join(map(str, node_only.near)) or "none"
+        amount = f"{node_only.memory_bytes / GIB:.0f} GiB of {node_only.kind} memory"
+        y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {amount}, next to node {near}")
+    y = _text(parts, GAP, y, f"{legend(plan, ';')}; ~: communicates; *: loads images; .: idle", bold=True)
+    for worker in plan.workers:
+        parts.append(_rect(GAP, y + 3, 12, 12, fill=colour(worker.local_rank)))
+        threads = f"{worker.intra_op} intra-op, {worker.inter_op} inter-op threads"
+        nodes_used = ",".join(map(str, worker.memory_nodes))
+        said = f"worker {worker.local_rank} {letter(worker.local_rank)}: {threads}, memory {worker.memory_policy}"
+        batch = "" if worker.local_batch is None else f", {worker.local_batch} images a step"
+        y = _text(parts, GAP + 18, y, f"{said} {nodes_used}".rstrip() + batch)
+    for reason in plan.reasons:
+        for line in wrap(f"{reason.what} {reason.value}: {reason.why}", LETTERS_PER_LINE):
+            y = _text(parts, GAP, y, line)
+    for warning in plan.warnings:
+        for line in wrap(f"warning: {warning}", LETTERS_PER_BOLD_LINE):
+            y = _text(parts, GAP, y, line, bold=True)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + GAP}" width="{width}" height="{y + GAP}" '
+        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="#fff"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>"
+    )
+
+
+def _core(core: Core, does: dict[int, tuple[str, int | None]], x: int, y: int) -> list[str]:
+    """A square of as many stripes as the core has PUs."""
+    stripe = CELL / len(core.pus)
+    parts = []
+    for i, pu in enumerate(core.pus):
+        role, rank = does[pu]
+        fill = "#eee" if rank is None else colour(rank)
+        opacity = 1.0 if rank is None else STRENGTH[role]
+        parts.append(_rect(x, y + i * stripe, CELL, stripe, fill=fill, opacity=opacity))
+        size = min(12, stripe)
+        parts.append(
+            f'<text x="{x + CELL / 2:g}" y="{y + (i + 0.5) * stripe + size / 3:g}" font-size="{size:g}" '
+            f'text-anchor="middle">{escape(sign(role, rank), quote=False)}<title>PU {pu}: {role}</title></text>'
+        )
+    parts.append(_rect(x, y, CELL, CELL, fill="none", stroke="#444"))
+    return parts
+
+
+def _rect(
+    x: float, y: float, width: float, height: float, *, fill: str, stroke: str = "none", opacity: float = 1
+) -> str:
+    see = "" if opacity == 1 else f' fill-opacity="{opacity:g}"'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{see} stroke="{stroke}"/>'
+
+
+def _text(parts: list[str], x: float, y: int, said: str, *, bold: bool = False) -> int:
+    """Add a line of text below y; returns where the next one goes."""
+    weight = ' font-weight="bold"' if bold else ""
+    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(said, quote=False)}</text>')
+    return y + LINE

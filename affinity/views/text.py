@@ -1,0 +1,128 @@
+"""Plan -> text."""
+
+from textwrap import TextWrapper
+
+from affinity.planner.plan import Plan
+from affinity.planner.rules import Reason
+from affinity.topology.cpuset import format_list
+from affinity.topology.machine import Core, Machine
+from affinity.views.explain import ASSUMPTIONS, alternatives
+from affinity.views.legend import colour, legend, letter, roles, sign
+
+WIDTH = 80
+GIB = 1 << 30
+
+
+def picture(plan: Plan, *, coloured: bool = False, explained: bool = False) -> str:
+    """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings.
+
+    `explained` adds the plans for other numbers of workers, and the figures that the rules take as given.
+    """
+    parts = [_headline(plan.machine), _map(plan, coloured), _workers(plan), _environment(plan), _reasons(plan)]
+    if explained:
+        parts += ["other plans\n" + _indented(_table(alternatives(plan))), _listed("taken as given", ASSUMPTIONS)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(machine: Machine) -> str:
+    isa = f" ({', '.join(machine.isa)})" if machine.isa else ""
+    lent = "" if machine.allowed_pus == machine.pus else f", {len(machine.allowed_pus)} of them lent to this process"
+    return (
+        f"{machine.name}: {machine.model}{isa}\n"
+        f"{len(machine.packages)} package(s), {len(machine.numa_nodes)} NUMA node(s), "
+        f"{len(machine.cores)} cores, {len(machine.pus)} PUs{lent}"
+    )
+
+
+def _map(plan: Plan, coloured: bool) -> str:
+    does = roles(plan)
+
+    def cell(core: Core) -> str:
+        """One character a PU; in colour where it has a worker."""
+        text = "".join(sign(*does[pu]) for pu in core.pus)
+        owner = next((rank for _, rank in map(does.__getitem__, core.pus) if rank is not None), None)
+        return text if owner is None or not coloured else f"{_ansi(colour(owner))}{text}\x1b[0m"
+
+    memory = {node.id: node.memory_bytes for node in plan.machine.numa_nodes}
+    blocks: dict[tuple[int, int | None], list[str]] = {}
+    for core in plan.machine.cores:
+        blocks.setdefault((core.package, core.numa_node), []).append(cell(core))
+    threads = max(len(core.pus) for core in plan.machine.cores)
+    per_line = max(4, (WIDTH - 2) // (threads + 1) // 4 * 4)
+    lines = []
+    for (package, node), cells in blocks.items():
+        size = memory.get(-1 if node is None else node, 0)
+        room = f", {size / GIB:.0f} GiB" if size else ""
+        lines.append(f"package {package}, NUMA node {'none' if node is None else node}{room}")
+        lines += ["  " + " ".join(cells[i : i + per_line]).rstrip() for i in range(0, len(cells), per_line)]
+    for memory_only in plan.machine.numa_nodes:
+        if not memory_only.pus:
+            near = ", ".join(map(str, memory_only.near)) or "none"
+            amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
+            lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
+    lines.append(f"  one sign a PU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
+    return "\n".join(lines)
+
+
+def _ansi(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"\x1b[30;48;2;{red};{green};{blue}m"
+
+
+def _workers(plan: Plan) -> str:
+    rows: list[tuple[str, ...]] = [("worker", "compute PUs", "comm", "loader", "threads", "batch", "memory")]
+    for w in plan.workers:
+        rows.append(
+            (
+                f"{w.local_rank} {letter(w.local_rank)}",
+                format_list(w.compute_pus),
+                format_list(w.comm_pus) or "shared",
+                format_list(w.loader_pus) or "shared",
+                f"{w.intra_op} + {w.inter_op}",
+                "" if w.local_batch is None else str(w.local_batch),
+                f"{w.memory_policy} {format_list(w.memory_nodes)}".strip(),
+            )
+        )
+    lines = _table(rows)
+    lines += [_folded(f"unused PUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
+    return "\n".join(lines)
+
+
+def _environment(plan: Plan) -> str:
+    """Each variable once where all workers agree on it, else worker by worker."""
+    lines = ["environment"]
+    for name, value in plan.workers[0].env:
+        values = [dict(worker.env).get(name, "") for worker in plan.workers]
+        if len(set(values)) == 1:
+            lines.append(f"  {name}={value}")
+        else:
+            lines += [f"  worker {i}: {name}={v}" for i, v in enumerate(values)]
+    return "\n".join(lines)
+
+
+def _reasons(plan: Plan) -> str:
+    return "\n".join([_listed("why", plan.reasons), *(_folded(f"warning: {text}") for text in plan.warnings)])
+
+
+def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
+    width = max(len(reason.what) for reason in reasons)
+    lines = (_folded(f"  {r.what:<{width}}  {r.value}: {r.why}", width + 4) for r in reasons)
+    return "\n".join([title, *lines])
+
+
+def _folded(text: str, indent: int = 2) -> str:
+    """Text in lines of at most WIDTH letters, later ones indented; paths and sets of PUs stay whole, to be copied."""
+    start = len(text) - len(text.lstrip())
+    wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent
+    return wrapper.fill(text.lstrip())
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows in columns as wide as their widest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _indented(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,183 @@
+"""A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from affinity.errors import InputError
+from affinity.filesystem import check_writable
+from affinity.planner.plan import Plan
+from affinity.planner.plan_file import plan_to_json
+from cputrain.files import write_atomic
+from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with_absolute_paths
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import FILE as EVENTS
+from cputrain.runs.events import read_events
+from cputrain.runs.resume import Facts, changes_training, differences, refusal, told
+from mpi.usage.file import FOLDER as USAGE
+
+RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
+    "recipe.yaml",
+    "plan.json",
+    "environment.json",
+    "checkpoints",
+    "logs",
+    "report.html",
+)
+OURS = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
+BEST = "best.pt"
+
+
+def run_of(spec: str) -> Path | None:
+    """The run's folder that is named, itself or by its recipe.yaml; None where a recipe is."""
+    path = Path(spec)
+    folder = path.parent if path.name == RECIPE else path
+    begun = (folder / RECIPE).is_file() and (path == folder or (folder / EVENTS).is_file())
+    return folder if begun and spec not in recipe_names() else None
+
+
+def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
+    """Like `load_recipe`, and from a run's folder, wherever that has been moved: its output is that folder."""
+    folder = run_of(spec)
+    if folder is None:
+        return load_recipe(spec, settings)
+    recipe = load_recipe(str(folder / RECIPE), settings)
+    elsewhere = any(setting.startswith("output=") for setting in settings)
+    return recipe if elsewhere else recipe.model_copy(update={"output": str(folder)})
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The numbered checkpoints, oldest first."""
+    return sorted(folder.glob("step-*.pt"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The updates done before a numbered checkpoint."""
+    return int(checkpoint.stem.removeprefix("step-"))
+
+
+def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tuple[Path, ...]:
+    """The checkpoints that are named, those of named folders oldest first, or else a run's best or last one.
+
+    Raises InputError where there are none.
+    """
+    if named and last:
+        raise InputError("--checkpoint and --last exclude each other: give one")
+    if named:
+        return tuple(path for each in named for path in _checkpoints_in(each))
+    if run is None:
+        raise InputError("eval needs --checkpoint PATH beside a recipe, or a run's folder in its place")
+    saved = list_checkpoints(run / CHECKPOINTS)
+    if last and saved:
+        return (saved[-1],)
+    best = run / CHECKPOINTS / BEST
+    if last or not best.is_file():
+        raise InputError(f"{best.parent if last else best} is not there: " + _instead(saved))
+    return (best,)
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = list_checkpoints(path)
+    best = path / BEST
+    if best.is_file() and not any(best.samefile(other) for other in found):
+        found.append(best)
+    if not found:
+        raise InputError(f"checkpoint {path} is not there: a run keeps its own in {CHECKPOINTS}/")
+    return found
+
+
+def _instead(saved: Sequence[Path]) -> str:
+    return f"--last evaluates {saved[-1].name}" if saved else "the run has saved nothing yet"
+
+
+def check_folder(recipe: Recipe, now: Facts, *, resume: bool, overwrite: bool) -> str:
+    """Raise InputError when the recipe's folder may not be written to; changes nothing. What a resumption does, in a
+    line; "" where nothing is resumed."""
+    folder = recipe.folder
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other: give one")
+    check_writable(folder, "output")
+    if not (folder / RECIPE).is_file():
+        if resume:
+            raise InputError(f"--resume: {folder} holds no run: leave --resume out, or set output to the run's folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise InputError(f"output {folder} holds other files and no run: set output to a new folder")
+        return ""
+    if overwrite:
+        return ""
+    old = load_recipe(str(folder / RECIPE))
+    if resume:
+        return _resumption(recipe, old, now)
+    if changed := changes_training(differences(old, recipe), recipe):
+        raise InputError(
+            f"output {folder} holds a run of another recipe ({told(changed)}): set output to another folder, or add "
+            "--overwrite to lose that run"
+        )
+    raise InputError(
+        f"output {folder} holds a run of this recipe: add --resume or --overwrite, or set output to another folder"
+    )
+
+
+def _resumption(recipe: Recipe, old: Recipe, now: Facts) -> str:
+    folder = recipe.folder
+    starts = [event for event in read_events(folder) if event["event"] == "start"]
+    before = Facts.of_start(starts[-1]) if starts else None
+    if problem := refusal(folder, old, recipe, before, now):
+        raise InputError(problem)
+    saved = list_checkpoints(folder / CHECKPOINTS)
+    where = f"after step {step_of(saved[-1]):,}" if saved else "from its beginning: it has no checkpoint yet"
+    changed = differences(old, recipe)
+    workers = [f"{now.workers} worker(s), were {before.workers}"] if before and before.workers != now.workers else []
+    what = ", ".join([*workers, *([told(changed)] if changed else [])])
+    return f"{folder} goes on {where}" + (f", with {what}" if what else "")
+
+
+def finished(folder: Path, last_step: int) -> str | None:
+    """What to say of a run that has ended well with its last step, or a later one; None of any other."""
+    ended = [event for event in read_events(folder) if event["event"] == "end" and event["status"] == "done"]
+    if not ended or ended[-1]["steps"] < last_step:
+        return None
+    end = ended[-1]
+    figures = [
+        f"{name} {end[key]:.2f} %" for name, key in (("top-1", "top1"), ("top-5", "top5")) if end[key] is not None
+    ]
+    if not figures and end.get("val_loss") is not None:
+        figures = [f"validation loss {end['val_loss']:.4f}"]
+    told = ", ".join([f"{end['steps']:,} steps", *figures])
+    return f"{folder} is finished: {told}; nothing is left to train, nothing was written"
+
+
+def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
+    """Make the run's folder; with overwrite, take away what a run has left there and nothing else."""
+    folder = recipe.folder
+    if overwrite:
+        for name in OURS:
+            path = folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / RECIPE, (_given_paths(recipe) + dump_recipe(with_absolute_paths(recipe))).encode())
+    if plan is not None:
+        write_plan(folder / PLAN, plan)
+
+
+def _given_paths(recipe: Recipe) -> str:
+    """A comment with the paths that the recipe has as relative ones, and the folder they were given in."""
+    given = {
+        "data.path": None if recipe.data.generated else recipe.data.path,
+        "data.stage": recipe.data.stage,
+        "model.weights": recipe.model.weights,
+        "output": str(recipe.folder),
+    }
+    relative = [f"{key}={json.dumps(path)}" for key, path in given.items() if path and not Path(path).is_absolute()]
+    return f"# Paths as given in {json.dumps(str(Path.cwd()))}: {', '.join(relative)}\n" if relative else ""
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan where `affinity.bind` can read it."""
+    write_atomic(path, plan_to_json(plan).encode())

@@ -1,0 +1,119 @@
+"""What a resumed run may change: pure comparisons of its recipe and of what its starts found."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cputrain.recipe.loading import with_absolute_paths
+from cputrain.recipe.schema import Recipe
+
+# Keys and sections that decide where, how fast and how long a training runs, not what it computes; for data.path and
+# batch that holds as long as the images and the global batch are the same, which `refusal` compares.
+MAY_CHANGE = (
+    "name",
+    "data.path",
+    "data.stage",
+    "data.decoder",
+    "data.on_error",
+    "data.train_images",
+    "data.prepare",
+    "batch",
+    "max_steps",
+    "on_nan",
+    "ratios_every",
+    "evaluate",
+    "checkpoint",
+    "comm.backend",
+    "comm.timeout_s",
+    "comm.bucket_mb",
+    "engine",
+    "plan",
+    "sweep",
+)
+ENDLESS = ("constant", "steps")  # schedules whose rates do not depend on the last step
+
+Differences = dict[str, tuple[Any, Any]]
+"""Dotted key -> old and new value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one start of a training found: its workers, images per step, and the training images and their classes."""
+
+    workers: int
+    global_batch: int
+    train_images: int
+    classes: int
+
+    @classmethod
+    def of_start(cls, event: dict[str, Any]) -> "Facts | None":
+        """Those that a start event holds; None where it lacks them."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: event[name] for name in names}) if names.keys() <= event.keys() else None
+
+    def as_fields(self) -> dict[str, int]:
+        """As a start event holds them."""
+        return asdict(self)
+
+
+def differences(old: Recipe, new: Recipe) -> Differences:
+    """The keys in which two recipes differ, relative paths taken from this folder; a run's folder may move."""
+    a, b = (_flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"})) for recipe in (old, new))
+    return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def told(found: Differences) -> str:
+    """ "epochs: 2 -> 3, comm.backend: auto -> gloo"."""
+    return ", ".join(f"{key}: {_yaml(old)} -> {_yaml(new)}" for key, (old, new) in found.items())
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changes_training(found: Differences, new: Recipe) -> Differences:
+    """Those differences that would change what a training computes from here on."""
+    endless = new.schedule.name in ENDLESS and all(phase.rate is None for phase in new.phases)
+    free = (*MAY_CHANGE, *(("epochs",) if endless else ()))
+    return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in free)}
+
+
+def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: Facts) -> str | None:
+    """Why the run in a folder cannot go on with this recipe and these workers, and what to do; None where it can."""
+    changed = changes_training(differences(old, new), new)
+    if changed:
+        return (
+            f"--resume: {told(changed)} would change what the run in {folder} computes: leave that as it was, or start "
+            f"a new run from its weights: model.weights={folder}/checkpoints/best.pt and another output"
+        )
+    if old.data.kind != new.data.kind:
+        return (
+            f"--resume: the run in {folder} was trained on {old.data.kind}, data.path={new.data.path} is "
+            f"{new.data.kind}: leave data.path as it was, or start a new run with another output"
+        )
+    if before is None:
+        return None
+    if (now.train_images, now.classes) != (before.train_images, before.classes):
+        return (
+            f"--resume: data.path={new.data.path} holds {now.train_images:,} training {new.data.unit} of {now.classes} "
+            f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
+            + ("leave data.train_images as it was" if new.data.generated else "set data.path to those")
+        )
+    if now.global_batch != before.global_batch:
+        return (
+            f"--resume: {now.workers} worker(s) make a global batch of {now.global_batch:,}, the run in {folder} has "
+            f"{before.global_batch:,} ({before.workers} workers): set batch.global={before.global_batch}"
+        )
+    if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
+        return (
+            f"--resume: optim.scale_rate_by=workers, and {now.workers} worker(s) instead of {before.workers} would "
+            f"change the learning rate of the run in {folder}: start {before.workers} workers again"
+        )
+    return None

@@ -1,0 +1,195 @@
+"""Binding for real: processes that tell the mask that the kernel gave them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.bind import apply, running_on
+from affinity.errors import InputError, RunError
+from affinity.kernel.mempolicy import set_memory_policy
+from affinity.kernel.observe import differences, observe
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.plan_file import plan_to_dict, request_to_json
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50
+from affinity.topology.sysfs import this_machine
+from tests.support.commands import cputrain
+
+TELL = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
+
+
+def this_plan(ppn: int | None = None) -> Plan:
+    return plan_machine(this_machine(), Request(ppn=ppn), Runtime())
+
+
+def bind(plan: dict, tmp_path: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    argv = [sys.executable, "-m", "affinity.bind", "--plan", str(path), *options, "--", sys.executable, "-c", TELL]
+    return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def test_each_worker_gets_its_pus_and_environment(tmp_path: Path) -> None:
+    plan = this_plan()
+    for worker in plan.workers:
+        result = bind(plan_to_dict(plan), tmp_path, LOCAL_RANK=str(worker.local_rank))
+        assert result.returncode == 0, result.stderr
+        pus, env = json.loads(result.stdout)
+        assert tuple(pus) == worker.pus
+        assert dict(worker.env).items() <= env.items()
+        assert env["AFFINITY_WORKER"] == str(worker.local_rank)
+
+
+@pytest.mark.parametrize(
+    "name", ["MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PALS_LOCAL_RANKID"]
+)
+def test_any_launcher_tells_the_local_rank(tmp_path: Path, name: str) -> None:
+    plan = this_plan()
+    last = plan.workers[-1]
+    result = bind(plan_to_dict(plan), tmp_path, **{name: str(last.local_rank)})
+    assert tuple(json.loads(result.stdout)[0]) == last.pus
+
+
+def test_a_user_s_preload_stays_behind_the_plan_s(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan())
+    plan["workers"][0]["env"]["LD_PRELOAD"] = "libm.so.6"
+    result = bind(plan, tmp_path, "--local-rank", "0", LD_PRELOAD="libdl.so.2")
+    assert json.loads(result.stdout)[1]["LD_PRELOAD"] == "libm.so.6:libdl.so.2"
+
+
+def test_contradictions_are_reported_and_overridden_or_kept(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan(ppn=1))
+    for options, threads, word in (
+        ((), plan["workers"][0]["env"]["OMP_NUM_THREADS"], "overridden"),
+        (("--keep-env",), "77", "kept"),
+    ):
+        result = bind(plan, tmp_path, *options, "--local-rank", "0", OMP_NUM_THREADS="77")
+        assert json.loads(result.stdout)[1]["OMP_NUM_THREADS"] == threads
+        assert f"inherited and {word}: OMP_NUM_THREADS=77" in result.stderr
+
+
+def planned_wrong(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A plan for one PU more than there are: the kernel silently gives those that exist."""
+    plan = plan_to_dict(this_plan(ppn=1))
+    plan["workers"][0]["comm_pus"] = [max(this_machine().pus) + 1]
+    return bind(plan, tmp_path, *options, "--local-rank", "0")
+
+
+def test_a_difference_names_both_masks(tmp_path: Path) -> None:
+    result = planned_wrong(tmp_path)
+    assert result.returncode == 1
+    assert "planned" in result.stderr and "given" in result.stderr and "mask 0x" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_no_verify_goes_on(tmp_path: Path) -> None:
+    assert planned_wrong(tmp_path, "--no-verify").returncode == 0
+
+
+def test_a_plan_for_foreign_pus_is_an_error(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan(ppn=1))
+    plan["workers"][0].update(compute_pus=[900], comm_pus=[], loader_pus=[])
+    result = bind(plan, tmp_path, "--local-rank", "0")
+    assert result.returncode == 1
+    assert "cannot bind to PUs 900" in result.stderr
+
+
+def test_bad_calls_are_refused(tmp_path: Path) -> None:
+    plan = plan_to_dict(this_plan())
+    assert "none of LOCAL_RANK" in bind(plan, tmp_path).stderr
+    assert bind(plan, tmp_path, "--local-rank", "99").returncode == 2
+    missing = [sys.executable, "-m", "affinity.bind", "--plan", "/nowhere", "--local-rank", "0", "--", "true"]
+    assert subprocess.run(missing, capture_output=True).returncode == 2
+
+
+def test_memory_policy_is_set_and_read_back() -> None:
+    """In a process of its own: the policy would stay with this one."""
+    nodes = this_machine().allowed_nodes[:1]
+    code = (
+        "from affinity.kernel.mempolicy import set_memory_policy\n"
+        "from affinity.kernel.observe import observe\n"
+        f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert said in (f"None bind {nodes!r}", "Operation not permitted None ()")
+
+
+def test_an_absent_memory_node_is_refused_by_the_kernel() -> None:
+    assert set_memory_policy("bind", (1000,)) in ("Invalid argument", "Operation not permitted")
+
+
+def test_observed_differences_are_named() -> None:
+    worker = this_plan(ppn=1).workers[0]
+    seen = observe()
+    assert differences(worker, replace(seen, pus=worker.pus)) == []
+    assert "memory planned" in differences(replace(worker, memory_policy="bind"), replace(seen, pus=worker.pus))[0]
+
+
+def test_running_on_moves_and_returns() -> None:
+    before = os.sched_getaffinity(0)
+    one = (min(before),)
+    with running_on(one):
+        assert os.sched_getaffinity(0) == set(one)
+    assert os.sched_getaffinity(0) == before
+    with running_on(()):
+        assert os.sched_getaffinity(0) == before
+
+
+def test_apply_refuses_what_is_not_there() -> None:
+    worker = replace(this_plan(ppn=1).workers[0], compute_pus=(900,), comm_pus=(), loader_pus=())
+    with pytest.raises(RunError, match="900"):
+        apply(worker)
+    with pytest.raises(InputError):
+        plan_machine(this_machine(), Request(ppn=10_000), Runtime())
+
+
+def test_a_host_can_plan_itself(tmp_path: Path) -> None:
+    """Each worker makes the same plan in memory, binds by it, and what it becomes can read it there."""
+    read = (
+        "import os, json; from affinity.bind import bound_worker; w = bound_worker(os.environ); "
+        "print(json.dumps([w.local_rank, w.pus == tuple(sorted(os.sched_getaffinity(0)))]))"
+    )
+    ppn = min(2, len(this_machine().allowed_cores))
+    asked = request_to_json(Request(ppn=ppn, local_batch=32, workload=RESNET50))
+    for local_rank in range(ppn):
+        argv = [sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--local-rank", str(local_rank)]
+        result = subprocess.run([*argv, "--", sys.executable, "-c", read], capture_output=True, text=True, cwd=tmp_path)
+        assert json.loads(result.stdout) == [local_rank, True], result.stderr
+    assert not list(tmp_path.iterdir())
+    wrong = [sys.executable, "-m", "affinity.bind", "--plan-here", '{"pnp": 2}', "--local-rank", "0", "--", "true"]
+    refused = subprocess.run(wrong, capture_output=True, text=True)
+    assert refused.returncode == 2 and "is no request for a plan" in refused.stderr
+
+
+def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
+    ppn = str(min(2, len(this_machine().allowed_cores)))
+    launch = ("launch", "--plan-on-host", "--ppn", ppn, "--output", "out", "--", sys.executable, "-c", TELL)
+    result = cputrain(*launch, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("AFFINITY_PLAN") == int(ppn)
+    assert "--plan-on-host needs --ppn" in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr
+
+
+@pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
+    """A plan in memory is closed to children; they are the rank all the same, and its cores are theirs."""
+    inner = (
+        "import os, json; from affinity.bind import bound_worker, plan_of_rank; "
+        "from affinity.planner.plan import Request; "
+        "from affinity.ranks.rank import discover; plan, index = plan_of_rank(Request(), discover(os.environ), ()); "
+        "print(json.dumps([bound_worker(os.environ) is None, plan.workers[index].pus, [*os.sched_getaffinity(0)]]))"
+    )
+    wrapper = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {inner!r}]).returncode)"
+    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request_to_json(Request(ppn=2)), "--"]
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    result = subprocess.run(
+        [*argv, sys.executable, "-c", wrapper], capture_output=True, text=True, env={**os.environ, **told}
+    )
+    assert result.returncode == 0, result.stderr
+    unreadable, planned, given = json.loads(result.stdout)
+    assert unreadable and sorted(planned) == sorted(given)

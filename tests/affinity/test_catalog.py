@@ -1,0 +1,83 @@
+"""Every machine of the catalog, and the plans that the rules make of it."""
+
+import pytest
+import yaml
+
+from affinity.errors import InputError
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.profiles import PROFILES
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50
+from affinity.topology.catalog import MACHINES, find_machine, machine_names
+from affinity.topology.cpuset import format_list
+
+# name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets
+SHAPES = {
+    "bdw-e5-2699v4-2s": (2, 44, 88, 2),
+    "skx-6140-2s": (2, 36, 72, 2),
+    "skx-8160-2s": (2, 48, 96, 2),
+    "skx-8180-8s": (8, 224, 448, 8),
+    "clx-8280-2s-snc2": (2, 56, 112, 4),
+    "clx-9242-2s": (2, 96, 192, 4),
+    "icx-8380-2s": (2, 80, 160, 2),
+    "spr-8480plus-2s": (2, 112, 224, 2),
+    "emr-8592plus-2s": (2, 128, 256, 2),
+    "max-9480-2s-snc4-flat": (2, 112, 224, 16),
+    "gnr-6980p-2s-snc3": (2, 256, 512, 6),
+    "srf-6780e-2s": (2, 288, 288, 2),
+    "knl-7210-quad-cache": (1, 64, 256, 1),
+    "knl-7250-snc4-flat": (1, 68, 272, 8),
+    "milan-7763-2s-nps4": (2, 128, 256, 8),
+    "genoa-9654-2s-nps1": (2, 192, 384, 2),
+}
+
+
+def line(plan: Plan) -> str:
+    """A plan in one line per worker, without what every worker shares."""
+    return "\n".join(
+        f"  {w.local_rank}: compute {format_list(w.compute_pus)} comm {format_list(w.comm_pus)} "
+        f"loader {format_list(w.loader_pus)} threads {w.intra_op}+{w.inter_op} "
+        f"batch {w.local_batch} memory {w.memory_policy} {format_list(w.memory_nodes)}".rstrip()
+        for w in plan.workers
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_those_of_the_data_sheets(name: str) -> None:
+    machine = find_machine(name)
+    assert (len(machine.packages), len(machine.cores), len(machine.pus), len(machine.numa_nodes)) == SHAPES[name]
+
+
+def test_every_entry_names_its_source() -> None:
+    assert all(yaml.safe_load(path.read_text())["source"] for path in MACHINES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_plans_of_catalog_machines(name: str, golden) -> None:
+    machine = find_machine(name)
+    texts = []
+    for profile in PROFILES:
+        for ppn in (None, 1, 2, 4):
+            request = Request(ppn=ppn, nodes=16, profile=profile, workload=RESNET50, local_batch=32, balance="batch")
+            plan = plan_machine(machine, request, Runtime())
+            texts.append(f"{name} on 16 hosts, profile {profile}, ppn {ppn or 'auto'}\n{line(plan)}")
+            texts += [f"  warning: {text}" for text in plan.warnings]
+    golden(f"catalog/{name}.txt", "\n".join(texts))
+
+
+def test_a_real_7250_is_the_catalog_s() -> None:
+    """18, 18, 16 and 16 cores, each quadrant with its MCDRAM: every worker prefers its own."""
+    plan = plan_machine(find_machine("knl-7250-snc4-flat"), Request(), Runtime())
+    assert [len(w.compute_pus) + len(w.loader_pus) // 4 for w in plan.workers] == [18, 18, 16, 16]
+    assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (4 + i,)) for i in range(4)]
+    assert plan.warnings[0].startswith("domains of 16 to 18 cores: the smallest sets the pace of each step")
+
+
+def test_hbm_alone_is_bound_like_any_memory() -> None:
+    plan = plan_machine(find_machine("max-9480-2s-quad-hbm"), Request(ppn=2), Runtime())
+    assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("bind", (0,)), ("bind", (1,))]
+
+
+def test_an_unknown_name_shows_the_nearest() -> None:
+    with pytest.raises(InputError, match="skx-8160-2s"):
+        find_machine("skx-8160")

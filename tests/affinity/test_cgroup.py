@@ -1,0 +1,128 @@
+"""Control groups and cpusets as kernels show them, each written out under a root of its own."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from affinity.topology.archive import tree_root
+from affinity.topology.catalog import find_machine
+from affinity.topology.cgroup import Limits, read_limits
+from tests.support.machines import build_machine, write_sysfs
+
+NOTHING = Limits(pus=None, nodes=None, cpu_quota=None, memory_bytes=None)
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_no_groups_no_limits(tmp_path: Path) -> None:
+    assert read_limits(tmp_path) == NOTHING
+
+
+def test_v2_takes_the_tightest_limit_on_the_way_up(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/system.slice/slurmstepd.scope"
+    write(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_7/step_0\n",
+            f"{group}/job_7/cpuset.cpus.effective": "0-7\n",
+            f"{group}/job_7/cpuset.mems.effective": "0\n",
+            f"{group}/job_7/step_0/cpu.max": "max 100000\n",
+            f"{group}/cpu.max": "350000 100000\n",
+            "sys/fs/cgroup/cpu.max": "800000 100000\n",
+            f"{group}/job_7/step_0/memory.max": "2000\n",
+            f"{group}/memory.max": "1000\n",
+            "sys/fs/cgroup/cpuset.cpus.effective": "0-63\n",
+        },
+    )
+    assert read_limits(tmp_path) == Limits(pus=tuple(range(8)), nodes=(0,), cpu_quota=3.5, memory_bytes=1000)
+
+
+def test_a_container_sees_its_own_root(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "0::/../../outside\n",
+            "sys/fs/cgroup/cpuset.cpus.effective": "4-5\n",
+            "sys/fs/cgroup/cpu.max": "150000 100000\n",
+        },
+    )
+    assert read_limits(tmp_path) == Limits(pus=(4, 5), nodes=None, cpu_quota=1.5, memory_bytes=None)
+
+
+def test_v1_at_an_unusual_mount(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        **{
+            "proc/mounts": "none /cg/sets cgroup rw,cpuset 0 0\nnone /cg/cpu cgroup rw,cpu,cpuacct 0 0\n"
+            "none /cg/memory cgroup rw,memory 0 0\nproc /proc proc rw 0 0\n",
+            "proc/self/cgroup": "5:cpuset:/uid_1/job_2\n4:cpu,cpuacct:/uid_1\n3:memory:/uid_1\n",
+            "cg/sets/uid_1/job_2/cpuset.cpus": "2-3,6\n",
+            "cg/sets/uid_1/job_2/cpuset.mems": "1\n",
+            "cg/sets/cpuset.cpus": "0-7\n",
+            "cg/cpu/uid_1/cpu.cfs_quota_us": "200000\n",
+            "cg/cpu/uid_1/cpu.cfs_period_us": "100000\n",
+            "cg/cpu/cpu.cfs_quota_us": "-1\n",
+            "cg/memory/uid_1/memory.limit_in_bytes": "4096\n",
+            "cg/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert read_limits(tmp_path) == Limits(pus=(2, 3, 6), nodes=(1,), cpu_quota=2.0, memory_bytes=4096)
+
+
+@pytest.mark.parametrize(
+    "mount", ["none /dev/cpuset cpuset rw 0 0\n", "none /dev/cpuset cgroup rw,cpuset,noprefix 0 0\n"]
+)
+def test_legacy_cpusets_have_names_without_prefix(tmp_path: Path, mount: str) -> None:
+    write(
+        tmp_path,
+        **{
+            "proc/mounts": mount,
+            "proc/self/cpuset": "/torque/job\n",
+            "dev/cpuset/torque/job/cpus": "\n",  # made, not yet filled: the parent's holds
+            "dev/cpuset/torque/cpus": "0-6,12-15\n",
+            "dev/cpuset/torque/mems": "1-4\n",
+        },
+    )
+    assert read_limits(tmp_path) == Limits(
+        pus=(*range(7), *range(12, 16)), nodes=(1, 2, 3, 4), cpu_quota=None, memory_bytes=None
+    )
+
+
+def test_nonsense_names_its_file(tmp_path: Path) -> None:
+    write(tmp_path, **{"sys/fs/cgroup/cpuset.cpus.effective": "all\n"})
+    with pytest.raises(InputError, match=r"cpuset.cpus.effective holds 'all'"):
+        read_limits(tmp_path)
+
+
+def test_a_machine_is_narrowed_by_its_groups(tmp_path: Path) -> None:
+    write_sysfs(build_machine(2, 1, 4, 2), tmp_path)
+    write(
+        tmp_path, **{"sys/fs/cgroup/cpuset.cpus.effective": "0-1,8-9\n", "sys/fs/cgroup/cpuset.mems.effective": "0\n"}
+    )
+    machine = find_machine(str(tmp_path))
+    assert (machine.allowed_pus, machine.allowed_nodes) == ((0, 1, 8, 9), (0,))
+    assert len(machine.pus) == 16
+
+
+def test_a_tarball_is_read_like_its_folder(tmp_path: Path) -> None:
+    machine = build_machine(1, 2, 3, 2)
+    write_sysfs(machine, tmp_path / "host")
+    (tmp_path / "host/sys/outside").symlink_to("/etc")
+    with tarfile.open(tmp_path / "host.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "host", arcname="some/host")
+    assert find_machine(str(tmp_path / "host.tar.gz")) == machine == find_machine(str(tmp_path / "host"))
+    whole = (tmp_path / "host.tar.gz").read_bytes()
+    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
+    for broken in ("cut.tar.gz", "absent.tar"):
+        with pytest.raises(InputError, match="cannot unpack"):
+            find_machine(str(tmp_path / broken))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no sys/devices/system/cpu"):
+        tree_root(tmp_path / "empty")

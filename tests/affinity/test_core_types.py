@@ -1,0 +1,66 @@
+"""Hybrid processors, dies and caches, from trees written here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.topology.hwloc import read_synthetic
+from affinity.topology.machine import Machine, ordered
+from affinity.topology.sysfs import read_machine
+from tests.support.machines import build_machine, write_sysfs
+
+
+def hybrid() -> Machine:
+    """4 fast cores of two PUs, 8 slow ones of one."""
+    machine = build_machine(1, 1, 12, 1)
+    fast = [replace(machine.cores[i], pus=(2 * i, 2 * i + 1)) for i in range(4)]
+    slow = [replace(machine.cores[i], pus=(4 + i,), speed=0.6) for i in range(4, 12)]
+    pus = tuple(range(16))
+    node = replace(machine.numa_nodes[0], pus=pus)
+    return replace(machine, cores=ordered(fast + slow), numa_nodes=(node,), allowed_pus=pus)
+
+
+def put(root: Path, path: str, text: str) -> None:
+    file = root / "sys/devices" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n")
+
+
+def speeds(root: Path) -> list[float]:
+    return [core.speed for core in read_machine(root).cores]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_dies_caches_and_kinds_read_back(tmp_path: Path, masks: bool) -> None:
+    made = read_synthetic("pack:2 die:2 l3:2 l2:3 core:2 pu:2", name="made", model="m", isa=(), memory_bytes=1 << 30)
+    write_sysfs(made, tmp_path / "a", masks=masks)
+    assert read_machine(tmp_path / "a") == made
+    write_sysfs(hybrid(), tmp_path / "b", masks=masks)
+    assert read_machine(tmp_path / "b") == hybrid()
+
+
+def test_favoured_cores_are_no_kind_of_their_own(tmp_path: Path) -> None:
+    """One kind of core, two of them allowed a higher clock and a higher peak."""
+    write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
+    for pu in range(4):
+        put(tmp_path, f"system/cpu/cpu{pu}/acpi_cppc/nominal_perf", "30")
+        put(tmp_path, f"system/cpu/cpu{pu}/acpi_cppc/highest_perf", "70" if pu < 2 else "64")
+        put(tmp_path, f"system/cpu/cpu{pu}/cpufreq/cpuinfo_max_freq", "5200000" if pu < 2 else "5000000")
+    assert speeds(tmp_path) == [1.0] * 4
+
+
+def test_intel_s_lists_tell_the_kinds_and_clocks_the_speed(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
+    put(tmp_path, "cpu_core/cpus", "0-1")
+    put(tmp_path, "cpu_atom/cpus", "2-3")
+    for pu, clock in enumerate((5200000, 5000000, 3600000, 3600000)):
+        put(tmp_path, f"system/cpu/cpu{pu}/cpufreq/cpuinfo_max_freq", str(clock))
+    assert speeds(tmp_path) == pytest.approx([1.0, 1.0, 3.6 / 5.1, 3.6 / 5.1])
+
+
+def test_the_scheduler_s_capacities_come_first(tmp_path: Path) -> None:
+    write_sysfs(hybrid(), tmp_path)
+    for pu in range(16):
+        put(tmp_path, f"system/cpu/cpu{pu}/cpu_capacity", "1024" if pu < 8 else "512")
+    assert speeds(tmp_path) == [1.0] * 4 + [0.5] * 8

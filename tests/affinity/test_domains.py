@@ -1,0 +1,124 @@
+"""Cuts along dies, caches and kinds of cores."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from affinity.planner.domains import cut_host
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.catalog import find_machine
+from affinity.topology.hwloc import read_synthetic
+from affinity.topology.machine import Machine
+from tests.affinity.test_core_types import hybrid
+from tests.support.machines import build_machine
+
+
+def synthetic(text: str) -> Machine:
+    return read_synthetic(text, name="s", model="m", isa=("avx2",), memory_bytes=64 << 30)
+
+
+def widths(machine: Machine, ppn: int | None = None) -> list[int]:
+    return [len(domain.cores) for domain in cut_host(machine, ppn, proportional=False).domains]
+
+
+def plan(machine: Machine, **asked: object) -> Plan:
+    return plan_machine(machine, Request(**asked), Runtime())
+
+
+@pytest.mark.parametrize(
+    ("shape", "ppn", "expected"),
+    [
+        ("pack:1 numa:1 l3:8 core:8 pu:2", None, [16] * 4),  # 64 cores, 3 workers would cut caches
+        ("pack:1 numa:1 l3:12 core:8", None, [24] * 4),
+        ("pack:1 numa:1 l3:2 core:3", None, [6]),
+        ("pack:1 numa:1 core:68 pu:4", None, [17] * 4),  # Xeon Phi 7250: 3 workers would not be equal
+        ("pack:1 numa:1 core:43", None, [21, 22]),  # 43 is prime
+        ("pack:1 die:2 core:10", 2, [10, 10]),
+        ("pack:1 numa:1 l3:3 core:8", 2, [12, 12]),  # caches do not divide: equal shares matter more
+        ("pack:1 numa:1 l3:2 core:8", 4, [4] * 4),
+    ],
+)
+def test_cuts_follow_caches_and_are_even(shape: str, ppn: int | None, expected: list[int]) -> None:
+    assert widths(synthetic(shape), ppn) == expected
+
+
+@given(caches=st.integers(1, 6), cores=st.integers(1, 8), ppn=st.integers(1, 12))
+def test_workers_share_no_cache_that_they_need_not(caches: int, cores: int, ppn: int) -> None:
+    machine = synthetic(f"pack:1 numa:1 l3:{caches} core:{cores}")
+    if ppn > caches * cores or caches % ppn:
+        return
+    domains = cut_host(machine, ppn, proportional=False).domains
+    used = [{core.l3 for core in domain.cores} for domain in domains]
+    assert sum(map(len, used)) == caches
+
+
+def test_a_cut_cache_is_told() -> None:
+    reasons = {reason.what: reason for reason in plan(synthetic("pack:1 numa:1 l3:3 core:8"), ppn=2).reasons}
+    assert "1 of 3 caches are shared" in reasons["level-3 caches per worker"].why
+
+
+def test_no_worker_has_cores_of_two_kinds() -> None:
+    """4 fast cores and 8 of 0.6: fast ones as four workers of one core, the slow ones as one of eight, do most."""
+    machine = hybrid()
+    speed = {pu: core.speed for core in machine.cores for pu in core.pus}
+    for ppn in (None, *range(1, 13)):
+        for balance in ("equal", "batch"):
+            made = plan(machine, ppn=ppn, balance=balance, local_batch=64)
+            for worker in made.workers:
+                assert len({speed[pu] for pu in worker.compute_pus}) == 1
+            assert ppn is None or len(made.workers) == ppn
+
+
+def test_one_worker_takes_the_kind_that_does_most_and_the_others_help() -> None:
+    made = plan(hybrid(), ppn=1)
+    worker = made.workers[0]
+    assert worker.compute_pus == tuple(range(8, 16))  # 8 x 0.6 is more than 4 x 1
+    assert worker.loader_pus == (0, 1)  # a fast core that would only wait decodes
+    assert {item.why: item.pus for item in made.unused}[
+        "of another kind: a step would wait for them (--balance batch may use them)"
+    ] == (2, 3, 4, 5, 6, 7)
+
+
+def test_the_processor_that_others_plan_badly() -> None:
+    """An i7-1370P's shape: 6 fast cores of two PUs, 8 slow ones; every one of its 14 cores has work."""
+    base = build_machine(1, 1, 14, 1)
+    cores = [replace(base.cores[i], pus=(2 * i, 2 * i + 1)) for i in range(6)]
+    cores += [replace(base.cores[i], pus=(6 + i,), speed=39 / 64) for i in range(6, 14)]
+    pus = tuple(range(20))
+    node = replace(base.numa_nodes[0], pus=pus)
+    machine = replace(base, cores=tuple(cores), numa_nodes=(node,), allowed_pus=pus)
+    made = plan(machine, balance="batch", local_batch=32)
+    assert [(worker.intra_op, worker.local_batch) for worker in made.workers] == [(6, 37), (7, 27)]
+    assert sum(len(worker.pus) for worker in made.workers) == 14
+
+
+def test_balanced_batches_are_in_proportion_and_add_up() -> None:
+    made = plan(find_machine("knl-7250-snc4-flat"), balance="batch", local_batch=32)
+    assert [(w.intra_op, w.local_batch) for w in made.workers] == [(17, 34), (17, 34), (15, 30), (15, 30)]
+    assert not made.warnings
+
+
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 20))
+
+
+@given(SHAPES, st.integers(1, 300), st.sets(st.integers(0, 179)), st.data())
+def test_batches_always_add_up(shape, batch, taken, data) -> None:
+    machine = build_machine(*shape, 1)
+    allowed = tuple(pu for pu in machine.pus if pu not in taken) or machine.pus
+    machine = replace(machine, allowed_pus=allowed)
+    ppn = data.draw(st.integers(1, len(allowed)))
+    made = plan(machine, ppn=ppn, balance="batch", local_batch=batch)
+    batches = [worker.local_batch for worker in made.workers]
+    assert sum(batches) == batch * ppn
+    assert min(batches) >= 1
+    slow, fast = min(made.workers, key=lambda w: w.intra_op), max(made.workers, key=lambda w: w.intra_op)
+    assert slow.local_batch <= fast.local_batch
+
+
+def test_a_balance_needs_a_batch() -> None:
+    with pytest.raises(InputError, match="no batch to balance"):
+        plan(hybrid(), balance="batch")

@@ -1,0 +1,70 @@
+import subprocess
+
+import pytest
+
+from affinity.errors import InputError
+from affinity.topology.hwloc import read_synthetic
+from affinity.topology.machine import Machine
+from tests.support.commands import need
+
+
+def synthetic(text: str) -> Machine:
+    return read_synthetic(text, name="s", model="m", isa=(), memory_bytes=1 << 30)
+
+
+def test_levels_multiply() -> None:
+    machine = synthetic("pack:2 numa:2 core:3 pu:2")
+    assert (len(machine.packages), len(machine.numa_nodes), len(machine.cores), len(machine.pus)) == (2, 4, 12, 24)
+    assert machine.cores[0].pus == (0, 1)
+    assert machine.cores[-1] == machine.cores[11]
+    assert machine.cores[11].numa_node == 3
+
+
+def test_interleaved_numbering() -> None:
+    machine = synthetic("pack:2 numa:1 core:24 pu:2(indexes=2*48:48*1)")
+    assert machine.cores[0].pus == (0, 48)
+    assert machine.cores[24].pus == (24, 72)
+    assert machine.numa_nodes[1].pus == (*range(24, 48), *range(72, 96))
+
+
+def test_dies_caches_and_attached_nodes() -> None:
+    machine = synthetic("pack:2 [numa] die:2 l3:2 l2:3 core:2 pu:2(indexes=2*48:48*1)")
+    assert (len(machine.cores), [node.pus[:2] for node in machine.numa_nodes]) == (48, [(0, 1), (24, 25)])
+    first, last = machine.cores[0], machine.cores[-1]
+    assert (first.die, first.l3, first.l2) == (0, 0, 0)
+    assert (last.package, last.die, last.l3, last.l2) == (1, 1, 42, 46)
+    assert len({(core.package, core.die) for core in machine.cores}) == 4
+    assert len({core.l3 for core in machine.cores}) == 8
+
+
+def test_levels_nest_in_any_order_and_nodes_have_sizes() -> None:
+    machine = synthetic("numa:2(memory=16GB) pack:1 core:2")
+    assert [node.memory_bytes for node in machine.numa_nodes] == [16 << 30] * 2
+    assert [(core.package, core.numa_node) for core in machine.cores] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "shape", ["pack:2 numa:2 l3:2 core:3 pu:2", "pack:1 numa:4 core:3", "pack:3 [numa] core:5 pu:4"]
+)
+def test_shapes_are_hwloc_s(shape: str) -> None:
+    need("hwloc-nox", "hwloc-calc")
+    machine = synthetic(shape)
+    counts = {"package": machine.packages, "numanode": machine.numa_nodes, "core": machine.cores, "pu": machine.pus}
+    wanted = shape if "pu:" in shape else f"{shape} pu:1"
+    for kind, items in counts.items():
+        argv = ["hwloc-calc", "-i", wanted, "-N", kind, "all"]
+        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        assert int(said) == len(items), kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("core:0", "pu:2", "core:2 pack:2", "pack:1 cores:2", "core:2 core:2", "core:2 pu:2(indexes=3*1)"),
+        *("core:-1 x", "core:2 pu:2(indexes=2**2:2)", "numa:1(memory=big) core:2", "core:2(memory=1GB)"),
+        *("[numa] core:2", "pack:2 l3:0"),
+    ],
+)
+def test_nonsense_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="machine"):
+        synthetic(text)

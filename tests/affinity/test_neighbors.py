@@ -1,0 +1,150 @@
+"""Processes that another plan has bound: warned of, and planned around.
+
+Run in a PID namespace where that may be made, so that no other processes of this machine are seen.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.kernel.neighbors import Neighbor, contention, find_neighbors
+from affinity.kernel.running import planned_worker_of, variables_of
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.plan_file import plan_to_json, request_to_json
+from affinity.planner.runtime import Runtime
+from affinity.topology.sysfs import this_machine
+from tests.support.commands import cputrain, refused
+from tests.support.images import write_images
+from tests.support.machines import build_machine
+
+CORES = this_machine().allowed_cores
+ALONE = ("unshare", "--pid", "--fork", "--mount-proc") if os.geteuid() == 0 and shutil.which("unshare") else ()
+BESIDE = """
+import json, subprocess, sys, time
+from pathlib import Path
+argv = [sys.executable, "-m", "affinity.bind", "--plan", "busy.json", "--local-rank", "0", "--", "sleep", "600"]
+busy = subprocess.Popen(argv)
+while b"sleep" not in Path(f"/proc/{busy.pid}/cmdline").read_bytes().split(b"\\0")[:1]:
+    time.sleep(0.02)
+told = []
+for argv in json.loads(sys.argv[1]):
+    done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True)
+    told.append([busy.pid, done.returncode, done.stdout, done.stderr])
+busy.kill()
+print(json.dumps(told))
+"""
+
+
+def beside(place: Path, pus: tuple[int, ...], *commands: tuple[str, ...]) -> list[tuple[int, int, str, str]]:
+    """What commands do (status, output, errors) beside a process, whose pid comes first, that is bound to PUs."""
+    plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
+    worker = replace(plan.workers[0], compute_pus=pus, comm_pus=(), loader_pus=(), intra_op=len(pus))
+    worker = replace(worker, memory_policy="default", memory_nodes=())
+    (place / "busy.json").write_text(plan_to_json(replace(plan, workers=(worker,))))
+    argv = [*ALONE, sys.executable, "-c", BESIDE, json.dumps(commands)]
+    done = subprocess.run(argv, cwd=place, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_plan_warns_of_bound_processes_and_goes_around_them_when_asked(tmp_path: Path) -> None:
+    taken = CORES[0].pus
+    plain, shared, alone, launched = beside(
+        tmp_path,
+        taken,
+        ("cputrain", "plan", "--format", "json"),
+        ("cputrain", "plan", "--format", "json", "--share"),
+        ("affinity", "plan", "--format", "json", "--share"),
+        ("cputrain", "launch", "--output", "run", "--share", "--", "true"),
+    )
+    warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
+    assert f"processes {plain[0]} (PUs {','.join(map(str, taken))})" in warning and "--share" in warning
+    for pid, status, out, err in (shared, alone):
+        assert status == 0, (pid, err)
+        plan = json.loads(out)
+        assert not {pu for worker in plan["workers"] for pu in worker["compute_pus"]} & {*taken}
+        assert plan["request"]["taken"] == list(taken) and not any("in use" in text for text in plan["warnings"])
+        assert any("(share)" in reason["why"] for reason in plan["reasons"])
+    assert launched[1] == 0, launched[3]
+    assert len(json.loads((tmp_path / "run/plan.json").read_text())["workers"]) == len(json.loads(shared[2])["workers"])
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_training_shares_the_host_or_says_that_it_takes_others_cores(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", classes=2, train=4, val=2)
+    settings = ("data.path=images", "model.name=resnet18", "data.crop=32", "batch.local=2", "epochs=1", "max_steps=1")
+    train = ("cputrain", "train", "imagefolder", *settings, "schedule.warmup_epochs=0", "comm.backend=gloo")
+    (pid, status, out, err), around = beside(
+        tmp_path, CORES[0].pus, (*train, "--dry-run"), (*train, "plan.share=true", "plan.ppn=1", "output=run")
+    )
+    assert status == 0 and f"in use by processes {pid}" in " ".join(out.split()), err
+    assert around[1] == 0, around[3]
+    assert "in use" not in around[2]
+    start = json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[0])
+    assert not {*start["bindings"][0]["pus"]} & {*CORES[0].pus}
+
+
+def test_nothing_left_is_one_line(tmp_path: Path) -> None:
+    everything = tuple(sorted(pu for core in CORES for pu in core.pus))
+    [(_, status, _, err)] = beside(tmp_path, everything, ("cputrain", "plan", "--share"))
+    assert status == 2 and len(err.splitlines()) == 1
+    assert f"have all {len(CORES)} cores" in err and "wait for them to end, or plan without share" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--machine", "skx-8160-2s", "--share"),
+        ("plan", "--nodes", "2", "--share"),
+        ("plan", "--kind", "n[1-2]=skx-8160-2s", "--share"),
+        ("plan", "demo-digits", "plan.share=true", "--nodes", "2"),
+        ("launch", "--plan-on-host", "--ppn", "1", "--share", "--", "true"),
+        ("job", "slurm", "demo-digits", "--time", "1:00:00", "--share"),
+        ("job", "slurm", "demo-digits", "plan.share=true", "--time", "1:00:00"),
+    ],
+)
+def test_sharing_is_for_one_host_that_is_here(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    assert "share" in refused(cputrain(*arguments, cwd=tmp_path))
+
+
+def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() -> None:
+    plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=2, loader_cores=0), Runtime())
+    assert contention(plan, ()) == contention(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
+    (told,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
+    assert "10 (PUs 8-9), 11 (PUs 8-9), 12 (PUs 8-9), 13 (PUs 8-9) and 6 more," in told
+
+
+def test_a_plan_in_memory_is_read_from_those_who_have_it_only() -> None:
+    """A bound process's child has the variable, and a pipe where the plan was: to read that would wait for ever."""
+    asked = request_to_json(Request(ppn=1))
+    code = (
+        "import os, subprocess, sys\n"
+        "number = os.environ['AFFINITY_PLAN'].rpartition('/')[2]\n"
+        "with subprocess.Popen(['sh', '-c', f'echo $$; exec sleep 600 {number}<&0'], stdin=subprocess.PIPE): pass\n"
+    )
+    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--", sys.executable, "-c", code]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
+    with subprocess.Popen(argv, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True) as bound:
+        assert bound.stdout is not None
+        child = int(bound.stdout.readline())
+        try:
+            variables = variables_of(bound.pid)
+            worker = planned_worker_of(bound.pid, variables)
+            assert worker is not None and worker.local_rank == 0
+            assert planned_worker_of(child, variables_of(child)) is None
+            assert planned_worker_of(bound.pid, {**variables, "AFFINITY_WORKER": "none"}) is None
+            both = {bound.pid, child}
+            assert both <= {neighbor.pid for neighbor in find_neighbors({})}
+            other_job = {**variables, "MASTER_PORT": "29998"}
+            assert both <= {neighbor.pid for neighbor in find_neighbors(other_job)}
+            assert not both & {neighbor.pid for neighbor in find_neighbors(variables)}
+        finally:
+            os.kill(child, signal.SIGKILL)

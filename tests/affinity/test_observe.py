@@ -1,0 +1,154 @@
+"""What the kernel gave: threads of real OpenMP teams, pages of real allocations, a kernel that forbids policies."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
+from affinity.kernel.running import look_at, report
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.plan_file import plan_to_json
+from affinity.planner.runtime import Runtime, find_runtime, target_of
+from affinity.topology.sysfs import this_machine
+from tests.support.commands import cputrain
+from tests.support.machines import build_machine
+
+BIND = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--"]
+TEAM = """
+import json, os, torch
+from affinity.bind import bound_worker
+from affinity.kernel.observe import memory_share, misallocated, misplaced, team_of
+worker = bound_worker(os.environ)
+torch.set_num_threads(worker.intra_op)
+values = torch.empty(16 << 20)
+team = team_of(lambda: values.fill_(1.0))
+share = memory_share(values.data_ptr())
+wrong = misplaced(worker, team) + misallocated(worker, share)
+print(json.dumps([[t.pus for t in team], wrong, share]))
+"""
+
+
+def planned(place: Path, **asked: object) -> Plan:
+    runtime = find_runtime(target_of(()), {}, ())
+    plan = plan_machine(this_machine(), Request(**asked), runtime)
+    (place / "plan.json").write_text(plan_to_json(plan))
+    return plan
+
+
+def bound(place: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BIND, sys.executable, "-c", code], cwd=place, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_each_openmp_thread_is_where_the_plan_has_it(tmp_path: Path, pin: bool) -> None:
+    """The team of torch's first parallel region, as the kernel has placed it."""
+    worker = planned(tmp_path, ppn=1, pin_threads=pin, loader_cores=0).workers[0]
+    result = bound(tmp_path, TEAM)
+    assert result.returncode == 0, result.stderr
+    pus, wrong, share = json.loads(result.stdout)
+    assert wrong == []
+    assert len(pus) == worker.intra_op
+    if pin:
+        assert sorted(map(tuple, pus)) == [(pu,) for pu in worker.compute_pus]
+    assert sum(share.values()) == pytest.approx(1.0)
+
+
+def test_a_moved_thread_is_told(tmp_path: Path) -> None:
+    worker = planned(tmp_path, ppn=1).workers[0]
+    if worker.intra_op < 2:
+        pytest.skip(reason="needs two cores")
+    moved = TEAM.replace("share =", "os.sched_setaffinity(team[-1].tid, worker.pus)\nshare =").replace(
+        "misplaced(worker, team)", "misplaced(worker, [t for t in threads_of(os.getpid()) if t.tid in ids])"
+    )
+    moved = moved.replace("wrong =", "ids = {t.tid for t in team}\nwrong =")
+    moved = moved.replace("team_of\n", "team_of, threads_of\n")
+    wrong = json.loads(bound(tmp_path, moved).stdout)[1]
+    assert "OpenMP threads planned on PUs" in wrong[0]
+
+
+def test_differences_of_teams_and_pages_are_named() -> None:
+    plan = plan_machine(build_machine(2, 1, 4, 1), Request(ppn=2), Runtime())
+    worker = plan.workers[1]
+    team = tuple(Thread(tid=i, name="t", pus=(pu,)) for i, pu in enumerate(worker.compute_pus))
+    assert misplaced(worker, team) == []
+    assert misplaced(worker, team[:-1])  # a thread too few
+    assert misplaced(worker, (*team[:-1], replace(team[-1], pus=(0,))))
+    assert misallocated(worker, {1: 0.97, 0: 0.03}) == []
+    assert misallocated(worker, {0: 0.5, 1: 0.5}) == [
+        "memory planned on nodes 1, its pages lie 50% on node 0, 50% on node 1"
+    ]
+
+
+def test_memory_share_of_a_real_allocation() -> None:
+    data = bytearray(32 << 20)
+    address = (ctypes.c_char * len(data)).from_buffer(data)
+    share = memory_share(ctypes.addressof(address))
+    assert sum(share.values()) == pytest.approx(1.0)
+    assert set(share) <= {node.id for node in this_machine().numa_nodes}
+
+
+FORBID = """
+import ctypes, os, struct, sys
+ALLOW, REFUSE, LOAD, EQUAL, RETURN = 0x7fff0000, 0x00050001, 0x20, 0x15, 0x06
+number = {"x86_64": 238, "aarch64": 237}[os.uname().machine]
+steps = [(LOAD, 0, 0, 0), (EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+class Program(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+program = Program(len(steps), ctypes.addressof(code))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_kernel_that_forbids_policies_is_gone_along_with(tmp_path: Path) -> None:
+    """A seccomp filter refuses set_mempolicy, as container runtimes do: said, and the command runs."""
+    plan = planned(tmp_path, ppn=1)
+    nodes = this_machine().allowed_nodes[:1]
+    bind = replace(plan.workers[0], memory_policy="bind", memory_nodes=nodes)
+    (tmp_path / "plan.json").write_text(plan_to_json(replace(plan, workers=(bind,))))
+    argv = [sys.executable, "-c", FORBID, *BIND, sys.executable, "-c", "print('went on')"]
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "went on\n"), result.stderr
+    assert result.stderr == "affinity: memory policy bind not applied: Operation not permitted\n"
+
+
+def test_plan_against_fact_of_a_running_process(tmp_path: Path) -> None:
+    worker = planned(tmp_path, ppn=1).workers[0]
+    argv = [*BIND, sys.executable, "-c", "print(flush=True); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(argv, cwd=tmp_path, **pipes) as process:
+        process.stdout.readline()
+        seen = look_at(process.pid)
+        assert seen.worker == worker
+        assert not seen.strays and not seen.remote_bytes
+        told = cputrain("doctor", "affinity", str(process.pid))
+        assert told.returncode == 0 and "planned  worker 0" in told.stdout
+        assert f"pid {process.pid}" in cputrain("doctor", "affinity").stdout
+        if len(worker.pus) > 1:
+            plan = json.loads((tmp_path / "plan.json").read_text())
+            plan["workers"][0].update(compute_pus=list(worker.pus[:1]), intra_op=1, comm_pus=[], loader_pus=[])
+            (tmp_path / "plan.json").write_text(json.dumps(plan))
+            assert "differs  thread" in report([look_at(process.pid)])
+            assert cputrain("doctor", "affinity", str(process.pid)).returncode == 1
+        process.communicate(b"\n")
+
+
+def test_a_process_that_is_not_there_is_refused() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with pytest.raises(InputError, match="cannot look into process"):
+        look_at(gone.pid)
+    assert cputrain("doctor", "affinity", str(gone.pid)).returncode == 2
+
+
+def test_threads_of_this_process() -> None:
+    assert os.getpid() in {thread.tid for thread in threads_of(os.getpid())}

@@ -1,0 +1,246 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.plan_file import plan_to_dict, plan_to_json
+from affinity.planner.profiles import PROFILES
+from affinity.planner.request import BALANCES
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50
+from affinity.topology.catalog import find_machine
+from affinity.views.svg import picture_svg
+from affinity.views.text import picture
+from tests.support.machines import build_machine
+
+RUNTIME = Runtime()
+
+
+@st.composite
+def machines_and_requests(draw: st.DrawFn):
+    machine = build_machine(
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 30)),
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from(["block", "adjacent", "interleaved"])),
+    )
+    if draw(st.booleans()):  # caches of three cores, and some slow cores
+        cores_ = tuple(
+            replace(core, l3=i // 3, speed=draw(st.sampled_from([1.0, 0.5])) if i % 5 == 4 else 1.0)
+            for i, core in enumerate(machine.cores)
+        )
+        machine = replace(machine, cores=cores_)
+    allowed = draw(st.one_of(st.just(set(machine.pus)), st.sets(st.sampled_from(machine.pus), min_size=1)))
+    machine = replace(machine, allowed_pus=tuple(sorted(allowed)))
+    cores = len(machine.allowed_cores)
+    request = Request(
+        ppn=draw(st.one_of(st.none(), st.integers(1, cores))),
+        smt=draw(st.booleans()),
+        nodes=draw(st.sampled_from([1, 4])),
+        link_gbit=draw(st.sampled_from([1.0, 100.0, 800.0])),
+        balance=draw(st.sampled_from(BALANCES)),
+        local_batch=draw(st.integers(1, 100)),
+        workload=draw(st.sampled_from([None, RESNET50])),
+        profile=draw(st.sampled_from(list(PROFILES))),
+    )
+    if request.profile == "mlperf-spr":
+        request = replace(request, smt=False)  # which it excludes
+    return machine, request
+
+
+@given(machines_and_requests())
+def test_domains_are_disjoint_allowed_and_complete(drawn) -> None:
+    machine, request = drawn
+    plan = plan_machine(machine, request, RUNTIME)
+    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    seen: set = set()
+    for worker in plan.workers:
+        cores = {core_of[pu] for pu in worker.pus}
+        assert not cores & seen
+        seen |= cores
+        assert set(worker.pus) <= set(machine.allowed_pus)
+        assert len(worker.compute_pus) == worker.intra_op >= 1
+        assert not set(worker.compute_pus) & set(worker.comm_pus + worker.loader_pus)
+        env = dict(worker.env)
+        assert env["OMP_NUM_THREADS"] == str(worker.intra_op)
+        if "CCL_WORKER_COUNT" in env:
+            entries = [int(pu) for pu in env["CCL_WORKER_AFFINITY"].split(",")]
+            assert len(entries) == len(plan.workers) * int(env["CCL_WORKER_COUNT"]) == len(set(entries))
+            assert set(entries) <= {pu for other in plan.workers for pu in other.comm_pus}
+    named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
+    assert named == set(machine.allowed_pus)
+    assert all(reason.why for reason in plan.reasons)
+    assert plan == plan_machine(machine, request, RUNTIME)
+
+
+@given(machines_and_requests())
+def test_no_worker_crosses_a_numa_node_that_it_need_not(drawn) -> None:
+    machine, request = drawn
+    plan = plan_machine(machine, request, RUNTIME)
+    node_of = {pu: core.numa_node for core in machine.cores for pu in core.pus}
+    spanning = [worker for worker in plan.workers if len({node_of[pu] for pu in worker.pus}) > 1]
+    nodes = {core.numa_node for core in machine.allowed_cores}
+    if len(plan.workers) >= len(nodes):
+        assert not spanning
+    elif spanning:
+        assert any("span" in text for text in plan.warnings)
+
+
+def test_the_published_256_node_plan(golden) -> None:
+    plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=2, nodes=256), RUNTIME)
+    assert [(w.intra_op, w.inter_op, w.memory_policy, w.memory_nodes) for w in plan.workers] == [
+        (22, 2, "bind", (0,)),
+        (22, 2, "bind", (1,)),
+    ]
+    golden("skx-8160-2s-256nodes.txt", picture(plan))
+    golden("skx-8160-2s-256nodes.json", plan_to_json(plan))
+
+
+@pytest.mark.parametrize(
+    ("machine", "workers", "intra"),
+    [
+        ((1, 1, 2, 1), 2, 1),  # two cores: one thread a worker
+        ((1, 1, 4, 2), 4, 1),
+        ((1, 1, 8, 2), 1, 7),
+        ((2, 1, 24, 2), 2, 23),  # 2 x 8160: one worker a package
+        ((2, 1, 28, 2), 4, 13),  # 2 x 8180: MLPerf's four workers
+    ],
+)
+def test_workers_of_ordinary_machines(machine, workers: int, intra: int) -> None:
+    plan = plan_machine(build_machine(*machine), Request(), RUNTIME)
+    assert [worker.intra_op for worker in plan.workers] == [intra] * workers
+
+
+def test_the_published_evaluation_on_one_worker(golden) -> None:
+    """The 256-node document's 5a: OMP_NUM_THREADS=46, --num_inter_threads 2, on one host of 2 x 24 cores."""
+    plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=1, threads=46, inter_op=2), RUNTIME)
+    worker = plan.workers[0]
+    assert (worker.intra_op, worker.inter_op, dict(worker.env)["OMP_NUM_THREADS"]) == (46, 2, "46")
+    assert (worker.memory_policy, worker.memory_nodes) == ("interleave", (0, 1))
+    golden("skx-8160-2s-evaluation.txt", picture(plan))
+
+
+@settings(max_examples=40)
+@given(machines_and_requests(), st.integers(1, 40))
+def test_more_workers_than_cores_share_them_evenly(drawn, more: int) -> None:
+    machine, request = drawn
+    cores = len(machine.allowed_cores)
+    request = replace(request, ppn=cores + more, oversubscribe=True)
+    plan = plan_machine(machine, request, RUNTIME)
+    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    load = dict.fromkeys((core_of[pu] for pu in machine.allowed_pus), 0)
+    for worker in plan.workers:
+        assert worker.pus and set(worker.pus) <= set(machine.allowed_pus)
+        (core,) = {core_of[pu] for pu in worker.pus}
+        load[core] += 1
+    assert len(plan.workers) == cores + more and plan.oversubscribed
+    assert max(load.values()) - min(load.values()) <= 1
+    assert any("share" in text for text in plan.warnings)
+    assert plan_to_dict(plan)["oversubscribed"] is True
+    assert dict(plan.workers[0].env)["I_MPI_WAIT_MODE"] == "1"
+
+
+@given(machines_and_requests())
+def test_permission_to_share_cores_changes_nothing_where_there_are_enough(drawn) -> None:
+    machine, request = drawn
+    plan = plan_machine(machine, request, RUNTIME)
+    allowed = plan_machine(machine, replace(request, oversubscribe=True), RUNTIME)
+    assert not allowed.oversubscribed
+    assert (allowed.workers, allowed.warnings) == (plan.workers, plan.warnings)
+
+
+def test_shared_cores_are_shown(golden) -> None:
+    plan = plan_machine(build_machine(1, 1, 3, 2), Request(ppn=8, oversubscribe=True), RUNTIME)
+    golden("oversubscribed.txt", picture(plan))
+    drawn = picture_svg(plan)
+    assert "+: computes for several workers" in drawn and "oversubscribed: 8 workers share 3 core(s)" in drawn
+
+
+@given(machines_and_requests(), st.data())
+def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
+    machine, request = drawn
+    taken = tuple(sorted(data.draw(st.sets(st.sampled_from(machine.pus), max_size=4))))
+    occupied = {pu for core in machine.cores if set(core.pus) & set(taken) for pu in core.pus}
+    request = replace(request, ppn=None, taken=taken)
+    if set(machine.allowed_pus) <= occupied:
+        with pytest.raises(InputError, match="share: processes that other plans have bound have all"):
+            plan_machine(machine, request, RUNTIME)
+        return
+    plan = plan_machine(machine, request, RUNTIME)
+    assert not occupied & {pu for worker in plan.workers for pu in worker.pus}
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "kind"),
+    [
+        ("skx-8160-2s", {}, "DRAM"),
+        ("knl-7250-quad-cache", {}, "DRAM"),
+        ("knl-7250-quad-flat", {"ppn": 1}, "MCDRAM"),
+        ("max-9480-2s-snc4-flat", {}, "HBM"),
+        ("max-9480-2s-snc4-flat", {"local_batch": 256}, "HBM + DRAM"),
+        ("max-9480-2s-quad-hbm", {}, "HBM"),
+    ],
+)
+def test_a_plan_tells_which_memory_its_workers_use(machine: str, asked: dict, kind: str) -> None:
+    plan = plan_machine(find_machine(machine), Request(**{"local_batch": 8, "workload": RESNET50, **asked}), RUNTIME)
+    assert {plan.memory_kind(worker) for worker in plan.workers} == {kind}
+    reason = next(reason for reason in plan.reasons if reason.what == "memory per worker")
+    assert reason.value.endswith(f" GiB of {kind}")
+
+
+def test_unequal_nodes_get_workers_in_proportion() -> None:
+    machine = build_machine(1, 2, 4, 1)
+    machine = replace(machine, allowed_pus=(0, 4, 5, 6, 7))
+    plan = plan_machine(machine, Request(ppn=3), RUNTIME)
+    assert [worker.compute_pus for worker in plan.workers] == [(0,), (4, 5), (6, 7)]
+    assert any("sets the pace" in text for text in plan.warnings)
+
+
+def test_a_worker_over_two_nodes_interleaves_its_memory_and_says_so() -> None:
+    plan = plan_machine(build_machine(2, 1, 4, 1), Request(ppn=1), RUNTIME)
+    assert (plan.workers[0].memory_policy, plan.workers[0].memory_nodes) == ("interleave", (0, 1))
+    assert plan.warnings
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        (Request(ppn=64), r"or let workers share cores with --oversubscribe \(plan.oversubscribe=true\)"),
+        (Request(openmp="libomp5"), "openmp=libomp5: must be auto, libgomp or libiomp5"),
+        (Request(ppn=64), "ppn=64 needs 64 cores; host made lends 48: set ppn to 48 or fewer"),
+        (Request(ppn=0), "ppn=0"),
+        (Request(comm_cores=-1), "comm_cores=-1: must be 0 or more"),
+        (Request(ppn=2, threads=99), "threads=99"),
+        (Request(ppn=2, comm_cores=24), "leave none"),
+    ],
+)
+def test_what_does_not_fit_is_refused(request_: Request, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        plan_machine(build_machine(2, 1, 24, 2), request_, RUNTIME)
+
+
+def test_asked_threads_leave_the_rest_named() -> None:
+    plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=4, loader_cores=0), RUNTIME)
+    assert plan.workers[0].compute_pus == (0, 1, 2, 3)
+    assert {item.why: item.pus for item in plan.unused}["threads=4 asked for"] == (4, 5, 6, 7, 12, 13, 14, 15)
+
+
+def test_a_cpu_quota_limits_the_cores() -> None:
+    machine = replace(build_machine(1, 1, 16, 2), cpu_quota=2.5)
+    plan = plan_machine(machine, Request(), RUNTIME)
+    assert [worker.compute_pus for worker in plan.workers] == [(0,), (1,)]
+    assert {item.why: len(item.pus) for item in plan.unused}["beyond the CPU quota"] == 28
+    assert any("2.5 cores' worth" in reason.why for reason in plan.reasons)
+    with pytest.raises(InputError, match="ppn=3 needs 3 cores"):
+        plan_machine(machine, Request(ppn=3), RUNTIME)
+    assert len(plan_machine(replace(machine, cpu_quota=64.0), Request(ppn=16), RUNTIME).workers) == 16
+
+
+def test_smt_on_computes_on_every_pu() -> None:
+    plan = plan_machine(build_machine(1, 1, 4, 2), Request(ppn=1, smt=True), RUNTIME)
+    assert plan.workers[0].intra_op == 8
+    assert not plan.unused

@@ -1,0 +1,62 @@
+"""plan.json: written, read back, and as docs/plan.schema.json says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from jsonschema import Draft202012Validator
+
+from affinity.errors import InputError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.plan_file import dumps, plan_from_dict, plan_to_dict, plan_to_json, read_plan, worker_from_dict
+from affinity.planner.profiles import PROFILES
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50
+from affinity.topology.catalog import find_machine
+from tests.affinity.test_plan import RUNTIME, machines_and_requests
+
+SCHEMA = Draft202012Validator(json.loads((Path(__file__).parents[2] / "docs/plan.schema.json").read_text()))
+
+
+@given(machines_and_requests())
+def test_a_plan_survives_json(drawn) -> None:
+    plan = plan_machine(*drawn, RUNTIME)
+    data = json.loads(plan_to_json(plan))
+    assert data == json.loads(json.dumps(plan_to_dict(plan)))
+    assert plan_from_dict(data) == plan
+    assert tuple(worker_from_dict(data, i) for i in range(len(plan.workers))) == plan.workers
+    SCHEMA.validate(data)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("name", ["skx-8160-2s", "knl-7250-snc4-flat", "genoa-9654-2s-nps4"])
+def test_plans_of_big_hosts_follow_the_schema(name: str, profile: str) -> None:
+    request = Request(profile=profile, nodes=16, workload=RESNET50, local_batch=32, balance="batch")
+    SCHEMA.validate(json.loads(plan_to_json(plan_machine(find_machine(name), request, Runtime()))))
+
+
+def test_the_schema_refuses_what_is_no_plan() -> None:
+    data = plan_to_dict(plan_machine(find_machine("skx-8160-2s"), Request(), Runtime()))
+    data["workers"][0]["compute_pus"] = []
+    assert not SCHEMA.is_valid(json.loads(json.dumps(data)))
+
+
+@pytest.mark.parametrize("value", [{}, [], [{}], {"a": [{"b": [1, 2]}]}, "x", [["a", "b" * 200]], {"l": ["c" * 200]}])
+def test_our_layout_is_json(value: object) -> None:
+    assert json.loads(dumps(value)) == value
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+    for workers in ([{}], [None], [{"local_rank": 0}]):
+        with pytest.raises(InputError, match="damaged"):
+            worker_from_dict({"schema_version": 1, "workers": workers}, 0)
+    for text in ("", "{", "[]", "null", '{"schema_version": 1}'):
+        (tmp_path / "p.json").write_text(text)
+        with pytest.raises(InputError, match="plan"):
+            read_plan(tmp_path / "p.json")
+
+
+def test_a_plan_of_another_schema_is_refused() -> None:
+    with pytest.raises(InputError, match="schema_version 99"):
+        worker_from_dict({"schema_version": 99, "workers": []}, 0)

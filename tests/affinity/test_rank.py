@@ -1,0 +1,87 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from affinity.ranks.rank import Rank, discover, rendezvous, tasks_per_node
+
+ENVIRONMENTS = {
+    "env": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "mvapich": {
+        "MV2_COMM_WORLD_RANK": "3",
+        "MV2_COMM_WORLD_SIZE": "4",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+        "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "intelmpi": {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    "pals": {"PALS_RANKID": "3", "PALS_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
+    "srun": {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", ENVIRONMENTS)
+def test_every_launcher_is_understood(launcher: str) -> None:
+    expected = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher=launcher)
+    assert discover(ENVIRONMENTS[launcher]) == expected
+    if launcher != "srun":  # a launcher inside a Slurm job decides, not the batch script's variables
+        assert discover({**ENVIRONMENTS["srun"], **ENVIRONMENTS[launcher]}) == expected
+
+
+def test_no_launcher_is_no_rank() -> None:
+    assert discover({}) is None
+    assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script, not a task
+    shell = {**ENVIRONMENTS["srun"], "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert discover(shell) is None  # srun --pty bash
+
+
+def test_srun_with_pmi2_is_srun() -> None:
+    rank = discover({**ENVIRONMENTS["srun"], "PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert rank is not None and rank.launcher == "srun"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {**ENVIRONMENTS["env"], "RANK": "4"},
+        {**ENVIRONMENTS["env"], "RANK": "x"},
+        {**ENVIRONMENTS["env"], "LOCAL_RANK": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-n1-17@1"},
+    ],
+)
+def test_contradictions_are_refused(env: dict[str, str]) -> None:
+    with pytest.raises(InputError):
+        discover(env)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=20))
+def test_tasks_per_node_unfolds(counts: list[int]) -> None:
+    folded: list[list[int]] = []
+    for count in counts:
+        if folded and folded[-1][0] == count:
+            folded[-1][1] += 1
+        else:
+            folded.append([count, 1])
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in folded)
+    assert tasks_per_node(text) == tuple(counts)
+
+
+def test_rendezvous_is_read_back() -> None:
+    rank = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="env")
+    env = rendezvous(rank, "n1", 29500)
+    assert discover(env) == rank
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "29500")

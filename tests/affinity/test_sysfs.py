@@ -1,0 +1,155 @@
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.hwloc import read_synthetic
+from affinity.topology.machine import narrowed
+from affinity.topology.sysfs import read_machine, this_machine
+from tests.support.commands import need
+from tests.support.machines import build_machine, write_sysfs
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)),
+    numbering=st.sampled_from(["block", "adjacent", "interleaved"]),
+    masks=st.booleans(),
+    online_file=st.booleans(),
+)
+def test_a_written_machine_reads_back_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, int, int, int],
+    numbering: str,
+    masks: bool,
+    online_file: bool,
+) -> None:
+    machine = build_machine(*shape, numbering)
+    root = tmp_path_factory.mktemp("tree")
+    write_sysfs(machine, root, masks=masks, online_file=online_file)
+    assert read_machine(root) == machine
+
+
+def test_allowed_pus_are_kept_to_those_online(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 4, 2), tmp_path)
+    machine = narrowed(read_machine(tmp_path), frozenset((1, 5, 99)), frozenset((0, 7)))
+    assert machine.allowed_pus == (1, 5)
+    assert machine.allowed_nodes == (0,)
+    assert [core.pus for core in machine.allowed_cores] == [(1, 5)]
+
+
+def test_an_offline_pu_is_not_there(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 4, 1), tmp_path, online_file=False)
+    (tmp_path / "sys/devices/system/cpu/cpu2/online").write_text("0\n")
+    assert read_machine(tmp_path).pus == (0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "named"),
+    [
+        ("sys/devices/system/cpu/online", "zero\n", "cpu/online"),
+        ("sys/devices/system/cpu/online", "\n", "no online PU"),
+        ("sys/devices/system/cpu/cpu1/topology/thread_siblings_list", "0-1\n", "thread_siblings_list contradicts"),
+        ("sys/devices/system/cpu/cpu1/topology/physical_package_id", "x\n", "physical_package_id"),
+    ],
+)
+def test_a_broken_tree_names_its_file(tmp_path: Path, path: str, text: str, named: str) -> None:
+    write_sysfs(build_machine(1, 1, 2, 1), tmp_path)
+    (tmp_path / path).write_text(text)
+    with pytest.raises(InputError, match=named):
+        read_machine(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no online PU"):
+        read_machine(tmp_path)
+
+
+def test_this_machine_is_what_the_kernel_lends() -> None:
+    machine = this_machine()
+    assert set(machine.allowed_pus) == os.sched_getaffinity(0)
+    assert set(machine.allowed_pus) <= set(machine.pus)
+
+
+def test_this_machine_agrees_with_hwloc() -> None:
+    need("hwloc-nox", "hwloc-calc")
+
+    def count(kind: str) -> int:
+        return int(subprocess.run(["hwloc-calc", "-N", kind, "all"], capture_output=True, text=True, check=True).stdout)
+
+    machine = this_machine()
+    cores = len(machine.allowed_cores)
+    assert (len({core.package for core in machine.allowed_cores}), cores, len(machine.allowed_pus)) == (
+        count("package"),
+        count("core"),
+        count("pu"),
+    )
+
+
+def rich_tree(root: Path) -> None:
+    """A tree with a file of every sort that is read."""
+    machine = read_synthetic(
+        "pack:2 die:2 l3:1 l2:1 core:1 pu:2", name="t", model="m", isa=("avx2",), memory_bytes=4096
+    )
+    slow = replace(machine.cores[-1], speed=0.5)
+    write_sysfs(replace(machine, cores=(*machine.cores[:-1], slow)), root)
+    memory_only = root / "sys/devices/system/node/node2"
+    (memory_only / "access1/initiators/node0").mkdir(parents=True)
+    (memory_only / "access1/initiators/read_bandwidth").write_text("1000\n")
+    (memory_only / "cpulist").write_text("\n")
+    (memory_only / "meminfo").write_text("Node 2 MemTotal: 4096 kB\n")
+    for node, text in enumerate(("10 20 11", "20 10 20", "11 20 10")):
+        (root / f"sys/devices/system/node/node{node}/distance").write_text(text + "\n")
+    for path, text in (
+        ("sys/devices/virtual/memory_tiering/memory_tier4/nodelist", "0-2\n"),
+        ("sys/fs/cgroup/job/cpuset.cpus.effective", "0-7\n"),
+        ("sys/fs/cgroup/job/cpuset.mems.effective", "0-2\n"),
+        ("sys/fs/cgroup/job/cpu.max", "800000 100000\n"),
+        ("sys/fs/cgroup/job/memory.max", "1048576\n"),
+        ("proc/self/cgroup", "0::/job\n"),
+        ("proc/self/cpuset", "/job\n"),
+        ("proc/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n"),
+    ):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\n", b"x,y z\n", b"-3\n", b"7-2\n", b"\xff\xfe\x00", b"999999999999\n"])
+def test_any_damaged_file_is_named_or_harmless(tmp_path: Path, damage: bytes) -> None:
+    """Whatever one file of a tree is turned into, the machine is read and can be planned, or the file is named."""
+    rich_tree(tmp_path)
+    plan_machine(read_machine(tmp_path), Request(), Runtime())
+    named = 0
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        path.write_bytes(damage)
+        try:
+            plan_machine(read_machine(tmp_path), Request(), Runtime())
+        except InputError as error:
+            told = str(error)
+            assert str(path) in told or "lends this process no PU" in told or "no online PU" in told, (path, told)
+            named += 1
+        path.write_bytes(whole)
+    assert named > 3
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(data=st.data(), text=st.text("0123456789,-abcdef \n", max_size=12))
+def test_odd_texts_are_named_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, text: str
+) -> None:
+    root = tmp_path_factory.mktemp("odd")
+    rich_tree(root)
+    path = data.draw(st.sampled_from(sorted(path for path in root.rglob("*") if path.is_file())))
+    path.write_text(text)
+    try:
+        plan_machine(read_machine(root), Request(), Runtime())
+    except InputError as error:
+        assert str(root) in str(error) or "lends this process no PU" in str(error)

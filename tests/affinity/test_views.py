@@ -1,0 +1,105 @@
+"""Plans as text and as SVG."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from affinity.planner.core_roles import USUAL_BATCH
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50
+from affinity.topology.catalog import find_machine
+from affinity.views.svg import picture_svg
+from affinity.views.text import WIDTH, picture
+from tests.support.machines import build_machine
+
+DRAWN = ("skx-8160-2s", "knl-7250-snc4-flat", "max-9480-2s-snc4-flat")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def plan_of(name: str) -> Plan:
+    return plan_machine(find_machine(name), Request(nodes=16), Runtime())
+
+
+def cells(text: str) -> list[str]:
+    map_ = text.partition("one sign a PU")[0]
+    return [line for line in map_.splitlines() if re.match(r"  [A-Za-z~*. ]+$", line)]
+
+
+def test_the_picture_of_a_small_machine_in_the_docs(golden) -> None:
+    """The two-core machine that the README's figures are from, as a process there reads it."""
+    machine = replace(build_machine(1, 1, 2, 1, memory_bytes=10 << 30), name="two-cores", model="AMD EPYC, 2 cores")
+    golden("../../docs/two-cores.svg", picture_svg(plan_machine(machine, Request(), Runtime())))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_in_the_docs_are_what_is_drawn(name: str, golden) -> None:
+    """As `cputrain plan --machine NAME --nodes 16 --format svg` prints it."""
+    request = Request(nodes=16, local_batch=USUAL_BATCH, workload=RESNET50)
+    golden(f"../../docs/{name}.svg", picture_svg(plan_machine(find_machine(name), request, Runtime())))
+
+
+@pytest.mark.parametrize("name", [*DRAWN, "srf-6780e-2s", "skx-8180-8s"])
+def test_text_shows_every_pu_once_within_the_width(name: str) -> None:
+    plan = plan_of(name)
+    drawn = cells(picture(plan))
+    assert sum(len(line.replace(" ", "")) for line in drawn) == len(plan.machine.pus)
+    assert max(map(len, drawn)) <= WIDTH
+    signs = "".join(drawn)
+    assert signs.count("~") == sum(len(w.comm_pus) for w in plan.workers)
+    assert signs.count("*") == sum(len(w.loader_pus) for w in plan.workers)
+    assert signs.count(".") == sum(len(item.pus) for item in plan.unused)
+
+
+def test_colour_adds_nothing_but_colour() -> None:
+    plan = plan_of("skx-8160-2s")
+    coloured = picture(plan, coloured=True)
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == picture(plan)
+
+
+def test_pus_that_are_not_lent_are_blank() -> None:
+    machine = replace(build_machine(1, 1, 6, 1), allowed_pus=(2, 3))
+    assert "  " + "    A B" in picture(plan_machine(machine, Request(), Runtime()))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_svg_is_xml_with_a_stripe_for_every_pu(name: str) -> None:
+    plan = plan_of(name)
+    root = ElementTree.fromstring(picture_svg(plan))
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert len(titles) == len(plan.machine.pus)
+    assert {int(t.split()[1].rstrip(":")) for t in titles} == set(plan.machine.pus)
+    assert plan._repr_svg_() == picture_svg(plan)
+
+
+def test_names_are_escaped_in_svg() -> None:
+    machine = replace(build_machine(1, 1, 2, 1), name="<script>&", model='"quoted"')
+    root = ElementTree.fromstring(picture_svg(plan_machine(machine, Request(), Runtime())))
+    assert any(text.text and "<script>&" in text.text for text in root.iter(f"{SVG}text"))
+
+
+def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "affinity", *arguments], capture_output=True, text=True)
+
+
+def test_the_package_stands_on_its_own(tmp_path) -> None:
+    machine = json.loads(alone("read", "--machine", "skx-8160-2s").stdout)
+    assert len(machine["cores"]) == 48
+    plan = alone("plan", "--format", "json")
+    assert json.loads(plan.stdout)["workers"]
+    assert "workers per host" in alone("plan", "--machine", "pack:1 core:4", "--ppn", "2").stdout
+    assert alone("plan", "--machine", "skx-8160-2s", "--format", "svg").stdout.startswith("<svg")
+    (tmp_path / "plan.json").write_text(plan.stdout)
+    bound = alone("bind", "--plan", str(tmp_path / "plan.json"), "--local-rank", "0", "--", "nproc")
+    assert int(bound.stdout) == len(json.loads(plan.stdout)["workers"][0]["compute_pus"])
+    refused = alone("plan", "--ppn", str(os.cpu_count() * 100))
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    code = "import sys, affinity.__main__ as m; m.main(['plan']); print({'torch', 'cputrain'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("set()\n")

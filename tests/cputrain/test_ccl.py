@@ -1,0 +1,263 @@
+"""The ccl backend with real oneCCL: results, launchers, losses, and PyTorch's own cases."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from affinity.topology.sysfs import this_machine
+from mpi.launchers.detect import find_launcher
+from mpi.supervise.local import free_port
+from tests.support.commands import mpi_path
+from tests.support.hangs import stacks_of
+
+ROOT = Path(__file__).parents[2]
+CORES = len(this_machine().allowed_cores)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's end: its status and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+@contextmanager
+def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ranks of a program, as torchrun's variables tell them of each other; none outlives the block."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    with ExitStack() as stack:
+        for i in range(ranks):
+            mine = {**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i), **env}
+            # Files, not pipes: a rank must not wait for its reader while another waits for it.
+            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            process = subprocess.Popen([sys.executable, "-m", *argv], cwd=ROOT, env=mine, stdout=out, stderr=err)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            process.stdout, process.stderr = out, err
+            processes.append(process)
+        yield processes
+
+
+def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
+    """Wait for a rank; one that takes longer fails with where it hangs."""
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pytest.fail(stacks_of(process.pid))
+    texts = []
+    for file in (process.stdout, process.stderr):
+        assert file is not None
+        file.seek(0)
+        texts.append(file.read().decode(errors="replace"))
+    return Ended(status, *texts)
+
+
+def together(*arguments: str, ranks: int = 2, limit_s: float = 200.0, **env: str) -> list[dict]:
+    """What the ranks of tests.support.ccl_rank say, by rank; all must end well."""
+    said = []
+    with started("tests.support.ccl_rank", *arguments, ranks=ranks, **env) as processes:
+        for process in processes:
+            end = ended(process, limit_s)
+            assert end.status == 0, end.err[-3000:]
+            said += lines_of(end.out)
+    return sorted(said, key=lambda line: line["rank"])
+
+
+def lines_of(text: str) -> list[dict]:
+    """The JSON lines in what ranks have printed."""
+    return [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"rank"' in line]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_every_collective_is_right_on_made_shapes_types_and_layouts(ranks: int) -> None:
+    count = {2: 100, 3: 60, 5: 30, 8: 15}[ranks]
+    assert [line["examples"] >= count for line in together("examples", str(count), ranks=ranks)] == [True] * ranks
+
+
+def test_sums_of_two_ranks_are_gloo_s_bit_for_bit_and_tensors_may_be_huge() -> None:
+    assert [line["equal"] for line in together("gloo")] == [True, True]
+
+
+def test_ten_thousand_collectives_leave_memory_as_it_was() -> None:
+    keeps = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # as the planner sets it
+    for line in together("soak", "10000", **keeps):
+        assert line["grown_mib"] < 20, line
+
+
+def test_fsdp_checkpoints_and_hooks_use_it() -> None:
+    assert [line["users"] for line in together("users", limit_s=120)] == ["ok", "ok"]
+
+
+def test_a_lost_rank_ends_the_other_within_30_s_and_is_named() -> None:
+    """Several jobs at once here and below, as they mostly wait."""
+    with ExitStack() as stack:
+        jobs = {
+            (how, lost): stack.enter_context(started("tests.support.ccl_rank", "wrong", f"{how}{lost}"))
+            for how in ("kill", "stop")
+            for lost in (0, 1)
+        }
+        ends = {job: ended(processes[1 - job[1]], 90) for job, processes in jobs.items()}
+    for (_, lost), end in ends.items():
+        assert end.status == 1, end.err
+        said = lines_of(end.out)[0]
+        assert said["seconds"] < 30
+        store_is_gone = lost == 0 and "the job's store" in said["error"]
+        assert store_is_gone or (f"rank {lost} on" in said["error"] and "no sign of life" in said["error"]), said
+        assert f"rank {1 - lost} waits in ALLREDUCE #2 of group 0 (Float[10])" in said["error"]
+
+
+def failing(*hows: str, **env: str) -> list[list[str]]:
+    """What each rank of a job says of its error, for several jobs at once."""
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(started("tests.support.ccl_rank", "wrong", how, **env)) for how in hows]
+        return [[error for process in job for error in errors_of(ended(process, 90))] for job in jobs]
+
+
+def errors_of(end: Ended) -> list[str]:
+    return [line.get("error", "") for line in lines_of(end.out)] or [end.err]
+
+
+def test_a_rank_that_does_not_join_is_named_at_the_timeout() -> None:
+    """Whether the other waits for the collective itself, for its future, as DDP does, or for a group to be made."""
+    late, late_future, late_group = (errors[0] for errors in failing("late", "late_future", "late_group"))
+    for error in (late, late_future):
+        assert "Timed out after 4 s in ALLREDUCE #2 of group 0 (Float[10]); not joined by rank 1 on" in error
+    assert "Timed out after 4 s of making a group: not all of its ranks have come" in late_group
+
+
+def test_a_timeout_that_a_program_has_caught_is_over() -> None:
+    """The watchdog ends ranks that are stuck, not those that go on."""
+    with started("tests.support.ccl_rank", "recover") as processes:
+        end = ended(processes[0], 60)
+    assert end.status == 0 and "Timed out after 4 s" in lines_of(end.out)[0]["error"], end.err
+
+
+def test_a_rank_may_end_while_collectives_are_in_flight() -> None:
+    """oneCCL is not taken down under the thread that drives it: no crash, no hang, and the script's own status."""
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(started("tests.support.ccl_rank", "leave")) for _ in range(3)]
+        ends = [ended(process, 90) for job in jobs for process in job]
+    assert [end.status for end in ends] == [3] * 6, [end.err[-2000:] for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("shape", "Tensor Tensor shapes"), ("type", "Tensor Tensor dtypes"), ("order", "Op type")]
+)
+def test_debug_mode_names_what_ranks_disagree_on(how: str, told: str) -> None:
+    # The rank that finds it first ends, and the other may see no more than that.
+    (errors,) = failing(how, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert any("Detected mismatch between collectives on ranks" in error and told in error for error in errors), errors
+
+
+def test_tags_out_of_order_and_forks_are_refused() -> None:
+    tags, forks = failing("tag", "fork")
+    assert any("with tag 6 from rank 0 met 40 bytes with tag 5" in error for error in tags)
+    assert all("fork after the ccl group was made" in error for error in forks)
+
+
+def meeting(argv: tuple[str, ...], env: dict[str, str]) -> list[dict]:
+    """What ranks say that a launcher has started."""
+    command = (*argv, sys.executable, "-m", "tests.support.ccl_rank", "meet")
+    env = {**os.environ, "MASTER_PORT": str(free_port()), **env}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "MPI_Finalize" not in done.stderr
+    return sorted(lines_of(done.stdout), key=lambda line: line["rank"])
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"), [("intelmpi", "mpi"), ("mpich", "mpi"), ("openmpi", "ofi"), ("openmpi4", "ofi")]
+)
+def test_it_starts_under_every_mpirun(name: str, transport: str) -> None:
+    path = {**os.environ, **mpi_path(name)}
+    launcher = find_launcher(name.removesuffix("4"), path)
+    root = ("--allow-run-as-root", "--oversubscribe") if "openmpi" in name else ()
+    prefix = ("--prefix", launcher.prefix) if name == "openmpi" and launcher.prefix else ()
+    said = meeting((launcher.program, *root, *prefix, "-np", "2"), {**mpi_path(name), **dict(launcher.variables)})
+    assert [(line["rank"], line["sum"], line["transport"]) for line in said] == [(i, 2.0, transport) for i in (0, 1)]
+
+
+def test_it_starts_under_torchrun_and_under_our_launcher(tmp_path: Path) -> None:
+    said = meeting((sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"), {})
+    assert [(line["sum"], line["transport"]) for line in said] == [(2.0, "ofi")] * 2
+    ours = (sys.executable, "-m", "cputrain", "launch", "--ppn", str(min(2, CORES)), "--output", str(tmp_path / "run"))
+    said = meeting((*ours, "--"), {})
+    assert [(line["sum"], line["transport"]) for line in said] == [(min(2.0, CORES), "ofi")] * min(2, CORES)
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+def test_oneccl_s_threads_run_where_the_plan_has_them(tmp_path: Path) -> None:
+    """One worker, its comm core the second one: oneCCL's thread is there, and so is ours."""
+    ours = ("launch", "--ppn", "1", "--comm-cores", "1", "--output", str(tmp_path / "run"), "--")
+    said = meeting((sys.executable, "-m", "cputrain", *ours), {})
+    worker = json.loads((tmp_path / "run/plan.json").read_text())["workers"][0]
+    assert len(worker["comm_pus"]) == 1
+    assert any(pus == worker["comm_pus"] for _, pus in said[0]["threads"]), said[0]
+
+
+def test_pytorch_s_own_cases_pass(tmp_path: Path) -> None:
+    """All that a CPU backend runs on two ranks, in one group; what is left out is listed with its reason."""
+    results = tmp_path / "results"
+    names = subprocess.run(
+        [sys.executable, "-c", LISTING],
+        env={**os.environ, "BACKEND": "gloo", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert set(EXCLUDED) <= set(names)
+    chosen = [name for name in names if name not in EXCLUDED]
+    (tmp_path / "shared").mkdir()
+    env = {"BACKEND": "ccl", "TEMP_DIR": str(tmp_path / "shared")}
+    with started("tests.support.torch_cases", str(results), *chosen, **env) as processes:
+        for process in processes:
+            end = ended(process, 300)
+            failed = [row for row in map(json.loads, results.read_text().splitlines()) if row["outcome"] == "fail"]
+            assert end.status == 0, f"{failed}\n{end.err[-2000:]}"
+    outcomes = [json.loads(line) for line in results.read_text().splitlines()]
+    passed = {row["case"] for row in outcomes if row["outcome"] == "pass"}
+    assert len(passed) >= 85
+
+
+LISTING = """
+from torch.testing._internal.distributed.distributed_test import DistributedTest
+print(*sorted(name for name in dir(DistributedTest._DistTestBase) if name.startswith("test_")))
+"""
+NO_TAGS = "oneCCL has no receive from any source"
+OUTSIDE = "fails on gloo here too:"
+EXCLUDED = {
+    "test_SyncBatchNorm_process_group": f"{OUTSIDE} the case needs a torchvision that it failed to import",
+    "test_accumulate_gradients_no_sync": "the case has a list of backends and is empty on any other",
+    "test_accumulate_gradients_no_sync_allreduce_hook": "the case has a list of backends and is empty on any other",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook": "the case has a list of backends and is empty ...",
+    "test_accumulate_gradients_no_sync_grad_is_view": "the case has a list of backends and is empty on any other",
+    "test_all_to_all_cuda": f"{OUTSIDE} for GPUs",
+    "test_all_to_all_cuda_complex": f"{OUTSIDE} for GPUs",
+    "test_all_to_all_full_group_cuda": f"{OUTSIDE} for GPUs",
+    "test_barrier_timeout_full_group": "a timeout ends oneCCL for the process: own test above",
+    "test_barrier_timeout_global": f"{OUTSIDE} needs a process group of its own",
+    "test_barrier_timeout_group": "a timeout ends oneCCL for the process: own test above",
+    "test_batch_isend_irecv_mixed_backend_err": f"{OUTSIDE} needs NCCL",
+    "test_batch_isend_irecv_op_err": f"{OUTSIDE} for GPUs",
+    "test_ddp_logging_data_cpu": "the case expects one of PyTorch's own backends' names",
+    "test_monitored_barrier_gloo": "torch.distributed.monitored_barrier refuses all but gloo",
+    "test_monitored_barrier_gloo_rank_0_timeout": "torch.distributed.monitored_barrier refuses all but gloo",
+    "test_monitored_barrier_gloo_subgroup": "torch.distributed.monitored_barrier refuses all but gloo",
+    "test_new_subgroups_with_group_param": f"{OUTSIDE} needs four ranks",
+    "test_send_recv_any_source": NO_TAGS,
+    "test_send_recv_any_source_autograd_profiler": NO_TAGS,
+    "test_send_recv_any_source_torch_profiler": NO_TAGS,
+    "test_sparse_all_reduce_sum": "ccl takes dense tensors",
+}

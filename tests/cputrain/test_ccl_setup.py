@@ -1,0 +1,289 @@
+"""Before oneCCL runs: where it is found, what is set for it, how its backend is compiled; each failure in one line."""
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError, RunError
+from affinity.kernel.observe import Thread
+from affinity.ranks.rank import Rank
+from affinity.ranks.rendezvous import with_rank
+from cputrain import native_build as compiled
+from cputrain.comm.ccl import environment
+from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
+from cputrain.comm.ccl.environment import check_host, settings, transport_of
+from cputrain.comm.ccl.libraries import Libraries, find_libraries
+from cputrain.training.session import misplaced_comm
+from tests.support.commands import cputrain
+
+RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, launcher="env")
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "11"}
+
+
+def test_the_libraries_of_this_environment_are_found() -> None:
+    found = find_libraries({})
+    assert found.version == (2021, 13)
+    assert found.ccl.parts[-4:] == ("cpu", "lib", "libccl.so.1") or found.ccl.name == "libccl.so.1"
+    assert found.mpi.name == "libmpi.so.12" and found.fabric.name == "libfabric.so.1"
+    assert (found.include / "oneapi/ccl.hpp").is_file()
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A Python without packages, whose prefix is that folder."""
+    monkeypatch.setattr("cputrain.comm.ccl.libraries.metadata.files", lambda _package: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    return tmp_path
+
+
+def one_ccl(root: Path, version: str, *, library: bool = True) -> None:
+    major, minor = version.split(".")
+    header = root / "include/oneapi/ccl/config.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#define CCL_MAJOR_VERSION {major}\n#define CCL_MINOR_VERSION {minor}\n")
+    (root / "include/oneapi/ccl.hpp").write_text("")
+    if library:
+        (root / "lib/ccl/cpu/lib").mkdir(parents=True)
+        (root / "lib/ccl/cpu/lib/libccl.so.1").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda root: None, "oneCCL is not installed"),
+        (lambda root: one_ccl(root, "2021.17", library=False), "oneCCL 2021.17 in .* is none of those up to 2021.13"),
+        (lambda root: one_ccl(root, "2022.0"), "oneCCL 2022.0 in"),
+        (lambda root: one_ccl(root, "2021.13"), r"needs libmpi.so.12 of Intel MPI's runtime"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_remedy(bare: Path, make: Callable[[Path], None], told: str) -> None:
+    make(bare)
+    with pytest.raises(InputError, match=told) as error:
+        find_libraries({})
+    assert 'pip install "cputrain[ccl]"' in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_loaded_module_s_oneccl_comes_first(bare: Path, tmp_path: Path) -> None:
+    one_ccl(tmp_path / "module", "2021.12")
+    for name in ("libmpi.so.12", "libfabric.so.1"):
+        (tmp_path / "mpi/lib").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mpi/lib" / name).write_text("")
+    found = find_libraries({"CCL_ROOT": str(tmp_path / "module"), "I_MPI_ROOT": str(tmp_path / "mpi")})
+    assert found.version == (2021, 12) and found.mpi == tmp_path / "mpi/lib/libmpi.so.12"
+
+
+@pytest.mark.parametrize(
+    ("env", "transport"),
+    [
+        (HYDRA, "mpi"),
+        ({}, "ofi"),
+        ({**HYDRA, "PMI_SIZE": "1"}, "ofi"),  # PMI's variables of something around this job
+        ({**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}, "ofi"),
+        (with_rank(RANK, {}), "ofi"),  # the names that scripts read, given to ranks that no MPI has started
+        ({**HYDRA, "CCL_ATL_TRANSPORT": "ofi"}, "ofi"),
+    ],
+)
+def test_the_transport_follows_the_launcher(env: dict[str, str], transport: str) -> None:
+    assert transport_of(env, 4)[0] == transport
+
+
+@pytest.mark.parametrize("env", [with_rank(RANK, {}), {**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}])
+def test_mpi_where_ranks_cannot_meet_over_it_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=r"CCL_ATL_TRANSPORT=mpi, but this rank was started by .*: start it with"):
+        transport_of({**env, "CCL_ATL_TRANSPORT": "mpi"}, 4)
+
+
+LIBRARIES = Libraries(
+    ccl=Path("/o/lib/ccl/cpu/lib/libccl.so.1"),
+    include=Path("/o/include"),
+    version=(2021, 13),
+    mpi=Path("/i/lib/libmpi.so.12"),
+    fabric=Path("/i/lib/libfabric.so.1"),
+)
+
+
+def test_nothing_that_the_user_has_set_is_touched() -> None:
+    names = {name for name, _, _ in settings(LIBRARIES, RANK, {})}
+    assert {"I_MPI_ROOT", "CCL_ROOT", "FI_PROVIDER_PATH", "CCL_LOCAL_RANK", "CCL_WORKER_OFFLOAD"} <= names
+    kept = dict.fromkeys(names, "mine") | {"CCL_ATL_TRANSPORT": "ofi"}
+    assert settings(LIBRARIES, RANK, kept) == ()
+
+
+def test_comm_cores_get_oneccl_s_threads_and_others_none() -> None:
+    planned = {"CCL_WORKER_COUNT": "1", "CCL_WORKER_AFFINITY": "3,7,11,15"}
+    assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in settings(LIBRARIES, RANK, planned)}
+    assert ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}
+    there = (Thread(tid=1, name="python", pus=(4, 5, 6, 7)), Thread(tid=2, name="python", pus=(7,)))
+    assert misplaced_comm(1, planned, there) == []
+    assert misplaced_comm(2, planned, there) == ["oneCCL's threads planned on PUs 11, none on 11"]
+    assert misplaced_comm(1, {}, there) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mount)")
+def test_ranks_of_one_host_meet_on_loopback() -> None:
+    """On any other interface they would wait for ever once it goes, as those of containers do."""
+    assert ("FI_TCP_IFACE", "lo") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}
+    spread = replace(RANK, world_size=4, local_world_size=2)
+    assert ("FI_TCP_IFACE", "lo") not in {
+        (n, v) for n, v, _ in settings(LIBRARIES, spread, {"MASTER_ADDR": "192.0.2.9"})
+    }
+
+
+def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
+    """As containers have it, 64 MB; here in a mount namespace of its own."""
+    code = (
+        "import os; from affinity.ranks.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
+        "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, launcher='env'), os.environ)"
+    )
+    small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert "/dev/shm has 64 MiB, 4 ranks that share memory need 128: enlarge it" in said.stderr
+
+
+def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.resource, "getrlimit", lambda _what: (64 << 10, 64 << 10))
+    check_host(RANK, {"FI_PROVIDER": "tcp"})
+    with pytest.raises(InputError, match=r"FI_PROVIDER=psm3 registers memory, but this process may lock 64 KiB only"):
+        check_host(RANK, {"FI_PROVIDER": "psm3"})
+
+
+def test_no_compiler_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"comm.backend=ccl: no C\+\+ compiler on PATH: install g\+\+, or set"):
+        ensure_built(LIBRARIES, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
+
+
+def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> None:
+    env = {"CPUTRAIN_CACHE": str(tmp_path)}
+    path = built_path(LIBRARIES, env)
+    assert re.fullmatch(r"ccl-torch[\w.+]+-x86_64-[0-9a-f]{16}|ccl-torch[\w.+]+-aarch64-[0-9a-f]{16}", path.parent.name)
+    assert built_path(replace(LIBRARIES, ccl=Path("/other/libccl.so.1")), env) != path
+    line = command_line("c++", LIBRARIES, path)
+    assert "-Wl,--disable-new-dtags" in line and "-Wl,-rpath,/o/lib/ccl/cpu/lib" in line
+
+
+def test_what_does_not_compile_says_why_and_leaves_nothing_half_made(tmp_path: Path) -> None:
+    env = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]}
+    with pytest.raises(
+        RunError, match=r"cannot compile the oneCCL backend for torch .*: .*oneapi/ccl.hpp.*; all of it in .*\.log"
+    ):
+        ensure_built(LIBRARIES, env)
+    assert [path.suffix for path in built_path(LIBRARIES, env).parent.iterdir()] == [".log"]
+
+
+def fake_compiler(folder: Path, seconds: float) -> Path:
+    """A compiler that notes each call, takes its time and writes its output."""
+    path = folder / "slow-c++"
+    path.write_text(
+        f"#!/bin/sh\necho called >> {folder}/calls\nsleep {seconds}\n"
+        'while [ "$1" != "-o" ]; do shift; done\necho made > "$2"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def built_by_another_process(cache: str, cxx: str) -> None:
+    ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": cache, "PATH": os.environ["PATH"], "CXX": cxx})
+
+
+def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
+    cxx = str(fake_compiler(tmp_path, 1.5))
+    context = multiprocessing.get_context("fork")
+    arguments = (str(tmp_path / "cache"), cxx)
+    processes = [context.Process(target=built_by_another_process, args=arguments) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert (tmp_path / "calls").read_text() == "called\n"
+    assert built_path(LIBRARIES, {"CPUTRAIN_CACHE": arguments[0]}).read_text() == "made\n"
+
+
+def test_the_lock_of_a_dead_process_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "STALE_S", 1.0)
+    env = {
+        "CPUTRAIN_CACHE": str(tmp_path / "cache"),
+        "PATH": os.environ["PATH"],
+        "CXX": str(fake_compiler(tmp_path, 0)),
+    }
+    path = built_path(LIBRARIES, env)
+    path.parent.mkdir(parents=True)
+    path.with_suffix(".lock").write_text("gone 1\n")
+    assert ensure_built(LIBRARIES, env) == path and path.read_text() == "made\n"
+
+
+def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for cache in ("file", "file/below"):
+        with pytest.raises(RunError, match=r"cannot be compiled into .*: set CPUTRAIN_CACHE to a folder that may be"):
+            ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": str(tmp_path / cache), "PATH": os.environ["PATH"]})
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(RunError, match="user 54321 has no home to compile into: set CPUTRAIN_CACHE"):
+        compiled.cache_folder({})
+
+
+def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "STALE_S", 1.0)
+    env = {
+        "CPUTRAIN_CACHE": str(tmp_path / "cache"),
+        "PATH": os.environ["PATH"],
+        "CXX": str(fake_compiler(tmp_path, 0)),
+    }
+    path = built_path(LIBRARIES, env)
+    path.parent.mkdir(parents=True)
+    lock = path.with_suffix(".lock")
+    lock.write_text("other 1\n")
+
+    def live() -> None:
+        for _ in range(12):
+            time.sleep(0.25)
+            lock.touch()
+        path.write_text("theirs\n")
+        lock.unlink()
+
+    other = threading.Thread(target=live)
+    other.start()
+    assert ensure_built(LIBRARIES, env).read_text() == "theirs\n"
+    other.join()
+    assert not (tmp_path / "calls").exists()
+
+
+def test_what_does_not_load_says_why(tmp_path: Path) -> None:
+    (tmp_path / "cputrain_ccl.so").write_text("no library")
+    with pytest.raises(RunError, match=r"does not load: .*: remove it"):
+        load(tmp_path / "cputrain_ccl.so")
+
+
+def test_doctor_builds_and_checks() -> None:
+    said = cputrain("doctor", "ccl")
+    assert said.returncode == 0, said.stderr
+    assert "oneCCL 2021.13" in said.stdout and "25,600 KiB over 2 ranks" in said.stdout
+
+
+def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path: Path) -> None:
+    from tests.support.images import write_images
+
+    write_images(tmp_path / "images", train=9, val=3)
+    small = ("data.path=images", "model.name=resnet18", "data.crop=32", "batch.local=2", "max_steps=2", "epochs=1")
+    broken = {"CCL_ROOT": str(tmp_path)}
+    one_ccl(tmp_path, "2021.20", library=False)
+    arguments = ("train", "imagefolder", *small, "schedule.warmup_epochs=0", "plan.ppn=1")
+    refused = cputrain(*arguments, "comm.backend=ccl", "output=refused", cwd=tmp_path, **broken)
+    assert refused.returncode == 2 and "oneCCL 2021.20 in" in refused.stderr and "Traceback" not in refused.stderr
+    done = cputrain(*arguments, "output=done", cwd=tmp_path, **broken)
+    assert done.returncode == 0, done.stderr
+    told = (tmp_path / "done/environment.json").read_text()
+    assert '"backend": "gloo"' in told and "oneCCL 2021.20" in told

@@ -1,0 +1,211 @@
+"""The command line as a user meets it: exit status, one line, nothing written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from affinity.topology.sysfs import this_machine
+from tests.support.commands import cputrain, mpi_path, refused
+from tests.support.images import write_images
+
+CORES = len(this_machine().allowed_cores)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_plan_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys; from cputrain.cli import main; main(['plan']); "
+        "print([m for m in ('torch', 'numpy', 'pydantic', 'matplotlib') if m in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == "[]"
+
+
+def test_plan_with_a_recipe_imports_no_torch() -> None:
+    code = (
+        "import sys; from cputrain.cli import main; "
+        "main(['plan', 'resnet50-skx-256node', '--machine', 'skx-8160-2s', '--nodes', '256']); "
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.strip() == "False"
+
+
+def test_plan_shows_this_machine() -> None:
+    result = cputrain("plan")
+    assert result.returncode == 0
+    for part in ("package 0", "compute PUs", "environment", "OMP_NUM_THREADS=", "why", "workers per host"):
+        assert part in result.stdout
+    data = json.loads(cputrain("plan", "--format", "json").stdout)
+    assert data["machine"]["cores"] >= CORES and data["workers"] and data["reasons"]
+
+
+def test_plan_of_the_256_node_run(golden) -> None:
+    result = cputrain("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
+    golden("plan-resnet50-skx-256node.txt", result.stdout.rstrip("\n").replace(sys.executable, "PYTHON"))
+    for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, halved to 4.8", "mpirun -np 512 -ppn 2 "):
+        assert shown in result.stdout
+
+
+def test_plan_options_win_over_the_recipe() -> None:
+    arguments = (
+        "--machine",
+        "skx-8160-2s",
+        "--ppn",
+        "4",
+        "--comm-cores",
+        "2",
+        "--loader-cores",
+        "0",
+        "--format",
+        "json",
+    )
+    data = json.loads(cputrain("plan", "resnet50-skx-256node", *arguments).stdout)
+    assert [worker["intra_op"] for worker in data["workers"]] == [10] * 4
+    env = cputrain("plan", "--machine", "pack:1 core:4", "--format", "env").stdout
+    assert env.count("export OMP_NUM_THREADS=1") == 4
+    command = cputrain("plan", "--machine", "skx-8160-2s", "--hosts", "a,b", "--format", "command").stdout
+    assert "-np 4 -ppn 2" in command and "MASTER_ADDR a" in command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("plan", "demo-digit"), "recipe 'demo-digit' is not known: nearest are demo-digits"),
+        (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
+        (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "ppn=64 needs 64 cores; host skx-8160-2s lends 48"),
+        (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
+        (("plan", "--hosts", "a,a"), "names a host twice"),
+        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
+        (("launch", "--nodes", "2", "--", "true"), "launch needs its hosts' names"),
+        (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
+        (("plan", "--bind", "launcher", "--format", "command"), "--bind launcher needs a launcher"),
+        (("plan", "demo-digits", "--bind", "launcher"), "--bind launcher needs a launcher"),
+        (("plan", "--nod", "2"), "No such option --nod: did you mean --nodes?"),
+        (("train", "imagefolder", "--ppn", "2"), "No such option --ppn: did you mean plan.ppn=VALUE?"),
+        (("train", "imagefolder", "--frob"), "No such option --frob: see --help"),
+        (("launch",), "Missing argument"),
+        (("train", "imagefolder"), "no data.path"),
+        (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere is not there"),
+        (
+            ("train", "imagefolder", "data.path=images", f"plan.ppn={CORES + 1}"),
+            f"ppn={CORES + 1} needs {CORES + 1} cores",
+        ),
+        (("train", "imagefolder", "data.path=images", "schedule.peak_rate=-1"), "schedule.peak_rate must be 0 or more"),
+        (
+            ("train", "imagefolder", "data.path=images", "batch.locl=3"),
+            "unknown key 'batch.locl': did you mean 'batch.local'?",
+        ),
+        (("train", "imagefolder", "data.path=images", "epochs=ten"), "epochs must be a whole number, not ten"),
+        (("train", "imagefolder", "data.path=images", "optim.name=lars"), "set schedule.peak_rate to a rate for"),
+        (("train", "imagefolder", "data.path=images", "batch.global=9999"), "batch.global=9,999, but an epoch has 36"),
+        (("train", "demo-digits"), "make it with `cputrain prepare digits data/digits-folder data/digits`"),
+        (("eval", "imagefolder", "data.path=synthetic", "--checkpoint", "x.pt"), "has random labels"),
+        (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
+        (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
+        (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
+        (("train", "imagefolder", "data.path=images", "--resume"), "holds no run"),
+        (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt is not there"),
+        (("report", "images"), "holds no run"),
+        (("prepare", "imagefolder", "images", "images"), "already there"),
+        (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere is not there"),
+        (("frobnicate",), "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    write_images(tmp_path / "images")
+    write_images(tmp_path / "extra")
+    (tmp_path / "extra/val/class9").mkdir()
+    for split in ("train", "val"):
+        (tmp_path / "empty" / split).mkdir(parents=True)
+    before = files(tmp_path)
+    assert told in refused(cputrain(*arguments, cwd=tmp_path))
+    assert files(tmp_path) == before
+
+
+def test_a_rate_for_another_batch_is_warned_of_by_plan_and_by_a_dry_run() -> None:
+    lars = ("resnet50-mlperf-32768", "data.path=synthetic")
+    planned = cputrain("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
+    told = "tuned for a global batch of 32,768 images, this job's is 512: set batch.global=32768, or schedule.peak_rate"
+    assert planned.returncode == 0 and f"\nwarning: schedule.peak_rate=21.2 was {told}" in planned.stdout
+    small = ("model.name=resnet18", "data.crop=32", "plan.ppn=1", "batch.global=32768")
+    whole = cputrain("train", *lars, *small, "--dry-run")
+    assert whole.returncode == 0 and "warning: schedule" not in whole.stdout
+    assert "32768 images on each of 1 worker(s), in 512 passes of at most 64 (batch.local=64)" in whole.stdout
+
+
+def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
+    result = cputrain("plan", "demo-digits", cwd=tmp_path)
+    assert result.returncode == 0 and "data/digits, not here" in result.stdout
+
+
+def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", classes=1, train=1, val=1)
+    told = refused(cputrain("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
+    assert "2 workers need 2 images; train/ holds 1" in told or "ppn=2 needs 2 cores" in told
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    write_images(tmp_path / "images")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("precious")
+    arguments = ("train", "imagefolder", "data.path=images", "output=mine", "batch.local=2")
+    assert "holds other files and no run" in refused(cputrain(*arguments, "--overwrite", cwd=tmp_path))
+    assert (tmp_path / "mine/thesis.tex").read_text() == "precious"
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    write_images(tmp_path / "images")
+    before = files(tmp_path)
+    result = cputrain("train", "imagefolder", "data.path=images", "batch.local=2", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0 and "steps per epoch" in result.stdout and "workers per host" in result.stdout
+    assert cputrain("launch", "--dry-run", "--", "true", cwd=tmp_path).returncode == 0
+    assert files(tmp_path) == before
+
+
+def test_prepare_packs_digits_through_an_image_folder(tmp_path: Path) -> None:
+    result = cputrain("prepare", "digits", "folder", "packed", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "train 1,442 images" in result.stdout and "val 355 images" in result.stdout
+    assert (tmp_path / "folder/train/7").is_dir() and (tmp_path / "packed/manifest.json").is_file()
+
+
+def test_help_names_every_command() -> None:
+    text = cputrain("--help").stdout
+    for name in ("plan", "launch", "train", "eval", "prepare", "report"):
+        assert f"\n  {name} " in text
+        assert cputrain(name, "--help").returncode == 0
+
+
+def test_hostfiles_of_another_launcher_are_named_and_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("h1 slots=2\nh2 slots=2\n")
+    plan = ("plan", "--machine", "skx-8160-2s", "--hostfile", "theirs")
+    written = cputrain(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
+    assert written.returncode == 0, written.stderr
+    assert "the hostfile is Open MPI's (h1 slots=4): written anew for mpich" in written.stderr
+    assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
+    assert "ppn=4 but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
+    for text, told in (("", "names no host"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+        (tmp_path / "theirs").write_text(text)
+        assert told in refused(cputrain(*plan, cwd=tmp_path))
+    for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
+        refused(cputrain("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
+
+
+def test_the_shell_s_meeting_place_is_kept_or_refused() -> None:
+    launch = ("launch", "--dry-run", "--hosts", "127.0.0.2,127.0.0.3", "--launcher", "mpich", "--", "true")
+    path = mpi_path("mpich")
+    told = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
+    assert "-genv MASTER_ADDR n1-ib -genv MASTER_PORT 1234 " in told
+    assert "MASTER_PORT=0 is no TCP port" in refused(cputrain(*launch, **path, MASTER_PORT="0"))
+
+
+def test_a_rank_cannot_share_the_host() -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    assert "--share, but this launch is rank 0 of 1" in refused(cputrain("launch", "--share", "--", "true", **rank))

@@ -1,0 +1,281 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from cputrain.data.order import rank_share
+from cputrain.optim.schedules import rate_at
+from cputrain.recipe.derivation import Numbers, derive, explain
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.rates import rate_warning
+from cputrain.recipe.schema import BatchSection, DataSection, Recipe, ScheduleSection
+
+
+def test_the_256_node_numbers() -> None:
+    recipe = load_recipe("resnet50-skx-256node")
+    numbers = derive(recipe, ppn=2, nodes=256, images=1_281_167)
+    assert (numbers.global_batch, numbers.steps_per_epoch) == (24_576, 52)
+    assert (numbers.warmup_steps, numbers.total_steps) == (260, 4_680)
+    assert numbers.peak_rate == pytest.approx(4.8)
+    text = "\n".join(f"{r.value}: {r.why}" for r in explain(recipe, numbers, ppn=2, nodes=256))
+    for shown in (
+        "96 x 256 = 24,576",
+        "1,280,000 / 24,576 = 52.08",
+        "260",
+        "4,680",
+        "0.1 x 24,576 / 256 = 9.6, halved to 4.8",
+    ):
+        assert shown in text
+
+
+def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
+    """The peak rate of imagefolder with settings, and why."""
+    recipe = load_recipe("imagefolder", settings)
+    numbers = derive(recipe, ppn=ppn, nodes=nodes, images=100_000)
+    why = next(r.why for r in explain(recipe, numbers, ppn=ppn, nodes=nodes) if r.what == "peak rate")
+    return numbers.peak_rate, why
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate", "told"),
+    [
+        ((), 0.1 / 8, "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 32 / 256"),
+        (("optim.name=sgd",), 0.1 / 8, "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 32 / 256"),
+        (("optim.name=adam",), 1e-3 / 8**0.5, "square-root scaling (Malladi et al. 2022): 0.001 x sqrt(32 / 256)"),
+        (("optim.name=adamw",), 1e-3 / 8**0.5, "square-root scaling"),
+        (("optim.name=rmsprop", "optim.momentum=0"), 1e-3 / 8**0.5, "0.001 x sqrt(32 / 256)"),
+        (("optim.name=rmsprop",), 1e-4 / 8**0.5, "0.001 x (1 - 0.9) x sqrt(32 / 256)"),
+        (("optim.name=lamb",), 0.04 / 32, "square-root scaling (You et al. 2020): 0.04 x sqrt(32 / 32768)"),
+        (("optim.name=adam", "schedule.rate_factor=3"), 3e-3 / 8**0.5, "= 0.0003536, times 3 to 0.00106066 in"),
+        (("optim.scale_rate_by=none",), 0.1, "0.1, not scaled (optim.scale_rate_by=none)"),
+        (
+            ("optim.scale_rate_by=workers",),
+            0.1 / 8,
+            "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 16 / 256 x 2 worker(s)",
+        ),
+        (("optim.name=adam", "optim.scale_rate_by=workers"), 2e-3 / 16**0.5, "0.001 x sqrt(16 / 256) x 2 worker(s)"),
+        (("optim.name=lars", "schedule.peak_rate=3"), 3.0, "set in the recipe"),
+        (
+            ("schedule.peak_rate=3", "schedule.reference_batch=64"),
+            3.0,
+            "set in the recipe for a global batch of 64",
+        ),
+        (
+            ("optim.name=adam", "schedule.peak_rate=0.1", "optim.scale_rate_by=workers"),
+            0.2,
+            "0.1 x 2 worker(s) (optim.scale_rate_by=workers)",
+        ),
+        (
+            ("schedule.peak_rate=3", "schedule.reference_batch=64", "optim.scale_rate_by=batch"),
+            1.5,
+            "linear scaling (Goyal et al. 2017, 2.1): 3 x 32 / 64",
+        ),
+        (
+            (
+                "optim.name=adam",
+                "schedule.peak_rate=3",
+                "schedule.reference_batch=128",
+                "optim.scale_rate_by=batch",
+            ),
+            1.5,
+            "square-root scaling (Malladi et al. 2022): 3 x sqrt(32 / 128)",
+        ),
+    ],
+)
+def test_each_optimizer_has_its_own_rule_and_the_explanation_names_it(
+    settings: tuple[str, ...], rate: float, told: str
+) -> None:
+    found, why = peak(*settings)
+    assert found == pytest.approx(rate) and told in why
+    assert ("linear" in why) == ("linear" in told)
+
+
+def test_untuned_lamb_is_the_paper_s_table() -> None:
+    """4 / (2 ^ x 100) for ResNet-50: x is 3.0 at 512, 1.5 at 4,096, 0 at 32,768."""
+    for batch, x in ((512, 3.0), (4096, 1.5), (32_768, 0.0)):
+        assert peak("optim.name=lamb", f"batch.global={batch}")[0] == pytest.approx(4 / (2**x * 100))
+
+
+@pytest.mark.parametrize("name", ["lars", "adagrad", "adadelta", "adagrad_da"])
+def test_an_optimizer_without_a_rule_asks_for_its_rate(name: str) -> None:
+    with pytest.raises(InputError, match=f"none for optim.name={name}, only for sgd, .*: set schedule.peak_rate to"):
+        peak(f"optim.name={name}")
+    with pytest.raises(InputError, match=r"optim\.scale_rate_by=batch needs a rule"):
+        peak(f"optim.name={name}", "schedule.peak_rate=1", "optim.scale_rate_by=batch")
+
+
+def test_a_rate_cannot_be_scaled_from_a_batch_that_nobody_names() -> None:
+    with pytest.raises(InputError, match=r"which global batch schedule\.peak_rate=3 is for: set schedule"):
+        peak("schedule.peak_rate=3", "optim.scale_rate_by=batch")
+
+
+def test_a_rate_that_belongs_to_another_batch_is_warned_of() -> None:
+    recipe = load_recipe("resnet50-mlperf-32768")
+    assert rate_warning(recipe, global_batch=32_768) == ""
+    assert rate_warning(recipe, global_batch=4096) == (
+        "schedule.peak_rate=21.2 was tuned for a global batch of 32,768 images, this job's is 4,096: set "
+        "batch.global=32768, or schedule.peak_rate for 4,096"
+    )
+    momentum = load_recipe("caltech256-finetune")
+    assert rate_warning(momentum, global_batch=4096).endswith("batch.global=64, or optim.scale_rate_by=batch")
+    assert rate_warning(load_recipe("caltech256-finetune", ["optim.scale_rate_by=batch"]), global_batch=4096) == ""
+    assert rate_warning(load_recipe("imagefolder"), global_batch=4096) == ""
+
+
+@given(batch=st.integers(1, 500), local=st.integers(1, 40), workers=st.integers(1, 60), spare=st.integers(0, 900))
+def test_a_fixed_global_batch_is_shared_out_whole_in_passes_that_are_not_too_large(
+    batch: int, local: int, workers: int, spare: int
+) -> None:
+    recipe = Recipe(batch=BatchSection.model_validate({"global": batch, "local": local}))
+    images = batch + spare
+    if images < workers:
+        return
+    try:
+        numbers = derive(recipe, ppn=workers, nodes=1, images=images)
+    except InputError:
+        assert batch < workers or (local == 1 and batch % workers)
+        return
+    assert numbers.global_batch == batch and numbers.used % batch == 0
+    order = np.arange(numbers.used)
+    shares = [rank_share(order, 0, numbers.steps_per_epoch, (local,) * workers, rank) for rank in range(workers)]
+    assert np.array_equal(np.concatenate(shares), order[:batch])
+    sizes = [len(part) for share in shares for part in np.array_split(share, numbers.passes)]
+    assert min(sizes) >= 1 and max(sizes) <= local
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+    if numbers.passes > 1:
+        assert max(lengths) > (numbers.passes - 1) * local, "no more passes than are needed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ppn", "value", "why"),
+    [
+        (("batch.global=64",), 2, "64", "32 images on each of 2 worker(s), in 2 passes of at most 16 (batch.local=16)"),
+        (("batch.global=64",), 3, "64", "21 or 22 images on each of 3 worker(s), in 2 passes of at most 11 (b"),
+        (("batch.global=64",), 8, "64", "8 images on each of 8 worker(s), in one pass (batch.local=16)"),
+        ((), 2, "32 x 1 = 32", "16 images x 2 workers a host, 1 host(s)"),
+    ],
+)
+def test_the_global_batch_is_explained(settings: tuple[str, ...], ppn: int, value: str, why: str) -> None:
+    recipe = load_recipe("imagefolder", settings)
+    told = explain(recipe, derive(recipe, ppn=ppn, nodes=1, images=640), ppn=ppn, nodes=1)[0]
+    assert told.value == value and why in told.why
+
+
+@pytest.mark.parametrize(
+    ("settings", "images", "told"),
+    [
+        (
+            ["batch.local=16"],
+            20,
+            "batch.local=16 on 2 worker.s. needs 32 images a step; an epoch has 20: .* 10 or fewer",
+        ),
+        ([], 1, "2 workers need 2 images; train/ holds 1"),
+        (["batch.global=1"], 40, "batch.global=1 leaves some of 2 workers without an image: set batch.global to 2 or"),
+        (["batch.global=41"], 40, "batch.global=41, but an epoch has 40 images: set batch.global to 40 or less"),
+        (["batch.global=5", "batch.local=1"], 40, "batch.global=5 does not divide .* set batch.local to 2 or more"),
+        (["data.images_per_epoch=50"], 40, "images_per_epoch=50 but train/ holds 40"),
+    ],
+)
+def test_too_few_images_are_refused(settings: list[str], images: int, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        derive(load_recipe("imagefolder", settings), ppn=2, nodes=1, images=images)
+
+
+@given(
+    warmup=st.integers(0, 300),
+    rest=st.integers(1, 5_000),
+    start=st.floats(0, 1),
+    peak=st.floats(0, 50),
+    data=st.data(),
+)
+def test_the_schedule_is_two_straight_lines(
+    warmup: int, rest: int, start: float, peak: float, data: st.DataObject
+) -> None:
+    total = warmup + rest
+
+    schedule = ScheduleSection(start_rate=start)
+    numbers = Numbers(
+        global_batch=1, images=1, used=1, steps_per_epoch=1, warmup_steps=warmup, total_steps=total, peak_rate=peak
+    )
+
+    def rate(step: int) -> float:
+        return rate_at(step, schedule, numbers)
+
+    assert rate(0) == (start if warmup else peak)
+    assert rate(warmup) == peak
+    assert rate(total) == rate(total + 1) == 0
+    step = data.draw(st.integers(1, total - 1)) if total > 1 else 0
+    if step and step != warmup:
+        assert rate(step + 1) - rate(step) == pytest.approx(rate(step) - rate(step - 1), abs=1e-9)
+    assert 0 <= rate(step) <= max(start, peak) * (1 + 1e-12)
+
+
+def test_the_256_node_schedule() -> None:
+    recipe = load_recipe("resnet50-skx-256node")
+    numbers = derive(recipe, ppn=2, nodes=256, images=1_281_167)
+    assert rate_at(130, recipe.schedule, numbers) == pytest.approx(2.45)
+    assert rate_at(2_470, recipe.schedule, numbers) == pytest.approx(2.4)
+
+
+def numbers_of(**how: object) -> Numbers:
+    known = {"global_batch": 1, "images": 1, "used": 1, "steps_per_epoch": 100, "warmup_steps": 400}
+    return Numbers(**{**known, "total_steps": 4000, "peak_rate": 32.0, **how})
+
+
+def test_every_way_down_against_its_source() -> None:
+    """Rates worked out by hand from the published formulas."""
+    caffe = ScheduleSection(name="poly_of_all", start_rate=1.0)  # AlexNet-BN at 32K: 32 (1 - step / 4000)^2
+    expected = {0: 1.0, 200: 16.5, 400: 32 * 0.9**2, 2000: 8.0, 3999: 32 * (1 / 4000) ** 2, 4000: 0.0}
+    assert {step: rate_at(step, caffe, numbers_of()) for step in expected} == pytest.approx(expected)
+    mlperf = ScheduleSection(name="poly", end_rate=1e-4)
+    expected = {400: 32.0, 2200: 1e-4 + (32 - 1e-4) / 4, 4000: 1e-4, 9000: 1e-4}
+    assert {step: rate_at(step, mlperf, numbers_of()) for step in expected} == pytest.approx(expected)
+    goyal = ScheduleSection(name="steps", milestones=(30.0, 60.0, 80.0))
+    expected = {2999: 32.0, 3000: 3.2, 5999: 3.2, 6000: 0.32, 8000: 0.032}
+    found = {step: rate_at(step, goyal, numbers_of(total_steps=9000)) for step in expected}
+    assert found == pytest.approx(expected)
+    cosine = ScheduleSection(name="cosine")
+    expected = {400: 32.0, 1300: 16 * (1 + 2**-0.5), 2200: 16.0, 4000: 0.0}
+    assert {step: rate_at(step, cosine, numbers_of()) for step in expected} == pytest.approx(expected)
+    constant = ScheduleSection(name="constant")
+    assert rate_at(3999, constant, numbers_of()) == rate_at(10**6, constant, numbers_of()) == 32.0
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("name=linear", "0 -> 0.0125 -> 0 linear over steps 0-10, then linear to 0 at step 20"),
+        ("name=poly", "then to 0 at step 20 by the power of 2"),
+        ("name=poly_of_all", "by the power of 2 of what is left of all steps"),
+        ("name=steps", "0 -> 0.0125 linear over steps 0-10, then times 0.1 after epochs 30, 60, 80"),
+        ("name=cosine", "then half a cosine to 0 at step 20"),
+        ("name=constant", "then constant"),
+        (
+            "rate_factor=0.5",
+            "2017, 2.1): 0.1 x 32 / 256 = 0.0125, halved to 0.00625 in the recipe",
+        ),
+    ],
+)
+def test_schedules_are_explained(how: str, told: str) -> None:
+    settings = ["epochs=10", "schedule.start_rate=0", "schedule.warmup_epochs=5", f"schedule.{how}"]
+    recipe = load_recipe("imagefolder", settings)
+    numbers = derive(recipe, ppn=2, nodes=1, images=64)
+    assert told in "\n".join(f"{r.value} {r.why}" for r in explain(recipe, numbers, ppn=2, nodes=1))
+
+
+def test_a_remainder_is_dropped_or_spread() -> None:
+    recipe = Recipe(data=DataSection(remainder="spread"), batch=BatchSection(local=8), epochs=6)
+    numbers = derive(recipe, ppn=2, nodes=1, images=100)
+    assert (numbers.steps_per_epoch, numbers.used, numbers.total_steps) == (7, 100, 42)
+    each = [numbers.images_until(step + 1) - numbers.images_until(step) for step in range(14)]
+    assert sum(each) == 200 and set(each) == {14, 15}
+    told = explain(recipe, numbers, ppn=2, nodes=1)[1]
+    assert told.value == "100 / 16 = 6.25 -> 7" and told.why == "images / global batch, all of them: 14 a step"
+    dropped = derive(recipe.model_copy(update={"data": DataSection()}), ppn=2, nodes=1, images=100)
+    assert (dropped.steps_per_epoch, dropped.used, dropped.images_until(7)) == (6, 96, 112)
+    whole = derive(recipe, ppn=2, nodes=1, images=96)
+    assert (whole.steps_per_epoch, whole.used) == (6, 96)
+    with pytest.raises(InputError, match="leaves a step 5 images, too few for 8 worker"):
+        derive(recipe.model_copy(update={"batch": BatchSection(local=1)}), ppn=8, nodes=1, images=10)

@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from cputrain.files import write_atomic, write_with
+from cputrain.report.page import write_report
+from cputrain.runs.events import FILE, Events, TimeSpent, read_events, time_spent
+
+
+def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with Events(tmp_path) as events:
+            events.write("step", step=step, loss=float("nan") if step == 2 else 0.5)
+    assert [(e["event"], e["step"], e["loss"]) for e in read_events(tmp_path)] == [("step", 1, 0.5), ("step", 2, None)]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"event": "start"}\n{"event": "st')
+    assert read_events(tmp_path) == [{"event": "start"}]
+    with Events(tmp_path) as events:
+        events.write("end", step=3)
+    assert [event["event"] for event in read_events(tmp_path)] == ["start", "end"]
+
+
+def test_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
+    with Events(tmp_path) as events:
+        for step in (1, 2, 3, 4):
+            events.write("step", step=step, loss=0.5)
+            events.write("epoch", step=step)
+        events.write("start", workers=2)
+        for step in (3, 4, 5):
+            events.write("step", step=step, loss=0.25)
+    told = [(e["event"], e.get("step"), e.get("loss")) for e in read_events(tmp_path)]
+    assert told == [
+        ("step", 1, 0.5),
+        ("epoch", 1, None),
+        ("step", 2, 0.5),
+        ("epoch", 2, None),
+        ("start", None, None),
+        ("step", 3, 0.25),
+        ("step", 4, 0.25),
+        ("step", 5, 0.25),
+    ]
+
+
+def test_the_time_of_a_run_is_summed_over_its_starts_whether_they_ended_or_not(tmp_path: Path) -> None:
+    assert time_spent(tmp_path) == TimeSpent(training_s=0.0, wall_s=0.0, starts=0)
+    times = {"start": (10.0, 100.0, 200.0), "step": (11.0, 15.5, 101.0, 203.0)}
+    lines = sorted((at, {"event": event, "time": at, "step": 1}) for event in times for at in times[event])
+    (tmp_path / FILE).write_text("".join(f"{json.dumps(event)}\n" for _, event in lines) + '{"event": "st')
+    assert time_spent(tmp_path) == TimeSpent(training_s=5.5 + 1.0 + 3.0, wall_s=193.0, starts=3)
+    assert time_spent(tmp_path, now=210.0) == TimeSpent(training_s=5.5 + 1.0 + 10.0, wall_s=200.0, starts=3)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a/b.json"
+    write_atomic(path, b"old")
+
+    def fail(file) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_with(path, fail)
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+
+
+def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run"):
+        write_report(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("name: <x>\n")
+    with Events(tmp_path) as events:
+        events.write("start", bindings=[])
+        events.write("warning", what="damaged images", images=["<b>.jpg"])
+        events.write("end", top1=None, steps=3, status="stopped")
+        events.write("start", bindings=[])
+    html = write_report(tmp_path).read_text()
+    assert "time to train" in html and "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html
+
+
+def test_a_report_of_numbers_that_were_lost_and_of_a_run_going_on(tmp_path: Path) -> None:
+    """No finite loss, no evaluation, an epoch in two parts; started again after its end, elsewhere."""
+    (tmp_path / "recipe.yaml").write_text("name: x\n")
+    nothing = dict.fromkeys(("train_loss", "val_loss", "val_top1", "val_top5"))
+    binding = {"rank": 0, "planned_pus": [0], "pus": [0], "memory_policy": "default"}
+    with Events(tmp_path) as events:
+        for host, epoch_s in (("old", 11.5), ("new", 22.5)):
+            events.write("start", bindings=[{**binding, "host": host}])
+            if host == "old":
+                events.write("step", step=1, epoch=0.5, loss=float("nan"), rate=0.1, images_per_s=5.0)
+            events.write("epoch", step=1, epoch=1, train_top1=10.0, seconds=epoch_s, images_per_s=5.0, **nothing)
+            if host == "old":
+                events.write("end", step=1, top1=1.0, top5=2.0, steps=1, images=5, time_to_train_s=1.0, status="done")
+    html = write_report(tmp_path).read_text()
+    assert "not finished" in html and "<td>new</td>" in html and "<td>old</td>" not in html
+    assert "<td>22.5</td>" in html and "<td>11.5</td>" not in html
+    titles = {title: f"<h2>{title}</h2>" in html for title in ("Loss", "Accuracy", "Learning rate", "Throughput")}
+    assert titles == {"Loss": False, "Accuracy": True, "Learning rate": True, "Throughput": True}

@@ -1,0 +1,297 @@
+"""Job scripts and srun lines run by a real Slurm of two hosts, and a PBS script run with PBS's variables."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.sysfs import this_machine
+from cputrain.recipe.loading import load_recipe
+from cputrain.runs.events import read_events
+from mpi.hosts.groups import Kind, job_plan_json
+from mpi.launchers.detect import find_launcher, newest
+from mpi.launchers.job import Job
+from mpi.launchers.start import bound, start
+from mpi.supervise.local import free_port
+from tests.mpi.test_launchers import WHO
+from tests.support.commands import cputrain, mpi_path
+from tests.support.images import write_images
+from tests.support.slurm_cluster import Slurm, slurm_cluster
+
+CORES = len(this_machine().allowed_cores)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), CORES) as cluster:
+        yield cluster
+
+
+EVERYTHING = (
+    *(
+        "--partition",
+        "fake",
+        "--account",
+        "a1",
+        "--qos",
+        "debug",
+        "--constraint",
+        "skx&opa",
+        "--mail",
+        "me@example.org",
+    ),
+    *("--error", "logs/x-%j.err", "--output", "logs/x-%j.out", "--directive", "--comment='a b'", "--module-purge"),
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"), "using 24576 processors"),
+        (("resnet50-skx-256node", "--nodes", "256", *EVERYTHING), "using 24576 processors"),
+        (("--prepare", "imagenet", "raw", "shards", "--short-side", "256", *EVERYTHING), "using 96 processors"),
+        (("--nodes", "2", *EVERYTHING, "--", "python", "train.py"), "using 192 processors"),
+    ],
+)
+def test_slurm_accepts_the_scripts(slurm: Slurm, arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    """Whole hosts, whatever is said of their tasks: 48 cores of two threads each."""
+    script = cputrain("job", "slurm", "--time", "02:00:00", "--partition", "fake", *arguments, cwd=tmp_path)
+    assert script.returncode == 0, script.stderr
+    result = slurm.run("sbatch", "--test-only", cwd=tmp_path, text=script.stdout)
+    assert result.returncode == 0, result.stderr
+    assert told in result.stderr
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder whose name needs quotes, with images, as a user may have it."""
+    folder = tmp_path / "it's my project"
+    folder.mkdir()
+    write_images(folder / "my images", train=9, val=7)
+    return folder
+
+
+SMALL = ("imagefolder", "data.path=my images", "model.name=resnet18", "data.crop=32", "batch.local=6")
+HERE = ("--nodes", "1", "--ppn", str(CORES))
+
+
+def submitted(slurm: Slurm, place: Path, *arguments: str) -> str:
+    """Submit a small training; its job's number. The script finds this Python under the name python."""
+    script = cputrain("job", "slurm", "--venv", str(venv(place)), *arguments, cwd=place)
+    assert script.returncode == 0, script.stderr
+    result = slurm.run("sbatch", "--parsable", cwd=place, text=script.stdout)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def venv(place: Path) -> Path:
+    """A virtual environment whose path needs quotes: this one, by another name."""
+    link = place / "a venv"
+    link.symlink_to(sys.prefix)
+    return link
+
+
+def wait_for(slurm: Slurm, job: str, place: Path, states: set[str], limit_s: float = 120.0) -> str:
+    deadline = time.monotonic() + limit_s
+    while (state := slurm.state(job, place)) not in states:
+        logs = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
+        assert time.monotonic() < deadline and state not in ("FAILED", "NODE_FAIL"), f"{state}\n{logs}"
+        time.sleep(0.3)
+    return state
+
+
+def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
+    """Nothing is said of the host: the plan that is made there takes all of its cores. The data is copied there."""
+    arguments = ("epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00")
+    disk = place.parent / "a host's disk"
+    job = submitted(slurm, place, *SMALL, *arguments, "--error", "%x.err", "--stage", str(disk))
+    wait_for(slurm, job, place, {"COMPLETED"})
+    events = read_events(place / "the 'run'")
+    assert events[-1]["status"] == "done", (place / f"imagefolder-{job}.out").read_text()
+    assert [b["pus"] for b in events[0]["bindings"]] == [b["planned_pus"] for b in events[0]["bindings"]]
+    used = {pu for binding in events[0]["bindings"] for pu in binding["pus"]}
+    assert used == set(this_machine().allowed_pus)
+    told = (place / "imagefolder.err").read_text()
+    assert f"planned on {socket.gethostname()}: {len(events[0]['bindings'])} worker(s)" in told
+    assert load_recipe(str(place / "the 'run'/recipe.yaml")).data.path == f"{disk}/{job}"
+    assert not list(disk.iterdir())  # taken away again
+
+
+def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
+    """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
+    steps = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
+    job = submitted(slurm, place, *SMALL, *steps, *HERE)
+    events = place / "run/events.jsonl"
+    deadline = time.monotonic() + 120
+    while not (events.is_file() and '"checkpoint"' in events.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=place).returncode == 0
+    wait_for(slurm, job, place, {"COMPLETED"}, limit_s=240)
+    told = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
+    assert "requeued, to go on from the last checkpoint" in told
+    starts = [event for event in read_events(place / "run") if event["event"] == "start"]
+    ends = [event for event in read_events(place / "run") if event["event"] == "end"]
+    assert (len(starts), [end["status"] for end in ends]) == (2, ["stopped", "done"])
+    steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
+    assert steps_done == list(range(1, ends[-1]["steps"] + 1))  # none lost, none twice
+
+
+def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
+    """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
+    arguments = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
+    made = cputrain("job", "pbs", *SMALL, *arguments, *HERE, "--ncpus", "2", "--launcher", "intelmpi", cwd=place)
+    assert made.returncode == 0, made.stderr
+    (place / "nodes").write_text("localhost\n" * CORES)
+    path = {**os.environ, **mpi_path("intelmpi")}
+    env = {**path, **dict(find_launcher("intelmpi", path).variables)}
+    env |= {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(place), "PBS_NODEFILE": str(place / "nodes")}
+    job = subprocess.Popen(["bash", "-c", made.stdout], cwd=place, env=env, stdout=subprocess.PIPE, text=True)
+    events = place / "run/events.jsonl"
+    deadline = time.monotonic() + 120
+    while not (events.is_file() and '"step"' in events.read_text()):
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 143 and "stopped by SIGUSR1" in said
+    again = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
+    assert steps_done == list(range(1, len(steps_done) + 1)) and read_events(place / "run")[-1]["status"] == "done"
+    finished = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True)
+    assert finished.returncode == 0 and "run is finished" in finished.stdout
+
+
+@pytest.mark.parametrize("binder", ["self", "launcher"])
+def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path) -> None:
+    """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
+    plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
+    code = (
+        "import os, json; from affinity.ranks.rank import discover; r = discover(os.environ); "
+        "said = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
+        "os.write(1, json.dumps(said).encode() + b'\\n')"
+    )
+    job = Job(
+        kinds=(Kind(hosts=("n1", "n2"), plan=plan),),
+        command=(sys.executable, "-c", code),
+        plan_path=tmp_path / "plan.json",
+        log_dir=tmp_path / "logs",
+        binder=binder,
+    )
+    made = start(job, newest("srun"), bound(job), tmp_path)
+    job.plan_path.write_text(job_plan_json(job.kinds))
+    for path, text in made.files:
+        path.write_text(text)
+    result = slurm.run("salloc", "-N2", "--exclusive", *made.argv, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    workers = [list(worker.pus) for worker in plan.workers]
+    assert said == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
+
+
+def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> None:
+    """`cputrain launch` as a rank, affinity.bind, and the line that plan prints, over two hosts of a rank each."""
+    (tmp_path / "x.py").write_text(WHO)
+    planned = ("plan", "--ppn", "1", "--hosts", "n1,n2", "--launcher", "srun", "--format")
+    (tmp_path / "plan.json").write_text(cputrain(*planned, "json").stdout)
+    shown = cputrain(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    srun = f"srun -n2 --ntasks-per-node=1 --cpu-bind=none {sys.executable} -m"
+    ways = (
+        f"{srun} cputrain launch -- {sys.executable} x.py",
+        f"{srun} affinity.bind --plan plan.json -- {sys.executable} x.py",
+        shown,
+    )
+    for way in ways:
+        result = slurm.run("salloc", "-N2", "--exclusive", "sh", "-c", way, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        said = sorted(json.loads(line)[1:] for line in result.stdout.splitlines() if line.startswith("["))
+        assert [line[:3] for line in said] == [[[str(i), "2", "0", "1"]] * 3 for i in range(2)]
+        assert said[0][4:] == said[1][4:] and said[0][4] == "n1" and 20_000 <= int(said[0][5]) < 30_000
+
+
+TOGETHER = """
+import os, torch, torch.distributed as dist, torch.distributed.nn.functional
+dist.init_process_group("gloo")
+sum = torch.ones(1)
+dist.all_reduce(sum)
+os.write(1, f"rank {dist.get_rank()} sum {int(sum)} pus {sorted(os.sched_getaffinity(0))}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_path: Path) -> None:
+    """The pre-flight, the monitor and its agents, all through srun; then a rank that fails is named."""
+    launch = ("salloc", "-N2", "--exclusive", sys.executable, "-m", "cputrain", "launch", "--ppn", str(CORES))
+    ran = slurm.run(*launch, "--", sys.executable, "-c", TOGETHER, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "pre-flight: 2 hosts are alike and answer" in ran.stderr
+    said = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", ran.stdout))
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
+    assert said == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)]
+    fails = ("--no-preflight", "--", "sh", "-c", 'test "$RANK" = 1 && exit 3; exec sleep 60')
+    failed = slurm.run(*launch, *fails, cwd=tmp_path)
+    assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
+
+
+def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
+    """Submit a job of any command and wait for its end; what it has said."""
+    options = ("--time", "00:05:00", "--output", "job.out", "--venv", str(venv(folder)))
+    script = cputrain("job", "slurm", *options, *arguments, cwd=folder)
+    assert script.returncode == 0, script.stderr
+    state = slurm.finish(script.stdout, folder)
+    said = (folder / "job.out").read_text()
+    assert state == "COMPLETED", said
+    return said
+
+
+def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path: Path) -> None:
+    alone = ("--directive", "--export=NONE")  # what the script sets reaches the ranks all the same
+    hosts = ("--nodes", "2", "--ppn", str(CORES))
+    said = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-c", TOGETHER)
+    ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", said))
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
+    assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], said
+
+
+def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
+    tell = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, at $MASTER_ADDR, $((MASTER_PORT > 29499))"
+    assert "0 of 1, 0 of 1, at 127.0.0.1, 1\n" in commanded(slurm, tmp_path, "--ppn", "1", "--", "sh", "-c", tell)
+
+
+def test_srun_starts_more_ranks_than_cores(slurm: Slurm, tmp_path: Path) -> None:
+    request = Request(ppn=CORES + 1, oversubscribe=True)
+    launch = ("cputrain", "launch", "--ppn", str(CORES + 1), "--oversubscribe", "--no-preflight")
+    where = "import os; os.write(1, f'pus {sorted(os.sched_getaffinity(0))}\\n'.encode())"
+    argv = ("salloc", "-N2", "--exclusive", sys.executable, "-m", *launch, "--", sys.executable, "-c", where)
+    ran = slurm.run(*argv, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    pus = [list(worker.pus) for worker in plan_machine(this_machine(), request, Runtime()).workers]
+    assert sorted(re.findall(r"pus (\[.*\])", ran.stdout)) == sorted(2 * list(map(str, pus)))
+
+
+@pytest.mark.parametrize(("mpi", "transport"), [("pmi2", "mpi"), ("none", "ofi")])
+def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> None:
+    ranks = (
+        f"--mpi={mpi}",
+        "-n2",
+        "--ntasks-per-node=1",
+        f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_port()}",
+    )
+    meet = (sys.executable, "-m", "tests.support.ccl_rank", "meet")
+    result = slurm.run("salloc", "-N2", "--exclusive", "srun", *ranks, *meet, cwd=Path(__file__).parents[2])
+    assert result.returncode == 0, result.stderr
+    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"rank"')]
+    assert sorted((line["rank"], line["sum"], line["transport"]) for line in said) == [
+        (i, 2.0, transport) for i in (0, 1)
+    ]

@@ -1,0 +1,201 @@
+"""Networks, optimizer, checkpoint and accuracy, each against a plain reference."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from affinity.errors import InputError
+from affinity.planner.workload import footprint
+from cputrain.comm.hooks import CommClock
+from cputrain.data.normalize import Normalize, choose_normalize
+from cputrain.models.build import batchnorms, build_model
+from cputrain.models.sizes import SIZES, workload_of
+from cputrain.optim.build import build_optimizer, set_rate
+from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
+from cputrain.training.checkpoint import BEST, Progressed, list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.training.engine import prepare_model
+from cputrain.training.evaluation import in_top
+from cputrain.training.step import Learner
+
+
+def test_resnet50_is_the_real_one() -> None:
+    model = build_model(ModelSection(name="resnet50", bn_decay=0.95), classes=1000, side=224)
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+    assert all(layer.momentum == pytest.approx(0.05) for layer in batchnorms(model))
+    assert len(batchnorms(model)) == 53
+    assert all((layer.weight == 1).all() for layer in batchnorms(model))
+
+
+def test_zero_gamma_makes_blocks_identities() -> None:
+    model = build_model(ModelSection(name="resnet18", zero_gamma="last_of_block"), classes=10, side=32)
+    assert sum(bool((layer.weight == 0).all()) for layer in batchnorms(model)) == 8
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_engine_lays_weights_out_channels_last() -> None:
+    model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10, side=32), "native", "float32")
+    assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_normalize_is_the_formula_and_channels_last(tmp_path: Path) -> None:
+    data = DataSection()
+    images = torch.randint(0, 256, (2, 5, 7, 3), dtype=torch.uint8)
+    got = Normalize(data, None)(images)
+    expected = (images.permute(0, 3, 1, 2) / 255 - torch.tensor(data.mean).view(3, 1, 1)) / torch.tensor(data.std).view(
+        3, 1, 1
+    )
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    for side in (1, 3, 16, 33):
+        images = torch.randint(0, 256, (3, side, side + 1, 3), dtype=torch.uint8)
+        assert torch.equal(choose_normalize(data, os.environ)(images), Normalize(data, None)(images))
+    bare = choose_normalize(data, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
+    assert torch.equal(bare(images), Normalize(data, None)(images)), "without a compiler"
+
+
+@pytest.mark.parametrize("decay_all", [True, False])
+def test_momentum_steps_beside_a_plain_reference(decay_all: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+    optimizer = build_optimizer(model, OptimSection(momentum=0.9, weight_decay=0.01, decay_bn_and_bias=decay_all))
+    weights = [p.detach().clone() for p in model.parameters()]
+    velocity = [torch.zeros_like(w) for w in weights]
+    for step in range(20):
+        rate = 0.1 / (step + 1)
+        loss = model(torch.randn(8, 3, 8, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for w, v, p in zip(weights, velocity, model.parameters(), strict=True):
+            decay = 0.01 if decay_all or w.ndim > 1 else 0.0
+            v.mul_(0.9).add_(p.grad + decay * w)
+            w.sub_(rate * v)
+        set_rate(optimizer, rate, 0.01)
+        optimizer.step()
+    for w, p in zip(weights, model.parameters(), strict=True):
+        assert torch.allclose(w, p, rtol=1e-4, atol=1e-6)
+
+
+def test_in_top_counts_like_sorting() -> None:
+    logits = torch.randn(50, 7)
+    labels = torch.randint(0, 7, (50,))
+    order = logits.argsort(dim=1, descending=True)
+    for k in (1, 5, 9):
+        expected = [float(label in row[:k]) for row, label in zip(order.tolist(), labels.tolist(), strict=True)]
+        assert in_top(logits, labels, k).tolist() == expected
+
+
+def learner(model: nn.Module, mean: nn.Module | None = None) -> Learner:
+    optimizer = build_optimizer(model, OptimSection())
+    return Learner(network=model, model=model, optimizer=optimizer, clock=CommClock(), mean=mean)
+
+
+def small(mean: nn.Module | None = None) -> Learner:
+    made = learner(nn.Linear(3, 2), mean)
+    made.network(torch.randn(4, 3)).sum().backward()
+    set_rate(made.optimizer, 0.1, 0.0)
+    made.optimizer.step()
+    return made
+
+
+def test_checkpoints_restore_everything_and_are_pruned(tmp_path: Path) -> None:
+    made = small()
+    for step in (5, 10, 15):
+        save_checkpoint(tmp_path, made, step=step, top1=float(step), keep=2, best=step == 5)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-0000010.pt", "step-0000015.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, "step-0000010.pt", "step-0000015.pt"]
+    fresh = learner(nn.Linear(3, 2))
+    assert load_checkpoint(tmp_path / BEST, fresh) == Progressed(step=5, top1=5.0)
+    assert torch.equal(fresh.network.weight, made.network.weight)
+    ours, theirs = made.optimizer.state_dict()["state"], fresh.optimizer.state_dict()["state"]
+    assert all(torch.equal(ours[k]["momentum_buffer"], theirs[k]["momentum_buffer"]) for k in ours)
+
+
+def test_a_checkpoint_of_another_model_names_the_keys(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, small(), step=1, top1=math.nan, keep=1, best=False)
+    with pytest.raises(InputError, match=r"2 keys differ, first bias: \(2,\) there, \(4,\) here"):
+        load_checkpoint(path, learner(nn.Linear(3, 4)))
+
+
+def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, small(), step=1, top1=1.0, keep=1, best=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="cannot read "):
+        load_checkpoint(path, learner(nn.Linear(3, 2)))
+
+    class Hostile:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save(Hostile(), path)
+    with pytest.raises(InputError, match="cannot read "):
+        load_checkpoint(path, learner(nn.Linear(3, 2)))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "classes"),
+    [*((name, 64, 1000) for name in SIZES), ("lenet", 28, 10), ("mnist-cnn", 28, 10), ("linear", 28, 10)],
+)
+def test_sizes_are_the_networks_own(name: str, side: int, classes: int) -> None:
+    """Parameters, operations of a training step and what autograd keeps, counted on the real network."""
+    side = 224 if name.startswith("alexnet") else side  # its layers after the convolutions do not shrink with the image
+    expected = workload_of(Recipe(model=ModelSection(name=name), data=DataSection(crop=side)), classes)
+    model = build_model(ModelSection(name=name), classes, side).to(memory_format=torch.channels_last)
+    assert sum(p.numel() for p in model.parameters()) == expected.parameters
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    images = torch.zeros(4, 3, side, side).to(memory_format=torch.channels_last)
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(images).sum()
+        loss.backward()
+    assert counter.get_total_flops() / 4 / 1e9 == pytest.approx(expected.gflop, rel=0.02)
+    assert sum(kept.values()) / 4 == pytest.approx(expected.activation_bytes, rel=0.02)
+
+
+def test_a_recipe_s_workload_scales_with_crop_and_classes() -> None:
+    whole = workload_of(Recipe())
+    small = workload_of(Recipe(data=DataSection(crop=112)), classes=10)
+    assert whole.parameters - small.parameters == 990 * 2049
+    assert small.gflop == pytest.approx(whole.gflop / 4)
+
+
+def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:
+    """A real training step in a process of its own; the estimate may be above by half, never much below."""
+    code = (
+        "import torch\n"
+        "from cputrain.models.build import build_model\n"
+        "from cputrain.recipe.schema import ModelSection\n"
+        "torch.set_num_threads(1)\n"
+        "model = build_model(ModelSection(name='resnet50'), classes=1000, side=224)\n"
+        "model.to(memory_format=torch.channels_last)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "for _ in range(2):\n"
+        "    images = torch.zeros(16, 3, 112, 112).to(memory_format=torch.channels_last)\n"
+        "    model(images).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        # Not ru_maxrss, which begins with what the process that started this one had.
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "print(int(status['VmHWM'].split()[0]) * 1024)\n"
+    )
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **keep}
+    )
+    recipe = Recipe(data=DataSection(crop=112))
+    estimate = footprint(workload_of(recipe), 16).total
+    assert 0.9 < estimate / int(said.stdout) < 1.5

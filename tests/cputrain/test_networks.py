@@ -1,0 +1,212 @@
+"""Networks and their variants: built as asked, or refused with what would do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from affinity.errors import InputError
+from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d
+from cputrain.models.build import batchnorms, build_model
+from cputrain.models.vision import import_torchvision
+from cputrain.models.weights import start_from
+from cputrain.recipe.schema import ModelSection
+from mpi.supervise.local import free_port
+
+
+def made(labels: int = 10, side: int = 64, **options: object) -> nn.Module:
+    torch.manual_seed(1)
+    return build_model(ModelSection(**options), labels, side)
+
+
+def test_strides_are_where_each_version_has_them() -> None:
+    for version, strides in (("v1", [(2, 2), (1, 1)]), ("v1.5", [(1, 1), (2, 2)])):
+        model = made(name="resnet50", stride=version)
+        for stage in (model.layer2, model.layer3, model.layer4):
+            assert [stage[0].conv1.stride, stage[0].conv2.stride] == strides
+            assert stage[1].conv1.stride == stage[1].conv2.stride == (1, 1)
+        assert model.layer1[0].conv1.stride == model.layer1[0].conv2.stride == (1, 1)
+        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_gammas_are_zero_where_they_are_asked_to_be(name: str, last: str) -> None:
+    def quiet(model: nn.Module) -> list[str]:
+        return [n for n, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d) and not layer.weight.any()]
+
+    assert quiet(made(name=name)) == []
+    stages = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
+    every = [f"layer{s + 1}.{b}.{last}" for s, blocks in enumerate(stages) for b in range(blocks)]
+    ends = [f"layer{s + 1}.{blocks - 1}.{last}" for s, blocks in enumerate(stages)]
+    assert quiet(made(name=name, zero_gamma="last_of_block")) == every
+    assert quiet(made(name=name, zero_gamma="last_of_stage")) == ends
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": "v1"}, {"bn_stats": "sync"}, {"bn_stats_batch": 4}, {"bn_stats": "running"}, {"freeze_to": "layer1"}],
+    ids=str,
+)
+def test_variants_keep_torchvision_s_state_dict(options: dict) -> None:
+    theirs = import_torchvision("models").resnet50(num_classes=10).state_dict()
+    made(name="resnet50", **options).load_state_dict(theirs)
+
+
+def test_alexnet_bn_has_batchnorm_after_each_convolution() -> None:
+    layers = list(made(name="alexnet-bn", side=224).features)
+    after = [layers[i + 1] for i, layer in enumerate(layers) if isinstance(layer, nn.Conv2d)]
+    assert len(after) == 5 and all(isinstance(layer, nn.BatchNorm2d) for layer in after)
+    assert batchnorms(made(name="alexnet", side=224)) == []
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_1", "googlenet", "mobilenet_v3_small"])
+def test_any_classifier_of_torchvision_trains(name: str) -> None:
+    model = made(name=f"torchvision:{name}", side=96)
+    assert model.training and model(torch.randn(2, 3, 96, 96)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "side", "told"),
+    [
+        ({"name": "torchvision:resnet500"}, 64, "torchvision has no classifier 'resnet500': nearest are resnet"),
+        (
+            {"name": "torchvision:vit_b_16"},
+            64,
+            "data.crop=64: torchvision:vit_b_16 cannot take images of 64 x 64",
+        ),
+        ({"name": "alexnet"}, 32, "data.crop=32: alexnet cannot take images of 32 x 32 pixels"),
+        ({"name": "resnet18", "classes": 9}, 64, "model.classes=9, but the data has 10 classes: set it to 10 or null"),
+        (
+            {"name": "resnet18", "freeze_to": "layer5"},
+            64,
+            "has no such layer: conv1, bn1, relu, maxpool, layer1, layer2",
+        ),
+        ({"name": "resnet18", "freeze_to": "fc"}, 64, "leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(options: dict, side: int, told: str) -> None:
+    with pytest.raises(InputError) as error:
+        made(side=side, **options)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_head_may_be_larger_than_the_data() -> None:
+    assert build_model(ModelSection(name="resnet18", classes=12), 10, 64).fc.out_features == 12
+
+
+def test_frozen_layers_stay_and_their_statistics_too() -> None:
+    model = made(name="resnet18", freeze_to="layer2.0")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert "layer2.1.conv1.weight" in trained and "fc.weight" in trained
+    assert not [name for name in trained if name.startswith(("conv1", "bn1", "layer1", "layer2.0"))]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.randn(4, 3, 64, 64)).sum().backward()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith(("layer2.1", "layer3", "layer4")) for name in changed)
+
+
+def test_parts_of_a_batch_are_normalised_each_by_itself() -> None:
+    torch.manual_seed(0)
+    layer, plain = PartsBatchNorm2d(5, momentum=0.3), nn.BatchNorm2d(5, momentum=0.3)
+    layer.part = 4
+    images = torch.randn(10, 5, 3, 3) * 2 + 1
+    pieces = images.tensor_split(3)  # 4, 3, 3
+    assert torch.allclose(layer(images), torch.cat([plain(piece) for piece in pieces]))
+    means = torch.stack([piece.mean((0, 2, 3)) for piece in pieces]).mean(0)
+    variances = torch.stack([piece.var((0, 2, 3)) for piece in pieces]).mean(0)
+    assert torch.allclose(layer.running_mean, 0.3 * means)
+    assert torch.allclose(layer.running_var, 0.7 + 0.3 * variances)
+    layer.eval()
+    assert torch.allclose(layer(images)[3], layer(images[3:4])[0]), "evaluation knows no parts"
+
+
+def test_running_statistics_are_used_and_left() -> None:
+    layer = made(name="resnet18", bn_stats="running").bn1
+    assert isinstance(layer, RunningBatchNorm2d) and layer.training
+    images = torch.randn(3, 64, 4, 4)
+    expected = functional.batch_norm(images, torch.zeros(64), torch.ones(64), layer.weight, layer.bias)
+    assert torch.allclose(layer(images), expected) and not layer.running_mean.any()
+
+
+TOGETHER = """
+import json, sys, torch, torch.distributed as dist, torch.distributed.nn.functional
+from cputrain.models.batchnorm import SyncBatchNorm2d
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+images = (torch.randn(7, 3, 4, 5, dtype=torch.float64) * 3 + 2).to(memory_format=torch.channels_last)
+weighing = torch.randn(7, 3, 4, 5, dtype=torch.float64)
+def run(layer, part):
+    mine = images[part].clone().requires_grad_()
+    out = layer(mine)
+    (out * weighing[part]).sum().backward()
+    return out, mine.grad, layer.weight.grad, layer.bias.grad
+def made(kind):
+    layer = kind(3, momentum=0.2).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))
+    return layer
+part = slice(0, 5) if rank == 0 else slice(5, 7)
+whole, ours = made(torch.nn.BatchNorm2d), made(SyncBatchNorm2d)
+expected, got = run(whole, slice(0, 7)), run(ours, part)
+for value in got[2:]:
+    dist.all_reduce(value)  # as DDP does
+close = [torch.allclose(expected[0][part], got[0]), torch.allclose(expected[1][part], got[1]),
+         torch.allclose(expected[2], got[2]), torch.allclose(expected[3], got[3]),
+         torch.allclose(whole.running_mean, ours.running_mean), torch.allclose(whole.running_var, ours.running_var)]
+ours.eval(); whole.eval()
+close.append(torch.allclose(whole(images), ours(images)))
+sys.stdout.write(json.dumps(close) + "\\n"); sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+
+def test_sync_batchnorm_is_batchnorm_over_all_ranks() -> None:
+    """Outputs, gradients and running statistics of 5 + 2 images on two ranks against 7 on one, in float64."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER],
+            env={**os.environ, **world, "RANK": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 7] * 2
+
+
+def test_weights_are_taken_over_and_a_head_of_other_classes_starts_anew(tmp_path: Path) -> None:
+    source = made(labels=7, name="resnet18")
+    torch.save(source.state_dict(), tmp_path / "state.pt")
+    torch.save({"model": source.state_dict(), "step": 3}, tmp_path / "checkpoint.pt")
+    for name in ("state.pt", "checkpoint.pt"):
+        torch.manual_seed(5)
+        model = build_model(ModelSection(name="resnet18"), 10, 64)
+        head = model.fc.weight.clone()
+        assert start_from(model, tmp_path / name) == ["fc.weight", "fc.bias"]
+        assert torch.equal(model.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
+        assert torch.equal(model.fc.weight, head)
+    same = build_model(ModelSection(name="resnet18"), 7, 64)
+    assert start_from(same, tmp_path / "state.pt") == [] and torch.equal(same.fc.weight, source.fc.weight)
+
+
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
+    torch.save(made(name="resnet34").state_dict(), tmp_path / "other.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "text.pt").write_text("no weights")
+    for name, told in (
+        ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) there, absent here"),
+        ("list.pt", "holds no weights but a list"),
+        ("text.pt", "cannot read"),
+        ("absent.pt", "cannot read"),
+    ):
+        with pytest.raises(InputError) as error:
+            start_from(made(name="resnet18"), tmp_path / name)
+        assert told in str(error.value)

@@ -1,0 +1,73 @@
+"""NaN, infinity and exploding losses: named, and what the recipe wants then."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from affinity.topology.sysfs import this_machine
+from cputrain.runs.events import read_events
+from tests.cputrain.test_training import SMALL
+from tests.support.commands import cputrain
+from tests.support.images import write_images
+from tests.support.trainings import trained
+
+pytestmark = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
+WHERE = "rank 1: loss nan at step 2, no number first in the output of relu.1, learning rate "
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", train=9, val=7)
+    return tmp_path
+
+
+def lossy(on_nan: str) -> tuple[str, ...]:
+    return ("imagefolder", *SMALL, f"on_nan={on_nan}", "schedule.peak_rate=0.01", f"output={on_nan}")
+
+
+def warnings(run: Path) -> list[str]:
+    return [event["what"] for event in read_events(run) if event["event"] == "warning"]
+
+
+def test_lost_numbers_are_named_and_the_recipe_says_what_then(place: Path) -> None:
+    """Rank 1 of two loses all numbers in the third of four steps: left out, rolled back, and the end of it."""
+    result = trained(place, 2, lossy("skip"), lossy("rollback"), lossy("stop"), poison=3)
+    assert result.returncode == 1
+    assert f"{WHERE}0.01: lower the peak rate, or see on_nan; stop/checkpoints/step-0000002.pt is kept" in result.stderr
+    assert warnings(place / "skip") == [f"{WHERE}0.01: the step is left out"]
+    back = f"{WHERE}0.01: back to the weights of step-0000002.pt, on with the next images"
+    assert warnings(place / "rollback") == [back]
+    for run in ("skip", "rollback"):
+        assert read_events(place / run)[-1]["status"] == "done" and read_events(place / run)[-1]["steps"] == 4
+    for run, last in (("skip", 4), ("rollback", 4), ("stop", 2)):
+        state = torch.load(place / run / f"checkpoints/step-{last:07d}.pt", weights_only=True)["model"]
+        assert all(bool(torch.isfinite(value.double()).all()) for value in state.values())
+
+
+def test_rollback_without_a_checkpoint_stops(place: Path) -> None:
+    result = trained(place, 2, lossy("rollback"), poison=1)
+    assert result.returncode == 1 and "rank 1: loss nan at step 0" in result.stderr
+
+
+def test_a_loss_that_explodes_is_warned_of_once(place: Path) -> None:
+    """A linear model at a rate that is far too high, on images whose labels mean nothing."""
+    train = place / "images/train"
+    for i in range(0, 9, 2):
+        one, other = train / f"class0/{i:03d}.jpg", train / f"class1/{i:03d}.jpg"
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+    explosive = (
+        "model.name=linear",
+        "model.zero_gamma=none",
+        "schedule.start_rate=3",
+        "schedule.peak_rate=3",
+        "epochs=4",
+    )
+    result = cputrain("train", "imagefolder", *SMALL, *explosive, cwd=place)
+    assert result.returncode == 0, result.stderr
+    (warned,) = warnings(place / "run")
+    assert warned.startswith("the loss is ")
+    assert "times the first step's, learning rate 3: lower the peak rate, or warm up for longer" in warned
+    assert warned in (place / "run/report.html").read_text().replace("&#39;", "'")

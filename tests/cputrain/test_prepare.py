@@ -1,0 +1,348 @@
+"""Images -> shards: killed and started again, odd files counted, damage found."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from affinity.errors import InputError
+from cputrain.cli import main
+from cputrain.data import prepare as preparing
+from cputrain.data.images import apportioned
+from cputrain.data.inspect import inspect
+from cputrain.data.mixing import classes_expected, classes_together
+from cputrain.data.order import epoch_order
+from cputrain.data.prepare import Options, prepare
+from cputrain.data.shards import RECORD, Shards
+from cputrain.data.source import open_dataset, open_folder, open_source
+from cputrain.data.survey import survey
+from cputrain.training.session import _check_labels
+from tests.support.commands import cputrain
+from tests.support.images import write_images, write_mnist
+
+
+def options(source: Path, kind: str = "imagefolder", **how: object) -> Options:
+    return Options(kind=kind, source=str(source), **how)
+
+
+def jpeg(seed: int, side: int = 40) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (side, side + 8, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()
+
+
+def test_a_share_of_each_class_is_split_off_by_the_seed(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images") / "train"
+    splits = [open_source("imagefolder", folder, val_fraction=0.25, seed=seed) for seed in (1, 1, 2)]
+    assert all(split.test is None for split in splits)
+    names = [[split.val.name(i) for i in range(len(split.val))] for split in splits]
+    assert names[0] == names[1] != names[2]
+    for split in splits:
+        assert Counter(split.val.labels.tolist()) == {0: 3, 1: 3, 2: 3}
+        all_names = [part.name(i) for part in (split.train, split.val) for i in range(len(part))]
+        assert len(set(all_names)) == 36
+    with pytest.raises(InputError, match=r"class class0 has 12 .*: too few to split off 0\.99"):
+        open_source("imagefolder", folder, val_fraction=0.99, seed=1)
+
+
+@given(
+    sizes=st.lists(st.integers(4, 400), min_size=1, max_size=30),
+    fraction=st.floats(0.26, 0.74),
+)
+def test_shares_of_classes_add_up_to_the_share_of_all(sizes: list[int], fraction: float) -> None:
+    counts = apportioned(fraction, sizes)
+    assert sum(counts) == round(fraction * sum(sizes))
+    assert all(abs(count - fraction * size) < 1 and count >= 1 for count, size in zip(counts, sizes, strict=True))
+
+
+def test_a_source_s_own_validation_images_become_the_test_split(tmp_path: Path) -> None:
+    """MNIST's 60,000 and 10,000 as the lab has them: 50,000, 10,000 and 10,000; here a thousandth, without rounding."""
+    write_mnist(tmp_path / "mnist", train=60, val=10, zipped=False)
+    dataset = open_source("mnist", tmp_path / "mnist", val_fraction=1 / 6, seed=1)
+    assert [len(images) for images in dataset.splits.values()] == [50, 10, 10]
+    assert Counter(dataset.val.labels.tolist()) == dict.fromkeys(range(10), 1), "one of each class"
+    whole = open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1)
+    assert whole.test is None and dataset.test is not None
+    assert [dataset.test.read(i) for i in range(10)] == [whole.val.read(i) for i in range(10)]
+    made = cputrain("prepare", "mnist", "mnist", "out", "--val-fraction", "1/6", cwd=tmp_path)
+    assert made.returncode == 0 and "out: test 10 images" in made.stdout, made.stderr
+    info = cputrain("data", "info", "out", cwd=tmp_path)
+    assert "test: 10 images" in info.stdout and survey(str(tmp_path / "out")).test == 10
+    assert cputrain("data", "show", "out", "--split", "test", cwd=tmp_path).returncode == 0
+    assert "0 of 70 samples damaged" in cputrain("data", "verify", "out", cwd=tmp_path).stdout
+
+
+def test_validation_and_test_images_are_drawn_from_a_source_without_them(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=20) / "train"
+    dataset = open_source("imagefolder", folder, val_fraction=0.2, test_fraction=0.1, seed=1)
+    assert [Counter(images.labels.tolist()) for images in dataset.splits.values()] == [
+        dict.fromkeys(range(3), count) for count in (14, 4, 2)
+    ]
+    names = [images.name(i) for images in dataset.splits.values() for i in range(len(images))]
+    assert len(set(names)) == 60
+    alone = open_source("imagefolder", folder, val_fraction=0.2, seed=1)
+    assert [alone.val.name(i) for i in range(12)] == [dataset.val.name(i) for i in range(12)]
+
+
+def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    shutil.copytree(folder / "val", folder / "test")
+    (folder / "test/class2/000.jpg").unlink()
+    for found in (open_folder(folder), open_source("imagefolder", folder, val_fraction=None, seed=1)):
+        assert [len(images) for images in found.splits.values()] == [36, 15, 14]
+    with pytest.raises(InputError, match="has validation and test images of its own: leave --val-fraction out"):
+        open_source("imagefolder", folder, val_fraction=0.25, seed=1)
+    shutil.rmtree(folder / "val")
+    assert (survey(str(folder)).val, survey(str(folder)).test) == (14, 0), (
+        "train/ and test/ alone, as many sets have it"
+    )
+    drawn = open_source("imagefolder", folder, val_fraction=0.25, seed=1)
+    assert [len(images) for images in drawn.splits.values()] == [27, 9, 14]
+    with pytest.raises(InputError, match="has images of its own to test on: give --val-fraction alone"):
+        open_source("imagefolder", folder, val_fraction=0.25, test_fraction=0.25, seed=1)
+    shutil.move(folder / "test", folder / "val")
+    (folder / "test").mkdir()
+    (folder / "test/0001.jpg").write_bytes(b"one without a class")
+    assert open_folder(folder).test is None, "images without classes are no split"
+
+
+@pytest.mark.parametrize("text", ["0", "1", "5/4", "-0.5", "1/0", "a sixth"])
+def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["prepare", "imagefolder", "images", "out", f"--val-fraction={text}"]) == 2
+    assert f"{text!r} is no share between 0 and 1, as in 0.2 or 1/6" in capsys.readouterr().err
+
+
+def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / f"in/{split}/a").mkdir(parents=True)
+        for i in range(4):
+            side = (300, 100)[i % 2]
+            (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, side))
+    prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
+    packed = Shards(tmp_path / "out", "train")
+    sizes = [Image.open(io.BytesIO(packed.read(i))).size for i in range(4)]
+    assert sorted(sizes) == [(108, 100), (108, 100), (131, 128), (131, 128)]  # smaller ones stay as large as they are
+    assert sizes == [(int(row["width"]), int(row["height"])) for row in packed.index]
+    assert all(inspect(packed.read(i)).suffix == ".jpg" for i in range(4))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: bool) -> None:
+    for split in ("train", "val"):
+        folder = tmp_path / f"in/{split}/odd"
+        folder.mkdir(parents=True)
+        Image.new("L", (20, 20), 7).save(folder / "grey.jpg")
+        Image.new("CMYK", (20, 20)).save(folder / "cmyk.jpeg")
+        Image.new("RGBA", (20, 20)).save(folder / "png.png")
+        (folder / "png.png").rename(folder / "really_png.jpg")
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.new("RGB", (20, 30)).save(folder / "turned.jpg", exif=exif)
+        (folder / "tail.jpg").write_bytes(jpeg(1) + b"trailing")
+        (folder / "cut.jpg").write_bytes(jpeg(1)[:700])
+        (folder / "page.jpg").write_bytes(b"<html>404</html>")
+        (folder / "empty.jpg").write_bytes(b"")
+    how = {"short_side": 16, "quality": 90} if anew else {}
+    made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, **how))["train"]
+    assert made["odd"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
+    assert made["images"] == 5 and len(made["damaged"]) == 3
+    assert sorted(line.split(":")[0].rsplit("/", 1)[1] for line in made["damaged"]) == [
+        "cut.jpg",
+        "empty.jpg",
+        "page.jpg",
+    ]
+    shards = Shards(tmp_path / "out", "train")
+    assert [shards.name(i).rsplit(":", 1)[1] for i in range(5)] == [f"{i:08d}" for i in range(5)]
+    result = cputrain("data", "verify", str(tmp_path / "out"), cwd=tmp_path)
+    assert result.returncode == 0 and "0 of 10 samples damaged" in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize("form", ["tar", "tfrecord"])
+def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
+    folder = write_images(tmp_path / "images", train=60)
+    command = ("prepare", "imagefolder", "images", "out", "--shards", "24", "--quality", "90", "--jobs", "1")
+    command = (*command, "--format", form)
+    process = subprocess.Popen((sys.executable, "-m", "cputrain", *command), cwd=tmp_path, stderr=subprocess.DEVNULL)
+    beside = tmp_path / ".out.partial"
+    deadline = time.monotonic() + 60
+    while len(list(beside.glob("train-*.json"))) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in shards_done(beside)}
+    assert done and not (tmp_path / "out").exists()
+    assert cputrain(*command, cwd=tmp_path).returncode == 0
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in done} == done, "whole shards are kept"
+    assert not beside.exists() and not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"][1:]
+    whole = prepare(open_folder(folder), tmp_path / "again", options(folder, shards=24, quality=90, format=form))
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
+    again = cputrain(*command, cwd=tmp_path)
+    assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
+    other = cputrain(*command, "--seed", "2", cwd=tmp_path)
+    assert other.returncode == 2 and "is already there, and is not this" in other.stderr
+
+
+def shards_done(beside: Path) -> list[Path]:
+    """The shards in an unfinished folder whose reports say that they are whole."""
+    done = {path.stem for path in beside.glob("train-*.json")}
+    return [path for path in beside.glob("train-*") if path.suffix != ".json" and path.name[:11] in done]
+
+
+def test_a_disk_that_is_too_small_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_images(tmp_path / "images")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preparing.shutil, "disk_usage", lambda _folder: usage._replace(free=1000))
+    with pytest.raises(InputError, match=r"has 0.0 GB free, the shards need about"):
+        prepare(open_folder(folder), tmp_path / "out", options(folder))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root, to mount a small file system")
+    folder, small = write_images(tmp_path / "images", train=60), tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+    assert mounted, "needs mount namespaces"
+    code = (
+        "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data import prepare as p\n"
+        "from cputrain.data.source import open_folder\np._check_space = lambda *_: None\n"
+        f"p.prepare(open_folder(Path({str(folder)!r})), Path({str(small)!r}) / 'out', "
+        "p.Options(kind='imagefolder', source='x', shards=2))\n"
+    )
+    script = f'mount -t tmpfs -o size=100k none {small} && {sys.executable} -c "$CODE"; echo rc=$?; find {small} | sort'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script], env={**os.environ, "CODE": code}, capture_output=True, text=True
+    )
+    assert "rc=1" in done.stdout and "No space left" in done.stderr, done.stderr[-500:]
+    whole = ("small/out", "train-00000.tar", "index.npy")
+    assert not [line for line in done.stdout.splitlines() if line.endswith(whole)]
+
+
+def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    (folder / "train/class2/004.jpg").unlink()
+    (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
+    result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
+    assert result.returncode == 0 and "left out 1 that cannot be read" in result.stdout, result.stderr
+    (tmp_path / ".second.partial").write_text("a file in the way")
+    result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "what is done is kept; mend that and give the same command" in result.stderr
+    (tmp_path / ".second.partial").unlink()
+    assert cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
+
+
+def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    prepare(open_folder(folder), tmp_path / "out", options(folder))
+    index = tmp_path / "out/train.index.npy"
+    records = np.load(index)
+    records[20]["label"] = 3
+    with index.open("wb") as file:
+        np.save(file, records)
+    with pytest.raises(InputError, match=r"train: .*train-00000.tar:00000020 has label 3, but there are 3 classes"):
+        _check_labels(open_dataset(str(tmp_path / "out")))
+    (folder / "train/class9").mkdir()
+    for reader in (open_dataset, survey):
+        with pytest.raises(InputError, match="class class9 has no image in"):
+            reader(str(folder))
+
+
+def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
+    ordered = np.repeat(np.arange(100), 32)
+    assert classes_together(ordered) == 1.0
+    shuffled = ordered[epoch_order(len(ordered), 1, 0)]
+    assert abs(classes_together(shuffled) - classes_expected(ordered)) < 0.5
+    assert 27 < classes_expected(ordered) < 28
+    for k in range(40):
+        for split in ("train", "val"):
+            (tmp_path / f"in/{split}/c{k:02d}").mkdir(parents=True)
+            for i in range(8):
+                (tmp_path / f"in/{split}/c{k:02d}/{i}.jpg").write_bytes(jpeg(1, 8))
+    made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path))
+    mix = made["train"]["mix"]
+    assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
+
+
+def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    prepare(open_folder(folder), tmp_path / "out", options(folder))
+    shard, index = tmp_path / "out/train-00000.tar", tmp_path / "out/train.index.npy"
+    records = np.load(index)
+    assert records.dtype == RECORD
+    data = bytearray(shard.read_bytes())
+    data[int(records[4]["offset"]) + 30] ^= 4
+    data[int(records[9]["offset"]) - 512 + 20] ^= 1
+    shard.write_bytes(data)
+    records[20]["label"] = 7
+    with index.open("wb") as file:
+        np.save(file, records)
+    result = cputrain("data", "verify", "out", cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"00000004, byte {int(records[4]['offset']):,}: the image's checksum is not the index's" in result.stdout
+    assert "00000009" in result.stdout and "the archive is damaged before it" in result.stdout
+    assert "00000020" in result.stdout and "label 7, but there are 3 classes" in result.stdout
+    assert "3 of 51 samples damaged" in result.stdout
+    plain = cputrain("data", "verify", "images", cwd=tmp_path)
+    assert plain.returncode == 2 and "only what cputrain prepare wrote" in plain.stderr
+
+
+def test_data_is_described_and_shown(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images")
+    (folder / "train/class1/000.jpg").write_bytes(b"junk")
+    for place in ("images", "out"):
+        if place == "out":
+            assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
+        info = cputrain("data", "info", place, cwd=tmp_path)
+        assert info.returncode == 0 and "3 classes: class0, class1, class2" in info.stdout
+        shown = cputrain("data", "show", place, "--count", "10", cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        with Image.open(tmp_path / "sheet.png") as sheet:
+            assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
+    assert "left out as damaged: 1" in info.stdout and "made with kind=imagefolder" in info.stdout
+    wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in wrong.stderr
+
+
+def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / f"in/{split}/a").mkdir(parents=True)
+        for i in range(300 if split == "train" else 1):
+            (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, 8))
+    prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, shards=300))
+    code = f"from cputrain.data.source import open_dataset; print(len(open_dataset({str(tmp_path / 'out')!r}).train))"
+    limited = f'ulimit -S -n 256; exec {sys.executable} -c "{code}"'
+    said = subprocess.run(["sh", "-c", limited], capture_output=True, text=True)
+    assert said.stdout == "300\n", said.stderr[-500:]
+
+
+def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
+    """1.28 million samples: mapped, not parsed; what is resident grows by what is used."""
+    count = 1_281_167
+    (tmp_path / "train-00000.tar").write_bytes(b"")
+    np.save(tmp_path / "train.index.npy", np.zeros(count, dtype=RECORD))
+    made = {"images": count, "shards": 1, "bytes": [0]}
+    manifest = {"version": 2, "classes": ["a"], "made": {}, "splits": {"train": made}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom cputrain.data.shards import Shards\n"
+        "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        f"before = rss(); shards = Shards(Path({str(tmp_path)!r}), 'train'); print(len(shards), rss() - before)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(said[0]) == count and int(said[1]) < 20 << 20

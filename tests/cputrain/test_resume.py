@@ -1,0 +1,217 @@
+"""Runs that go on: what may change, from which folder, how long they took, and what is evaluated of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import read_events
+from cputrain.runs.resume import Facts, changes_training, differences, refusal
+from tests.cputrain.test_training import PPN
+from tests.support.by_hand import plan_of, ranks_by_hand
+from tests.support.commands import cputrain, refused
+from tests.support.images import write_images
+
+LENET = (
+    *("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "epochs=900"),
+    *("schedule.warmup_epochs=1", "comm.backend=gloo", f"plan.ppn={PPN}"),
+)
+FACTS = Facts(workers=2, global_batch=12, train_images=27, classes=3)
+
+
+def raw(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def killed(place: Path, *arguments: str) -> int:
+    """Train until a checkpoint is written, then kill a rank; the newest checkpoint's step."""
+    argv = [sys.executable, "-m", "cputrain", "train", *arguments]
+    with subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        events = place / "run/events.jsonl"
+        deadline = time.monotonic() + 120
+        while not (events.is_file() and '"checkpoint"' in events.read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1, err
+    return max(int(path.stem.removeprefix("step-")) for path in (place / "run/checkpoints").glob("step-*.pt"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after a checkpoint, resumed from another folder with other workers, and finished."""
+    place = tmp_path_factory.mktemp("resume")
+    write_images(place / "images", train=9, val=7)
+    write_images(place / "fewer", train=8, val=7)
+    (place / "elsewhere").mkdir()
+    step = killed(place, "imagefolder", *LENET, "output=run")
+    assert [event["event"] for event in raw(place / "run")].count("end") == 0
+    shutil.copytree(place / "run", place / "killed")
+    changed = (f"max_steps={step + 3}", "plan.ppn=1", f"batch.accumulation={PPN}", "name=other")
+    ended = cputrain("train", "../run", "--resume", *changed, cwd=place / "elsewhere")
+    assert ended.returncode == 0, ended.stderr
+    (place / "said").write_text(ended.stdout)
+    return place
+
+
+def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> None:
+    said, steps = (place / "said").read_text(), read_events(place / "run")[-1]["steps"]
+    workers = "1 worker(s), were 2, " if PPN == 2 else ""
+    passes = f"batch.accumulation: 1 -> {PPN}, " if PPN == 2 else ""
+    told = (
+        f"../run goes on after step {steps - 3}, with {workers}name: imagefolder -> other, {passes}max_steps: null -> "
+    )
+    assert said.count(told) == 1, said
+    recipe = load_recipe(str(place / "run/recipe.yaml"))
+    assert (recipe.name, recipe.max_steps) == ("other", steps), "what is resumed with is what the folder holds"
+    given = f'# Paths as given in "{place}": data.path="images", output="run"'
+    assert (place / "killed/recipe.yaml").read_text().splitlines()[0] == given
+    assert [e["step"] for e in read_events(place / "run") if e["event"] == "step"] == list(range(1, steps + 1))
+
+
+def test_time_to_train_is_that_of_all_starts_and_wall_time_has_the_waits(place: Path) -> None:
+    events = raw(place / "run")
+    second = [i for i, event in enumerate(events) if event["event"] == "start"][1]
+    end = events[-1]
+    first_s = events[second - 1]["time"] - events[0]["time"]
+    second_s = end["time"] - events[second]["time"]
+    assert end["starts"] == 2 and end["time_to_train_s"] == pytest.approx(first_s + second_s, abs=0.05)
+    assert end["wall_time_s"] == pytest.approx(end["time"] - events[0]["time"], abs=0.05)
+    assert end["wall_time_s"] > end["time_to_train_s"] + 0.5, "the ranks' start lies between"
+    said = (place / "said").read_text()
+    assert f"time to train        {end['time_to_train_s']:.1f} s over 2 starts" in said
+    assert f"wall time            {end['wall_time_s']:.1f} s" in said
+    html = (place / "run/report.html").read_text()
+    assert f"{end['time_to_train_s']:.1f} s over 2 starts" in html and "wall time" in html
+
+
+def test_a_finished_run_is_not_trained_again(place: Path) -> None:
+    before = contents(place / "run")
+    again = cputrain("train", "run", "--resume", cwd=place)
+    assert again.returncode == 0 and "run is finished: " in again.stdout and again.stdout.count("\n") == 1
+    plan = plan_of(place, "run/recipe.yaml", "output=run")
+    ranks = ranks_by_hand(place, plan, "train", "run", "--resume")
+    assert all(rank.returncode == 0 for rank in ranks), ranks[0].stderr
+    assert "run is finished: " in ranks[0].stdout
+    assert contents(place / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("optim.name=adam",), "optim.name: momentum -> adam would change what the run in run computes"),
+        (("schedule.peak_rate=0.5",), "schedule.peak_rate: auto -> 0.5 would change"),
+        (("epochs=901",), "epochs: 900 -> 901 would change"),
+        (
+            ("data.path=fewer",),
+            "data.path=fewer holds 24 training images of 3 classes, the run in run was trained on 27",
+        ),
+        (("batch.local=3",), f"make a global batch of {3 * PPN}, the run in run has {6 * PPN}"),
+    ],
+)
+def test_what_would_change_the_training_is_refused_and_nothing_is_written(
+    place: Path, settings: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "killed", tmp_path / "run")
+    for images in ("images", "fewer"):
+        (tmp_path / images).symlink_to(place / images)
+    before = contents(tmp_path / "run")
+    same = ("data.path=images", "output=run", "--resume")
+    said = refused(cputrain("train", "imagefolder", *LENET, *same, *settings, cwd=tmp_path))
+    assert told in said and contents(tmp_path / "run") == before
+
+
+def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
+    """Its recipe, its best or last checkpoint, or a list of them; progress is told by tenths of the batches."""
+    shutil.copytree(place / "run", place / "moved")
+    elsewhere = place / "elsewhere"
+    several = ("--checkpoint", "../moved/checkpoints", "--checkpoint", "../run/checkpoints/best.pt")
+    shown = cputrain("eval", "../moved", *several, "plan.ppn=1", "evaluate.batch=1", cwd=elsewhere)
+    assert shown.returncode == 0, shown.stderr
+    end = raw(place / "run")[-1]
+    told = f"step {end['steps']}  top-1 {end['top1']:.2f} %  top-5 {end['top5']:.2f} %  loss "
+    assert told in shown.stdout and "21 images, each once, " in shown.stdout
+    text, _, table = shown.stdout.partition("\n\n")
+    head, *rows = (line.split() for line in table.splitlines())
+    assert head == ["checkpoint", "step", "top-1", "%", "top-5", "%", "loss", "s"] and len(rows) >= 3
+    tenths = [f"Evaluation [{done}/21]" for done in (3, 5, 7, 9, 11, 13, 15, 17, 19, 21)]
+    assert [line for line in text.splitlines() if line.startswith("Evaluation")] == tenths * len(rows)
+    found = cputrain("eval", "../moved", "--last", "--json", f"plan.ppn={PPN}", cwd=elsewhere)
+    data = json.loads(found.stdout)
+    assert (data["workers"], data["batch"]) == (PPN, 6) and "Evaluation [2/2]" in found.stderr
+    (last,) = data["results"]
+    assert (last["step"], last["top1"], last["top5"]) == (end["steps"], end["top1"], end["top5"])
+    assert last["images"] == 21 and last["checkpoint"].startswith("../moved/checkpoints/step-")
+    assert last["loss"] == pytest.approx(float(next(row[4] for row in rows if row[0] == last["checkpoint"])), abs=1e-4)
+
+
+def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
+    (place / "junk.pt").write_text("junk")
+    asked = {
+        ("imagefolder",): "eval needs --checkpoint PATH beside a recipe, or a run's folder in its place",
+        ("run", "--last", "--checkpoint", "junk.pt"): "exclude each other",
+        ("run", "--checkpoint", "images"): "checkpoint images is not there",
+        ("run", "--checkpoint", "junk.pt"): "cannot read junk.pt",
+        ("run", "model.name=linear"): "checkpoint run/checkpoints/best.pt is of another model: ",
+    }
+    for arguments, told in asked.items():
+        assert told in refused(cputrain("eval", *arguments, cwd=place))
+
+
+def recipe(*settings: str) -> Recipe:
+    return load_recipe("imagefolder", ("data.path=images", *settings))
+
+
+def test_paths_are_compared_as_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    absolute = recipe(f"data.path={tmp_path}/images", "model.weights=/w.pt", "output=/moved")
+    assert differences(recipe("model.weights=/w.pt"), absolute) == {}
+    assert differences(recipe(), recipe("data.path=other"))["data.path"] == (f"{tmp_path}/images", f"{tmp_path}/other")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        (("epochs=8",), ("epochs=9",), {"epochs"}),
+        (("epochs=8", "schedule.name=constant"), ("epochs=9", "schedule.name=constant"), set()),
+        ((), ("data.augment.rotate=0.1", "data.decoder=pillow"), {"data.augment.rotate"}),
+        ((), ("comm.compression=bf16", "comm.bucket_mb=4"), {"comm.compression"}),
+        ((), ("plan.ppn=1", "engine=compile", "max_steps=3", "evaluate.batch=5", "checkpoint.keep=9"), set()),
+        ((), ("phases=[{from_epoch: 1, crop: 64}]",), {"phases"}),
+        ((), ("seed=2", "data.path=staged", "on_nan=skip"), {"seed"}),
+    ],
+)
+def test_only_what_decides_how_and_where_may_change(old: tuple[str, ...], new: tuple[str, ...], changes: set) -> None:
+    a, b = recipe(*old), recipe(*new)
+    assert set(changes_training(differences(a, b), b)) == changes
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [(("batch.local=6",), 1), (("batch.local=6",), 4), (("batch.local=5", "batch.accumulation=5"), 3)],
+)
+def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], workers: int) -> None:
+    new = recipe(*settings)
+    batch = workers * new.batch.local * new.batch.accumulation
+    now = Facts(workers=workers, global_batch=batch, train_images=27, classes=3)
+    said = refusal(Path("run"), recipe("batch.local=6"), new, FACTS, now)
+    assert said and said.endswith("the run in run has 12 (2 workers): set batch.global=12")
+    advised = recipe("batch.local=6", "batch.global=12")
+    assert refusal(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12)) is None
+    assert refusal(Path("run"), recipe("batch.local=6"), new, FACTS, FACTS) is None
+    assert refusal(Path("run"), recipe("batch.local=6"), new, None, now) is None, "nothing was trained yet"

@@ -1,0 +1,105 @@
+"""Hostfiles of every launcher, right and wrong."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from mpi.hosts.hostfile import Host, allocated_hosts, format_hosts, parse_hosts, read_hostfile
+
+
+def parsed(text: str) -> list[tuple[str, int | None]]:
+    return [(host.name, host.slots) for host in parse_hosts(text, "f").hosts]
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "hosts"),
+    [
+        ("h1\nh2\n", "plain", [("h1", None), ("h2", None)]),
+        ("h1:4\r\nh2:2\r\n", "hydra", [("h1", 4), ("h2", 2)]),
+        ("# job 7\n\nh1 slots=4 max_slots=8\nh2 slots=2 # slow\n", "openmpi", [("h1", 4), ("h2", 2)]),
+        ("h1:2 binding=user:0,1\nh2:2 binding=user:2,3", "hydra", [("h1", 2), ("h2", 2)]),
+        ("h1\nh1\nh2\nh2\n", "plain", [("h1", 2), ("h2", 2)]),  # $PBS_NODEFILE
+        ("n[001-003]\ngpu-x3", "plain", [("n001", None), ("n002", None), ("n003", None), ("gpu-x3", None)]),
+        ("me@h1:2\n10.0.0.7:4\n", "hydra", [("me@h1", 2), ("10.0.0.7", 4)]),
+        ("fe80::1\n::1\n", "plain", [("fe80::1", None), ("::1", None)]),
+        ("[fe80::1]:4\n", "hydra", [("[fe80::1]", 4)]),
+        ("h1", "plain", [("h1", None)]),
+    ],
+)
+def test_every_format_is_recognised(text: str, form: str, hosts: list) -> None:
+    assert parsed(text) == hosts
+    assert parse_hosts(text, "f").form == form
+
+
+NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,6}(-[a-z0-9]{1,4})?", fullmatch=True), min_size=1, unique=True)
+
+
+@pytest.mark.parametrize("form", ["openmpi", "hydra", "plain"])
+@given(names=NAMES, data=st.data())
+def test_hostfiles_round_trip(form: str, names: list[str], data: st.DataObject) -> None:
+    hosts = tuple(Host(name=name, slots=data.draw(st.integers(2, 9))) for name in names)
+    assert parse_hosts(format_hosts(hosts, form), "f").hosts == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "names no host"),
+        ("# nothing\n\n", "names no host"),
+        ("h1 slots=4\nh2:4\n", "Open MPI's .* at line 1 and Intel MPI's and MPICH's .* at line 2"),
+        ("h1:4\nh1:4\n", "f:2: host h1 is there twice"),
+        ("h1 slots=four", "f:1: slots=four"),
+        ("h1:0", "0 slots"),
+        ("h1 cpus=4", "cpus=4 is not"),
+        ("h1;reboot", "no host name"),
+        ("h1\n$(touch x)", "f:2"),
+        ("-oProxyCommand=x", "no host name"),
+        ("h 1", "1= is not"),
+        ("h1:4 slots=4", "mend the line"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        parse_hosts(text, "f")
+
+
+@given(st.text(max_size=30))
+def test_no_text_gives_a_name_that_a_shell_would_read(text: str) -> None:
+    try:
+        hosts = parse_hosts(text, "f").hosts
+    except InputError:
+        return
+    assert all(
+        set(host.name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-@:[]%")
+        for host in hosts
+    )
+    assert not any(host.name.startswith("-") for host in hosts)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "absent", tmp_path / "b", tmp_path):
+        with pytest.raises(InputError, match="cannot read the hostfile"):
+            read_hostfile(path)
+
+
+def test_slurm_and_pbs_tell_their_hosts(tmp_path: Path) -> None:
+    slurm = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS": "7"}
+    found = allocated_hosts(slurm)
+    assert found is not None
+    assert [(host.name, host.slots) for host in found.hosts] == [("n1", 2), ("n2", 2), ("n3", 2), ("m1", 1)]
+    with pytest.raises(InputError, match="does not match the 4 hosts"):
+        allocated_hosts({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    pbs = allocated_hosts({"PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert pbs is not None and [(host.name, host.slots) for host in pbs.hosts] == [("a", 2), ("b", 2)]
+    assert allocated_hosts({}) is None
+
+
+def test_ten_thousand_hosts() -> None:
+    hosts = tuple(Host(name=f"n{i:05}", slots=4) for i in range(10_000))
+    for form in ("openmpi", "hydra"):
+        assert parse_hosts(format_hosts(hosts, form), "f").hosts == hosts

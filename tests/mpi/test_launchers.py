@@ -1,0 +1,276 @@
+"""Real launchers: every rank tells who it is and which PUs the kernel gave it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.sysfs import this_machine
+from mpi.hosts.groups import Kind, job_plan_json
+from mpi.launchers.detect import find_launcher
+from mpi.launchers.job import Job
+from mpi.launchers.start import bound, start
+from tests.support.commands import cputrain, mpi_path
+from tests.support.images import write_images
+
+CORES = len(this_machine().allowed_cores)
+WORKERS = min(2, CORES)
+ASKED = Request(ppn=WORKERS)
+TELL = (
+    "import os, json; from affinity.ranks.rank import discover; rank = discover(os.environ); "
+    "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, sorted(os.sched_getaffinity(0)), "
+    "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], os.environ.get('GREETING')]).encode() + b'\\n')"
+)
+# A script that needs nothing of ours: its PUs, its numbers by all names, where it would meet the others.
+WHO = """
+import json, os
+names = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+numbers = [[os.environ.get(name) for name in four] for four in names]
+place = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")]
+os.write(1, json.dumps([sorted(os.sched_getaffinity(0)), *numbers, *place]).encode() + b"\\n")
+"""
+# A C program in few words: MPI_Init, the sum of 1 + rank over all ranks.
+MPI_SUM = """
+import ctypes, os, sys
+mpi = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+assert mpi.MPI_Init(None, None) == 0
+is_open_mpi = hasattr(mpi, "ompi_mpi_comm_world")
+def handle(name, number):
+    symbol = ctypes.c_char.in_dll(mpi, name) if is_open_mpi else None
+    return ctypes.c_void_p(ctypes.addressof(symbol)) if is_open_mpi else ctypes.c_int(number)
+world, of_int, add = handle("ompi_mpi_comm_world", 0x44000000), handle("ompi_mpi_int", 0x4c000405), \
+    handle("ompi_mpi_op_sum", 0x58000003)
+rank, size, total = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+mpi.MPI_Comm_rank(world, ctypes.byref(rank))
+mpi.MPI_Comm_size(world, ctypes.byref(size))
+mpi.MPI_Allreduce(ctypes.byref(ctypes.c_int(rank.value + 1)), ctypes.byref(total), 1, of_int, add, world)
+told = f"MPI {rank.value} of {size.value}, sum {total.value}, PMI_RANK {os.environ.get('PMI_RANK')}"
+os.write(1, told.encode() + b"\\n")
+mpi.MPI_Finalize()
+"""
+MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
+
+
+def ran(
+    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = ASKED
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **mpi_path(name)}
+    plan = plan_machine(this_machine(), request, Runtime())
+    job = Job(
+        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        command=command,
+        plan_path=folder / "plan.json",
+        log_dir=folder / "logs",
+        binder=binder,
+        variables=(("GREETING", "good morning, 'you'"),),
+    )
+    launcher = find_launcher(name.removesuffix("4"), env)
+    assert launcher.version[:1] == {"intelmpi": (2021,), "openmpi": (5,), "openmpi4": (4,), "mpich": (5,)}[name]
+    made = start(job, launcher, bound(job), folder)
+    job.plan_path.write_text(job_plan_json(job.kinds))
+    for path, text in made.files:
+        path.write_text(text)
+    return subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("binder", ["self", "launcher"])
+@pytest.mark.parametrize("name", MPI)
+def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
+    result = ran(name, tmp_path, binder, (sys.executable, "-c", TELL))
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    assert said == [
+        [i, WORKERS, i, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
+        for i, worker in enumerate(plan.workers)
+    ]
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_path: Path) -> None:
+    request = Request(ppn=CORES + 1, oversubscribe=True)
+    result = ran(name, tmp_path, "self", (sys.executable, "-c", TELL), request)
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    assert [(one[0], one[3]) for one in said] == [
+        (i, list(worker.pus)) for i, worker in enumerate(plan_machine(this_machine(), request, Runtime()).workers)
+    ]
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_launcher_s_wrong_binding_is_told(name: str, tmp_path: Path) -> None:
+    """Bound by nobody, though the plan says that the launcher binds: both masks are named."""
+    if WORKERS < 2:
+        pytest.skip(reason="needs two cores")
+    env = {**os.environ, **mpi_path(name)}
+    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    job = Job(
+        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        command=("true",),
+        plan_path=tmp_path / "plan.json",
+        log_dir=tmp_path / "logs",
+    )
+    launcher = find_launcher(name.removesuffix("4"), env)
+    made = start(job, launcher, bound(Job(**{**fields(job), "binder": "launcher"})), tmp_path)
+    job.plan_path.write_text(job_plan_json(job.kinds))
+    for path, text in made.files:
+        path.write_text(text)
+    result = subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "the launcher bound PUs 0-1 (mask 0x3), planned" in result.stderr
+
+
+def fields(job: Job) -> dict:
+    return {name: getattr(job, name) for name in ("kinds", "command", "plan_path", "log_dir")}
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> None:
+    """plan --write with a path that needs quotes, then launch.sh from another folder, of which it finds a script, in a
+    plain environment, where `python` is the one that planned."""
+    folder = tmp_path / "it's a job"
+    planned = ("plan", "--ppn", str(WORKERS), "--hosts", "localhost", "--launcher", name.removesuffix("4"))
+    written = cputrain(*planned, "--write", str(folder), **path_of(name, tmp_path))
+    assert written.returncode == 0, written.stderr
+    assert {"plan.json", "plan.svg", "hosts", "launch.sh"} <= {path.name for path in folder.iterdir()}
+    checker = Path(sys.executable).with_name("shellcheck")
+    assert subprocess.run([checker, folder / "launch.sh"], capture_output=True).returncode == 0
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (place / "x.py").write_text(WHO)
+    check_ranks(plainly([str(folder / "launch.sh"), "python", "x.py"], place))
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None:
+    """By hand, with affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
+    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "plan.json").write_text(cputrain("plan", "--ppn", str(WORKERS), "--format", "json").stdout)
+    path = path_of(name, tmp_path)
+    launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
+    mpirun = [*(f"{n}={value}" for n, value in launcher.variables), f"PATH={path['PATH']}", launcher.program]
+    unbound = {"intelmpi": ["-genv", "I_MPI_PIN", "0"], "mpich": []}.get(name, ["--bind-to", "none"])
+    if name.startswith("openmpi"):
+        unbound += ["--allow-run-as-root", *(["--prefix", launcher.prefix] if launcher.prefix else [])]
+    mpirun = ["env", *mpirun, *unbound, "-np", str(WORKERS), sys.executable, "-m"]
+    check_ranks(plainly([*mpirun, "affinity.bind", "--plan", "plan.json", "--", sys.executable, "x.py"], tmp_path))
+    check_ranks(plainly([*mpirun, "cputrain", "launch", "--", sys.executable, "x.py"], tmp_path))
+    assert not (tmp_path / "runs").exists()
+    refused = plainly([*mpirun, "cputrain", "launch", "--ppn", "7", "--", "true"], tmp_path)
+    assert refused.returncode != 0 and f"--ppn 7, but {WORKERS} ranks were started on this host" in refused.stderr
+    command = ("plan", "--ppn", str(WORKERS), "--launcher", name.removesuffix("4"), "--format", "command")
+    shown = cputrain(*command, **path).stdout.replace("CMD...", f"{sys.executable} x.py")
+    check_ranks(plainly(["sh", "-c", shown], tmp_path))
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -> None:
+    """A program of the real MPI has MPI's ranks under its mpirun, and is alone under `cputrain launch`."""
+    path = path_of(name, tmp_path)
+    launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
+    library = "libmpi.so.40" if launcher.kind == "openmpi" else "libmpi.so.12"
+    folder = f"{launcher.prefix}/lib/" if launcher.prefix else ""
+    program = ("--", sys.executable, "-c", MPI_SUM, f"{folder}{library}")
+    found = {**path, **dict(launcher.variables), "LD_LIBRARY_PATH": folder}
+    alone = cputrain("launch", "--ppn", str(WORKERS), *program, cwd=tmp_path, **found)
+    assert alone.returncode == 0, alone.stderr
+    assert sorted(alone.stdout.splitlines()) == [f"[{i}] MPI 0 of 1, sum 1, PMI_RANK {i}" for i in range(WORKERS)]
+    together = ran(name, tmp_path, "self", program[1:])
+    assert together.returncode == 0, together.stderr
+    total = WORKERS * (WORKERS + 1) // 2
+    said = sorted(line for line in together.stdout.splitlines() if line.startswith("MPI"))
+    assert said == [f"MPI {i} of {WORKERS}, sum {total}, PMI_RANK {i}" for i in range(WORKERS)]
+
+
+def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints(tmp_path: Path) -> None:
+    """The documents' `mpirun -np N -ppn N`, and what `plan RECIPE` prints with a relative path, from another folder."""
+    write_images(tmp_path / "images", train=4, val=1)
+    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=2", "schedule.warmup_epochs=0")
+    training = ("imagefolder", "data.path=images", *network, "epochs=1", "comm.backend=gloo")
+    path = mpi_path("intelmpi")
+    launcher = find_launcher("intelmpi", {**os.environ, **path})
+    mpirun = [
+        "env",
+        *(f"{n}={v}" for n, v in launcher.variables),
+        f"PATH={path['PATH']}",
+        "mpirun",
+        "-ppn",
+        str(WORKERS),
+    ]
+    train = [sys.executable, "-m", "cputrain", "train", *training, "output=one"]
+    direct = plainly([*mpirun, *train], tmp_path)
+    assert direct.returncode == 0 and "top-1 " in direct.stdout, direct.stderr
+    planned = ("plan", *training, "--ppn", str(WORKERS), "--launcher", "intelmpi", "--format", "command")
+    shown = cputrain(*planned, cwd=tmp_path, **path).stdout
+    assert f"data.path={tmp_path}/images" in shown and "data.path=images" not in shown
+    (tmp_path / "elsewhere").mkdir()
+    there = plainly(["sh", "-c", shown], tmp_path / "elsewhere")
+    assert there.returncode == 0 and "top-1 " in there.stdout, there.stderr
+
+
+def test_torchrun_s_ranks_may_be_launched(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(WHO)
+    argv = [f"--nproc-per-node={WORKERS}", "--no-python", sys.executable, "-m", "cputrain", "launch", "--"]
+    check_ranks(plainly([sys.executable, "-m", "torch.distributed.run", *argv, sys.executable, "x.py"], tmp_path))
+
+
+def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
+    """What plan and a dry run of launch print for a host without a launcher."""
+    (tmp_path / "x.py").write_text(WHO)
+    ppn = ("--ppn", str(WORKERS))
+    shown = cputrain("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    check_ranks(plainly(["sh", "-c", shown], tmp_path))
+    failing = shown.replace(f"{sys.executable} x.py", "sh -c 'exit $((3 + RANK))'")
+    assert plainly(["sh", "-c", failing], tmp_path).returncode == 2 + WORKERS
+    told = cputrain("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
+    check_ranks(plainly(["sh", "-c", told[-1]], tmp_path))
+    worker = next(line for line in told if line.startswith("  env RANK=0 "))
+    assert "--plan runs/launch-" in worker and f"WORLD_SIZE={WORKERS} " in worker
+
+
+def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
+    told = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
+    assert f"{sys.executable} -m mpi.supervise.agent --report-to 127.0.0.1:PORT --into " in told
+    assert "CPUTRAIN_JOB_TOKEN TOKEN " in told and "launch.sh CMD" in told
+
+
+def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in another folder, with nothing in the environment but what a login shell has."""
+    env = {"HOME": os.environ.get("HOME", "/"), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def check_ranks(result: subprocess.CompletedProcess[str]) -> None:
+    """Every rank told who it is, by every name alike, was bound as planned, and would meet the others."""
+    assert result.returncode == 0, result.stderr
+    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    host = [said[0][5], said[0][6], "lo"]
+    assert host[0] in ("127.0.0.1", "localhost") and host[1].isdigit()
+    assert [line[5:] for line in said] == [host] * WORKERS
+    numbers = [[str(n) for n in (i, WORKERS, i, WORKERS)] for i in range(WORKERS)]
+    assert [line[1:5] for line in said] == [[number] * 4 for number in numbers]
+    assert [line[0] for line in said] == [list(worker.pus) for worker in plan.workers]
+
+
+def path_of(name: str, folder: Path) -> dict[str, str]:
+    """PATH with the launcher first, also where this Python's own folder is on it."""
+    path = mpi_path(name)
+    return {"PATH": f"{link_first(folder)}:{path['PATH']}"} if name == "openmpi4" else path
+
+
+def link_first(folder: Path) -> Path:
+    """A folder with the system's mpirun, to stand before this Python's on PATH."""
+    (folder / "bin").mkdir()
+    (folder / "bin/mpirun").symlink_to("/usr/bin/mpirun.openmpi")
+    return folder / "bin"

@@ -1,0 +1,177 @@
+"""Real workers: they end well, die, are killed, are interrupted; nothing stays behind."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError, RunError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.sysfs import this_machine
+from cputrain.cli.launch import new_folder
+from cputrain.runs.folder import write_plan
+from mpi.hosts.groups import Kind
+from mpi.launchers.job import Job
+from mpi.supervise.local import run_local
+from tests.support.commands import cputrain
+
+WORKERS = min(2, len(this_machine().allowed_cores))
+SPAWN = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print('child', p.pid, flush=True); "
+needs_two = pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
+
+
+def job(tmp_path: Path, code: str) -> Job:
+    plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
+    write_plan(tmp_path / "plan.json", plan)
+    command = (sys.executable, "-c", code)
+    return Job(
+        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        command=command,
+        plan_path=tmp_path / "plan.json",
+        log_dir=tmp_path / "logs",
+    )
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+
+
+def children(tmp_path: Path) -> list[int]:
+    text = "".join(path.read_text() for path in (tmp_path / "logs").glob("rank-*.log"))
+    return [int(line.split()[1]) for line in text.splitlines() if line.startswith("child ")]
+
+
+def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    code = (
+        "import os, sys; e = os.environ; "
+        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0))); "
+        "print('to stderr', file=sys.stderr)"
+    )
+    made = job(tmp_path, code)
+    assert run_local(made, out, err) == 0
+    for worker in made.plan.workers:
+        rank = worker.local_rank
+        said = f"{rank} {rank} {WORKERS} {WORKERS} {list(worker.pus)}"
+        assert f"[{rank}] {said}" in out.getvalue()
+        log = (tmp_path / f"logs/rank-{rank}.log").read_text()
+        assert said in log and "to stderr" in log
+    assert "to stderr" in err.getvalue() and "to stderr" not in out.getvalue()
+
+
+@needs_two
+def test_a_script_that_reads_another_launcher_s_names_is_one_training(tmp_path: Path) -> None:
+    """The pattern of Intel's examples, and the same for Open MPI and Slurm, with real all-reduces."""
+    (tmp_path / "x.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "names = [('PMI_RANK', 'PMI_SIZE'), ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),\n"
+        "         ('SLURM_PROCID', 'SLURM_NTASKS')]\n"
+        "for number, (rank, size) in enumerate(names):\n"
+        "    os.environ['RANK'] = str(os.environ.get(rank, 0))\n"
+        "    os.environ['WORLD_SIZE'] = str(os.environ.get(size, 1))\n"
+        "    os.environ['MASTER_PORT'] = str(port + number)\n"
+        "    dist.init_process_group('gloo')\n"
+        "    value = torch.tensor([float(dist.get_rank() + 1)])\n"
+        "    dist.all_reduce(value)\n"
+        "    print(f'{rank} {dist.get_rank()} of {dist.get_world_size()} sum {value.item()}')\n"
+        "    dist.destroy_process_group()\n"
+    )
+    result = cputrain("launch", "--ppn", "2", "--", sys.executable, "x.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    expected = [f"[{i}] {name} {i} of 2 sum 3.0" for i in range(2) for name in names]
+    assert sorted(result.stdout.splitlines()) == expected
+
+
+def test_no_two_launches_share_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/launch-20260102-030405"
+    made = [new_folder(folder, named=False) for _ in range(3)]
+    assert [path.name.removeprefix(folder.name) for path in made] == ["", "-2", "-3"]
+    assert new_folder(tmp_path / "mine", named=True) == tmp_path / "mine"
+    with pytest.raises(InputError, match="mine is there already"):
+        new_folder(tmp_path / "mine", named=True)
+    started = [start_launch(tmp_path) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in started] == [0, 0]
+    assert len(list((tmp_path / "runs").iterdir())) == 5
+
+
+def start_launch(place: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "cputrain", "launch", "--", "true"], cwd=place)
+
+
+@needs_two
+def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    code = SPAWN + "import os; rank = os.environ['RANK']; print('here', flush=True); "
+    code += "time.sleep(0.5 if rank == '1' else 300); print('the reason'); sys.exit(7)"
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"rank 1 on \S+ exited with status 7; log \S+rank-1.log") as failure:
+        run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
+    assert time.monotonic() - started < 30
+    assert "| the reason" in str(failure.value)
+    assert all(gone(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
+
+
+@needs_two
+def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_path: Path) -> None:
+    code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(0.5); "
+    code += "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(300)"
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"rank 1 on \S+ was ended by SIGKILL"):
+        run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
+    assert time.monotonic() - started < 30
+
+
+def test_ranks_that_refuse_their_input_make_status_2(tmp_path: Path) -> None:
+    assert run_local(job(tmp_path, "import sys; sys.exit(2)"), io.StringIO(), io.StringIO()) == 2
+
+
+def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    err = io.StringIO()
+    made = job(tmp_path, "")
+    wrong = replace(made, command=("no-such-program",))
+    assert run_local(wrong, io.StringIO(), err) == 2
+    assert "cannot start 'no-such-program'" in err.getvalue()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
+    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", sys.executable, "-c"]
+    process = subprocess.Popen(
+        [*argv, SPAWN + "time.sleep(300)"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in this_machine().allowed_cores[:WORKERS]:
+        assert "child" in process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"({number.name})" in err
+    started = children(tmp_path / "out")
+    assert started and all(gone(pid) for pid in started)
+
+
+def test_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", sys.executable, "-c"]
+    tell = "import os, time; print('child', os.getpid(), flush=True); time.sleep(300)"
+    process = subprocess.Popen([*argv, tell], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(WORKERS)]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not all(gone(pid) for pid in pids):
+        time.sleep(0.05)
+    assert all(gone(pid) for pid in pids)
+    process.stdout.close()

@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from mpi.hosts.nodelist import expand, fold
+
+NAMES = st.builds(
+    lambda prefix, number, width, suffix: f"{prefix}{number:0{width}}{suffix}",
+    st.sampled_from(["n", "node-", "gpu-x", "a1b"]),
+    st.integers(0, 1200),
+    st.integers(1, 4),
+    st.sampled_from(["", "-ib", ".cluster"]),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ("n1",)),
+        ("n1, n2 ,n3", ("n1", "n2", "n3")),
+        ("n[001-003,130],gpu-x3", ("n001", "n002", "n003", "n130", "gpu-x3")),
+        ("n[9-11]", ("n9", "n10", "n11")),
+        ("r[1-2]-ib", ("r1-ib", "r2-ib")),
+        ("localhost", ("localhost",)),
+    ],
+)
+def test_lists_as_slurm_writes_them(text: str, hosts: tuple[str, ...]) -> None:
+    assert expand(text) == hosts
+    assert expand(fold(hosts)) == hosts
+
+
+@given(st.lists(NAMES, min_size=1, max_size=60, unique=True))
+def test_folding_and_expanding_round_trip(hosts: list[str]) -> None:
+    assert expand(fold(hosts)) == tuple(hosts)
+
+
+def test_ranges_are_short() -> None:
+    hosts = [f"n{i:05}" for i in range(1, 10_001)]
+    assert fold(hosts) == "n[00001-10000]"
+    assert fold(["n9", "n10", "n11", "n13"]) == "n[9-11,13]"
+    assert fold(["n098", "n099", "n100"]) == "n[098-100]"
+
+
+@pytest.mark.parametrize("text", ["", ",", "n1,n1", "n[3-1]", "n[a]", "n[1-2", "n]1", "n[1-99999999]", "n[1][2]"])
+def test_nonsense_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="hosts"):
+        expand(text)

@@ -1,0 +1,63 @@
+import errno
+import io
+
+import pytest
+
+from mpi.supervise.output import CLEAR_LINE, Stream
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def feed(terminal: io.StringIO, *chunks: bytes, label: str = "[1] ") -> tuple[str, bytes]:
+    log = io.BytesIO()
+    stream = Stream(label=label, terminal=terminal, log=log, live=terminal.isatty())
+    for chunk in chunks:
+        stream.feed(chunk)
+    stream.close()
+    return terminal.getvalue(), log.getvalue()
+
+
+@pytest.mark.parametrize("chunks", [(b"one\ntwo\n",), (b"o", b"ne\ntw", b"o\n"), (b"one\r\ntwo",)])
+def test_lines_are_labelled_whole(chunks: tuple[bytes, ...]) -> None:
+    assert feed(io.StringIO(), *chunks) == ("[1] one\n[1] two\n", b"one\ntwo\n")
+
+
+def test_a_bar_moves_on_a_terminal_and_stays_out_of_the_log() -> None:
+    shown, log = feed(Terminal(), b"\r10%", b"\r20%", b"\repoch 1 done\n", label="")
+    assert shown == f"{CLEAR_LINE}10%{CLEAR_LINE}20%{CLEAR_LINE}epoch 1 done\n"
+    assert log == b"epoch 1 done\n"
+
+
+def test_a_bar_is_a_line_now_and_then_elsewhere() -> None:
+    shown, log = feed(io.StringIO(), b"\r   \r", b"\r10%", b"\r20%", b"\r30%", b"\rdone\n", label="")
+    assert shown == "10%\ndone\n"
+    assert log == b"10%\ndone\n"
+
+
+def test_a_bar_cut_short_goes_away() -> None:
+    shown, log = feed(Terminal(), b"one\n\r10%", label="")
+    assert shown == f"{CLEAR_LINE}one\n{CLEAR_LINE}10%{CLEAR_LINE}"
+    assert log == b"one\n"
+
+
+def test_what_is_not_utf8_is_shown_all_the_same() -> None:
+    shown, log = feed(io.StringIO(), b"\xff\xfe\n")
+    assert shown.startswith("[1] ")
+    assert log == b"\xff\xfe\n"
+
+
+def test_a_full_disk_ends_the_log_and_not_the_job() -> None:
+    class Full(io.BytesIO):
+        name = "logs/rank-1.log"
+
+        def write(self, _data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    terminal = io.StringIO()
+    stream = Stream(label="[1] ", terminal=terminal, log=Full(), live=False)
+    stream.feed(b"one\ntwo\n")
+    told = "cputrain: logs/rank-1.log: No space left on device: the job goes on without this log\n"
+    assert terminal.getvalue() == f"{told}[1] one\n[1] two\n"

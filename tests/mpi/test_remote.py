@@ -1,0 +1,211 @@
+"""Jobs through real launchers: on this host, and on four hosts that are network namespaces."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.sysfs import this_machine
+from cputrain.report.usage import read_usage
+from cputrain.runs.events import read_events
+from tests.support.commands import cputrain, mpi_path
+from tests.support.fake_hosts import FakeHosts, fake_hosts
+from tests.support.images import write_images
+
+MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
+WORKERS = min(2, len(this_machine().allowed_cores))
+ALL_REDUCE = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(value)
+print("rank", dist.get_rank(), "on", socket.gethostname(), "of", dist.get_world_size(), "sum", value.item(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def launch(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    kind = name.removesuffix("4")
+    return cputrain("launch", "--launcher", kind, "--output", "out", *arguments, cwd=cwd, **mpi_path(name))
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, subprocess, time; p = subprocess.Popen(['sleep', '3141']); print('about to', flush=True); "
+        f"os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '{WORKERS - 1}' else time.sleep(300)"
+    )
+    started = time.monotonic()
+    result = launch(name, "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert time.monotonic() - started < 30
+    assert result.returncode == 1
+    assert f"rank {WORKERS - 1} on " in result.stderr and "was ended by SIGKILL" in result.stderr
+    assert "  | about to" in result.stderr
+    assert subprocess.run(["pgrep", "-f", "sleep 3141"], capture_output=True).returncode == 1  # nothing is left
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_output_is_labelled_and_logged(name: str, tmp_path: Path) -> None:
+    result = launch(name, "--", sys.executable, "-c", "print('hello')", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout
+    labels = {line.split("]")[0] for line in result.stdout.splitlines() if "hello" in line}
+    assert {label.split(":")[1] for label in labels} == {str(i) for i in range(WORKERS)}
+    assert (tmp_path / "out/logs/rank-0.log").read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_ranks_that_refuse_their_input_make_status_2(name: str, tmp_path: Path) -> None:
+    assert launch(name, "--", sys.executable, "-c", "raise SystemExit(2)", cwd=tmp_path).returncode == 2
+
+
+def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    code = "import os; print('rank', os.environ['RANK'], flush=True)"
+    launch_ = ("launch", "--launcher", "torchrun", "--output", "out", "--", sys.executable, "-c", code)
+    result = cputrain(*launch_, cwd=tmp_path, PATH=path)
+    assert result.returncode == 0, result.stderr
+    assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(WORKERS)}
+    refused = cputrain("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
+    assert refused.returncode == 2 and "on each host" in refused.stderr
+
+
+def test_a_signal_ends_everything(tmp_path: Path) -> None:
+    env = {**os.environ, **mpi_path("openmpi4")}
+    argv = [sys.executable, "-m", "cputrain", "launch", "--launcher", "openmpi", "--output", "out", "--"]
+    code = "import subprocess, time; p = subprocess.Popen(['sleep', '2718']); print('up', flush=True); time.sleep(300)"
+    with subprocess.Popen(
+        [*argv, sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE
+    ) as process:
+        for _ in range(WORKERS):
+            process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert subprocess.run(["pgrep", "-f", "sleep 2718"], capture_output=True).returncode == 1
+
+
+def test_an_absent_launcher_is_named_with_its_package(tmp_path: Path) -> None:
+    result = cputrain("launch", "--launcher", "mpich", "--", "true", cwd=tmp_path, PATH="/nonexistent")
+    assert result.returncode == 2
+    assert "no mpich on PATH: install mpich" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
+    with fake_hosts(tmp_path_factory.mktemp("hosts"), 4) as made:
+        yield made
+
+
+def launch_on(hosts: FakeHosts, name: str, *arguments: str, cwd: Path) -> list[str]:
+    """Tokens of a launch from h1 on all hosts."""
+    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
+    command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name.removesuffix("4"))
+    listed = ("--hosts", ",".join(hosts.names), "--ppn", str(WORKERS), "--output", str(cwd / "out"))
+    return hosts.inside("h1", "env", *env, *command, *listed, *arguments)
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(ALL_REDUCE)
+    argv = launch_on(hosts, name, "--", sys.executable, str(script), cwd=tmp_path)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr + result.stdout
+    size = 4 * WORKERS
+    for rank in range(size):
+        host = hosts.names[rank // WORKERS]
+        said = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
+        assert said in result.stdout.splitlines()
+    usage = read_usage(tmp_path / "out")
+    assert usage is not None and [*usage.workers] == [*range(size)] and [*usage.hosts] == sorted(hosts.names)
+    assert [*usage.planned] == [*range(size)]
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    """Where rank 0 is has to be told, by hand or by launch.sh; on which port to meet it the ranks find alike."""
+    (tmp_path / "sum.py").write_text(ALL_REDUCE)
+    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
+    hosts_of = {"openmpi": ("--allow-run-as-root", "--bind-to", "none", "--host"), "mpich": ("-hosts",)}[name]
+    mpirun = ("mpirun", *hosts_of, "h1:1,h2:1")
+    asked = '{"ppn": 1, "nodes": 2}'
+    bind = (sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--", sys.executable, str(tmp_path / "sum.py"))
+    inside = {"capture_output": True, "text": True, "timeout": 120}
+    refused = subprocess.run(hosts.inside("h1", "env", *env, *mpirun, *bind), **inside)
+    assert refused.returncode != 0 and "several hosts, and nothing tells rank 0's: set MASTER_ADDR" in refused.stderr
+    if name == "mpich":
+        result = subprocess.run(hosts.inside("h1", "env", *env, *mpirun, "-genv", "MASTER_ADDR", "h1", *bind), **inside)
+    else:
+        written = ("plan", "--hosts", "h1,h2", "--ppn", "1", "--launcher", name, "--write", str(tmp_path / "job"))
+        argv = [sys.executable, "-m", "cputrain", *written]
+        subprocess.run(hosts.inside("h1", "env", *env, *argv), check=True, **inside)
+        script = (str(tmp_path / "job/launch.sh"), "python", str(tmp_path / "sum.py"))
+        result = subprocess.run(hosts.inside("h1", "env", *env, *script), **inside)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"rank {i} on h{i + 1} of 2 sum 3.0" for i in range(2)]
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "openmpi"])
+def test_hosts_of_two_kinds(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    """Two hosts planned as this machine, one as a machine of a single core: each rank is bound by its host's plan."""
+    code = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
+    env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
+    launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--output", str(tmp_path / "out"))
+    kinds = ("--kind", "h[1-2]=this", "--kind", "h3=pack:1 core:1")
+    argv = hosts.inside("h1", "env", *env, *launch, *kinds, "--", sys.executable, "-c", code)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    this = plan_machine(this_machine(), Request(), Runtime()).workers
+    told = dict(line.split("] ", 1) for line in result.stdout.splitlines() if line.startswith("[h"))
+    expected = {
+        f"[h{host}:{rank}": f"{rank} {len(this)} {list(worker.pus)}"
+        for host in (1, 2)
+        for rank, worker in enumerate(this, (host - 1) * len(this))
+    }
+    assert told == {**expected, f"[h3:{2 * len(this)}": f"{2 * len(this)} 1 [0]"}
+
+
+@pytest.mark.parametrize(("name", "ppn"), [("intelmpi", WORKERS), ("openmpi", 1)])
+def test_a_training_over_four_hosts(hosts: FakeHosts, name: str, ppn: int, tmp_path: Path) -> None:
+    """The real trainer, started as a user starts it: data and run folder where all hosts see them."""
+    write_images(tmp_path / "images", train=12, val=3)
+    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")
+    settings = (f"data.path={tmp_path}/images", *network, "batch.local=2", "epochs=1", "schedule.warmup_epochs=0")
+    command = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings)
+    flags = ("--no-preflight", "--ppn", str(ppn))
+    argv = launch_on(hosts, name, *flags, "--", *command, f"output={tmp_path}/run", cwd=tmp_path)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr + result.stdout
+    events = read_events(tmp_path / "run")
+    bindings = events[0]["bindings"]
+    assert [binding["host"] for binding in bindings] == [host for host in hosts.names for _ in range(ppn)]
+    assert all(binding["pus"] == binding["planned_pus"] for binding in bindings)
+    assert (events[-1]["status"], events[-1]["images"]) == ("done", 36 // (8 * ppn) * 8 * ppn)
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "openmpi"])
+def test_a_host_that_is_cut_off_ends_the_job_and_is_named(name: str, tmp_path: Path) -> None:
+    with fake_hosts(tmp_path / "hosts", 3) as hosts:
+        code = "import time; print('up', flush=True); time.sleep(600)"
+        argv = launch_on(hosts, name, "--", sys.executable, "-c", code, cwd=tmp_path)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            for _ in range(3 * WORKERS):
+                process.stdout.readline()
+            started = time.monotonic()
+            hosts.cut("h3")
+            _, said = process.communicate(timeout=60)
+        assert time.monotonic() - started < 30
+        assert process.returncode == 1
+        assert "on h3 has been silent for 15 s" in said, said
+        deadline = time.monotonic() + 10
+        while any(left := hosts.processes("time.sleep(600)").values()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not any(left), left

@@ -1,0 +1,34 @@
+"""Ranks of a plan, each started as a launcher on a cluster does it: as many as wanted, on however few cores."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mpi.supervise.local import free_port
+from tests.support.commands import cputrain
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def plan_of(place: Path, *arguments: str) -> dict:
+    """The plan that `cputrain plan ARGUMENTS` makes for this machine."""
+    planned = cputrain("plan", *arguments, "--format", "json", cwd=place)
+    assert planned.returncode == 0, planned.stderr
+    return json.loads(planned.stdout)
+
+
+def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """`cputrain ARGUMENTS` as all ranks of a plan, its workers bound as it says."""
+    (place / "plan.json").write_text(json.dumps(plan))
+    size = str(len(plan["workers"]))
+    bind = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--no-verify", "--"]
+    argv = [*bind, sys.executable, "-m", "cputrain", *arguments, "--no-verify"]
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(argv, cwd=place, env={**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i)}, **PIPES)
+        for i in range(int(size))
+    ]
+    said = [rank.communicate(timeout=300) for rank in ranks]
+    return [subprocess.CompletedProcess(argv, r.returncode, *texts) for r, texts in zip(ranks, said, strict=True)]

@@ -1,0 +1,72 @@
+"""Several trainings one after another in the same ranks, which start but once: python -m tests.support.trainings JSON.
+
+JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 loses all
+numbers, 0 for none. To be started by `cputrain launch`; `trained` does.
+"""
+
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cputrain.launch.rank_process import bound_here, run_rank, this_rank
+from cputrain.recipe.loading import load_recipe
+from mpi.supervise.local import free_port
+from tests.support.commands import cputrain
+
+
+def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
+    """Train (recipe, setting, ...) each in turn, by `ppn` ranks of a thread each in the folder `place`."""
+    told = [{"recipe": t[0], "settings": t[1:], "port": str(free_port()), "poison": poison} for t in trainings]
+    ranks = ("--", sys.executable, "-m", "tests.support.trainings", json.dumps(told))
+    return cputrain(
+        "launch", "--ppn", str(ppn), "--threads", "1", *ranks, cwd=place, PYTHONPATH=str(Path(__file__).parents[2])
+    )
+
+
+def main(trainings: list[dict[str, Any]]) -> None:
+    from cputrain.training.entry import train_rank
+
+    rank = this_rank()
+    assert rank is not None
+    for training in trainings:
+        recipe = load_recipe(training["recipe"], training["settings"])
+        os.environ["MASTER_PORT"] = training["port"]
+        worker, observed = bound_here(recipe, rank, check=True)
+        how = {"resume": False, "overwrite": False, "prepared": False, "check": True}
+        poison(training["poison"])
+        run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **how))  # noqa: B023  called at once
+        faulthandler.cancel_dump_traceback_later()  # a rank ends with its group; this one goes on
+        print(f"trained {recipe.name}", flush=True)
+
+
+def poison(step: int) -> None:
+    """From now on networks lose all numbers on rank 1 in that forward pass of a training, if any, behind their relu."""
+    import torch
+    from torch import nn
+
+    from cputrain.models.build import build_model
+    from cputrain.training import loop as train
+
+    class Poison(nn.Module):
+        passes = 0
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.passes += self.training
+            lost = self.training and self.passes in (step, step + 1)  # once more for who looks for the layer
+            return images + (torch.nan if lost and os.environ["RANK"] == "1" else 0.0)
+
+    def poisoned(*arguments: Any) -> nn.Module:
+        model = build_model(*arguments)
+        model.relu = nn.Sequential(model.relu, Poison())
+        return model
+
+    train.build_model = poisoned if step else build_model
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
