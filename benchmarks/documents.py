@@ -67,7 +67,7 @@ def run(row: Row, folder: Path) -> tuple[bool, str]:
             argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         output += done.stdout
-        if done.returncode:
+        if done.returncode != row.status:
             last = ["no output", *(done.stdout + done.stderr).strip().splitlines()][-1]
             return False, f"**failed**, status {done.returncode}: {cell(last)}"
     shown = []
