@@ -28,7 +28,7 @@ class RunError(Exception):
     """A run failed (exit status 1): one line that names rank, host, signal and log where they are known."""
 
 
-class NamesSettings(Exception):
+class SettingsError(Exception):
     """An error whose message names settings in braces, `{ppn}` or `{oversubscribe=true}`.
 
     `str()` writes them as fields of `Request`. A command line or a recipe has other names for them: see `describe`.
@@ -42,7 +42,7 @@ class NamesSettings(Exception):
         return self.worded(as_field)
 
 
-class RequestError(NamesSettings, InputError):
+class RequestError(SettingsError, InputError):
     """A request for a plan is wrong, or does not fit the host."""
 
 
@@ -54,10 +54,10 @@ class DoesNotFitError(RequestError):
         self.largest = largest
 
 
-class BindingError(NamesSettings, RunError):
+class BindingError(SettingsError, RunError):
     """The kernel gave a process other CPUs or other memory than planned."""
 
 
 def describe(error: Exception, wording: Wording) -> str:
     """An error's message in its reader's words."""
-    return error.worded(wording) if isinstance(error, NamesSettings) else str(error)
+    return error.worded(wording) if isinstance(error, SettingsError) else str(error)

@@ -36,7 +36,9 @@ def check_writable(folder: Path, option: str) -> None:
     if not existing.is_dir():
         raise InputError(f"{option} {folder}: {existing} is a file: name a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"{option} {folder}: {existing} is not writable: change its permissions, or name another folder")
+        raise InputError(
+            f"{option} {folder}: {existing} is not writable: change its permissions, or name another folder"
+        )
     if existing == folder.absolute():
         return
     if existing == Path("/"):

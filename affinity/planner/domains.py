@@ -158,7 +158,9 @@ def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list
             "together would do less; the others may load and communicate"
         )
     elif len({core.speed for core in used}) > 1:
-        how = "each worker's batch is in proportion to its cores" if proportional else "the slowest worker sets the pace"
+        how = (
+            "each worker's batch is in proportion to its cores" if proportional else "the slowest worker sets the pace"
+        )
         why = f"each worker has cores of one type; {how}, and all types together do most"
     else:
         why = "all compute at the pace of the slow ones: with this many workers some have cores of two types"

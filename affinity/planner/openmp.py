@@ -86,7 +86,7 @@ def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool) -> li
     else:
         omp += "; threads move within the worker's mask: if pinned, a script's loader processes would share one CPU"
     alloc = {
-        "glibc": "found neither tcmalloc nor jemalloc: glibc is set to keep freed memory instead of unmapping it every step",
+        "glibc": "found neither tcmalloc nor jemalloc: glibc is set to keep freed memory, not to unmap it every step",
         "jemalloc": "found and preloaded, and set to keep freed memory",
         "tcmalloc": "found and preloaded; it keeps freed memory",
     }[runtime.allocator]

@@ -60,7 +60,9 @@ def plan_machine(machine: Machine, request: Request | None = None, runtime: Runt
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
     usable = usable_cores(machine, request.taken)
     full, profile_why = with_profile(usable.machine, request)
-    loaded, runtime_warnings = planned_runtime(runtime or Runtime(), full.openmp, profile_why.get("openmp", "requested"))
+    loaded, runtime_warnings = planned_runtime(
+        runtime or Runtime(), full.openmp, profile_why.get("openmp", "requested")
+    )
     partition = _partition(usable.machine, full, profile_why.get("ppn", "requested"))
     sizes = tuple(
         worker_sizes(usable.machine, full, profile_why, domain, local_rank=i, ppn=len(partition.domains))
@@ -139,9 +141,7 @@ def _workers(
             intra_op=size.intra_op,
             inter_op=size.inter_op,
             local_batch=batch,
-            env=environment(
-                role.compute, runtime, packed=role.packed, pin=request.pin_threads and not role.single_pu
-            )
+            env=environment(role.compute, runtime, packed=role.packed, pin=request.pin_threads and not role.single_pu)
             + ccl,
         )
         for i, (role, size, batch, peak, memory) in enumerate(zip(roles, sizes, batches, peaks, memories, strict=True))
@@ -151,9 +151,7 @@ def _workers(
 
 def _once(sizes: tuple[WorkerSizes, ...], memories: tuple[Memory, ...]) -> list[Reason]:
     """The workers' reasons, those that are the same for several workers once."""
-    every = (
-        reason for size, memory in zip(sizes, memories, strict=True) for reason in (*size.reasons, memory.reason)
-    )
+    every = (reason for size, memory in zip(sizes, memories, strict=True) for reason in (*size.reasons, memory.reason))
     return list(dict.fromkeys(every))
 
 

@@ -130,13 +130,13 @@ def plan_of_host(data: Any, host: str) -> Any:
 
     Raises InputError when the host is in none of the groups.
     """
-    kinds = data.get("kinds") if isinstance(data, dict) else None
-    if kinds is None:
+    groups = data.get("kinds") if isinstance(data, dict) else None
+    if groups is None:
         return data
     short = host.partition(".")[0]
-    for kind in kinds:
-        if any(name in (host, short) or name.partition(".")[0] == short for name in kind["hosts"]):
-            return kind["plan"]
+    for group in groups:
+        if any(name in (host, short) or name.partition(".")[0] == short for name in group["hosts"]):
+            return group["plan"]
     raise InputError(f"host {host} is not in the plan: plan again with this host name, or run on the plan's hosts")
 
 

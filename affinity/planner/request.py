@@ -75,7 +75,9 @@ def check_request(request: Request) -> None:
             raise RequestError(f"{{{name}={value}}}: must be {least} or more")
     if request.profile not in PROFILES:
         near = get_close_matches(request.profile, PROFILES, n=1, cutoff=0.0)[0]
-        raise RequestError(f"{{profile={request.profile}}}: did you mean {near}? The profiles are {', '.join(PROFILES)}")
+        raise RequestError(
+            f"{{profile={request.profile}}}: did you mean {near}? The profiles are {', '.join(PROFILES)}"
+        )
     if request.balance not in BALANCES:
         raise RequestError(f"{{balance={request.balance}}}: must be {' or '.join(BALANCES)}")
     if request.openmp not in OPENMP:
