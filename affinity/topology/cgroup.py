@@ -3,7 +3,7 @@
 Reads cgroup v2, cgroup v1 and legacy cpusets, at the mount points that /proc/mounts names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from affinity.errors import InputError
@@ -80,9 +80,7 @@ def _mounts(root: Path) -> list[Mount]:
             found[where] = Mount(version="v1", path=path, controllers=names)
     # A usual mount point that proc/mounts does not name is assumed to be of its usual version.
     return [
-        mount
-        if mount.version != "v1" or mount.controllers
-        else Mount(version="v1", path=mount.path, controllers=("cpuset",))
+        replace(mount, controllers=("cpuset",)) if mount.version == "v1" and not mount.controllers else mount
         for mount in found.values()
         if mount.path.is_dir()
     ]

@@ -14,6 +14,7 @@ from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.topology.catalog import find_machine
+from affinity.views.picture import Picture
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import WIDTH, plan_to_text
 from tests.support.machines import build_machine
@@ -27,7 +28,7 @@ def plan_of(name: str) -> Plan:
 
 
 def cells(text: str) -> list[str]:
-    map_ = text.partition("one sign a PU")[0]
+    map_ = text.partition("one character per CPU")[0]
     return [line for line in map_.splitlines() if re.match(r"  [A-Za-z~*. ]+$", line)]
 
 
@@ -56,14 +57,14 @@ def test_text_shows_every_pu_once_within_the_width(name: str) -> None:
     assert signs.count(".") == sum(len(item.pus) for item in plan.unused)
 
 
-def test_colour_adds_nothing_but_colour() -> None:
+def test_color_adds_nothing_but_color() -> None:
     plan = plan_of("skx-8160-2s")
-    coloured = plan_to_text(plan, colored=True)
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plan_to_text(plan)
+    colored = plan_to_text(plan, colored=True)
+    assert "\x1b[" in colored
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plan_to_text(plan)
 
 
-def test_pus_that_are_not_lent_are_blank() -> None:
+def test_pus_that_are_not_available_are_blank() -> None:
     machine = replace(build_machine(1, 1, 6, 1), allowed_pus=(2, 3))
     assert "  " + "    A B" in plan_to_text(plan_machine(machine, Request(), Runtime()))
 
@@ -75,7 +76,7 @@ def test_svg_is_xml_with_a_stripe_for_every_pu(name: str) -> None:
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert len(titles) == len(plan.machine.pus)
     assert {int(t.split()[1].rstrip(":")) for t in titles} == set(plan.machine.pus)
-    assert plan._repr_svg_() == plan_to_svg(plan)
+    assert Picture(plan)._repr_svg_() == plan_to_svg(plan)
 
 
 def test_names_are_escaped_in_svg() -> None:
