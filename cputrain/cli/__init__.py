@@ -90,13 +90,9 @@ def tell(error: Exception, wording: Wording = as_recipe_key) -> int | None:
     """Tell an error that users can mend in one line, and its exit status; None where it is of another kind."""
     if isinstance(error, InputError):
         return say(describe(error, wording), 2)
-    told = (
-        refusal(error)
-        if isinstance(error, OSError)
-        else describe(error, wording)
-        if isinstance(error, RunError)
-        else None
-    )
+    if isinstance(error, RunError):
+        return say(describe(error, wording), 1)
+    told = refusal(error) if isinstance(error, OSError) else None
     return None if told is None else say(told, 1)
 
 
