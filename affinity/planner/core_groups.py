@@ -6,7 +6,8 @@ Cores = tuple[Core, ...]
 
 
 def uniform_groups(cores: Cores) -> list[Cores]:
-    """The cores of each NUMA node and core type, in the machine's order; those without a node form a group a type."""
+    """The cores of each NUMA node and core type, in the machine's order; those without a node are one
+    group per type."""
     groups: dict[tuple[int | None, float], list[Core]] = {}
     for core in cores:
         groups.setdefault((core.numa_node, core.speed), []).append(core)

@@ -121,7 +121,7 @@ def _workers(
     sizes: tuple[WorkerSizes, ...],
     runtime: Runtime,
 ) -> tuple[tuple[WorkerPlan, ...], tuple[Memory, ...]]:
-    """The workers, and where their memory lies. Raises DoesNotFitError where a batch needs more than there is."""
+    """The workers, and their memory. Raises DoesNotFitError where a batch needs more memory than a worker has."""
     threads = tuple(size.intra_op for size in sizes)
     batches = local_batches(domains, threads, request.local_batch, proportional=request.balance == "batch")
     peaks = tuple(peak_bytes(request.workload, batch) for batch in batches)

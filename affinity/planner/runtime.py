@@ -38,7 +38,7 @@ PROBE_TIMEOUT_S = 20.0
 class Runtime:
     """The OpenMP runtime (libgomp or libiomp5) and allocator in use, and the files to preload for them.
 
-    `origin` tells where the OpenMP runtime comes from; empty for a machine other than this host. `missing` are OpenMP
+    `origin` is the source of the OpenMP runtime; empty for a machine other than this host. `missing` are OpenMP
     runtimes and allocators that LD_PRELOAD names and the loader would not find.
     """
 

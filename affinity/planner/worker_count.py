@@ -1,4 +1,4 @@
-"""How many workers suit a host, where the user does not say."""
+"""How many workers suit a host, where the user sets no ppn."""
 
 from affinity.planner.core_groups import Cores, cores_by, uniform_groups
 

@@ -30,7 +30,7 @@ def worker_sizes(
 ) -> WorkerSizes:
     """The sizes of the worker that has this domain.
 
-    `request` has the profile's values filled in, `profile_why` tells why for each of those fields. A user's value that
+    `request` has the profile's values filled in, `profile_why` the reason for each of those fields. A user's value that
     does not fit raises RequestError; a profile's is lowered to what the domain has.
     """
     comm, why_comm, loader, why_loader = _reserved_cores(machine, request, profile_why, domain, ppn)

@@ -44,7 +44,7 @@ def find_machine(spec: str) -> Machine:
 
 def machine_names() -> list[str]:
     """Every machine of the catalog: PROCESSOR-VARIANT."""
-    return sorted(f"{path.stem}-{variant}" for path in MACHINES.glob("*.yaml") for variant in _entry(path)["forms"])
+    return sorted(f"{path.stem}-{variant}" for path in MACHINES.glob("*.yaml") for variant in _entry(path)["variants"])
 
 
 def named_machine(name: str) -> Machine:
@@ -52,7 +52,7 @@ def named_machine(name: str) -> Machine:
     for path in MACHINES.glob("*.yaml"):
         if name.startswith(f"{path.stem}-"):
             entry = _entry(path)
-            variant = entry["forms"].get(name.removeprefix(f"{path.stem}-"))
+            variant = entry["variants"].get(name.removeprefix(f"{path.stem}-"))
             if variant is not None:
                 return _assembled(name, entry, **variant)
     near = get_close_matches(name, machine_names(), n=3, cutoff=0.3) or machine_names()

@@ -42,7 +42,7 @@ class Mount:
 
 
 def read_limits(root: Path) -> Limits:
-    """The limits of the process whose /proc/self lies under root. Raises InputError naming a wrong file."""
+    """The limits of the process whose /proc/self is under root. Raises InputError naming a wrong file."""
     groups = _own_groups(root)
     cpusets: list[tuple[Path, str]] = []
     quotas: list[float] = []

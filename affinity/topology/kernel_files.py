@@ -47,8 +47,8 @@ def numbers(path: Path) -> tuple[int, ...]:
 def rows(path: Path, columns: int, separator: str | None = None) -> tuple[tuple[str, ...], ...]:
     """A file's lines split into columns; none where the file is missing. Raises InputError at a shorter line."""
     lines = text(path).splitlines() if path.is_file() else ()
-    cut = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
-    short = next((row for row in cut if len(row) < columns), None)
+    split = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
+    short = next((row for row in split if len(row) < columns), None)
     if short is not None:
         raise InputError(f"{path} holds the line {' '.join(short)[:40]!r}, which has fewer than {columns} columns")
-    return cut
+    return split

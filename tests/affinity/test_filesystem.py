@@ -58,8 +58,8 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(
     settings = "model.name=resnet18 comm.backend=gloo output=out/run"
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip(reason="needs two cores")
-    told = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
-    ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {told}")
+    script = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
+    ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {script}")
     lines = err.splitlines()
     full = "cputrain: out/run/checkpoints/step-0000002.pt: No space left on device: make room, or name another folder"
     assert full in lines and lines[-1] == "1", err
@@ -71,13 +71,14 @@ def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -
     cache = f"env CPUTRAIN_CACHE=out/cache {CPUTRAIN} {TRAIN}"
     lenet = "model.name=lenet model.zero_gamma=none data.crop=28 max_steps=1"
     commands = (f"{cache} {lenet} output=run", f"{cache} {lenet} output=other comm.backend=ccl")
-    (auto, err), (named, told) = in_tmpfs(place, "ro", *commands)
+    (auto, err), (named, refusal_of_ccl) = in_tmpfs(place, "ro", *commands)
     assert auto == 0, err
     environment = json.loads((place / "run/environment.json").read_text())
     assert environment["backend"] == "gloo" and environment["decoder"].startswith("Pillow: "), environment
     assert "Read-only file system: set CPUTRAIN_CACHE to a folder that may be" in environment["backend_why"]
-    assert named == 1 and "Traceback" not in told
-    assert "cannot be compiled into out/cache/ccl-torch" in told and "or set comm.backend=gloo" in told
+    assert named == 1 and "Traceback" not in refusal_of_ccl
+    assert "cannot be compiled into out/cache/ccl-torch" in refusal_of_ccl
+    assert "or set comm.backend=gloo" in refusal_of_ccl
 
 
 def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
@@ -98,9 +99,9 @@ def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(pl
     proc, top = "cannot make a folder in /proc: ", "/cputrain-nowhere does not exist: create it first"
     if os.geteuid() != 0:
         proc = top = "is not writable"
-    for output, told in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
-        said = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
-        assert said.startswith(f"cputrain: output {output}: ") and told in said
+    for output, why in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
+        message = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
+        assert message.startswith(f"cputrain: output {output}: ") and why in message
     assert not Path("/cputrain-nowhere").exists()
     check_writable(place / "new/folders/inside", "output")
     assert not (place / "new").exists() and not list(place.glob(".cputrain-*"))

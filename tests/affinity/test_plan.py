@@ -57,11 +57,11 @@ def test_domains_are_disjoint_allowed_and_complete(drawn) -> None:
     machine, request = drawn
     plan = plan_machine(machine, request, RUNTIME)
     core_of = {pu: core for core in machine.cores for pu in core.pus}
-    seen: set = set()
+    used: set = set()
     for worker in plan.workers:
         cores = {core_of[pu] for pu in worker.pus}
-        assert not cores & seen
-        seen |= cores
+        assert not cores & used
+        used |= cores
         assert set(worker.pus) <= set(machine.allowed_pus)
         assert len(worker.compute_pus) == worker.intra_op >= 1
         assert not set(worker.compute_pus) & set(worker.comm_pus + worker.loader_pus)
