@@ -16,7 +16,7 @@ NAMED = 4  # processes that a warning names
 # Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
 # path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.
 JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
-NOT_SHARED = "share=true avoids processes of this host: leave it out for other machines and for several hosts"
+NOT_SHARED = "share=true avoids other processes of this host: leave it out for another machine or several hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def partition_host(machine: Machine, ppn: int | None, *, ppn_why: str = "request
     cores = machine.allowed_cores
     if ppn is not None and ppn > len(cores):
         raise RequestError(
-            f"{{ppn={ppn}}} needs {ppn} cores; host {machine.name} has {len(cores)} for this process: set {{ppn}} to "
+            f"{{ppn={ppn}}} needs {ppn} cores; host {machine.name} has {len(cores)} available: set {{ppn}} to "
             f"{len(cores)} or fewer, or let workers share cores with {{oversubscribe=true}}"
         )
     used = _computing(cores, ppn, proportional=proportional)

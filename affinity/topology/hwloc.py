@@ -109,7 +109,7 @@ def _levels(text: str) -> _Levels:
             )
         memory = _bytes(size, text) if size else memory
     if "core" not in dict(counts):
-        raise InputError(f"machine {text!r} has no core:N level")
+        raise InputError(f"machine {text!r} has no core:N level: add one, as in 'pack:2 core:24 pu:2'")
     if node_level is None:  # hwloc would give the whole host one NUMA node; no host of several packages is like that
         node_level = next((i for i, (kind, _) in enumerate(counts) if kind == "pack"), None)
     return _Levels(counts=tuple(counts), node_level=node_level, memory_bytes=memory, indexes=indexes)

@@ -11,7 +11,7 @@ from tests.support.machines import build_machine
 def test_a_request_that_does_not_fit_is_worded_as_fields_options_or_recipe_keys() -> None:
     with pytest.raises(RequestError) as refused:
         plan_machine(build_machine(2, 1, 24, 2), Request(ppn=64))
-    fits = "host made has 48 for this process: set {0} to 48 or fewer, or let workers share cores with"
+    fits = "host made has 48 available: set {0} to 48 or fewer, or let workers share cores with"
     for wording, ppn, name, oversubscribe in (
         (None, "ppn=64", "ppn", "oversubscribe=true"),
         (as_option, "--ppn 64", "--ppn", "--oversubscribe"),

@@ -211,7 +211,7 @@ def test_a_worker_over_two_nodes_interleaves_its_memory_and_the_plan_warns() -> 
     [
         (Request(ppn=64), "or let workers share cores with oversubscribe=true"),
         (Request(openmp="libomp5"), "openmp=libomp5: must be auto, libgomp or libiomp5"),
-        (Request(ppn=64), "ppn=64 needs 64 cores; host made has 48 for this process: set ppn to 48 or fewer"),
+        (Request(ppn=64), "ppn=64 needs 64 cores; host made has 48 available: set ppn to 48 or fewer"),
         (Request(ppn=0), "ppn=0"),
         (Request(comm_cores=-1), "comm_cores=-1: must be 0 or more"),
         (Request(ppn=2, threads=99), "threads=99"),
