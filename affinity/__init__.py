@@ -1,1 +1,68 @@
-"""One machine: read its topology, decide who runs where and why, bind a process and read back what the kernel gave."""
+"""Bind the workers of a training to the cores and memory of one host: read the machine, plan it, apply the plan.
+
+    >>> from affinity import Request, find_machine, plan_machine
+    >>> plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=2, nodes=16))
+    >>> [(worker.intra_op, worker.comm_pus, worker.memory_nodes) for worker in plan.workers]
+    [(22, (0, 48), (0,)), (22, (24, 72), (1,))]
+
+`Picture(plan)` shows a plan in a notebook; `plan_to_json` and `read_plan` save and load it; `bind_process` applies a
+worker to this process, and `python -m affinity.bind` to any command. Never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from affinity.errors import InputError, RunError
+    from affinity.kernel.binding import bind_process
+    from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
+    from affinity.planner.plan_file import plan_to_json, read_plan
+    from affinity.planner.runtime import Runtime, find_runtime, target_of
+    from affinity.planner.workload import Workload
+    from affinity.topology.catalog import find_machine, machine_names
+    from affinity.topology.machine import Machine
+    from affinity.views.picture import Picture
+
+__all__ = [
+    "InputError",
+    "Machine",
+    "Picture",
+    "Plan",
+    "Request",
+    "RunError",
+    "Runtime",
+    "WorkerPlan",
+    "Workload",
+    "bind_process",
+    "find_machine",
+    "find_runtime",
+    "machine_names",
+    "plan_machine",
+    "plan_to_json",
+    "read_plan",
+    "target_of",
+]
+
+# Imported at their first use: `import affinity` alone loads none of the package's modules.
+_MODULES = {
+    "affinity.errors": ("InputError", "RunError"),
+    "affinity.kernel.binding": ("bind_process",),
+    "affinity.planner.plan": ("Plan", "Request", "WorkerPlan", "plan_machine"),
+    "affinity.planner.plan_file": ("plan_to_json", "read_plan"),
+    "affinity.planner.runtime": ("Runtime", "find_runtime", "target_of"),
+    "affinity.planner.workload": ("Workload",),
+    "affinity.topology.catalog": ("find_machine", "machine_names"),
+    "affinity.topology.machine": ("Machine",),
+    "affinity.views.picture": ("Picture",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'affinity' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

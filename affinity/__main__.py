@@ -4,62 +4,71 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from affinity import bind
-from affinity.errors import InputError, RunError
+from affinity.errors import InputError, RunError, as_option, describe
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
-from affinity.kernel.running import look_at, planned_pids, report
+from affinity.kernel.running import comparison, inspect_process, planned_pids
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, read_plan
 from affinity.planner.profiles import PROFILES
 from affinity.planner.request import BALANCES, OPENMP
-from affinity.planner.runtime import Runtime, find_runtime, target_of
+from affinity.planner.runtime import find_runtime, target_of
 from affinity.topology.catalog import find_machine
 from affinity.views.diff import plan_differences
-from affinity.views.svg import picture_svg
-from affinity.views.text import picture
+from affinity.views.svg import plan_to_svg
+from affinity.views.text import plan_to_text
 
 FORMATS = ("text", "json", "svg")
 
 
-def main(arguments: list[str]) -> int:
-    """Exit status 0 done, 2 the input is wrong, 1 the kernel gave something else than planned."""
+def main(arguments: list[str], env: Mapping[str, str] = os.environ) -> int:
+    """Exit status: 0 done; 2 the input is wrong; 1 a running process differs from its plan."""
     if arguments[:1] == ["bind"]:
         return bind.main(arguments[1:])
     options = vars(_parser().parse_args(arguments))
     try:
-        return COMMANDS[options.pop("command")](options)
+        return COMMANDS[options.pop("command")](options, env)
     except (InputError, RunError) as error:
-        print(f"affinity: {error}", file=sys.stderr)
+        print(f"affinity: {describe(error, as_option)}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m affinity", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    reader = commands.add_parser("read", help="a machine, as JSON")
-    planner = commands.add_parser("plan", help="a plan, as text, JSON or SVG")
-    commands.add_parser("bind", help="bind as a plan says and become a command", add_help=False)
-    shower = commands.add_parser("show", help="a saved plan; two, compared; or plan against fact of running processes")
+    reader = commands.add_parser("read", help="print a machine as JSON")
+    planner = commands.add_parser("plan", help="print a plan as text, JSON or SVG")
+    commands.add_parser("bind", help="bind as planned and run a command", add_help=False)
+    shower = commands.add_parser(
+        "show",
+        help="show a saved plan, compare two, or compare running processes with their plans",
+        description="Show a saved plan, compare two, or compare running processes with their plans. "
+        "Exit status 1 where a process differs from its plan.",
+    )
     for command in (reader, planner):
         command.add_argument(
             "--machine", default="this", help="this, a name, a folder, a tarball, FILE.xml, 'pack:2 core:24 pu:2'"
         )
-    for name in ("ppn", "threads", "inter-op", "comm-cores", "loader-cores", "local-batch"):
-        planner.add_argument(f"--{name}", type=int)
-    planner.add_argument("--smt", action="store_true", help="second hardware threads compute")
+    planner.add_argument("--ppn", type=int, help="workers per host")
+    planner.add_argument("--threads", type=int, help="intra-op threads per worker")
+    planner.add_argument("--inter-op", type=int, help="inter-op threads per worker")
+    planner.add_argument("--comm-cores", type=int, help="cores per worker reserved for communication")
+    planner.add_argument("--loader-cores", type=int, help="cores per worker reserved for loading images")
+    planner.add_argument("--local-batch", type=int, help="images per step of a worker, on average")
+    planner.add_argument("--smt", action="store_true", help="second hardware threads compute, too")
     planner.add_argument("--nodes", type=int, default=1, help="hosts of the job")
-    planner.add_argument("--link-gbit", type=float, default=100.0, help="speed of a host's link")
-    planner.add_argument("--profile", choices=tuple(PROFILES), default="auto", help="published practice")
+    planner.add_argument("--link-gbit", type=float, default=100.0, help="speed of a host's link in Gbit/s")
+    planner.add_argument("--profile", choices=tuple(PROFILES), default="auto", help="published practice to follow")
     planner.add_argument("--balance", choices=BALANCES, default="equal", help="batch: batches in proportion to cores")
-    planner.add_argument("--openmp", choices=OPENMP, default="auto", help="OpenMP runtime; auto: that which is loaded")
+    planner.add_argument("--openmp", choices=OPENMP, default="auto", help="OpenMP runtime; auto: the loaded one")
     planner.add_argument("--oversubscribe", action="store_true", help="allow more workers than cores: they share cores")
     planner.add_argument("--share", action="store_true", help="leave cores to running processes of other plans")
-    planner.add_argument("--explain", action="store_true", help="also the plans not taken, and what the rules assume")
+    planner.add_argument("--explain", action="store_true", help="add other numbers of workers, and assumed figures")
     planner.add_argument("--format", choices=FORMATS, default="text")
     shower.add_argument("plans", nargs="*", type=Path, metavar="PLAN.json", help="one or two; none: running processes")
     shower.add_argument("--pid", type=int, action="append", help="a running process; default: all bound by a plan")
@@ -67,51 +76,57 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(options: dict[str, Any]) -> int:
+def _read(options: dict[str, Any], _env: Mapping[str, str]) -> int:
     print(json.dumps(asdict(find_machine(options["machine"])), indent=1))
     return 0
 
 
-def _plan(options: dict[str, Any]) -> int:
-    spec, form, explain, share = (options.pop(name) for name in ("machine", "format", "explain", "share"))
+def _plan(options: dict[str, Any], env: Mapping[str, str]) -> int:
+    spec, output_format, explain, share = (options.pop(name) for name in ("machine", "format", "explain", "share"))
     request = Request(**options)
     if spec == "this":
-        plan = plan_beside(request, find_runtime(target_of(()), os.environ, openmp=request.openmp), share=share)
+        plan = plan_beside(request, find_runtime(target_of(()), env, openmp=request.openmp), env, share=share)
     elif share:
         raise InputError(NOT_SHARED)
     else:
-        plan = plan_machine(find_machine(spec), request, Runtime())
-    _print(plan, form, explained=explain)
+        plan = plan_machine(find_machine(spec), request)
+    _print(plan, output_format, explained=explain)
     return 0
 
 
-def _show(options: dict[str, Any]) -> int:
+def _show(options: dict[str, Any], _env: Mapping[str, str]) -> int:
     paths: list[Path] = options["plans"]
     if len(paths) > 2:
         raise InputError(f"{len(paths)} plans given: give one to show or two to compare")
+    if not paths:
+        return _show_running(options["pid"] or planned_pids())
     plans = [read_plan(path) for path in paths]
     if len(plans) == 2:
-        print("\n".join(plan_differences(*plans)) or "the same plan")
-    elif plans:
-        _print(plans[0], options["format"])
+        print("\n".join(plan_differences(*plans)) or "the plans are the same")
     else:
-        found = options["pid"] or planned_pids()
-        if not found:
-            raise InputError("no process here was bound by a plan: give a plan, or --pid")
-        print(report([look_at(pid) for pid in found]))
+        _print(plans[0], options["format"])
     return 0
 
 
-def _print(plan: Plan, form: str, *, explained: bool = False) -> None:
-    if form == "json":
+def _show_running(pids: list[int] | tuple[int, ...]) -> int:
+    """Compare processes with their plans; 1 where one differs."""
+    if not pids:
+        raise InputError("no process of yours on this host was bound by a plan: give a plan, or --pid")
+    processes = [inspect_process(pid) for pid in pids]
+    print(comparison(processes))
+    return int(any(process.differs for process in processes))
+
+
+def _print(plan: Plan, output_format: str, *, explained: bool = False) -> None:
+    if output_format == "json":
         print(plan_to_json(plan))
-    elif form == "svg":
-        print(picture_svg(plan))
+    elif output_format == "svg":
+        print(plan_to_svg(plan))
     else:
-        print(picture(plan, coloured=sys.stdout.isatty(), explained=explained))
+        print(plan_to_text(plan, colored=sys.stdout.isatty(), explained=explained))
 
 
-COMMANDS: dict[str, Callable[[dict[str, Any]], int]] = {"read": _read, "plan": _plan, "show": _show}
+COMMANDS: dict[str, Callable[[dict[str, Any], Mapping[str, str]], int]] = {"read": _read, "plan": _plan, "show": _show}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

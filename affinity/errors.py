@@ -1,17 +1,63 @@
-"""The two ways a command ends badly, told apart by exit status."""
+"""Errors that a command reports in one line, by exit status, and how their messages name settings."""
+
+import re
+from collections.abc import Callable
+
+SETTING = re.compile(r"\{(\w+)(?:=([^{}]+))?\}")
+Wording = Callable[[str, "str | None"], str]
+
+
+def as_field(name: str, value: str | None) -> str:
+    """A setting by its name in `Request`: ppn, oversubscribe=true."""
+    return name if value is None else f"{name}={value}"
+
+
+def as_option(name: str, value: str | None) -> str:
+    """A setting as the command lines spell it: --ppn, --local-batch 8, --oversubscribe, --no-verify."""
+    option = name.replace("_", "-")
+    if value == "false":
+        return f"--no-{option}"
+    return f"--{option}" if value in (None, "true") else f"--{option} {value}"
 
 
 class InputError(Exception):
-    """The user's input is wrong (exit status 2): one line that says what was asked, what was found, what to do next."""
-
-
-class DoesNotFitError(InputError):
-    """A batch needs more memory than a worker has; `largest` is the largest local batch that fits, 0: none."""
-
-    def __init__(self, told: str, *, largest: int) -> None:
-        super().__init__(told)
-        self.largest = largest
+    """The input is wrong (exit status 2): one line with what was requested, what was found and what to do next."""
 
 
 class RunError(Exception):
-    """It failed while running (exit status 1): it names rank, host, signal and log where known."""
+    """A run failed (exit status 1): one line that names rank, host, signal and log where they are known."""
+
+
+class SettingsError(Exception):
+    """An error whose message names settings in braces, `{ppn}` or `{oversubscribe=true}`.
+
+    `str()` writes them as fields of `Request`. A command line or a recipe has other names for them: see `describe`.
+    """
+
+    def worded(self, wording: Wording) -> str:
+        """The message with each setting as `wording(name, value)` spells it."""
+        return SETTING.sub(lambda match: wording(match[1], match[2]), str(self.args[0]))
+
+    def __str__(self) -> str:
+        return self.worded(as_field)
+
+
+class RequestError(SettingsError, InputError):
+    """A request for a plan is wrong, or does not fit the host."""
+
+
+class DoesNotFitError(RequestError):
+    """A batch needs more memory than a worker has; `largest` is the largest local batch that fits, 0 if none does."""
+
+    def __init__(self, message: str, *, largest: int) -> None:
+        super().__init__(message)
+        self.largest = largest
+
+
+class BindingError(SettingsError, RunError):
+    """The kernel gave a process other CPUs or other memory than planned."""
+
+
+def describe(error: Exception, wording: Wording) -> str:
+    """An error's message in its reader's words."""
+    return error.worded(wording) if isinstance(error, SettingsError) else str(error)

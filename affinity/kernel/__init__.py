@@ -1,1 +1,4 @@
-"""TODO."""
+"""A plan and the Linux kernel: bind processes as planned, read back what they were given, find bound processes.
+
+Functions that change the process show it in their names: bind_process, exec_bound, set_memory_policy, running_on.
+"""

@@ -1,11 +1,11 @@
-"""Processes of this host that other plans have bound: warned of where a plan takes their PUs, or planned around."""
+"""Processes of this host that other plans have bound: a plan warns where it takes their PUs, or avoids them."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from affinity.bind import PLAN_VARIABLE
 from affinity.errors import InputError
+from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.running import planned_pids, planned_worker_of, variables_of
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
@@ -13,10 +13,10 @@ from affinity.topology.cpuset import format_list
 from affinity.topology.sysfs import this_machine
 
 NAMED = 4  # processes that a warning names
-# What is the same for the ranks of a job on a host, and for what they start. Plans in memory have all the same path,
-# and two jobs may be bound by the same plan, but ranks that meet at one place are of one job.
+# Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
+# path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.
 JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
-NOT_SHARED = "--share looks at the processes of this host: leave it out for other machines and for several hosts"
+NOT_SHARED = "share=true avoids other processes of this host: leave it out for another machine or several hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class Neighbor:
     pus: tuple[int, ...]
 
 
-def plan_beside(request: Request, runtime: Runtime, *, share: bool) -> Plan:
-    """Plan this host. With `share` the cores of running processes of other plans are left to them; without, a plan that
-    takes them warns. Raises InputError where the request does not fit, or no core is left."""
-    machine, neighbors = this_machine(), find_neighbors(os.environ)
+def plan_beside(request: Request, runtime: Runtime, env: Mapping[str, str], *, share: bool) -> Plan:
+    """Plan this host. With `share` other plans' running processes keep their cores; without, a plan that takes them
+    warns. `env` is this process's environment. Raises InputError where the request does not fit, or no core is left."""
+    machine, neighbors = this_machine(), find_neighbors(env)
     if share:
         taken = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
         return plan_machine(machine, replace(request, taken=taken), runtime)
@@ -40,7 +40,7 @@ def plan_beside(request: Request, runtime: Runtime, *, share: bool) -> Plan:
 
 def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
     """The processes of this user (of all users, for root) that other plans have bound, ascending by pid; `env` is
-    this process's own, whose plan is no other one."""
+    this process's own environment: processes of its own plan do not count."""
     own, found = _job(env), []
     for pid in planned_pids():
         try:
@@ -59,15 +59,15 @@ def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
 
 
 def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
-    """A warning that names the neighbors on cores that the plan uses, and their PUs; () where there are none."""
+    """A warning that names the neighbors on the plan's cores, and their PUs; () where there are none."""
     used = {pu for worker in plan.workers for pu in worker.pus}
     cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
     found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
     if not found:
         return ()
-    named = ", ".join(f"{neighbor.pid} (PUs {format_list(neighbor.pus)})" for neighbor in found[:NAMED])
+    named = ", ".join(f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found[:NAMED])
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return (
-        f"cores of this plan are in use by processes {named}{more}, which another plan has bound: --share "
-        "(plan.share=true) plans around them",
+        f"cores of this plan are in use by processes {named}{more}, which another plan has bound: plan with "
+        "share=true to avoid them",
     )

@@ -1,94 +1,86 @@
-"""Cutting a host's cores into one domain per worker, along its NUMA nodes, dies, caches and kinds of cores."""
+"""A host's cores -> one domain per worker, along its NUMA nodes, dies, caches and core types."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
-from affinity.errors import InputError
-from affinity.topology.machine import Core, Machine
+from affinity.errors import RequestError
+from affinity.planner.core_groups import Cores, cores_by, uniform_groups
+from affinity.planner.reasons import Reason
+from affinity.planner.worker_count import why_so_many, workers_in
+from affinity.topology.machine import Machine
 
 T = TypeVar("T")
-Group = tuple[Core, ...]
-
-# The 256-node run gave one worker the 24 cores of a package; MLPerf v0.5 on 2 x 28 cores ran two workers a package.
-MOST_CORES_PER_WORKER = 24
-# On two cores, 2 workers x 1 thread train ResNet-50 1.2-1.35x faster than 1 x 2: one thread a worker scales best.
-SMALL_NODE_CORES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """One worker's cores: all of one kind, from which it computes; and `free` ones, too slow to compute beside them."""
+    """One worker's cores: `cores` of one type, which may compute, and `slow` ones, which only load and communicate."""
 
-    cores: Group
-    free: Group = ()
+    cores: Cores
+    slow: Cores = ()
 
     @property
     def capacity(self) -> float:
-        """How much it computes, in cores of the fastest kind."""
+        """How much it computes, in cores of the fastest type."""
         return sum(core.speed for core in self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """The domains by local rank, why so many, what else decided the cut, and what could not be helped.
+class Partition:
+    """The domains by local rank, why they are as they are, and what could not be avoided.
 
-    `left` are slow cores in NUMA nodes where nobody computes.
+    `unassigned` are slow cores in NUMA nodes where no worker computes.
     """
 
     domains: tuple[Domain, ...]
-    left: Group
-    why_count: str
-    notes: tuple[tuple[str, str, str], ...]
+    unassigned: Cores
+    reasons: tuple[Reason, ...]
     warnings: tuple[str, ...]
 
 
 def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
-    """Cut items into count consecutive shares whose sizes differ by at most one."""
-    cuts = [len(items) * i // count for i in range(count + 1)]
-    return [items[a:b] for a, b in pairwise(cuts)]
+    """Divide items into `count` consecutive shares whose sizes differ by at most one."""
+    bounds = [len(items) * i // count for i in range(count + 1)]
+    return [items[a:b] for a, b in pairwise(bounds)]
 
 
-def cut_host(machine: Machine, ppn: int | None, *, proportional: bool) -> Cut:
-    """Cut the allowed cores into ppn domains; None lets the rules say how many.
+def partition_host(machine: Machine, ppn: int | None, *, ppn_why: str = "requested", proportional: bool) -> Partition:
+    """Divide the allowed cores into ppn domains; None lets the rules decide how many.
 
     With at least as many workers as NUMA nodes no domain crosses a node: each node gets workers in proportion to its
-    cores, at least one. Domains have cores of one kind, where ppn leaves that possible. `proportional`: workers get
-    batches in proportion to their cores, so a small domain holds up nobody. Raises InputError when more workers are
-    asked for than cores are lent.
+    cores, at least one. Domains have cores of one type, where ppn leaves that possible. `proportional`: workers get
+    batches in proportion to their cores, so a small domain delays no other. Raises RequestError where ppn exceeds the
+    allowed cores.
     """
     cores = machine.allowed_cores
     if ppn is not None and ppn > len(cores):
-        raise InputError(
-            f"ppn={ppn} needs {ppn} cores; host {machine.name} lends {len(cores)}: set ppn to {len(cores)} or fewer, "
-            "or let workers share cores with --oversubscribe (plan.oversubscribe=true)"
+        raise RequestError(
+            f"{{ppn={ppn}}} needs {ppn} cores; host {machine.name} has {len(cores)} available: set {{ppn}} to "
+            f"{len(cores)} or fewer, or let workers share cores with {{oversubscribe=true}}"
         )
     used = _computing(cores, ppn, proportional=proportional)
-    cut = cut_cores(used, ppn)
+    parts = partition_cores(used, ppn)
     busy = {pu for core in used for pu in core.pus}
-    domains = _with_free(tuple(Domain(cores=part) for part in cut), tuple(c for c in cores if not busy & {*c.pus}))
-    given = {pu for domain in domains for core in (*domain.cores, *domain.free) for pu in core.pus}
-    notes = _about_kinds(cores, used, proportional=proportional) + _about_caches(used, cut)
-    return Cut(
+    slow = tuple(core for core in cores if not busy & {*core.pus})
+    domains = _with_slow(tuple(Domain(cores=part) for part in parts), slow)
+    assigned = {pu for domain in domains for core in (*domain.cores, *domain.slow) for pu in core.pus}
+    why = ppn_why if ppn is not None else why_so_many(used, len(parts))
+    return Partition(
         domains=domains,
-        left=tuple(core for core in cores if not given & {*core.pus}),
-        why_count="asked for" if ppn is not None else _why_count(used, len(cut)),
-        notes=tuple(notes),
+        unassigned=tuple(core for core in cores if not assigned & {*core.pus}),
+        reasons=(
+            Reason(what="workers per host", value=str(len(domains)), why=why),
+            *_core_type_reasons(cores, used, proportional=proportional),
+            *_cache_reasons(used, parts),
+        ),
         warnings=tuple(_warnings(used, domains, proportional=proportional)),
     )
 
 
-def groups_of(cores: Group) -> list[Group]:
-    """The cores of each NUMA node and kind, in the machine's order; those without a node form one group a kind."""
-    groups: dict[tuple[int | None, float], list[Core]] = {}
-    for core in cores:
-        groups.setdefault((core.numa_node, core.speed), []).append(core)
-    return [tuple(group) for group in groups.values()]
-
-
-def cut_cores(cores: Group, ppn: int | None) -> list[Group]:
-    """Cut cores into ppn parts (None: as many as suit their groups), crossing groups only where ppn is smaller."""
-    groups = groups_of(cores)
+def partition_cores(cores: Cores, ppn: int | None) -> list[Cores]:
+    """Divide cores into ppn parts (None: as many as suit their groups), across groups only where ppn is smaller."""
+    groups = uniform_groups(cores)
     counts = [workers_in(group) for group in groups]
     if ppn is not None and ppn < len(groups):
         if len(groups) % ppn == 0:
@@ -100,27 +92,13 @@ def cut_cores(cores: Group, ppn: int | None) -> list[Group]:
             # Next worker where a worker has most cores; ppn <= cores guarantees that such a group has a core to spare.
             widest = max(range(len(groups)), key=lambda i: (len(groups[i]) / counts[i], -i))
             counts[widest] += 1
-    return [part for group, count in zip(groups, counts, strict=True) for part in cut_group(group, count)]
+    return [part for group, count in zip(groups, counts, strict=True) for part in partition_group(group, count)]
 
 
-def workers_in(group: Group) -> int:
-    """Workers that suit a group of one kind of cores in one NUMA node.
-
-    As few as leave none too wide; up to twice as many where only that gives all the same, best of whole level-3 caches.
-    """
-    if len(group) <= SMALL_NODE_CORES:
-        return len(group)
-    fewest = -(-len(group) // MOST_CORES_PER_WORKER)
-    caches = len(_units(group, "l3"))
-    counts = range(fewest, 2 * fewest + 1)
-    even = [n for n in counts if caches > 1 and caches % n == 0] or [n for n in counts if len(group) % n == 0]
-    return even[0] if even else fewest
-
-
-def cut_group(group: Group, count: int) -> list[Group]:
-    """Cut one group into parts that differ by a core at most: along dies, else level-3 caches, where that can be."""
+def partition_group(group: Cores, count: int) -> list[Cores]:
+    """Divide a group into parts that differ by a core at most: along dies, else level-3 caches, where possible."""
     for level in ("die", "l3"):
-        units = _units(group, level)
+        units = cores_by(level, group)
         if len(units) > 1 and len(units) % count == 0:
             parts = [tuple(core for unit in share for core in unit) for share in shares(tuple(units), count)]
         elif len(units) > 1 and count % len(units) == 0:
@@ -133,29 +111,21 @@ def cut_group(group: Group, count: int) -> list[Group]:
     return shares(group, count)
 
 
-def _units(group: Group, level: str) -> list[Group]:
-    """The group's cores by package and die, or by level-3 cache; one unit where the level is not known."""
-    units: dict[tuple[int, int | None], list[Core]] = {}
-    for core in group:
-        units.setdefault((core.package, core.die if level == "die" else core.l3), []).append(core)
-    return [tuple(unit) for unit in units.values()]
+def _computing(cores: Cores, ppn: int | None, *, proportional: bool) -> Cores:
+    """The cores that compute: those of one type or of all types, whichever do most in a step.
 
-
-def _computing(cores: Group, ppn: int | None, *, proportional: bool) -> Group:
-    """The cores that compute: those of one kind or of all, whichever gets most done in a step.
-
-    With equal batches every worker takes as long as the slowest, with batches in proportion all take the same time.
-    Where ppn fits no kind's cores, all compute as if they were slow ones: some worker has cores of two kinds.
+    With equal batches every worker takes as long as the slowest; with batches in proportion all take the same time.
+    Where ppn suits the cores of no type, all compute as if they were slow: some worker has cores of two types.
     """
     speeds = sorted({core.speed for core in cores}, reverse=True)
     nodes = {core.numa_node for core in cores}
 
-    def fits(used: Group) -> bool:
+    def fits(used: Cores) -> bool:
         may_span = ppn is not None and ppn < len(nodes) and len({core.speed for core in used}) == 1
-        return ppn is None or (ppn <= len(used) and (ppn >= len(groups_of(used)) or may_span))
+        return ppn is None or (ppn <= len(used) and (ppn >= len(uniform_groups(used)) or may_span))
 
-    def done(used: Group) -> float:
-        capacities = [Domain(cores=part).capacity for part in cut_cores(used, ppn)]
+    def done(used: Cores) -> float:
+        capacities = [Domain(cores=part).capacity for part in partition_cores(used, ppn)]
         return sum(capacities) if proportional else len(capacities) * min(capacities)
 
     choices = [tuple(core for core in cores if core.speed == speed) for speed in speeds]
@@ -165,86 +135,70 @@ def _computing(cores: Group, ppn: int | None, *, proportional: bool) -> Group:
     return max(fitting, key=done)
 
 
-def _with_free(domains: tuple[Domain, ...], free: Group) -> tuple[Domain, ...]:
-    """Share the free cores of each NUMA node among the domains that compute there."""
-    given: list[Group] = [()] * len(domains)
-    for node in {core.numa_node for core in free}:
+def _with_slow(domains: tuple[Domain, ...], slow: Cores) -> tuple[Domain, ...]:
+    """Divide the slow cores of each NUMA node among the domains that compute there."""
+    given: list[Cores] = [()] * len(domains)
+    for node in {core.numa_node for core in slow}:
         here = [i for i, domain in enumerate(domains) if any(core.numa_node == node for core in domain.cores)]
-        parts = shares(tuple(core for core in free if core.numa_node == node), len(here)) if here else []
+        parts = shares(tuple(core for core in slow if core.numa_node == node), len(here)) if here else []
         for i, part in zip(here, parts, strict=True):
             given[i] += part
-    return tuple(Domain(cores=domain.cores, free=part) for domain, part in zip(domains, given, strict=True))
+    return tuple(Domain(cores=domain.cores, slow=part) for domain, part in zip(domains, given, strict=True))
 
 
-def _why_count(cores: Group, count: int) -> str:
-    groups = groups_of(cores)
-    smallest, largest = min(map(len, groups)), max(map(len, groups))
-    if largest <= SMALL_NODE_CORES:
-        return (
-            f"one for each of {len(cores)} cores: on nodes of {SMALL_NODE_CORES} cores or fewer, "
-            "one thread a worker trains fastest (measured: 1.2-1.35x over one worker of two threads)"
-        )
-    if count == len(groups) and len({core.speed for core in cores}) > 1:
-        return f"one for each kind of core in each NUMA node ({count} of them): no worker waits for its own slow cores"
-    if count == len(groups):
-        return f"one for each NUMA node ({count} of them): no worker's memory is remote"
-    size = str(largest) if smallest == largest else f"{smallest}-{largest}"
-    return (
-        f"{len(groups)} NUMA node(s) of {size} cores, cut so that no worker "
-        f"has more than {MOST_CORES_PER_WORKER} cores: several workers a node outrun one (published practice)"
-    )
-
-
-def _about_kinds(cores: Group, used: Group, *, proportional: bool) -> list[tuple[str, str, str]]:
-    """Which kinds of cores compute, where there are several."""
+def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list[Reason]:
+    """Which core types compute, where there are several."""
     speeds = sorted({core.speed for core in cores}, reverse=True)
     if len(speeds) == 1:
         return []
-    counted = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
+    counts = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
     if len(used) < len(cores):
         why = (
-            f"those of speed {used[0].speed:.2f} compute: a step waits for its slowest core, "
-            "and with the others in it less would get done; these may load and communicate"
+            f"only those of speed {used[0].speed:.2f} compute: a step waits for its slowest core, so all types "
+            "together would do less; the others may load and communicate"
         )
     elif len({core.speed for core in used}) > 1:
-        how = "a batch in proportion each" if proportional else "the slowest worker sets the pace"
-        why = f"a worker has cores of one kind; {how}, and all together still do most"
+        how = (
+            "each worker's batch is in proportion to its cores" if proportional else "the slowest worker sets the pace"
+        )
+        why = f"each worker has cores of one type; {how}, and all types together do most"
     else:
-        why = "all compute at the slow ones' pace: so many workers leave some with cores of two kinds"
-    return [("kinds of cores", counted, why)]
+        why = "all compute at the pace of the slow ones: with this many workers some have cores of two types"
+    return [Reason(what="core types", value=counts, why=why)]
 
 
-def _about_caches(cores: Group, cut: list[Group]) -> list[tuple[str, str, str]]:
-    """Which level-3 caches a worker has, where a NUMA node has several."""
-    several = any(len(_units(group, "l3")) > 1 for group in groups_of(cores))
+def _cache_reasons(cores: Cores, parts: list[Cores]) -> list[Reason]:
+    """How many level-3 caches a worker has, where a NUMA node has several."""
+    several = any(len(cores_by("l3", group)) > 1 for group in uniform_groups(cores))
     if not several or any(core.l3 is None for core in cores):
         return []
-    owners: dict[int | None, set[int]] = {}
-    for i, part in enumerate(cut):
+    users: dict[int | None, set[int]] = {}
+    for i, part in enumerate(parts):
         for core in part:
-            owners.setdefault(core.l3, set()).add(i)
-    shared = sum(len(workers) > 1 for workers in owners.values())
-    each = sorted({len({core.l3 for core in part}) for part in cut})
+            users.setdefault(core.l3, set()).add(i)
+    shared = sum(len(workers) > 1 for workers in users.values())
+    each = sorted({len({core.l3 for core in part}) for part in parts})
     value = str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}"
     why = (
-        f"{shared} of {len(owners)} caches are shared by workers, as their numbers do not divide"
+        f"workers share {shared} of {len(users)} caches, as the number of workers does not divide that of caches"
         if shared
         else "whole caches: workers do not evict each other's weights"
     )
-    return [("level-3 caches per worker", value, why)]
+    return [Reason(what="level-3 caches per worker", value=value, why=why)]
 
 
-def _warnings(cores: Group, domains: tuple[Domain, ...], *, proportional: bool) -> list[str]:
+def _warnings(cores: Cores, domains: tuple[Domain, ...], *, proportional: bool) -> list[str]:
     nodes = {core.numa_node for core in cores}
     found = []
     if any(len({core.numa_node for core in domain.cores}) > 1 for domain in domains):
         found.append(
-            f"{len(domains)} worker(s) on {len(nodes)} NUMA nodes: workers span nodes, part of their memory is remote"
+            f"{len(domains)} worker(s) on {len(nodes)} NUMA nodes: workers span nodes, and part of their memory is "
+            "remote"
         )
     sizes = sorted({len(domain.cores) for domain in domains})
     if len(sizes) > 1 and len({core.speed for core in cores}) == 1 and not proportional:
         found.append(
             f"domains of {sizes[0]} to {sizes[-1]} cores: the smallest sets the pace of each step "
-            "(--balance batch gives each a batch in proportion)"
+            "(balance=batch makes batches proportional to cores)"
         )
     return found

@@ -4,24 +4,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason
 from affinity.planner.runtime import INSTALL, Runtime
 
 # Activations are large and freed every step. Left alone, glibc maps and unmaps each of them, and jemalloc gives its
-# pages back: every step then pays for page faults again (ResNet-50 loses a fifth to a third of its speed).
+# pages back: page faults then cost ResNet-50 a fifth to a third of its speed.
 KEEP_MEMORY = {
     "glibc": (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(1 << 40))),
     "jemalloc": (("MALLOC_CONF", "background_thread:true,oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"),),
     "tcmalloc": (),
 }
-
-
-# Each of them places threads or processes by itself; two at once leave it to chance who wins.
+# Each of these places threads or processes by itself; with two of them the result is undefined.
 BINDERS = (
     *("OMP_PLACES", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET"),
     *("I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "I_MPI_PIN_CELL", "I_MPI_PIN_ORDER"),
 )
-OFF = ("0", "off", "no", "disable")  # how I_MPI_PIN says that MPI binds nobody
+OFF = ("0", "off", "no", "disable")  # values of I_MPI_PIN that switch MPI's own binding off
 
 
 def environment(
@@ -29,7 +27,7 @@ def environment(
 ) -> tuple[tuple[str, str], ...]:
     """Variables for one worker; with `pin` exactly one of them binds each thread to a PU, else none does.
 
-    `packed`: the first threads of the worker's cores, in the cores' order, begin with the compute PUs.
+    `packed`: see CoreRoles.
     """
     pairs = [("OMP_NUM_THREADS", str(len(compute_pus)))]
     if runtime.openmp == "libiomp5":
@@ -49,46 +47,48 @@ def environment(
 
 
 def places(pus: tuple[int, ...]) -> str:
-    """One place for each PU, in OMP_PLACES' words: (4, 6, 8) -> "{4}:3:2", which is {4},{6},{8}."""
+    """One place for each PU, in the format of OMP_PLACES: (4, 6, 8) -> "{4}:3:2", which is {4},{6},{8}."""
     steps = {b - a for a, b in pairwise(pus)}
     if len(pus) > 2 and len(steps) == 1:
         return f"{{{pus[0]}}}:{len(pus)}:{steps.pop()}"
     return ",".join(f"{{{pu}}}" for pu in pus)
 
 
-def planned_runtime(runtime: Runtime, asked: str, why: str) -> tuple[Runtime, tuple[str, ...]]:
-    """The runtime to plan for, and warnings. One that was looked for is what it is, whatever is asked (`why`); that of
-    a machine that is not at hand is as asked."""
+def planned_runtime(runtime: Runtime, requested: str, why: str) -> tuple[Runtime, tuple[str, ...]]:
+    """The runtime to plan for, and warnings.
+
+    A runtime found on this host stays as it is, whatever was requested (`why`); for another machine the request holds.
+    """
     warnings = tuple(
-        f"LD_PRELOAD names {path}, which is not there: the loader leaves it out, and so does this plan"
+        f"LD_PRELOAD names {path}, which does not exist: the loader ignores it, and so does this plan"
         for path in runtime.missing
     )
-    if asked in ("auto", runtime.openmp):
+    if requested in ("auto", runtime.openmp):
         return runtime, warnings
     if runtime.origin:
-        return runtime, (*warnings, f"planned for {runtime.openmp}, not {asked} ({why}): {INSTALL}")
-    needs = f"; its hosts need it: {INSTALL}" if asked == "libiomp5" else ""
-    return replace(runtime, openmp=asked, origin=why + needs), warnings
+        return runtime, (*warnings, f"planned for {runtime.openmp}, not {requested} ({why}): {INSTALL}")
+    needs = f"; install it on its hosts: {INSTALL}" if requested == "libiomp5" else ""
+    return replace(runtime, openmp=requested, origin=why + needs), warnings
 
 
-def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:
-    """Why the environment is what it is."""
+def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:
+    """Why the environment is as it is."""
     if runtime.openmp == "libiomp5":
-        omp = f"{runtime.origin or 'where it is installed'}; KMP_BLOCKTIME=1 as published"
-        binder = "KMP_AFFINITY binds each thread to its own PU"
+        omp = f"{runtime.origin or 'as installed on its hosts'}; KMP_BLOCKTIME=1 as published"
+        binder = "KMP_AFFINITY binds each thread to its own CPU"
     else:
         omp = runtime.origin or "the runtime inside PyTorch's wheel"
-        binder = "OMP_PLACES binds each thread to its own PU"
+        binder = "OMP_PLACES binds each thread to its own CPU"
     if not several_threads:
-        omp += "; one thread a worker, so the worker's mask alone binds it"
+        omp += "; each worker has one thread, which the process's mask binds"
     elif pin:
         omp += f"; {binder}"
     else:
-        omp += "; threads move within the worker's mask: pinned, they would leave a script's loader processes one PU"
+        omp += "; threads move within the worker's mask: if pinned, a script's loader processes would share one CPU"
     alloc = {
-        "glibc": "no tcmalloc or jemalloc found: glibc is told to keep freed memory instead of unmapping it every step",
-        "jemalloc": "found and preloaded, told to keep freed memory",
-        "tcmalloc": "found and preloaded: keeps freed memory",
+        "glibc": "found neither tcmalloc nor jemalloc: glibc is set to keep freed memory, not to unmap it every step",
+        "jemalloc": "found and preloaded, and set to keep freed memory",
+        "tcmalloc": "found and preloaded; it keeps freed memory",
     }[runtime.allocator]
     return [
         Reason(what="OpenMP runtime", value=runtime.openmp, why=omp),
@@ -99,10 +99,10 @@ def explain(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reaso
 def reconciled(
     inherited: Mapping[str, str], planned: Mapping[str, str], *, keep: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment of a worker's command, and what in the inherited one contradicts the plan.
+    """The environment of a worker's command, and the inherited variables that contradict the plan.
 
-    The plan wins, and binders that it does not use are taken out, so that exactly one binds; with `keep` what was
-    inherited wins. LD_PRELOAD is no contradiction: the user's libraries stay, behind the plan's.
+    The plan wins, and binders that it does not use are removed, so that exactly one binds; with `keep` inherited
+    variables win. LD_PRELOAD never contradicts: the user's libraries stay, behind the plan's.
     """
     env = dict(inherited)
     clashes = []

@@ -2,33 +2,34 @@
 
 from dataclasses import replace
 
-from affinity.planner.domains import Cut, Domain, shares
+from affinity.planner.domains import Domain, Partition, shares
+from affinity.planner.reasons import Reason
 from affinity.topology.machine import Core, Machine
 
 
-def cut_shared(machine: Machine, ppn: int) -> Cut:
+def partition_shared(machine: Machine, ppn: int) -> Partition:
     """Give each of ppn workers, more than the allowed cores, one core; the cores' numbers of workers differ by at most
-    one. Workers of a core share out its PUs before two of them share a PU."""
+    one. Workers of a core divide its PUs before two of them share a PU."""
     cores = machine.allowed_cores
     domains = tuple(
         Domain(cores=(part,))
         for core, workers in zip(cores, shares(tuple(range(ppn)), len(cores)), strict=True)
         for part in _parts(core, len(workers))
     )
-    return Cut(
+    why = f"requested, more than the {len(cores)} cores (oversubscribe)"
+    return Partition(
         domains=domains,
-        left=(),
-        why_count=f"asked for, more than the {len(cores)} cores (oversubscribe)",
-        notes=(),
+        unassigned=(),
+        reasons=(Reason(what="workers per host", value=str(ppn), why=why),),
         warnings=(
-            f"oversubscribed: {ppn} workers share {len(cores)} core(s), up to {-(-ppn // len(cores))} a core, and take "
-            "turns: this tries out so many workers, it does not measure their speed",
+            f"oversubscribed: {ppn} workers share {len(cores)} core(s), up to {-(-ppn // len(cores))} per core, and "
+            "slow each other down: use this to test a number of workers, not to measure speed",
         ),
     )
 
 
 def _parts(core: Core, count: int) -> list[Core]:
-    """The core once for each of its workers, cut down to the PUs of that worker."""
+    """The core once for each of its workers, with the PUs of that worker only."""
     pus = core.pus
     starts = [i * len(pus) // count for i in range(count)]
     ends = [max(start + 1, (i + 1) * len(pus) // count) for i, start in enumerate(starts)]

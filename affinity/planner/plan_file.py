@@ -1,4 +1,4 @@
-"""Plan <-> JSON: what `--format json` prints and plan.json holds; docs/plan.schema.json describes it."""
+"""Plan <-> JSON, the format of plan.json, which docs/plan.schema.json describes."""
 
 import json
 from dataclasses import asdict
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError
-from affinity.planner.core_roles import Unused
 from affinity.planner.plan import Plan, Request, WorkerPlan
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason, Unused
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import Workload
 from affinity.topology.machine import Core, Machine, NumaNode
@@ -47,12 +46,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The plan as JSON text, a worker's field, a core or a NUMA node on a line each."""
+    """The plan as JSON text, with each field of a worker, each core and each NUMA node on a line."""
     return dumps(plan_to_dict(plan))
 
 
 def dumps(value: Any, indent: str = "") -> str:
-    """JSON with what holds no dictionaries on one line, and small dictionaries too."""
+    """JSON with small dictionaries, and values that hold no dictionaries, on one line."""
     flat = json.dumps(value)
     if not isinstance(value, (dict, list)) or not value or _is_leaf(value, len(flat)):
         return flat
@@ -92,11 +91,11 @@ def plan_from_dict(data: Any) -> Plan:
             warnings=tuple(data["warnings"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"the plan is damaged ({error!r}): make it again") from None
+        raise InputError(f"the plan is damaged ({error!r}): plan again") from None
 
 
 def request_to_json(request: Request) -> str:
-    """What is asked of a plan beside the defaults, as one line of JSON."""
+    """The fields of a request that differ from the defaults, as one line of JSON."""
     return json.dumps({key: value for key, value in asdict(request).items() if value != getattr(Request(), key)})
 
 
@@ -105,7 +104,7 @@ def request_from_json(text: str) -> Request:
     try:
         return _request(json.loads(text))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{text[:60]!r} is no request for a plan ({error!r})") from None
+        raise InputError(f"{text[:60]!r} is not a request for a plan ({error!r})") from None
 
 
 def _request(fields: dict[str, Any]) -> Request:
@@ -119,7 +118,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def read_json(path: Path) -> Any:
-    """A plan file's JSON. Raises InputError when it cannot be read or is none."""
+    """A plan file's JSON. Raises InputError when it cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -127,18 +126,18 @@ def read_json(path: Path) -> Any:
 
 
 def plan_of_host(data: Any, host: str) -> Any:
-    """A host's plan in the JSON of one plan, or of several kinds of hosts with their names, whole or short.
+    """A host's plan in the JSON of one plan, or of several groups of hosts. Host names match whole or short.
 
-    Raises InputError when the host is of none of them.
+    Raises InputError when the host is in none of the groups.
     """
-    kinds = data.get("kinds") if isinstance(data, dict) else None
-    if kinds is None:
+    groups = data.get("kinds") if isinstance(data, dict) else None
+    if groups is None:
         return data
     short = host.partition(".")[0]
-    for kind in kinds:
-        if any(name in (host, short) or name.partition(".")[0] == short for name in kind["hosts"]):
-            return kind["plan"]
-    raise InputError(f"host {host} is of no kind in the plan: plan again with it, or call it as the plan does")
+    for group in groups:
+        if any(name in (host, short) or name.partition(".")[0] == short for name in group["hosts"]):
+            return group["plan"]
+    raise InputError(f"host {host} is not in the plan: plan again with this host name, or run on the plan's hosts")
 
 
 def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:
@@ -150,13 +149,13 @@ def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:
     try:
         return _worker(workers[local_rank])
     except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"worker {local_rank} of the plan is damaged ({error!r}): make the plan again") from None
+        raise InputError(f"worker {local_rank} of the plan is damaged ({error!r}): plan again") from None
 
 
 def _check_schema(data: Any) -> None:
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
-        raise InputError(f"plan has schema_version {found}; this program reads {SCHEMA_VERSION}: make the plan again")
+        raise InputError(f"the plan has schema_version {found}; this program reads {SCHEMA_VERSION}: plan again")
 
 
 def _worker(fields: dict[str, Any]) -> WorkerPlan:

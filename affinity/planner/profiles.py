@@ -1,4 +1,4 @@
-"""Published practice by name: what a profile asks of a machine, where nobody asks for something else."""
+"""Published practice by name: the values of a request that a profile sets where the user sets none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 from affinity.topology.machine import Machine
 
 TWO_WORKERS_A_PACKAGE = 28  # cores; the 24 of a Xeon 8160 stayed one worker
-FEWEST_CORES_WITH_SERVERS = 8  # below, two cores for communication would be a quarter of a worker and more
+FEWEST_CORES_WITH_SERVERS = 8  # with fewer, two comm cores would be more than a quarter of a worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A source to cite, and the fields of a request that it decides for a machine and the ppn asked for, if any."""
+    """A source to cite, and the request fields that it sets for a machine and the requested ppn, if any."""
 
     source: str
     decide: Callable[[Machine, int | None], dict[str, Any]]
@@ -23,12 +23,12 @@ def is_phi(machine: Machine) -> bool:
     return "Xeon Phi" in machine.model or "Xeon(R) Phi" in machine.model
 
 
-def _bkm_2018(machine: Machine, asked: int | None) -> dict[str, Any]:
-    """Workers by package or quadrant, two communication servers each (Phi: four), the rest computes."""
+def _bkm_2018(machine: Machine, ppn: int | None) -> dict[str, Any]:
+    """Workers by package or quadrant, two communication servers each (Phi: four); the other cores compute."""
     packages, cores = len({core.package for core in machine.allowed_cores}), len(machine.allowed_cores)
     nodes = len({core.numa_node for core in machine.allowed_cores})
     a_package = 4 if is_phi(machine) else 2 if cores // packages >= TWO_WORKERS_A_PACKAGE else 1
-    ppn = asked or min(cores, max(nodes, packages * a_package))
+    ppn = ppn or min(cores, max(nodes, packages * a_package))
     servers = 4 if is_phi(machine) else 2
     large = cores // ppn >= FEWEST_CORES_WITH_SERVERS
     return {
@@ -37,14 +37,14 @@ def _bkm_2018(machine: Machine, asked: int | None) -> dict[str, Any]:
         "loader_cores": 0,
         "inter_op": 2 if large else 1,
         "comm_threads": servers if large else 0,
-        "spare_last": True,
+        "reserve_last": True,
         "openmp": "libiomp5",  # TensorFlow with MKL: KMP_AFFINITY=granularity=fine,compact,1,0, KMP_BLOCKTIME=1
     }
 
 
-def _mlperf_spr(machine: Machine, asked: int | None) -> dict[str, Any]:
+def _mlperf_spr(machine: Machine, ppn: int | None) -> dict[str, Any]:
     """One worker a package; eight communication threads on the second threads of cores that compute."""
-    ppn = asked or len({core.package for core in machine.allowed_cores})
+    ppn = ppn or len({core.package for core in machine.allowed_cores})
     spare = len(machine.allowed_cores) // ppn > 1
     has_siblings = all(len(core.pus) > 1 for core in machine.allowed_cores)
     siblings = max(0, min(8, len(machine.allowed_cores) // ppn - 1)) if has_siblings else 0

@@ -1,9 +1,9 @@
-"""What the user asks of a plan, and what a profile makes of it."""
+"""A request for a plan, and what a profile adds to it."""
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from affinity.errors import InputError
+from affinity.errors import RequestError
 from affinity.planner.profiles import PROFILES
 from affinity.planner.workload import Workload
 from affinity.topology.machine import Machine
@@ -24,18 +24,26 @@ OPENMP = ("auto", "libgomp", "libiomp5")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asks of a plan; None means that profile and rules decide.
+    """What a plan should be like; None lets profile and rules decide.
 
-    `pin_threads`: bind each OpenMP thread to a PU of its own. OpenMP then binds the process's first thread too, and
-    all that it starts later (loader processes, say) inherits that one PU unless it moves itself. `nodes` is the
-    number of hosts of the job: with more than one, communication gets cores of its own; `link_gbit` is the speed of a
-    host's link in Gbit/s. `local_batch` is the images a step of a worker, on average over the host's workers where
-    `balance` is "batch": each then gets them in proportion to its cores. `workload` is what it trains. `openmp` is the
-    OpenMP runtime to plan for; "auto": the profile's, else the one that is loaded. `oversubscribe` allows more workers
-    than cores, which then share cores. `taken` are PUs whose cores are left to other processes.
+    ppn: workers per host.
+    threads, inter_op: intra-op and inter-op threads per worker.
+    comm_cores, loader_cores: cores per worker reserved for communication and for loading images.
+    smt: second hardware threads compute, too.
+    pin_threads: bind each OpenMP thread to a PU of its own. OpenMP then binds the process's first thread, too, and
+        whatever it starts later (loader processes, say) inherits that one PU unless it moves itself.
+    nodes: hosts of the job; with more than one, communication gets cores of its own.
+    link_gbit: speed of a host's link in Gbit/s.
+    profile: published practice that decides what is None here.
+    balance: "equal" local batches, or "batch": in proportion to each worker's cores.
+    local_batch: images per step of a worker, the mean over the host's workers.
+    workload: what it trains.
+    openmp: the OpenMP runtime to plan for; "auto": the profile's, else the one that is loaded.
+    oversubscribe: allow more workers than cores, which then share cores.
+    taken: PUs whose cores are left to other processes.
 
     The last three are what published profiles do and the rules do not: oneCCL's threads per worker, how many of them
-    run on second threads of compute cores, and comm and loader cores at the end of a domain, not its start.
+    run on second threads of compute cores, and comm and loader cores at the end of a domain instead of its start.
     """
 
     ppn: int | None = None
@@ -56,28 +64,30 @@ class Request:
     taken: tuple[int, ...] = ()
     comm_threads: int | None = None
     comm_siblings: int = 0
-    spare_last: bool = False
+    reserve_last: bool = False
 
 
 def check_request(request: Request) -> None:
-    """Raise InputError where a value has no sense on any machine."""
-    for what, least in LEAST.items():
-        value = getattr(request, what)
+    """Raise RequestError where a value is wrong on any machine."""
+    for name, least in LEAST.items():
+        value = getattr(request, name)
         if value is not None and value < least:
-            raise InputError(f"{what}={value}: must be {least} or more")
+            raise RequestError(f"{{{name}={value}}}: must be {least} or more")
     if request.profile not in PROFILES:
         near = get_close_matches(request.profile, PROFILES, n=1, cutoff=0.0)[0]
-        raise InputError(f"profile={request.profile}: did you mean {near}? There are {', '.join(PROFILES)}")
+        raise RequestError(
+            f"{{profile={request.profile}}}: did you mean {near}? The profiles are {', '.join(PROFILES)}"
+        )
     if request.balance not in BALANCES:
-        raise InputError(f"balance={request.balance}: must be {' or '.join(BALANCES)}")
+        raise RequestError(f"{{balance={request.balance}}}: must be {' or '.join(BALANCES)}")
     if request.openmp not in OPENMP:
-        raise InputError(f"openmp={request.openmp}: must be {', '.join(OPENMP[:-1])} or {OPENMP[-1]}")
+        raise RequestError(f"{{openmp={request.openmp}}}: must be {', '.join(OPENMP[:-1])} or {OPENMP[-1]}")
     if request.balance == "batch" and request.local_batch is None:
-        raise InputError("balance=batch has no batch to balance: give a recipe or local_batch")
+        raise RequestError("{balance=batch} has no batch to balance: train a recipe, or set {local_batch}")
 
 
 def with_profile(machine: Machine, request: Request) -> tuple[Request, dict[str, str]]:
-    """The request with the profile's answers where it asks nothing, and why, by field."""
+    """The request with the profile's values where the user set none, and why, by field."""
     profile, blank = PROFILES[request.profile], Request()
     decided = profile.decide(machine, request.ppn)
     changes = {name: value for name, value in decided.items() if getattr(request, name) == getattr(blank, name)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RequestError
 
 SYSTEM_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu",
@@ -38,7 +38,7 @@ PROBE_TIMEOUT_S = 20.0
 class Runtime:
     """The OpenMP runtime (libgomp or libiomp5) and allocator in use, and the files to preload for them.
 
-    `origin` says where the OpenMP runtime comes from, empty where the machine is not at hand. `missing` are OpenMP
+    `origin` is the source of the OpenMP runtime; empty for a machine other than this host. `missing` are OpenMP
     runtimes and allocators that LD_PRELOAD names and the loader would not find.
     """
 
@@ -60,19 +60,19 @@ class Target:
 def target_of(command: tuple[str, ...]) -> Target:
     """The Python that a command starts; this one, where the command starts none directly.
 
-    Another Python is asked, which takes it some 30 ms. Raises InputError when it cannot answer.
+    Another Python is run to find its torch, which takes about 30 ms. Raises InputError when that fails.
     """
     program = shutil.which(command[0]) if command else None
     if program is None or not Path(program).name.startswith("python") or Path(program) == Path(sys.executable):
         spec = importlib.util.find_spec("torch")
         return _target(sys.prefix, spec.origin if spec and spec.origin else "")
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [program, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise InputError(f"{program} does not say which torch it has: {error}") from None
-    prefix, origin = [*said.splitlines(), "", ""][:2]
+        raise InputError(f"cannot find out which torch {program} has: {error}") from None
+    prefix, origin = [*output.splitlines(), "", ""][:2]
     return _target(prefix, origin)
 
 
@@ -87,11 +87,11 @@ def find_runtime(
     *,
     openmp: str = "auto",
 ) -> Runtime:
-    """What the target loads: its own, what LD_PRELOAD in `env` puts before it, what a plan can preload for it.
+    """What the target loads: its own libraries, those that LD_PRELOAD in `env` names, those that a plan can preload.
 
     libiomp5 from the target's prefix or the system is preloaded over torch's libgomp, whose entry points it has too;
-    so are tcmalloc or jemalloc. Nothing is preloaded that is loaded already. Raises InputError where the target does
-    not load the runtime that `openmp` asks for.
+    so are tcmalloc or jemalloc. Nothing is preloaded that is loaded already. Raises RequestError where the target
+    does not load the runtime that `openmp` requests.
     """
     named = [path for path in env.get("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
     preloaded = [path for path in named if _is_found(path, env, system)]
@@ -108,8 +108,8 @@ def find_runtime(
 
 
 def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str, str]:
-    """The environment in which a command's Python loads libiomp5: a plan made on another host does not know where it
-    lies. Raises InputError where this Python has none."""
+    """The environment in which a command's Python loads libiomp5: a plan made on another host does not know its path
+    here. Raises InputError where this Python has none."""
     preload = find_runtime(target_of(command), env, openmp="libiomp5").preload
     library = next((path for path in preload if _named([path], IOMP)), None)
     if library is None:
@@ -118,25 +118,26 @@ def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str,
 
 
 def _openmp(
-    target: Target, preloaded: list[str], places: tuple[Path, ...], asked: str
+    target: Target, preloaded: list[str], places: tuple[Path, ...], requested: str
 ) -> tuple[str, str, tuple[str, ...]]:
     """The OpenMP runtime, where it comes from, and what to preload for it."""
-    named, own = _named(preloaded, IOMP), _torch_s_own(target, IOMP)
+    named, own = _named(preloaded, IOMP), _bundled_with_torch(target, IOMP)
     if named or own:
         origin = f"{named}, which LD_PRELOAD names" if named else f"{own}, which torch loads"
-        if asked == "libgomp":
-            remedy = "take it out of LD_PRELOAD" if named else "leave openmp=libgomp out"
-            raise InputError(f"openmp=libgomp, but the OpenMP runtime here is {origin}: {remedy}")
+        if requested == "libgomp":
+            remedy = "remove it from LD_PRELOAD" if named else "leave {openmp} out"
+            raise RequestError(f"{{openmp=libgomp}}, but the OpenMP runtime here is {origin}: {remedy}")
         return "libiomp5", origin, ()
-    if asked != "libgomp" and (path := _first(IOMP[:1], places)):
+    if requested != "libgomp" and (path := _first(IOMP[:1], places)):
         return "libiomp5", f"{path}, preloaded", (path,)
-    if own := _torch_s_own(target, ("libgomp",)):
+    if own := _bundled_with_torch(target, ("libgomp",)):
         origin = f"{own}, which torch loads"
     else:
         origin = "the system's" if target.torch_lib else f"assumed: no torch in {target.prefix}"
-    if asked == "libiomp5":
-        raise InputError(
-            f"openmp=libiomp5, but the Python in {target.prefix} loads libgomp: {INSTALL}, or plan with openmp=libgomp"
+    if requested == "libiomp5":
+        raise RequestError(
+            f"{{openmp=libiomp5}}, but the Python in {target.prefix} loads libgomp: {INSTALL}, or plan with "
+            "{openmp=libgomp}"
         )
     return "libgomp", origin, ()
 
@@ -152,7 +153,7 @@ def _first(names: tuple[str, ...], places: tuple[Path, ...]) -> str | None:
 
 def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bool:
     """Whether the dynamic loader finds what LD_PRELOAD names (ld.so(8)): a path as it stands, a bare name in
-    LD_LIBRARY_PATH, its cache and the system's folders. Paths with $LIB and the like are taken on trust."""
+    LD_LIBRARY_PATH, its cache and the system's folders. Paths with $LIB and the like are assumed to exist."""
     if "$" in path:
         return True
     if "/" in path:
@@ -162,8 +163,8 @@ def _is_found(path: str, env: Mapping[str, str], system: tuple[Path, ...]) -> bo
     return cached or any((folder / path).is_file() for folder in folders)
 
 
-def _torch_s_own(target: Target, names: tuple[str, ...]) -> str | None:
-    """An OpenMP runtime that lies in torch's own folder, or beside it where wheels' shared libraries are gathered."""
+def _bundled_with_torch(target: Target, names: tuple[str, ...]) -> str | None:
+    """An OpenMP runtime in torch's own folder, or in the one beside it with the wheel's shared libraries."""
     if target.torch_lib is None:
         return None
     folders = (target.torch_lib, target.torch_lib.parents[1] / "torch.libs")

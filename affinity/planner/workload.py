@@ -1,4 +1,4 @@
-"""What a worker computes each step, as far as a plan needs it: sizes, speed, memory."""
+"""The network that a worker trains, as far as a plan needs it: sizes, speed, memory."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ PEAK_OVER_KEPT = 1.6
 # speeds up bfloat16 only.
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}
 LEAST_GFLOPS = 20.0
+USUAL_BATCH = 32  # images per step of a worker, where no batch is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,8 @@ class Workload:
     """A network in training. `parameters` counts its weights; the others are per image: floating-point operations of
     forward and backward pass in 1e9, and bytes that the forward pass keeps for the backward pass.
 
-    `optimizer_copies` is the optimizer's state in copies of the weights (momentum: 1, Adam: 2). With `assumed` it
-    stands for a network that the planner does not know: nothing is refused on its account.
+    `optimizer_copies` is the optimizer's state in copies of the weights (momentum: 1, Adam: 2). `assumed` marks a
+    stand-in for an unknown network: no plan is refused because of it.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """What each worker contributes to an all-reduce."""
+        """Bytes that each worker contributes to an all-reduce."""
         return self.parameters * BYTES
 
 
@@ -50,7 +51,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.process + self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -64,7 +65,7 @@ RESNET50 = Workload(
 
 
 def footprint(workload: Workload, local_batch: int) -> Footprint:
-    """Peak memory of a worker with so many images a step; gradients are there twice, as DDP's buckets too."""
+    """Peak memory of a worker with `local_batch` images per step; gradients count twice, for DDP's buckets."""
     weights = workload.parameters * BYTES
     return Footprint(
         process=PROCESS_BYTES,
@@ -76,7 +77,7 @@ def footprint(workload: Workload, local_batch: int) -> Footprint:
 
 
 def largest_batch(workload: Workload, room_bytes: int) -> int:
-    """The most images a step whose footprint fits; 0 when not even the weights do."""
+    """The most images per step whose footprint fits; 0 when not even the weights do."""
     left = room_bytes - footprint(workload, 0).total
     return max(0, int(left / (PEAK_OVER_KEPT * workload.activation_bytes)))
 

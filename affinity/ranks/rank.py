@@ -1,4 +1,4 @@
-"""Environment of any launcher -> rank, local rank, world size, and the variables of torch.distributed's env://."""
+"""Any launcher's environment -> rank, local rank, world size; and torch.distributed's env:// variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,19 +46,19 @@ CONVENTIONS = (
     ("intelmpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("pals", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 )
-# Where a launcher says which worker of its host a process is.
+# Launchers' variables for the local rank.
 LOCAL_RANK_VARIABLES = (*(names[3] for names in CONVENTIONS), "SLURM_LOCALID")
 
 
 def discover(env: Mapping[str, str]) -> Rank | None:
-    """This process's rank, or None when no launcher started it. Raises InputError on half a convention."""
-    halves = []
+    """This process's rank; None when no launcher started it. Raises InputError where variables are missing."""
+    incomplete = []
     for launcher, *names in CONVENTIONS:
         if names[0] not in env or names[1] not in env:
             continue
         missing = [name for name in names if name not in env]
         if missing:
-            halves.append(f"{names[0]} is set but {', '.join(missing)} is not")
+            incomplete.append(f"{names[0]} is set but {', '.join(missing)} is not set")
             continue
         rank, world, local, local_world = (_number(env, name) for name in names)
         return _checked(
@@ -68,18 +68,18 @@ def discover(env: Mapping[str, str]) -> Rank | None:
     # numbered step; a step of one task is most often a shell, in which people start things themselves.
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
         return _srun_rank(env) if _number(env, "SLURM_STEP_NUM_TASKS") > 1 else None
-    if "PMIX_RANK" in env:  # prterun's ranks learn the rest from its server
-        halves.append("PMIX_RANK is set but no world size is")
-    if halves:
+    if "PMIX_RANK" in env:  # prterun's ranks get the rest from its server
+        incomplete.append("PMIX_RANK is set but no world size is set")
+    if incomplete:
         raise InputError(
-            f"{'; '.join(halves)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or, if no "
-            "launcher started this process, unset what is there"
+            f"{'; '.join(incomplete)}: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each rank, or, if no "
+            "launcher started this process, unset these variables"
         )
     return None
 
 
 def local_rank_of(env: Mapping[str, str]) -> int | None:
-    """This process's place among its host's workers, where a launcher tells at least that."""
+    """This process's local rank, where a launcher has set at least that; else None."""
     return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if env.get(name, "").isdigit()), None)
 
 
@@ -96,7 +96,7 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """Slurm's run-length form: "2(x3),1" -> (2, 2, 2, 1)."""
+    """Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1)."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -118,7 +118,7 @@ def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     if not env.get(name, "").isdigit():
-        raise InputError(f"{name}={env.get(name)!r} is no number: start through a launcher")
+        raise InputError(f"{name}={env.get(name)!r} is not a number: start through a launcher")
     return int(env[name])
 
 

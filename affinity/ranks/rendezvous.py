@@ -1,4 +1,4 @@
-"""What a rank's command finds in its environment: who it is, and where the ranks meet (torch.distributed's env://)."""
+"""The environment of a rank's command: its rank, and where the ranks meet (torch.distributed's env://)."""
 
 import errno
 import os
@@ -15,21 +15,21 @@ from affinity.ranks.route import interface_to
 LOOPBACK_INTERFACE = "lo"
 # Below the ports that Linux gives to outgoing connections (32768 and up) and to Kubernetes' services (30000 and up).
 FIRST_PORT, PORTS = 20_000, 10_000
-# What is the same for all ranks of a job and differs from other jobs: Intel MPI, PMIx (Open MPI), Slurm, PALS.
+# Equal for all ranks of a job and different between jobs: Intel MPI, PMIx (Open MPI), Slurm, PALS.
 JOB_VARIABLES = (("I_MPI_HYDRA_UUID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PALS_APID",))
-# What scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. To an MPI these names alone are no sign
-# that its own mpirun started the process.
+# Names that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. An MPI does not conclude from
+# these alone that its own mpirun started the process.
 OTHER_NAMES = {
     **{launcher: names for launcher, *names in CONVENTIONS if launcher in ("intelmpi", "openmpi")},
     "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"],
 }
-PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # how an MPI reaches PMI's server
+PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to PMI's server
 FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[\d,-]*\]([^\[,]*))?")
 
 
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, the same numbers by the names of Intel MPI,
-    MPICH, Open MPI and Slurm, and, where nobody has set them, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+    MPICH, Open MPI and Slurm, and, where they are not set, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
 
     Raises InputError where rank 0's host cannot be known, RunError where the port is taken.
     """
@@ -40,17 +40,17 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for launcher, names in OTHER_NAMES.items() if launcher != rank.launcher]
     same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
-    # A PMI around this job (that of a shell which srun started) knows nothing of its ranks.
+    # A PMI from outside this job (that of a shell that srun started) does not know its ranks.
     foreign = [env.get(name) for name in OTHER_NAMES["intelmpi"][:2]] != numbers[:2]
     kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
     return {**gloo, **kept, **same, **node, **rendezvous(rank, address, port)}
 
 
 def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
-    """(address, port) that all ranks of the job find alike, though they cannot talk yet.
+    """The same (address, port) for all ranks of the job, found without communication.
 
     Address: MASTER_ADDR, or loopback on one host, or the first host of Slurm's list. Port: MASTER_PORT, or one of
-    20000-29999 by the launcher's name for the job, or 29500. Rank 0 checks what is not from the environment.
+    20000-29999 derived from the launcher's job id, or 29500. Rank 0 checks values that are not from the environment.
     """
     address, port = env.get("MASTER_ADDR"), port_of(env)
     meant = address or (LOOPBACK if rank.one_host else _first_host(env))
@@ -63,10 +63,10 @@ def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def port_of(env: Mapping[str, str]) -> int | None:
-    """MASTER_PORT, where it is set. Raises InputError for what is no TCP port."""
+    """MASTER_PORT, where it is set. Raises InputError where it is not a TCP port."""
     port = env.get("MASTER_PORT")
     if port is not None and not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise InputError(f"MASTER_PORT={port} is no TCP port: export a number from 1 to 65535, or unset it")
+        raise InputError(f"MASTER_PORT={port} is not a TCP port: export a number from 1 to 65535, or unset it")
     return None if port is None else int(port)
 
 
@@ -75,20 +75,20 @@ def _first_host(env: Mapping[str, str]) -> str:
     match = FIRST_HOST.match(nodes or env.get("SLURM_JOB_NODELIST", ""))
     if match is None:
         raise InputError(
-            "several hosts, and nothing tells rank 0's: set MASTER_ADDR to its name for all ranks (mpirun -genv "
-            "MASTER_ADDR HOST; Open MPI: -x MASTER_ADDR=HOST), or start with cputrain launch --hosts"
+            "several hosts, but the host of rank 0 is not known: set MASTER_ADDR to its name for all ranks (mpirun "
+            "-genv MASTER_ADDR HOST; Open MPI: -x MASTER_ADDR=HOST), or start with cputrain launch --hosts"
         )
     return "".join(part or "" for part in match.groups())
 
 
 def _job(env: Mapping[str, str]) -> str | None:
-    """The launcher's name for this job; MPICH's goes before those of what its mpiexec was called in."""
+    """The launcher's id of this job; MPICH's before that of the job in which its mpiexec was started."""
     named = (names for names in JOB_VARIABLES if all(name in env for name in names))
     return _hydra_port() or next((".".join(env[name] for name in names) for names in named), None)
 
 
 def _hydra_port() -> str | None:
-    """HOST:PORT at which MPICH's mpiexec controls its job; each host's proxy, an ancestor of its ranks, is told it."""
+    """HOST:PORT at which MPICH's mpiexec controls its job: an option of each host's proxy, an ancestor of its ranks."""
     for argv in _ancestors():
         if Path(argv[0]).name == "hydra_pmi_proxy" and "--control-port" in argv[:-1]:
             return argv[argv.index("--control-port") + 1]
@@ -96,7 +96,7 @@ def _hydra_port() -> str | None:
 
 
 def _ancestors() -> Iterator[list[str]]:
-    """The command lines of the processes that this one descends from, parent first, as far as they can be read."""
+    """The command lines of this process's ancestors, parent first, as far as they can be read."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -111,7 +111,7 @@ def _port_of_job(job: str | None) -> int:
 
 
 def _check_address(address: str) -> None:
-    """Refuse, as rank 0, an address that is not this host's."""
+    """Raise, on rank 0, where the address is not this host's."""
     here = socket.gethostname()
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -131,7 +131,7 @@ def _check_address(address: str) -> None:
 
 
 def _check_port(port: int) -> None:
-    """Refuse, as rank 0, a port on which somebody listens: on any address, as torch.distributed's store has all."""
+    """Raise, on rank 0, where the port is in use on any address: torch.distributed's store listens on all."""
     both = socket.has_dualstack_ipv6()
     try:
         with socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -140,7 +140,7 @@ def _check_port(port: int) -> None:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             probe.bind(("", port))
     except OSError as error:
-        why = "taken" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
+        why = "in use" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
         raise RunError(
             f"port {port} of {socket.gethostname()}, where this job's ranks would meet, is {why}: set MASTER_PORT to a "
             "free one"

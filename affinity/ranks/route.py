@@ -1,4 +1,4 @@
-"""By which address and interface this host reaches another, as the kernel's routes have it."""
+"""The address and the interface by which this host reaches another, from the kernel's routes."""
 
 import fcntl
 import socket
@@ -31,9 +31,9 @@ def interface_to(peer: str) -> str | None:
 
 def _address(interface: str) -> str | None:
     """An interface's IPv4 address, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])

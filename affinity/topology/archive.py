@@ -1,4 +1,4 @@
-"""A tarball of some host's /sys and /proc, unpacked for as long as it is read."""
+"""A tarball of a host's /sys and /proc, unpacked while it is read."""
 
 import re
 import tarfile
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from affinity.errors import InputError
 
-# Most of a host's /sys is thousands of small files that nothing here reads, and each takes its time to unpack.
+# A host's /sys has thousands of small files that nothing here reads and that take long to unpack.
 SYS = re.compile(r"(?<!proc/)\bsys/(devices|bus|class|firmware|module|kernel)/.")
 TOPOLOGY = re.compile(
     r"/system/(cpu|node)/(online|(cpu|node)\d+/(online|cpulist|cpumap|meminfo|distance|access\d/initiators(/\w+)?|"
@@ -22,16 +22,16 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def is_archive(spec: str) -> bool:
-    """Whether the name is that of a tarball."""
+    """Whether the name is a tarball's."""
     return spec.endswith(SUFFIXES)
 
 
 @contextmanager
 def unpacked(archive: Path) -> Iterator[Path]:
-    """The tarball's files in a folder of their own, which is removed afterwards.
+    """The tarball's files in a temporary folder, which is removed afterwards.
 
-    Members that would land or point outside it (links of /sys do) are left out. Raises InputError when the file is
-    absent, damaged or cut short.
+    Members that would end or point outside it (links of /sys do) are left out. Raises InputError when the file is
+    missing, damaged or truncated.
     """
     with tempfile.TemporaryDirectory(prefix="affinity-") as scratch:
         try:

@@ -1,4 +1,4 @@
-"""Machines by name: configs/machines/PROCESSOR.yaml and one of its forms -> Machine; and what reads `--machine`."""
+"""Machines by name (configs/machines/PROCESSOR.yaml and one of its variants), and any other description of one."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,21 +12,21 @@ from affinity.topology.hwloc import read_synthetic
 from affinity.topology.lstopo import read_lstopo
 from affinity.topology.machine import Core, Machine, NumaNode, ordered
 from affinity.topology.sysfs import read_machine, this_machine
+from affinity.units import GIB
 
-GIB = 1 << 30
 
-
-def shipped(package: Path, kind: str) -> Path:
-    """Folder of the YAML files that come with a package: inside it once installed, in configs/ in a checkout."""
-    inside = package / kind
-    return inside if inside.is_dir() else package.parent / "configs" / kind
+def shipped(package: Path, name: str) -> Path:
+    """Folder of a package's YAML files: inside the package once installed, in configs/ in a checkout."""
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / "configs" / name
 
 
 MACHINES = shipped(Path(__file__).parents[1], "machines")
 
 
 def find_machine(spec: str) -> Machine:
-    """`this`, a folder or tarball with sys/ and proc/, lstopo XML, a synthetic description, or a catalog name."""
+    """The machine named by `spec`: "this", a folder or tarball with sys/ and proc/, lstopo XML, a synthetic description
+    ("pack:2 core:24 pu:2") or a catalog name. Raises InputError where it cannot be read."""
     if spec == "this":
         return this_machine()
     if Path(spec).is_dir():
@@ -37,14 +37,14 @@ def find_machine(spec: str) -> Machine:
     if spec.endswith(".xml"):
         return read_lstopo(Path(spec))
     if ":" in spec:
-        # hwloc gives a synthetic NUMA node 1 GiB where nothing else is said.
+        # hwloc gives a synthetic NUMA node 1 GiB where the text gives no size.
         return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=GIB)
     return named_machine(spec)
 
 
 def machine_names() -> list[str]:
-    """Every machine of the catalog: PROCESSOR-FORM."""
-    return sorted(f"{path.stem}-{form}" for path in MACHINES.glob("*.yaml") for form in _entry(path)["forms"])
+    """Every machine of the catalog: PROCESSOR-VARIANT."""
+    return sorted(f"{path.stem}-{variant}" for path in MACHINES.glob("*.yaml") for variant in _entry(path)["variants"])
 
 
 def named_machine(name: str) -> Machine:
@@ -52,9 +52,9 @@ def named_machine(name: str) -> Machine:
     for path in MACHINES.glob("*.yaml"):
         if name.startswith(f"{path.stem}-"):
             entry = _entry(path)
-            form = entry["forms"].get(name.removeprefix(f"{path.stem}-"))
-            if form is not None:
-                return _assembled(name, entry, **form)
+            variant = entry["variants"].get(name.removeprefix(f"{path.stem}-"))
+            if variant is not None:
+                return _assembled(name, entry, **variant)
     near = get_close_matches(name, machine_names(), n=3, cutoff=0.3) or machine_names()
     raise InputError(f"machine {name!r} is not in the catalog: nearest are {', '.join(near)}; or give a folder")
 

@@ -1,16 +1,16 @@
-"""What control groups and cpusets under a root leave to a process: PUs, memory nodes, CPU time, memory.
+"""The limits of control groups and cpusets under a root: PUs, memory nodes, CPU time, memory.
 
-Reads cgroup v2, cgroup v1 and legacy cpusets, at whatever mount points /proc/mounts names.
+Reads cgroup v2, cgroup v1 and legacy cpusets, at the mount points that /proc/mounts names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from affinity.errors import InputError
 from affinity.topology.cpuset import parse_list
 from affinity.topology.kernel_files import first_file, number, rows, text
 
-# Where they are mounted almost everywhere; looked at first, as /proc/mounts of an unpacked tree may be absent.
+# The usual mount points; tried first, as /proc/mounts of an unpacked tree may be missing.
 USUAL_MOUNTS = (
     ("v2", "/sys/fs/cgroup"),
     ("v2", "/sys/fs/cgroup/unified"),
@@ -24,7 +24,7 @@ NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """None where nothing limits: PUs, NUMA nodes, cores' worth of CPU time, bytes of memory."""
+    """PUs, NUMA nodes, cores' worth of CPU time, bytes of memory; None where there is no limit."""
 
     pus: tuple[int, ...] | None
     nodes: tuple[int, ...] | None
@@ -34,25 +34,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """A hierarchy of control groups: v2, v1 or legacy, where it is, which controllers it has."""
+    """A hierarchy of control groups: its version (v2, v1 or legacy), mount point and controllers."""
 
-    kind: str
+    version: str
     path: Path
     controllers: tuple[str, ...]
 
 
 def read_limits(root: Path) -> Limits:
-    """The limits of the process whose /proc/self lies under root. Raises InputError naming a file without sense."""
+    """The limits of the process whose /proc/self is under root. Raises InputError naming a wrong file."""
     groups = _own_groups(root)
     cpusets: list[tuple[Path, str]] = []
     quotas: list[float] = []
     memory: list[int] = []
     for mount in _mounts(root):
-        folders = _upwards(mount.path, groups.get(mount.kind, groups.get("cpuset", "/")))
-        if mount.kind != "v1" or "cpuset" in mount.controllers:
-            cpusets += [(folder, mount.kind) for folder in folders]
-        for controller in mount.controllers or (("cpu", "memory") if mount.kind == "v2" else ()):
-            own = folders if mount.kind == "v2" else _upwards(mount.path, groups.get(controller, "/"))
+        folders = _upwards(mount.path, groups.get(mount.version, groups.get("cpuset", "/")))
+        if mount.version != "v1" or "cpuset" in mount.controllers:
+            cpusets += [(folder, mount.version) for folder in folders]
+        for controller in mount.controllers or (("cpu", "memory") if mount.version == "v2" else ()):
+            own = folders if mount.version == "v2" else _upwards(mount.path, groups.get(controller, "/"))
             if controller == "cpu":
                 quotas += [quota for folder in own if (quota := _quota(folder)) is not None]
             if controller == "memory":
@@ -66,19 +66,21 @@ def read_limits(root: Path) -> Limits:
 
 
 def _mounts(root: Path) -> list[Mount]:
-    found = {mount: Mount(kind=kind, path=root / mount.lstrip("/"), controllers=()) for kind, mount in USUAL_MOUNTS}
-    for _, where, kind, options, *_ in rows(root / "proc/mounts", 6):
+    found = {
+        mount: Mount(version=version, path=root / mount.lstrip("/"), controllers=()) for version, mount in USUAL_MOUNTS
+    }
+    for _, where, file_system, options, *_ in rows(root / "proc/mounts", 6):
         names = tuple(options.split(","))
         path = root / where.lstrip("/")
-        if kind == "cgroup2":
-            found[where] = Mount(kind="v2", path=path, controllers=())
-        elif kind == "cpuset" or (kind == "cgroup" and {"cpuset", "noprefix"} <= set(names)):
-            found[where] = Mount(kind="legacy", path=path, controllers=("cpuset",))
-        elif kind == "cgroup":
-            found[where] = Mount(kind="v1", path=path, controllers=names)
-    # A usual place that proc/mounts does not name is taken for what it usually is.
+        if file_system == "cgroup2":
+            found[where] = Mount(version="v2", path=path, controllers=())
+        elif file_system == "cpuset" or (file_system == "cgroup" and {"cpuset", "noprefix"} <= set(names)):
+            found[where] = Mount(version="legacy", path=path, controllers=("cpuset",))
+        elif file_system == "cgroup":
+            found[where] = Mount(version="v1", path=path, controllers=names)
+    # A usual mount point that proc/mounts does not name is assumed to be of its usual version.
     return [
-        mount if mount.kind != "v1" or mount.controllers else Mount(kind="v1", path=mount.path, controllers=("cpuset",))
+        replace(mount, controllers=("cpuset",)) if mount.version == "v1" and not mount.controllers else mount
         for mount in found.values()
         if mount.path.is_dir()
     ]
@@ -99,32 +101,33 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _upwards(mount: Path, group: str) -> list[Path]:
-    """The group's folder and those above it, innermost first; a group outside the mount (".." in a container) is it."""
+    """The group's folder and those above it, innermost first; a group outside the mount (".." in a container) is the
+    mount itself."""
     parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
     return [mount.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def _innermost(cpusets: list[tuple[Path, str]], names: dict[str, str]) -> tuple[int, ...] | None:
-    """The first file that is there and not empty; v1 and legacy children may be empty until someone fills them."""
-    for folder, kind in cpusets:
-        file = folder / names[kind]
+    """The ids in the first file that exists and is not empty: v1 and legacy groups start with empty ones."""
+    for folder, version in cpusets:
+        file = folder / names[version]
         if file.is_file() and text(file):
             try:
                 return parse_list(text(file))
             except ValueError:
-                raise InputError(f"{file} holds {text(file)[:40]!r}, which is no list") from None
+                raise InputError(f"{file} holds {text(file)[:40]!r}, which is not a list of ids") from None
     return None
 
 
 def _quota(folder: Path) -> float | None:
-    """CPU time in cores' worth that this group gives: quota / period."""
+    """This group's CPU time in cores' worth: quota / period."""
     v2, v1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
     if v2.is_file():
         quota, period = (*text(v2).split(), "100000", "")[:2]
         if quota == "max":
             return None
         if not (quota.isdigit() and period.isdigit() and int(period)):
-            raise InputError(f"{v2} holds {text(v2)[:40]!r}, which is no quota and period")
+            raise InputError(f"{v2} holds {text(v2)[:40]!r}, which is not a quota and a period")
         return int(quota) / int(period)
     if v1.is_file() and number(v1) > 0:
         return number(v1) / max(number(folder / "cpu.cfs_period_us"), 1)

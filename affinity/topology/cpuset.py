@@ -6,7 +6,7 @@ MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS: a larger id is damage, no
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Read the kernel's list form ("0-3,8", "" for none) into ascending ids.
+    """Read the kernel's list format ("0-3,8", "" for none) into ascending ids.
 
     Raises ValueError on anything else.
     """
@@ -23,7 +23,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def format_list(ids: Iterable[int]) -> str:
-    """Write ids in the kernel's list form; the inverse of `parse_list`."""
+    """Write ids in the kernel's list format; the inverse of `parse_list`."""
     ranges: list[list[int]] = []
     for i in sorted(set(ids)):
         if ranges and i == ranges[-1][1] + 1:

@@ -18,7 +18,7 @@ SIZE = re.compile(r"(\d+)([KMGT]?)I?B?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Levels:
-    """(type, children per parent) from the outside in; which of them has the NUMA nodes; the PUs' numbering."""
+    """(type, children per parent) from the outside in; the level that has the NUMA nodes; the PUs' numbering."""
 
     counts: tuple[tuple[str, int], ...]
     node_level: int | None
@@ -32,7 +32,7 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
     Types are pack, die, numa, l3, l2, core and pu, each at most once, core always, pu last; `[numa]` after a level
     gives each of its objects a NUMA node; without either each package is one. The PU level takes hwloc's interleaved
     numbering, `pu:2(indexes=2*48:48*1)`: loops count*step from the innermost out; numa takes `(memory=64GB)`, else a
-    node has `memory_bytes`. Raises InputError on anything outside this grammar.
+    node has `memory_bytes`. Raises InputError on any other text.
     """
     levels = _levels(text)
     counts = [count for _, count in levels.counts]
@@ -98,7 +98,7 @@ def _levels(text: str) -> _Levels:
                 raise InputError(f"machine {text!r}: {token!r} is out of order: each level once, core and pu last")
             what, value = match.group(3), match.group(4)
             if what and (what, kind) not in (("indexes", "pu"), ("memory", "numa")):
-                raise InputError(f"machine {text!r}: {kind} takes no {what}: indexes go with pu, memory with numa")
+                raise InputError(f"machine {text!r}: {kind} takes no {what}: indexes belong to pu, memory to numa")
             counts.append((kind, int(match.group(2))))
             indexes = value if what == "indexes" else indexes
             size = value if what == "memory" else None
@@ -109,7 +109,7 @@ def _levels(text: str) -> _Levels:
             )
         memory = _bytes(size, text) if size else memory
     if "core" not in dict(counts):
-        raise InputError(f"machine {text!r} has no core:N level")
+        raise InputError(f"machine {text!r} has no core:N level: add one, as in 'pack:2 core:24 pu:2'")
     if node_level is None:  # hwloc would give the whole host one NUMA node; no host of several packages is like that
         node_level = next((i for i, (kind, _) in enumerate(counts) if kind == "pack"), None)
     return _Levels(counts=tuple(counts), node_level=node_level, memory_bytes=memory, indexes=indexes)
@@ -118,7 +118,7 @@ def _levels(text: str) -> _Levels:
 def _bytes(size: str, text: str) -> int:
     match = SIZE.fullmatch(size.upper())
     if match is None:
-        raise InputError(f"machine {text!r}: memory={size} is no size: write 64GB")
+        raise InputError(f"machine {text!r}: memory={size} is not a size: write 64GB")
     return int(match.group(1)) << " KMGT".index(match.group(2) or " ") * 10
 
 

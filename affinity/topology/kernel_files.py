@@ -1,4 +1,4 @@
-"""The kernel's small files: text, numbers, sets of ids; whatever is wrong with one names it."""
+"""The kernel's small files: text, numbers, sets of ids. Every error names its file."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def ids(path: Path) -> tuple[int, ...]:
     try:
         return parse_list(text(path)) if is_list else parse_mask(text(path))
     except ValueError:
-        raise InputError(f"{path} holds {text(path)[:40]!r}, which is no set of PUs") from None
+        raise InputError(f"{path} holds {text(path)[:40]!r}, which is not a set of ids") from None
 
 
 def number(path: Path) -> int:
@@ -33,7 +33,7 @@ def number(path: Path) -> int:
     try:
         return int(text(path))
     except ValueError:
-        raise InputError(f"{path} holds {text(path)[:40]!r}, which is no number") from None
+        raise InputError(f"{path} holds {text(path)[:40]!r}, which is not a number") from None
 
 
 def numbers(path: Path) -> tuple[int, ...]:
@@ -41,14 +41,14 @@ def numbers(path: Path) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text(path).split())
     except ValueError:
-        raise InputError(f"{path} holds {text(path)[:40]!r}, which is no row of numbers") from None
+        raise InputError(f"{path} holds {text(path)[:40]!r}, which is not a row of numbers") from None
 
 
 def rows(path: Path, columns: int, separator: str | None = None) -> tuple[tuple[str, ...], ...]:
-    """A file's lines cut into so many columns; none where it is absent. Raises InputError at a shorter line."""
+    """A file's lines split into columns; none where the file is missing. Raises InputError at a shorter line."""
     lines = text(path).splitlines() if path.is_file() else ()
-    cut = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
-    short = next((row for row in cut if len(row) < columns), None)
+    split = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
+    short = next((row for row in split if len(row) < columns), None)
     if short is not None:
-        raise InputError(f"{path} holds the line {' '.join(short)[:40]!r}, which has no {columns} columns")
-    return cut
+        raise InputError(f"{path} holds the line {' '.join(short)[:40]!r}, which has fewer than {columns} columns")
+    return split

@@ -14,7 +14,7 @@ FAST = ("MCDRAM", "HBM")
 
 @dataclass(slots=True)
 class _Found:
-    """What one walk through the objects collects; cores without NUMA node and speed, nodes as their elements."""
+    """The objects found so far: cores, still without NUMA node and speed; NUMA nodes as elements; information."""
 
     cores: list[Core] = field(default_factory=list)
     nodes: list[ElementTree.Element] = field(default_factory=list)
@@ -22,12 +22,12 @@ class _Found:
 
 
 def read_lstopo(path: Path) -> Machine:
-    """Read a file written by `lstopo --of xml`. Raises InputError when it is not one, or holds no PU."""
+    """Read a file written by `lstopo --of xml`. Raises InputError when it is not such a file, or has no PU."""
     try:
         root = ElementTree.parse(path).getroot()
         top = root.find("object[@type='Machine']")
         if root.tag != "topology" or top is None:
-            raise InputError(f"{path} is no lstopo XML of version 2 or 3: write one with lstopo --of xml FILE")
+            raise InputError(f"{path} is not lstopo XML of version 2 or 3: write one with lstopo --of xml FILE")
         found = _Found()
         _walk(top, Core(pus=(), package=0, numa_node=None), found)
         allowed, nodeset = (parse_mask(top.get(name, "0")) for name in ("allowed_cpuset", "allowed_nodeset"))
@@ -36,12 +36,12 @@ def read_lstopo(path: Path) -> Machine:
     except (OSError, ElementTree.ParseError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from None
     if not found.cores:
-        raise InputError(f"{path} holds no PU: write it with lstopo --of xml FILE, unfiltered")
+        raise InputError(f"{path} has no CPUs: write it with lstopo --of xml FILE, unfiltered")
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     return Machine(
         name=found.info.get("HostName", path.name.split(".")[0]),
         model=found.info.get("CPUModel", "unknown model"),
-        isa=(),  # lstopo does not tell
+        isa=(),  # not in lstopo's XML
         cores=ordered(
             [replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in found.cores]
         ),
@@ -52,7 +52,7 @@ def read_lstopo(path: Path) -> Machine:
 
 
 def _walk(element: ElementTree.Element, place: Core, found: _Found) -> None:
-    """Collect from the outside in, `place` telling what encloses; a PU outside any core is a core of its own."""
+    """Collect from the outside in; `place` has the enclosing objects. A PU outside any core is a core of its own."""
     kind, number = element.get("type"), int(element.get("os_index", 0))
     for info in element.findall("info"):
         found.info.setdefault(info.get("name", ""), info.get("value", ""))
@@ -75,15 +75,17 @@ def _walk(element: ElementTree.Element, place: Core, found: _Found) -> None:
 
 
 def _speeds(root: ElementTree.Element) -> dict[int, float]:
-    """PU -> speed of its kind of core, by the kinds' highest clocks; empty where all are of one kind."""
-    kinds = []
-    for kind in root.findall("cpukind"):
-        info = {i.get("name"): i.get("value", "0") for i in kind.findall("info")}
-        kinds.append((parse_mask(kind.get("cpuset", "0")), kind.get("efficiency"), int(info.get("FrequencyMaxMHz", 0))))
-    fastest = max((clock for _, _, clock in kinds), default=0)
-    if len({efficiency for _, efficiency, _ in kinds}) < 2 or not all(clock for _, _, clock in kinds):
+    """PU -> speed of its core's type, by the types' highest clocks; empty where all cores are of one type."""
+    types = []
+    for core_type in root.findall("cpukind"):
+        info = {i.get("name"): i.get("value", "0") for i in core_type.findall("info")}
+        types.append(
+            (parse_mask(core_type.get("cpuset", "0")), core_type.get("efficiency"), int(info.get("FrequencyMaxMHz", 0)))
+        )
+    fastest = max((clock for _, _, clock in types), default=0)
+    if len({efficiency for _, efficiency, _ in types}) < 2 or not all(clock for _, _, clock in types):
         return {}
-    return {pu: clock / fastest for pus, _, clock in kinds for pu in pus}
+    return {pu: clock / fastest for pus, _, clock in types for pu in pus}
 
 
 def _nodes(found: _Found) -> tuple[NumaNode, ...]:
@@ -94,8 +96,8 @@ def _nodes(found: _Found) -> tuple[NumaNode, ...]:
     nodes = []
     for element in sorted(found.nodes, key=lambda e: (e.get("subtype") in FAST, int(e.get("os_index", 0)))):
         number = int(element.get("os_index", 0))
-        beside = tuple(pu for pu in parse_mask(element.get("cpuset", "0")) if pu in pus)
-        own = () if any(pu in owner for pu in beside) else beside
+        near = tuple(pu for pu in parse_mask(element.get("cpuset", "0")) if pu in pus)
+        own = () if any(pu in owner for pu in near) else near
         owner |= dict.fromkeys(own, number)
         fast = element.get("subtype") in FAST or (on_package and not own)
         nodes.append(
@@ -104,7 +106,7 @@ def _nodes(found: _Found) -> tuple[NumaNode, ...]:
                 pus=own,
                 memory_bytes=int(element.get("local_memory", 0)),
                 kind="dram" if own else "hbm" if fast else "slow",
-                near=(number,) if own else tuple(sorted({owner[pu] for pu in beside if pu in owner})),
+                near=(number,) if own else tuple(sorted({owner[pu] for pu in near if pu in owner})),
             )
         )
     return tuple(sorted(nodes, key=lambda node: node.id))

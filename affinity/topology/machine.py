@@ -1,4 +1,4 @@
-"""What one computer looks like, as frozen values. PUs are known by the kernel's (OS) numbers throughout."""
+"""One computer as frozen values. PUs have the kernel's (OS) numbers throughout."""
 
 from dataclasses import dataclass, replace
 
@@ -8,8 +8,8 @@ class Core:
     """A physical core. `pus` are its hardware threads, ascending; `numa_node` is None where the kernel gives none.
 
     `die` is its die's number in the package, None where a package is one die. `l3` and `l2` name the cache that it
-    uses by that cache's lowest PU; None where unknown. `speed` is that of its kind of core against the machine's
-    fastest kind: 1 everywhere but on the slow cores of a hybrid processor.
+    uses by that cache's lowest PU; None where unknown. `speed` is that of its core type relative to the
+    machine's fastest: 1 everywhere but on the slow cores of a hybrid processor.
     """
 
     pus: tuple[int, ...]
@@ -38,11 +38,11 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A computer and what this process may use of it.
+    """A computer, and the parts of it that this process may use.
 
     `cores` are ordered by package, NUMA node, die, caches and first PU. `allowed_pus` is a subset of all PUs,
     `allowed_nodes` of all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology
-    alone. `cpu_quota` is the CPU time that control groups grant, in cores' worth; None without a limit, like
+    alone. `cpu_quota` is the control groups' limit of CPU time, in cores' worth; None without a limit, like
     `memory_limit_bytes`.
     """
 
@@ -68,17 +68,17 @@ class Machine:
 
     @property
     def allowed_cores(self) -> tuple[Core, ...]:
-        """The cores with at least one allowed PU, cut down to their allowed PUs."""
+        """The cores with at least one allowed PU, with their allowed PUs only."""
         allowed = frozenset(self.allowed_pus)
-        cut = (replace(core, pus=tuple(pu for pu in core.pus if pu in allowed)) for core in self.cores)
-        return tuple(core for core in cut if core.pus)
+        narrow = (replace(core, pus=tuple(pu for pu in core.pus if pu in allowed)) for core in self.cores)
+        return tuple(core for core in narrow if core.pus)
 
 
 def ordered(cores: list[Core]) -> tuple[Core, ...]:
     """The order that `Machine.cores` promises; cores without a NUMA node come last in their package."""
 
     def place(core: Core) -> tuple[int, ...]:
-        """Neighbours share as many levels as can be: what is cut from this order in one piece lies together."""
+        """Neighbors share as many levels as possible, so that consecutive cores are close to each other."""
         node = core.numa_node
         return (core.package, node is None, node or 0, core.die or 0, core.l3 or 0, core.l2 or 0, *core.pus)
 

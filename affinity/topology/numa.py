@@ -1,4 +1,4 @@
-"""NUMA nodes of a /sys tree: their PUs, memory, kind of memory, and which PUs it is near to."""
+"""NUMA nodes of a /sys tree: PUs, memory, kind of memory, nearest PUs."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ XEON_PHI = (("6", "87"), ("6", "133"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """By node: memory, and how fast it is by tier and by bandwidth where the kernel tells."""
+    """By node: memory, and its speed by tier and by bandwidth where the kernel has them."""
 
     memory_bytes: dict[int, int]
     tier_speed: dict[int, int]
@@ -24,7 +24,7 @@ class _Facts:
 def read_nodes(devices: Path, online: tuple[int, ...], *, on_package_memory: bool) -> tuple[NumaNode, ...]:
     """The nodes under sys/devices, by id; only online PUs count. Ids may have gaps, and exceed nine.
 
-    `on_package_memory`: this processor's memory without PUs is HBM or MCDRAM, where the kernel does not say how fast.
+    `on_package_memory`: this processor's memory without PUs is HBM or MCDRAM, where the kernel has no speed of it.
     """
     folders = {int(f.name[4:]): f for f in (devices / "system/node").glob("node[0-9]*")}
     folders = dict(sorted(folders.items()))
@@ -57,12 +57,12 @@ def _memory_bytes(meminfo: Path) -> int:
         return 0
     found = re.search(r"MemTotal:\s*(\d+) kB", text(meminfo))
     if found is None:
-        raise InputError(f"{meminfo} holds no MemTotal: read the machine again")
+        raise InputError(f"{meminfo} has no line MemTotal: copy the tree again")
     return int(found.group(1)) * 1024
 
 
 def _near(node: int, folders: dict[int, Path], pus: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The nodes with PUs nearest to a memory-only node: as the firmware's HMAT says, else those at least distance.
+    """The nodes with PUs nearest to a memory-only node: by the firmware's HMAT, else those at the least distance.
 
     access1 names initiators that are CPUs; access0 may name accelerators, and older kernels have it alone.
     """
@@ -88,7 +88,7 @@ def _tier_speeds(folder: Path) -> dict[int, int]:
 
 
 def _kind(node: int, near: dict[int, tuple[int, ...]], facts: _Facts, *, on_package: bool) -> str:
-    """A memory-only node against the memory of the PUs next to it: by tier, else bandwidth, else processor."""
+    """A memory-only node compared with the memory of the PUs next to it: by tier, else bandwidth, else processor."""
     own = [i for i in near[node] if facts.memory_bytes[i]]
     if near[node] and not own:  # the PUs' own nodes have no memory: the fastest next to them is their DRAM
         rivals = [i for i, others in near.items() if set(others) & set(near[node])]
@@ -108,6 +108,6 @@ def _compared(speed: int, own: int) -> str:
 
 
 def _bandwidth(folder: Path) -> int | None:
-    """MB/s that the firmware's HMAT gives for the nearest PUs; None where it says nothing."""
+    """MB/s from the nearest PUs by the firmware's HMAT; None where it has no entry."""
     path = first_file(folder, ("access1/initiators/read_bandwidth", "access0/initiators/read_bandwidth"))
     return None if path is None else number(path)

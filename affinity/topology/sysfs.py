@@ -12,14 +12,14 @@ from affinity.topology.kernel_files import first_file, ids, number, text
 from affinity.topology.machine import Core, Machine, narrowed, ordered
 from affinity.topology.numa import XEON_PHI, read_nodes
 
-# Sapphire Rapids with HBM in its package, told from its siblings by nothing else.
+# Sapphire Rapids with HBM in its package: only its name differs from other models.
 XEON_MAX = re.compile(r"Xeon\(R\) CPU Max", re.IGNORECASE)
-# What decides which kernels oneDNN picks, oldest first.
+# The flags by which oneDNN chooses its kernels, oldest first.
 ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
 
 
 def this_machine() -> Machine:
-    """This host, allowed what the kernel allows this process: affinity mask, memory nodes, control groups."""
+    """This host, with the CPUs and memory that this process may use: affinity mask, memory nodes, control groups."""
     status = Path("/proc/self/status").read_text()
     nodes = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")), None)
     machine = read_machine(Path("/"))
@@ -29,10 +29,10 @@ def this_machine() -> Machine:
 
 
 def read_machine(root: Path) -> Machine:
-    """Read the machine whose `sys/` and `proc/` lie under root, allowed what its control groups leave.
+    """Read the machine whose `sys/` and `proc/` are under root, with the limits of its control groups.
 
     Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs.
-    Raises InputError naming the file that is missing or contradicts another.
+    Raises InputError that names the file that is missing or contradicts another.
     """
     cpu_dir = root / "sys/devices/system/cpu"
     online = _online_pus(cpu_dir)
@@ -64,7 +64,7 @@ def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
     listed = cpu_dir / "online"
     if listed.is_file():
         pus = ids(listed)
-    else:  # kernels without cpu/online: a PU is online unless its own file says otherwise
+    else:  # kernels without cpu/online: a PU is online unless its own file has 0
         pus = tuple(
             sorted(
                 int(d.name[3:])
@@ -73,7 +73,7 @@ def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
             )
         )
     if not pus:
-        raise InputError(f"no online PU found in {cpu_dir}: give a folder that holds sys/devices/system/cpu")
+        raise InputError(f"no online CPU found in {cpu_dir}: name a folder that has sys/devices/system/cpu")
     return pus
 
 
@@ -85,7 +85,7 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...
         # No topology folder: some virtual machines and old kernels; each PU is then a core of its own.
         siblings = (pu,) if path is None else tuple(i for i in ids(path) if i in online)
         if pu not in siblings or any(core_of.get(i, siblings) != siblings for i in siblings):
-            raise InputError(f"{path} contradicts the other PUs' siblings: read the machine again")
+            raise InputError(f"{path} contradicts the other CPUs' siblings: copy the tree again")
         core_of[pu] = siblings
     return sorted(set(core_of.values()))
 

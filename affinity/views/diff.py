@@ -1,38 +1,38 @@
-"""Two plans -> what changed from one to the other, a line each."""
+"""Two plans -> the differences between them, a line each."""
 
 from dataclasses import fields
 
 from affinity.planner.plan import Plan, WorkerPlan
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 
 
 def plan_differences(a: Plan, b: Plan) -> list[str]:
-    """What is different in b, for people; empty where the plans are the same."""
+    """The changes from a to b, as lines to read; empty where the plans are the same."""
     lines = [
         f"machine {name}: {before} -> {after}"
         for name, before, after in (
             ("name", a.machine.name, b.machine.name),
             ("model", a.machine.model, b.machine.model),
             ("cores", len(a.machine.cores), len(b.machine.cores)),
-            ("allowed PUs", format_list(a.machine.allowed_pus), format_list(b.machine.allowed_pus)),
+            ("allowed CPUs", format_list(a.machine.allowed_pus), format_list(b.machine.allowed_pus)),
         )
         if before != after
     ]
     for rank in range(max(len(a.workers), len(b.workers))):
         if rank >= len(b.workers):
-            lines.append(f"worker {rank}: gone")
+            lines.append(f"worker {rank}: removed")
         elif rank >= len(a.workers):
             worker = b.workers[rank]
-            lines.append(f"worker {rank}: new, on PUs {format_list(worker.pus)} with {worker.intra_op} threads")
+            lines.append(f"worker {rank}: added on CPUs {format_list(worker.pus)} with {worker.intra_op} threads")
         else:
             lines += [f"worker {rank} {line}" for line in _worker_differences(a.workers[rank], b.workers[rank])]
     before_unused = {item.why: format_list(item.pus) for item in a.unused}
     after_unused = {item.why: format_list(item.pus) for item in b.unused}
-    lines += [f"unused PUs {line}" for line in _changes(before_unused, after_unused)]
+    lines += [f"unused CPUs {line}" for line in _changes(before_unused, after_unused)]
     lines += _reason_differences(a.reasons, b.reasons)
-    lines += [f"warning gone: {text}" for text in a.warnings if text not in b.warnings]
-    lines += [f"warning new: {text}" for text in b.warnings if text not in a.warnings]
+    lines += [f"warning removed: {text}" for text in a.warnings if text not in b.warnings]
+    lines += [f"warning added: {text}" for text in b.warnings if text not in a.warnings]
     return lines
 
 
@@ -49,7 +49,7 @@ def _worker_differences(a: WorkerPlan, b: WorkerPlan) -> list[str]:
 
 
 def _reason_differences(a: tuple[Reason, ...], b: tuple[Reason, ...]) -> list[str]:
-    """The decided numbers that are others, and why."""
+    """The decisions that changed, and why."""
     before, after = _values(a), _values(b)
     why = {reason.what: reason.why for reason in b}
     changed = (what for what in dict.fromkeys((*before, *after)) if before.get(what) != after.get(what))
@@ -60,7 +60,7 @@ def _reason_differences(a: tuple[Reason, ...], b: tuple[Reason, ...]) -> list[st
 
 
 def _values(reasons: tuple[Reason, ...]) -> dict[str, str]:
-    """What is decided -> its values, those of several workers together."""
+    """Each decision -> its values, those of several workers together."""
     values: dict[str, str] = {}
     for reason in reasons:
         values[reason.what] = f"{values[reason.what]}, {reason.value}" if reason.what in values else reason.value

@@ -1,16 +1,16 @@
-"""What stands behind a plan: the others that were possible, and the figures that the rules take as given."""
+"""Behind a plan: the plans for other numbers of workers, and the figures that the rules assume."""
 
 from dataclasses import replace
 
 from affinity.errors import InputError
-from affinity.planner import domains, memory, rules, workload
+from affinity.planner import memory, rules, worker_count, workload
 from affinity.planner.plan import Plan, plan_machine
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 
 
 def alternatives(plan: Plan) -> list[tuple[str, ...]]:
-    """A table with a head: the plans for other numbers of workers, and what speaks against each."""
+    """A table with a header: the plans for other numbers of workers, with their warnings and errors."""
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
@@ -20,7 +20,7 @@ def alternatives(plan: Plan) -> list[tuple[str, ...]]:
             continue
         threads = sorted({worker.intra_op for worker in other.workers})
         first = other.workers[0]
-        said = ["this plan"] if ppn == len(plan.workers) else []
+        notes = ["this plan"] if ppn == len(plan.workers) else []
         rows.append(
             (
                 str(ppn),
@@ -28,14 +28,14 @@ def alternatives(plan: Plan) -> list[tuple[str, ...]]:
                 str(sum(len(worker.comm_pus) for worker in other.workers)),
                 str(sum(len(worker.loader_pus) for worker in other.workers)),
                 first.memory_policy,
-                "; ".join([*said, *other.warnings]),
+                "; ".join([*notes, *other.warnings]),
             )
         )
     return rows
 
 
 def _candidates(plan: Plan) -> list[int]:
-    """The numbers of workers that somebody might think of: by host, package, NUMA node, cache, and twice that."""
+    """Plausible numbers of workers: one per host, package, NUMA node or cache, and twice as many."""
     cores = plan.machine.allowed_cores
     packages = len({core.package for core in cores})
     nodes = len({core.numa_node for core in cores})
@@ -47,12 +47,12 @@ def _candidates(plan: Plan) -> list[int]:
 ASSUMPTIONS = (
     Reason(
         what="cores per worker",
-        value=f"at most {domains.MOST_CORES_PER_WORKER}",
-        why="the 256-node run (24), MLPerf v0.5 on 2 x 28 cores (14)",
+        value=f"at most {worker_count.MOST_CORES_PER_WORKER}",
+        why="published: the 256-node run (24), MLPerf v0.5 on 2 x 28 cores (14)",
     ),
     Reason(
-        what="cores per small node",
-        value=f"at most {domains.SMALL_NODE_CORES}",
+        what="cores per small NUMA node",
+        value=f"at most {worker_count.SMALL_NODE_CORES}",
         why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2",
     ),
     Reason(
@@ -61,19 +61,21 @@ ASSUMPTIONS = (
         why="measured: 48 on Zen 3, 88 on Zen 4; the 256-node run comes to 35, and 44 before its loss to communication",
     ),
     Reason(
-        what="images decoded per core and s",
+        what="images/s decoded per core",
         value=f"{rules.DECODED_PER_CORE_S:g}",
-        why="ImageNet's JPEGs to 224 x 224 crops by PIL: measured 211-240 on Zen 3",
+        why="ImageNet JPEGs to 224 x 224 crops by PIL: measured 211-240 on Zen 3",
     ),
     Reason(
-        what="GB/s that a comm core moves",
+        what="GB/s per comm core",
         value=f"{rules.COMM_BYTES_PER_CORE_S / 1e9:g}, Xeon Phi {rules.COMM_BYTES_PER_PHI_CORE_S / 1e9:g}",
         why="assumed: half of what one core reads from memory",
     ),
     Reason(
-        what="peak memory over activations kept",
+        what="peak memory / activations kept",
         value=f"{workload.PEAK_OVER_KEPT:g}",
         why="measured with torch 2.13: ResNet-50 1.45, ResNet-18 1.6",
     ),
-    Reason(what="memory to count on", value=f"{memory.USABLE:.0%}", why="the kernel and the page cache keep the rest"),
+    Reason(
+        what="usable share of memory", value=f"{memory.USABLE:.0%}", why="the kernel and the page cache keep the rest"
+    ),
 )

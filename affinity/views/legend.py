@@ -1,17 +1,17 @@
-"""What each PU does in a plan, and how a picture names and colours the workers."""
+"""The role of each PU in a plan, and the letters and colors of the workers."""
 
 from affinity.planner.plan import Plan
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
-# Okabe and Ito's colours, which the colour-blind tell apart too; workers beyond these share them, not the letters.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+# Okabe and Ito's colors, which color-blind readers can tell apart; more workers share colors, but not letters.
+COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 
 
 def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
-    """PU -> (role, worker's local rank), for every PU of the machine; foreign: not lent to this process.
+    """PU -> (role, worker's local rank), for every PU of the machine; foreign: not available to this process.
 
-    A PU on which several workers compute is shared, and has the first one's rank.
+    A PU on which several workers compute is shared, with the rank of the first.
     """
     found: dict[int, tuple[str, int | None]] = dict.fromkeys(plan.machine.pus, (FOREIGN, None))
     found |= dict.fromkeys(plan.machine.allowed_pus, (IDLE, None))
@@ -24,9 +24,9 @@ def roles(plan: Plan) -> dict[int, tuple[str, int | None]]:
     return found
 
 
-def legend(plan: Plan, comma: str) -> str:
-    """What the signs of PUs that compute say."""
-    shared = f"{comma} {SIGNS[SHARED]}: computes for several workers" if plan.oversubscribed else ""
+def legend(plan: Plan, separator: str) -> str:
+    """The legend of compute PUs."""
+    shared = f"{separator} {SIGNS[SHARED]}: computes for several workers" if plan.oversubscribed else ""
     return f"A: computes for worker A{shared}"
 
 
@@ -40,6 +40,6 @@ def sign(role: str, local_rank: int | None) -> str:
     return letter(local_rank) if role == COMPUTE and local_rank is not None else SIGNS[role]
 
 
-def colour(local_rank: int) -> str:
-    """A worker's colour as #RRGGBB."""
-    return COLOURS[local_rank % len(COLOURS)]
+def color(local_rank: int) -> str:
+    """A worker's color as #RRGGBB."""
+    return COLORS[local_rank % len(COLORS)]

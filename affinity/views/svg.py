@@ -1,20 +1,20 @@
-"""Plan -> SVG: packages hold NUMA nodes, nodes hold cores, cores show their PUs; workers by colour and letter."""
+"""Plan -> SVG: packages hold NUMA nodes, nodes hold cores, cores show their PUs; workers by color and letter."""
 
 from html import escape
 from textwrap import wrap
 
 from affinity.planner.plan import Plan
 from affinity.topology.machine import Core
-from affinity.views.legend import COMM, COMPUTE, IDLE, LOADER, SHARED, colour, legend, letter, roles, sign
+from affinity.units import GIB
+from affinity.views.legend import COMM, COMPUTE, IDLE, LOADER, SHARED, color, legend, letter, roles, sign
 
 CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
-GIB = 1 << 30
 STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
 LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 
-def picture_svg(plan: Plan) -> str:
-    """The host as a picture that any browser shows, reasons beneath."""
+def plan_to_svg(plan: Plan) -> str:
+    """A picture of the host for any browser, with the workers and the reasons below."""
     does = roles(plan)
     nodes: dict[tuple[int, int | None], list[Core]] = {}
     for core in plan.machine.cores:
@@ -39,12 +39,12 @@ def picture_svg(plan: Plan) -> str:
         y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {amount}, next to node {near}")
     y = _text(parts, GAP, y, f"{legend(plan, ';')}; ~: communicates; *: loads images; .: idle", bold=True)
     for worker in plan.workers:
-        parts.append(_rect(GAP, y + 3, 12, 12, fill=colour(worker.local_rank)))
+        parts.append(_rect(GAP, y + 3, 12, 12, fill=color(worker.local_rank)))
         threads = f"{worker.intra_op} intra-op, {worker.inter_op} inter-op threads"
         nodes_used = ",".join(map(str, worker.memory_nodes))
-        said = f"worker {worker.local_rank} {letter(worker.local_rank)}: {threads}, memory {worker.memory_policy}"
-        batch = "" if worker.local_batch is None else f", {worker.local_batch} images a step"
-        y = _text(parts, GAP + 18, y, f"{said} {nodes_used}".rstrip() + batch)
+        line = f"worker {worker.local_rank} {letter(worker.local_rank)}: {threads}, memory {worker.memory_policy}"
+        batch = "" if worker.local_batch is None else f", {worker.local_batch} images per step"
+        y = _text(parts, GAP + 18, y, f"{line} {nodes_used}".rstrip() + batch)
     for reason in plan.reasons:
         for line in wrap(f"{reason.what} {reason.value}: {reason.why}", LETTERS_PER_LINE):
             y = _text(parts, GAP, y, line)
@@ -65,13 +65,13 @@ def _core(core: Core, does: dict[int, tuple[str, int | None]], x: int, y: int) -
     parts = []
     for i, pu in enumerate(core.pus):
         role, rank = does[pu]
-        fill = "#eee" if rank is None else colour(rank)
+        fill = "#eee" if rank is None else color(rank)
         opacity = 1.0 if rank is None else STRENGTH[role]
         parts.append(_rect(x, y + i * stripe, CELL, stripe, fill=fill, opacity=opacity))
         size = min(12, stripe)
         parts.append(
             f'<text x="{x + CELL / 2:g}" y="{y + (i + 0.5) * stripe + size / 3:g}" font-size="{size:g}" '
-            f'text-anchor="middle">{escape(sign(role, rank), quote=False)}<title>PU {pu}: {role}</title></text>'
+            f'text-anchor="middle">{escape(sign(role, rank), quote=False)}<title>CPU {pu}: {role}</title></text>'
         )
     parts.append(_rect(x, y, CELL, CELL, fill="none", stroke="#444"))
     return parts
@@ -80,12 +80,12 @@ def _core(core: Core, does: dict[int, tuple[str, int | None]], x: int, y: int) -
 def _rect(
     x: float, y: float, width: float, height: float, *, fill: str, stroke: str = "none", opacity: float = 1
 ) -> str:
-    see = "" if opacity == 1 else f' fill-opacity="{opacity:g}"'
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{see} stroke="{stroke}"/>'
+    alpha = "" if opacity == 1 else f' fill-opacity="{opacity:g}"'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{alpha} stroke="{stroke}"/>'
 
 
-def _text(parts: list[str], x: float, y: int, said: str, *, bold: bool = False) -> int:
+def _text(parts: list[str], x: float, y: int, text: str, *, bold: bool = False) -> int:
     """Add a line of text below y; returns where the next one goes."""
     weight = ' font-weight="bold"' if bold else ""
-    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(said, quote=False)}</text>')
+    parts.append(f'<text x="{x:g}" y="{y + LINE - 4}"{weight}>{escape(text, quote=False)}</text>')
     return y + LINE

@@ -3,45 +3,50 @@
 from textwrap import TextWrapper
 
 from affinity.planner.plan import Plan
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine
+from affinity.units import GIB
 from affinity.views.explain import ASSUMPTIONS, alternatives
-from affinity.views.legend import colour, legend, letter, roles, sign
+from affinity.views.legend import color, legend, letter, roles, sign
 
 WIDTH = 80
-GIB = 1 << 30
 
 
-def picture(plan: Plan, *, coloured: bool = False, explained: bool = False) -> str:
+def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False) -> str:
     """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings.
 
-    `explained` adds the plans for other numbers of workers, and the figures that the rules take as given.
+    `explained` adds the plans for other numbers of workers, and the figures that the rules assume.
     """
-    parts = [_headline(plan.machine), _map(plan, coloured), _workers(plan), _environment(plan), _reasons(plan)]
+    parts = [_headline(plan.machine), _map(plan, colored), _workers(plan), _environment(plan), _reasons(plan)]
     if explained:
-        parts += ["other plans\n" + _indented(_table(alternatives(plan))), _listed("taken as given", ASSUMPTIONS)]
+        parts += [
+            "other numbers of workers\n" + _indented(_table(alternatives(plan))),
+            _listed("assumed figures", ASSUMPTIONS),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _headline(machine: Machine) -> str:
     isa = f" ({', '.join(machine.isa)})" if machine.isa else ""
-    lent = "" if machine.allowed_pus == machine.pus else f", {len(machine.allowed_pus)} of them lent to this process"
+    limit = (
+        "" if machine.allowed_pus == machine.pus else f", {len(machine.allowed_pus)} of them available to this process"
+    )
     return (
         f"{machine.name}: {machine.model}{isa}\n"
         f"{len(machine.packages)} package(s), {len(machine.numa_nodes)} NUMA node(s), "
-        f"{len(machine.cores)} cores, {len(machine.pus)} PUs{lent}"
+        f"{len(machine.cores)} cores, {len(machine.pus)} CPUs{limit}"
     )
 
 
-def _map(plan: Plan, coloured: bool) -> str:
+def _map(plan: Plan, colored: bool) -> str:
     does = roles(plan)
 
     def cell(core: Core) -> str:
-        """One character a PU; in colour where it has a worker."""
+        """One character per PU; in color where the core has a worker."""
         text = "".join(sign(*does[pu]) for pu in core.pus)
         owner = next((rank for _, rank in map(does.__getitem__, core.pus) if rank is not None), None)
-        return text if owner is None or not coloured else f"{_ansi(colour(owner))}{text}\x1b[0m"
+        return text if owner is None or not colored else f"{_ansi(color(owner))}{text}\x1b[0m"
 
     memory = {node.id: node.memory_bytes for node in plan.machine.numa_nodes}
     blocks: dict[tuple[int, int | None], list[str]] = {}
@@ -60,17 +65,17 @@ def _map(plan: Plan, coloured: bool) -> str:
             near = ", ".join(map(str, memory_only.near)) or "none"
             amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
             lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
-    lines.append(f"  one sign a PU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
+    lines.append(f"  one character per CPU; {legend(plan, ',')}, ~: communicates, *: loads images, .: idle")
     return "\n".join(lines)
 
 
-def _ansi(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _ansi(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"\x1b[30;48;2;{red};{green};{blue}m"
 
 
 def _workers(plan: Plan) -> str:
-    rows: list[tuple[str, ...]] = [("worker", "compute PUs", "comm", "loader", "threads", "batch", "memory")]
+    rows: list[tuple[str, ...]] = [("worker", "compute CPUs", "comm", "loader", "threads", "batch", "memory")]
     for w in plan.workers:
         rows.append(
             (
@@ -84,7 +89,7 @@ def _workers(plan: Plan) -> str:
             )
         )
     lines = _table(rows)
-    lines += [_folded(f"unused PUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
+    lines += [_folded(f"unused CPUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
     return "\n".join(lines)
 
 
@@ -111,7 +116,7 @@ def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
 
 
 def _folded(text: str, indent: int = 2) -> str:
-    """Text in lines of at most WIDTH letters, later ones indented; paths and sets of PUs stay whole, to be copied."""
+    """Text in lines of at most WIDTH letters, later ones indented; paths and CPU lists stay whole, to be copied."""
     start = len(text) - len(text.lstrip())
     wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent

@@ -1,14 +1,16 @@
 """The command line. Each command is a file of its own, imported only when it is asked for."""
 
+import logging
 import sys
 from difflib import get_close_matches
 from importlib import import_module
 
 import click
 
-from affinity.errors import InputError, RunError
+from affinity.errors import InputError, RunError, Wording, describe
 from affinity.filesystem import refusal
 from cputrain import __version__
+from cputrain.cli.wording import as_recipe_key, wording_of
 
 COMMANDS = {
     "plan": "decide and explain who runs where: a dry run of launch",
@@ -49,10 +51,11 @@ def group() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; 0 done, 2 the input is wrong, 1 it failed while running, 128 + n ended by signal n."""
+    logging.basicConfig(format="cputrain: %(message)s")
     try:
         status = group.main(arguments, prog_name="cputrain", standalone_mode=False)
     except (InputError, RunError, OSError) as error:
-        if (failed := tell(error)) is None:
+        if (failed := tell(error, wording_of(sys.argv[1:] if arguments is None else arguments))) is None:
             raise
         return failed
     except click.exceptions.NoArgsIsHelpError as error:
@@ -83,11 +86,13 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     return f"No such option {typed}{told}"
 
 
-def tell(error: Exception) -> int | None:
+def tell(error: Exception, wording: Wording = as_recipe_key) -> int | None:
     """Tell an error that users can mend in one line, and its exit status; None where it is of another kind."""
     if isinstance(error, InputError):
-        return say(error, 2)
-    told = refusal(error) if isinstance(error, OSError) else error if isinstance(error, RunError) else None
+        return say(describe(error, wording), 2)
+    if isinstance(error, RunError):
+        return say(describe(error, wording), 1)
+    told = refusal(error) if isinstance(error, OSError) else None
     return None if told is None else say(told, 1)
 
 

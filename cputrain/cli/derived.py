@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason
 from cputrain.cli.text_chart import curve, sampled
 from cputrain.data.survey import survey, survey_recipe
 from cputrain.optim.schedules import rate_of

@@ -5,7 +5,7 @@ import os
 import click
 
 from affinity.errors import InputError
-from affinity.kernel.running import look_at, planned_pids, report
+from affinity.kernel.running import comparison, inspect_process, planned_pids
 
 
 @click.group("doctor")
@@ -23,9 +23,9 @@ def affinity(pids: tuple[int, ...]) -> int:
     found = pids or planned_pids()
     if not found:
         raise InputError("no process here was bound by a plan: start one with cputrain launch, or name its pid")
-    processes = [look_at(pid) for pid in found]
-    click.echo(report(processes))
-    return int(any(process.strays or process.remote_bytes for process in processes))
+    processes = [inspect_process(pid) for pid in found]
+    click.echo(comparison(processes))
+    return int(any(process.differs for process in processes))
 
 
 @command.command("ccl")

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.planner.memory import GIB
 from affinity.planner.workload import footprint, largest_batch
+from affinity.units import GIB
 from cputrain.files import write_atomic
 from cputrain.launch.local import Planned, planned_here
 from cputrain.recipe.loading import load_recipe

@@ -11,13 +11,15 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from affinity.bind import become, in_memory, plan_of_rank
 from affinity.errors import InputError, RunError
 from affinity.filesystem import check_writable
+from affinity.kernel.bound_plan import plan_in_memory
+from affinity.kernel.exec_bound import exec_bound
+from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import Request
 from affinity.ranks.rank import MASTER_PORT, Rank, discover
 from affinity.ranks.rendezvous import port_of
-from affinity.views.text import picture
+from affinity.views.text import plan_to_text
 from cputrain.cli.options import Asked, cluster_of, planning_options, request, tell_format, with_kinds
 from cputrain.runs.folder import LOGS, PLAN, write_plan
 from mpi.hosts.groups import Cluster
@@ -164,10 +166,10 @@ def _become_rank(
             f"--ppn {asked.ppn}, but {rank.local_world_size} ranks were started on this host: leave --ppn out, or set "
             "it to that"
         )
-    plan, index = plan_of_rank(request(asked, base), rank, cmd)
+    plan, index = plan_for_rank(request(asked, base), rank, cmd, os.environ)
     for warning in plan.warnings if rank.local_rank == 0 else ():
         click.echo(f"warning: {warning}", err=True)
-    become(plan.workers[index], in_memory(plan), cmd, rank=rank, check=check, keep_env=keep_env)
+    exec_bound(plan.workers[index], plan_in_memory(plan), cmd, os.environ, rank=rank, check=check, keep_env=keep_env)
 
 
 def new_folder(folder: Path, *, named: bool) -> Path:
@@ -189,7 +191,7 @@ def new_folder(folder: Path, *, named: bool) -> Path:
 def _show(job: Job, launcher: Launcher | None, folder: Path) -> None:
     """Print the plan, and what would be run."""
     for kind in job.kinds:
-        click.echo(picture(kind.plan) + "\n")
+        click.echo(plan_to_text(kind.plan) + "\n")
     if launcher is not None:
         made = remote_start(job, launcher, folder, "PORT", "TOKEN")
         click.echo(f"command\n  {line(made)}")

@@ -145,7 +145,7 @@ def make_plan(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Pla
     if asked.machine == "this":
         runtime = find_runtime(target_of(command), os.environ, openmp=wanted.openmp)
         if asked.hosts == ("localhost",):
-            return plan_beside(wanted, runtime, share=asked.share)
+            return plan_beside(wanted, runtime, os.environ, share=asked.share)
     if asked.share:
         raise InputError(NOT_SHARED)
     return plan_machine(find_machine(asked.machine), wanted, runtime)

@@ -14,14 +14,13 @@ import yaml
 
 from affinity.errors import InputError
 from affinity.filesystem import check_writable
-from affinity.planner.core_roles import USUAL_BATCH
 from affinity.planner.plan import Request
 from affinity.planner.plan_file import dumps, plan_to_json, read_plan
-from affinity.planner.workload import RESNET50
+from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.ranks.rank import MASTER_PORT
 from affinity.views.diff import plan_differences
-from affinity.views.svg import picture_svg
-from affinity.views.text import picture
+from affinity.views.svg import plan_to_svg
+from affinity.views.text import plan_to_text
 from cputrain.cli.options import Asked, cluster_of, planned_launcher, planning_options, tell_format, with_kinds
 from cputrain.files import write_atomic
 from mpi.fabric import Setting
@@ -41,7 +40,7 @@ def _yaml(cluster: Cluster) -> str:
 
 
 def _svg(cluster: Cluster) -> str:
-    return picture_svg(cluster.kinds[0].plan)
+    return plan_to_svg(cluster.kinds[0].plan)
 
 
 def _env(cluster: Cluster) -> str:
@@ -202,7 +201,7 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
     files |= {path.name: text for path, text in made.files}
     files["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, kind in enumerate(job.kinds):
-        files["plan.svg" if len(job.kinds) == 1 else f"plan-{i}.svg"] = picture_svg(kind.plan)
+        files["plan.svg" if len(job.kinds) == 1 else f"plan-{i}.svg"] = plan_to_svg(kind.plan)
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     (folder / "launch.sh").chmod(0o755)
@@ -214,7 +213,7 @@ def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
     for kind in cluster.kinds:
         if len(cluster.kinds) > 1:
             click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
-        click.echo(picture(kind.plan, coloured=_coloured(), explained=explained))
+        click.echo(plan_to_text(kind.plan, colored=_coloured(), explained=explained))
         if len(cluster.kinds) > 1:
             click.echo()
     if len(cluster.kinds) > 1:

@@ -2,7 +2,7 @@
 
 import click
 
-from affinity.views.text import picture
+from affinity.views.text import plan_to_text
 from cputrain.cli.derived import aligned
 from cputrain.launch.local import planned_here, train_here
 from cputrain.launch.rank_process import bound_here, run_rank, this_rank
@@ -56,7 +56,7 @@ def command(
     if dry_run:
         if warning := rate_warning(training, global_batch=planned.numbers.global_batch):
             click.echo(f"warning: {warning}")
-        click.echo("\n" + picture(planned.plan))
+        click.echo("\n" + plan_to_text(planned.plan))
         return 0
     for warning in planned.plan.warnings:
         click.echo(f"warning: {warning}")

@@ -19,8 +19,8 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
-from affinity.bind import running_on
 from affinity.errors import InputError, RunError
+from affinity.kernel.binding import running_on
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import with_rank

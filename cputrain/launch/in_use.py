@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.bind import PLAN_VARIABLE
+from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.planner.plan_file import plan_of_host, read_json
 
 # Measured: README, "How fast". An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.

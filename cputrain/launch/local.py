@@ -63,7 +63,7 @@ def planned_here(recipe: Recipe, *, resume: bool = False) -> Planned:
 def plan_here(recipe: Recipe) -> Plan:
     """This machine's plan for a recipe."""
     runtime = find_runtime(target_of(()), os.environ, openmp=recipe.plan.openmp)
-    return plan_beside(request_of(recipe), runtime, share=recipe.plan.share)
+    return plan_beside(request_of(recipe), runtime, os.environ, share=recipe.plan.share)
 
 
 def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool) -> int:

@@ -4,9 +4,11 @@ import os
 import sys
 from collections.abc import Callable
 
-from affinity.bind import become, bound_worker, in_memory, plan_of_rank
 from affinity.errors import InputError
+from affinity.kernel.bound_plan import bound_worker, plan_in_memory
+from affinity.kernel.exec_bound import exec_bound
 from affinity.kernel.observe import Observed, observe, verify
+from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
 from cputrain.cli import tell
@@ -58,6 +60,6 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
             "plan.share=true, but a launcher has started this rank, which cannot tell its job from others: start "
             "cputrain train by itself or with cputrain launch --share"
         )
-    plan, index = plan_of_rank(request_of(recipe), rank, command=())
+    plan, index = plan_for_rank(request_of(recipe), rank, (), os.environ)
     command = (sys.executable, "-m", "cputrain", *sys.argv[1:])
-    become(plan.workers[index], in_memory(plan), command, rank=rank, check=check)
+    exec_bound(plan.workers[index], plan_in_memory(plan), command, os.environ, rank=rank, check=check)

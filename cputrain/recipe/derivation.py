@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from affinity.errors import InputError
-from affinity.planner.rules import Reason
+from affinity.planner.reasons import Reason
 from cputrain.recipe.rates import peak_of
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 

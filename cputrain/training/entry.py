@@ -6,11 +6,11 @@ import resource
 from contextlib import nullcontext
 from pathlib import Path
 
-from affinity.bind import PLAN_VARIABLE
+from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.observe import Observed
-from affinity.planner.memory import GIB
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.units import GIB
 from cputrain.comm.group import end_group, gather, on_rank_0
 from cputrain.data.stage import staged
 from cputrain.files import write_atomic

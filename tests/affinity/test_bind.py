@@ -1,4 +1,4 @@
-"""Binding for real: processes that tell the mask that the kernel gave them."""
+"""Real bindings: processes print the mask that the kernel gave them."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from affinity.bind import apply, running_on
 from affinity.errors import InputError, RunError
+from affinity.kernel.binding import bind_process, running_on
 from affinity.kernel.mempolicy import set_memory_policy
 from affinity.kernel.observe import differences, observe
 from affinity.planner.plan import Plan, Request, plan_machine
@@ -20,7 +20,7 @@ from affinity.planner.workload import RESNET50
 from affinity.topology.sysfs import this_machine
 from tests.support.commands import cputrain
 
-TELL = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
+PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
 
 
 def this_plan(ppn: int | None = None) -> Plan:
@@ -30,7 +30,7 @@ def this_plan(ppn: int | None = None) -> Plan:
 def bind(plan: dict, tmp_path: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    argv = [sys.executable, "-m", "affinity.bind", "--plan", str(path), *options, "--", sys.executable, "-c", TELL]
+    argv = [sys.executable, "-m", "affinity.bind", "--plan", str(path), *options, "--", sys.executable, "-c", PRINT]
     return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env})
 
 
@@ -48,7 +48,7 @@ def test_each_worker_gets_its_pus_and_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "PALS_LOCAL_RANKID"]
 )
-def test_any_launcher_tells_the_local_rank(tmp_path: Path, name: str) -> None:
+def test_the_local_rank_is_read_from_any_launcher_s_environment(tmp_path: Path, name: str) -> None:
     plan = this_plan()
     last = plan.workers[-1]
     result = bind(plan_to_dict(plan), tmp_path, **{name: str(last.local_rank)})
@@ -84,10 +84,11 @@ def test_a_difference_names_both_masks(tmp_path: Path) -> None:
     result = planned_wrong(tmp_path)
     assert result.returncode == 1
     assert "planned" in result.stderr and "given" in result.stderr and "mask 0x" in result.stderr
+    assert result.stderr.endswith("plan again on this host, or continue with --no-verify\n")
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_no_verify_goes_on(tmp_path: Path) -> None:
+def test_no_verify_ignores_a_difference(tmp_path: Path) -> None:
     assert planned_wrong(tmp_path, "--no-verify").returncode == 0
 
 
@@ -96,7 +97,7 @@ def test_a_plan_for_foreign_pus_is_an_error(tmp_path: Path) -> None:
     plan["workers"][0].update(compute_pus=[900], comm_pus=[], loader_pus=[])
     result = bind(plan, tmp_path, "--local-rank", "0")
     assert result.returncode == 1
-    assert "cannot bind to PUs 900" in result.stderr
+    assert "cannot bind to CPUs 900" in result.stderr
 
 
 def test_bad_calls_are_refused(tmp_path: Path) -> None:
@@ -115,8 +116,8 @@ def test_memory_policy_is_set_and_read_back() -> None:
         "from affinity.kernel.observe import observe\n"
         f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert said in (f"None bind {nodes!r}", "Operation not permitted None ()")
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed in (f"None bind {nodes!r}", "Operation not permitted None ()")
 
 
 def test_an_absent_memory_node_is_refused_by_the_kernel() -> None:
@@ -125,9 +126,9 @@ def test_an_absent_memory_node_is_refused_by_the_kernel() -> None:
 
 def test_observed_differences_are_named() -> None:
     worker = this_plan(ppn=1).workers[0]
-    seen = observe()
-    assert differences(worker, replace(seen, pus=worker.pus)) == []
-    assert "memory planned" in differences(replace(worker, memory_policy="bind"), replace(seen, pus=worker.pus))[0]
+    observed = observe()
+    assert differences(worker, replace(observed, pus=worker.pus)) == []
+    assert "memory planned" in differences(replace(worker, memory_policy="bind"), replace(observed, pus=worker.pus))[0]
 
 
 def test_running_on_moves_and_returns() -> None:
@@ -140,10 +141,10 @@ def test_running_on_moves_and_returns() -> None:
         assert os.sched_getaffinity(0) == before
 
 
-def test_apply_refuses_what_is_not_there() -> None:
+def test_cpus_that_do_not_exist_are_refused() -> None:
     worker = replace(this_plan(ppn=1).workers[0], compute_pus=(900,), comm_pus=(), loader_pus=())
     with pytest.raises(RunError, match="900"):
-        apply(worker)
+        bind_process(worker)
     with pytest.raises(InputError):
         plan_machine(this_machine(), Request(ppn=10_000), Runtime())
 
@@ -151,24 +152,24 @@ def test_apply_refuses_what_is_not_there() -> None:
 def test_a_host_can_plan_itself(tmp_path: Path) -> None:
     """Each worker makes the same plan in memory, binds by it, and what it becomes can read it there."""
     read = (
-        "import os, json; from affinity.bind import bound_worker; w = bound_worker(os.environ); "
+        "import os, json; from affinity.kernel.bound_plan import bound_worker; w = bound_worker(os.environ); "
         "print(json.dumps([w.local_rank, w.pus == tuple(sorted(os.sched_getaffinity(0)))]))"
     )
     ppn = min(2, len(this_machine().allowed_cores))
-    asked = request_to_json(Request(ppn=ppn, local_batch=32, workload=RESNET50))
+    request = request_to_json(Request(ppn=ppn, local_batch=32, workload=RESNET50))
     for local_rank in range(ppn):
-        argv = [sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--local-rank", str(local_rank)]
+        argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request, "--local-rank", str(local_rank)]
         result = subprocess.run([*argv, "--", sys.executable, "-c", read], capture_output=True, text=True, cwd=tmp_path)
         assert json.loads(result.stdout) == [local_rank, True], result.stderr
     assert not list(tmp_path.iterdir())
     wrong = [sys.executable, "-m", "affinity.bind", "--plan-here", '{"pnp": 2}', "--local-rank", "0", "--", "true"]
     refused = subprocess.run(wrong, capture_output=True, text=True)
-    assert refused.returncode == 2 and "is no request for a plan" in refused.stderr
+    assert refused.returncode == 2 and "is not a request for a plan" in refused.stderr
 
 
 def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
     ppn = str(min(2, len(this_machine().allowed_cores)))
-    launch = ("launch", "--plan-on-host", "--ppn", ppn, "--output", "out", "--", sys.executable, "-c", TELL)
+    launch = ("launch", "--plan-on-host", "--ppn", ppn, "--output", "out", "--", sys.executable, "-c", PRINT)
     result = cputrain(*launch, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("AFFINITY_PLAN") == int(ppn)
@@ -177,18 +178,20 @@ def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
 def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
-    """A plan in memory is closed to children; they are the rank all the same, and its cores are theirs."""
+    """Children cannot read a plan in memory; they are the rank all the same, with its cores."""
     inner = (
-        "import os, json; from affinity.bind import bound_worker, plan_of_rank; "
+        "import os, json; from affinity.kernel.bound_plan import bound_worker; "
+        "from affinity.kernel.rank_plan import plan_for_rank; "
         "from affinity.planner.plan import Request; "
-        "from affinity.ranks.rank import discover; plan, index = plan_of_rank(Request(), discover(os.environ), ()); "
+        "from affinity.ranks.rank import discover; rank = discover(os.environ); "
+        "plan, index = plan_for_rank(Request(), rank, (), os.environ); "
         "print(json.dumps([bound_worker(os.environ) is None, plan.workers[index].pus, [*os.sched_getaffinity(0)]]))"
     )
     wrapper = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {inner!r}]).returncode)"
     argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request_to_json(Request(ppn=2)), "--"]
-    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     result = subprocess.run(
-        [*argv, sys.executable, "-c", wrapper], capture_output=True, text=True, env={**os.environ, **told}
+        [*argv, sys.executable, "-c", wrapper], capture_output=True, text=True, env={**os.environ, **rank}
     )
     assert result.returncode == 0, result.stderr
     unreadable, planned, given = json.loads(result.stdout)

@@ -32,7 +32,7 @@ def speeds(root: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_dies_caches_and_kinds_read_back(tmp_path: Path, masks: bool) -> None:
+def test_dies_caches_and_core_types_read_back(tmp_path: Path, masks: bool) -> None:
     made = read_synthetic("pack:2 die:2 l3:2 l2:3 core:2 pu:2", name="made", model="m", isa=(), memory_bytes=1 << 30)
     write_sysfs(made, tmp_path / "a", masks=masks)
     assert read_machine(tmp_path / "a") == made
@@ -40,8 +40,8 @@ def test_dies_caches_and_kinds_read_back(tmp_path: Path, masks: bool) -> None:
     assert read_machine(tmp_path / "b") == hybrid()
 
 
-def test_favoured_cores_are_no_kind_of_their_own(tmp_path: Path) -> None:
-    """One kind of core, two of them allowed a higher clock and a higher peak."""
+def test_favored_cores_are_not_a_type_of_their_own(tmp_path: Path) -> None:
+    """One core type, two of the cores allowed a higher clock and a higher peak."""
     write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
     for pu in range(4):
         put(tmp_path, f"system/cpu/cpu{pu}/acpi_cppc/nominal_perf", "30")
@@ -50,7 +50,7 @@ def test_favoured_cores_are_no_kind_of_their_own(tmp_path: Path) -> None:
     assert speeds(tmp_path) == [1.0] * 4
 
 
-def test_intel_s_lists_tell_the_kinds_and_clocks_the_speed(tmp_path: Path) -> None:
+def test_intel_s_lists_give_the_core_types_and_clocks_their_speed(tmp_path: Path) -> None:
     write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
     put(tmp_path, "cpu_core/cpus", "0-1")
     put(tmp_path, "cpu_atom/cpus", "2-3")

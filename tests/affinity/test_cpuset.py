@@ -17,7 +17,7 @@ def test_mask_round_trip(ids: tuple[int, ...]) -> None:
     assert parse_mask(format_mask(ids)) == ids
 
 
-def test_kernel_forms() -> None:
+def test_formats_of_the_kernel() -> None:
     assert parse_list("0-3,8\n") == (0, 1, 2, 3, 8)
     assert parse_list("\n") == ()
     assert parse_mask("00000001,00000003\n") == (0, 1, 32)

@@ -9,26 +9,26 @@ from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine
 
 
-def plan(**asked: object) -> Plan:
-    return plan_machine(build_machine(2, 1, 24, 2), Request(nodes=4, **asked), Runtime())
+def plan(**fields: object) -> Plan:
+    return plan_machine(build_machine(2, 1, 24, 2), Request(nodes=4, **fields), Runtime())
 
 
 def test_equal_plans_do_not_differ() -> None:
     assert plan_differences(plan(), plan()) == []
 
 
-def test_what_changed_is_told_by_worker() -> None:
+def test_changes_are_listed_by_worker() -> None:
     lines = plan_differences(plan(), plan(threads=20))
     assert "worker 0 intra_op: 22 -> 20" in lines
     assert "worker 1 OMP_NUM_THREADS: 22 -> 20" in lines
-    assert "intra-op threads: 22 -> 20 (asked for)" in lines
-    assert "unused PUs threads=20 asked for: none -> 22-23,46-47,70-71,94-95" in lines
+    assert "intra-op threads: 22 -> 20 (requested)" in lines
+    assert "unused CPUs threads=20 was requested: none -> 22-23,46-47,70-71,94-95" in lines
 
 
 def test_workers_come_and_go() -> None:
     lines = plan_differences(plan(ppn=2), plan(ppn=4))
-    assert "worker 3: new, on PUs 36-47,84-85 with 10 threads" in lines
-    assert "worker 2: gone" in plan_differences(plan(ppn=4), plan(ppn=2))
+    assert "worker 3: added on CPUs 36-47,84-85 with 10 threads" in lines
+    assert "worker 2: removed" in plan_differences(plan(ppn=4), plan(ppn=2))
 
 
 def test_machines_differ_too() -> None:
@@ -40,8 +40,8 @@ def test_machines_differ_too() -> None:
 def test_on_the_command_line(tmp_path: Path) -> None:
     for name, made in (("a", plan()), ("b", plan(threads=20))):
         (tmp_path / f"{name}.json").write_text(plan_to_json(made))
-    told = cputrain("plan", "--diff", "a.json", "b.json", cwd=tmp_path)
-    assert (told.returncode, told.stdout.splitlines()) == (0, plan_differences(plan(), plan(threads=20)))
+    shown = cputrain("plan", "--diff", "a.json", "b.json", cwd=tmp_path)
+    assert (shown.returncode, shown.stdout.splitlines()) == (0, plan_differences(plan(), plan(threads=20)))
     assert cputrain("plan", "--diff", "a.json", "a.json", cwd=tmp_path).stdout == "the same plan\n"
-    told = refused(cputrain("plan", "--diff", "a.json", "absent.json", cwd=tmp_path))
-    assert "cannot read the plan absent.json" in told
+    shown = refused(cputrain("plan", "--diff", "a.json", "absent.json", cwd=tmp_path))
+    assert "cannot read the plan absent.json" in shown

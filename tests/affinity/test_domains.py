@@ -1,4 +1,4 @@
-"""Cuts along dies, caches and kinds of cores."""
+"""Domains along dies, caches and core types."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.planner.domains import cut_host
+from affinity.planner.core_roles import TOO_SLOW
+from affinity.planner.domains import partition_host
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
@@ -22,17 +23,17 @@ def synthetic(text: str) -> Machine:
 
 
 def widths(machine: Machine, ppn: int | None = None) -> list[int]:
-    return [len(domain.cores) for domain in cut_host(machine, ppn, proportional=False).domains]
+    return [len(domain.cores) for domain in partition_host(machine, ppn, proportional=False).domains]
 
 
-def plan(machine: Machine, **asked: object) -> Plan:
-    return plan_machine(machine, Request(**asked), Runtime())
+def plan(machine: Machine, **fields: object) -> Plan:
+    return plan_machine(machine, Request(**fields), Runtime())
 
 
 @pytest.mark.parametrize(
     ("shape", "ppn", "expected"),
     [
-        ("pack:1 numa:1 l3:8 core:8 pu:2", None, [16] * 4),  # 64 cores, 3 workers would cut caches
+        ("pack:1 numa:1 l3:8 core:8 pu:2", None, [16] * 4),  # 64 cores; 3 workers would share caches
         ("pack:1 numa:1 l3:12 core:8", None, [24] * 4),
         ("pack:1 numa:1 l3:2 core:3", None, [6]),
         ("pack:1 numa:1 core:68 pu:4", None, [17] * 4),  # Xeon Phi 7250: 3 workers would not be equal
@@ -42,26 +43,26 @@ def plan(machine: Machine, **asked: object) -> Plan:
         ("pack:1 numa:1 l3:2 core:8", 4, [4] * 4),
     ],
 )
-def test_cuts_follow_caches_and_are_even(shape: str, ppn: int | None, expected: list[int]) -> None:
+def test_domains_follow_caches_and_are_even(shape: str, ppn: int | None, expected: list[int]) -> None:
     assert widths(synthetic(shape), ppn) == expected
 
 
 @given(caches=st.integers(1, 6), cores=st.integers(1, 8), ppn=st.integers(1, 12))
-def test_workers_share_no_cache_that_they_need_not(caches: int, cores: int, ppn: int) -> None:
+def test_workers_share_caches_only_where_they_must(caches: int, cores: int, ppn: int) -> None:
     machine = synthetic(f"pack:1 numa:1 l3:{caches} core:{cores}")
     if ppn > caches * cores or caches % ppn:
         return
-    domains = cut_host(machine, ppn, proportional=False).domains
+    domains = partition_host(machine, ppn, proportional=False).domains
     used = [{core.l3 for core in domain.cores} for domain in domains]
     assert sum(map(len, used)) == caches
 
 
-def test_a_cut_cache_is_told() -> None:
+def test_a_shared_cache_is_reported() -> None:
     reasons = {reason.what: reason for reason in plan(synthetic("pack:1 numa:1 l3:3 core:8"), ppn=2).reasons}
-    assert "1 of 3 caches are shared" in reasons["level-3 caches per worker"].why
+    assert "workers share 1 of 3 caches" in reasons["level-3 caches per worker"].why
 
 
-def test_no_worker_has_cores_of_two_kinds() -> None:
+def test_no_worker_computes_on_two_core_types() -> None:
     """4 fast cores and 8 of 0.6: fast ones as four workers of one core, the slow ones as one of eight, do most."""
     machine = hybrid()
     speed = {pu: core.speed for core in machine.cores for pu in core.pus}
@@ -73,17 +74,15 @@ def test_no_worker_has_cores_of_two_kinds() -> None:
             assert ppn is None or len(made.workers) == ppn
 
 
-def test_one_worker_takes_the_kind_that_does_most_and_the_others_help() -> None:
+def test_one_worker_computes_on_the_type_that_does_most_and_loads_on_the_others() -> None:
     made = plan(hybrid(), ppn=1)
     worker = made.workers[0]
     assert worker.compute_pus == tuple(range(8, 16))  # 8 x 0.6 is more than 4 x 1
-    assert worker.loader_pus == (0, 1)  # a fast core that would only wait decodes
-    assert {item.why: item.pus for item in made.unused}[
-        "of another kind: a step would wait for them (--balance batch may use them)"
-    ] == (2, 3, 4, 5, 6, 7)
+    assert worker.loader_pus == (0, 1)  # a fast core, which would only wait, decodes
+    assert {item.why: item.pus for item in made.unused}[TOO_SLOW] == (2, 3, 4, 5, 6, 7)
 
 
-def test_the_processor_that_others_plan_badly() -> None:
+def test_every_core_of_a_hybrid_processor_has_work() -> None:
     """An i7-1370P's shape: 6 fast cores of two PUs, 8 slow ones; every one of its 14 cores has work."""
     base = build_machine(1, 1, 14, 1)
     cores = [replace(base.cores[i], pus=(2 * i, 2 * i + 1)) for i in range(6)]

@@ -1,4 +1,4 @@
-"""File systems that refuse: read-only, full, a file where a folder should be. Each is one line."""
+"""File systems that refuse to write: read-only, full, a file in place of a folder. Each error is one line."""
 
 import errno
 import json
@@ -40,26 +40,26 @@ def in_tmpfs(place: Path, options: str, *commands: str) -> list[tuple[int, str]]
 
 
 def test_a_read_only_folder_is_refused_before_anything_is_done(place: Path) -> None:
-    asked = {
+    commands = {
         "output": f"{CPUTRAIN} {TRAIN} output=out/run",
         "--output": f"{CPUTRAIN} launch --output out/run -- true",
         "--write": f"{CPUTRAIN} plan --write out/run",
         "OUT": f"{CPUTRAIN} prepare imagefolder images out/run",
     }
-    for option, ended in zip(asked, in_tmpfs(place, "ro", *asked.values()), strict=True):
-        told = f"cputrain: {option} out/run: {place}/out may not be written to: mend its permissions, or name another\n"
-        assert ended == (2, told)
+    for option, ended in zip(commands, in_tmpfs(place, "ro", *commands.values()), strict=True):
+        message = f"{place}/out is not writable: change its permissions, or name another folder"
+        assert ended == (2, f"cputrain: {option} out/run: {message}\n")
     ((status, err),) = in_tmpfs(place, "ro", f"{CPUTRAIN} data show images --output out/sheet.png")
     assert status == 1
-    assert err == "cputrain: out/sheet.png: Read-only file system: mend its permissions, or name another folder\n"
+    assert err == "cputrain: out/sheet.png: Read-only file system: change its permissions, or name another folder\n"
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(place: Path) -> None:
     settings = "model.name=resnet18 comm.backend=gloo output=out/run"
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip(reason="needs two cores")
-    told = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
-    ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {told}")
+    script = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
+    ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {script}")
     lines = err.splitlines()
     full = "cputrain: out/run/checkpoints/step-0000002.pt: No space left on device: make room, or name another folder"
     assert full in lines and lines[-1] == "1", err
@@ -70,14 +70,15 @@ def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -
     """As on compute nodes that see homes read-only. Asked for by name it is refused."""
     cache = f"env CPUTRAIN_CACHE=out/cache {CPUTRAIN} {TRAIN}"
     lenet = "model.name=lenet model.zero_gamma=none data.crop=28 max_steps=1"
-    asked = (f"{cache} {lenet} output=run", f"{cache} {lenet} output=other comm.backend=ccl")
-    (auto, err), (named, told) = in_tmpfs(place, "ro", *asked)
+    commands = (f"{cache} {lenet} output=run", f"{cache} {lenet} output=other comm.backend=ccl")
+    (auto, err), (named, refusal_of_ccl) = in_tmpfs(place, "ro", *commands)
     assert auto == 0, err
     environment = json.loads((place / "run/environment.json").read_text())
     assert environment["backend"] == "gloo" and environment["decoder"].startswith("Pillow: "), environment
     assert "Read-only file system: set CPUTRAIN_CACHE to a folder that may be" in environment["backend_why"]
-    assert named == 1 and "Traceback" not in told
-    assert "cannot be compiled into out/cache/ccl-torch" in told and "or set comm.backend=gloo" in told
+    assert named == 1 and "Traceback" not in refusal_of_ccl
+    assert "cannot be compiled into out/cache/ccl-torch" in refusal_of_ccl
+    assert "or set comm.backend=gloo" in refusal_of_ccl
 
 
 def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
@@ -95,12 +96,12 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(place: Path) -> None:
-    proc, top = "no folder can be made in /proc: ", "/cputrain-nowhere is not there: make it first"
+    proc, top = "cannot make a folder in /proc: ", "/cputrain-nowhere does not exist: create it first"
     if os.geteuid() != 0:
-        proc = top = "may not be written to"
-    for output, told in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
-        said = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
-        assert said.startswith(f"cputrain: output {output}: ") and told in said
+        proc = top = "is not writable"
+    for output, why in {"/proc/x": proc, "/cputrain-nowhere/a": top}.items():
+        message = refused(cputrain(*TRAIN.split(), f"output={output}", cwd=place))
+        assert message.startswith(f"cputrain: output {output}: ") and why in message
     assert not Path("/cputrain-nowhere").exists()
     check_writable(place / "new/folders/inside", "output")
     assert not (place / "new").exists() and not list(place.glob(".cputrain-*"))

@@ -53,8 +53,8 @@ def test_shapes_are_hwloc_s(shape: str) -> None:
     wanted = shape if "pu:" in shape else f"{shape} pu:1"
     for kind, items in counts.items():
         argv = ["hwloc-calc", "-i", wanted, "-N", kind, "all"]
-        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-        assert int(said) == len(items), kind
+        printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        assert int(printed) == len(items), kind
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ KNOWN = replace(RESNET50, assumed=False)
 GIB = 1 << 30
 
 
-def plan(machine, batch: int, **asked: object) -> Plan:
-    return plan_machine(machine, Request(local_batch=batch, workload=KNOWN, **asked), Runtime())
+def plan(machine, batch: int, **fields: object) -> Plan:
+    return plan_machine(machine, Request(local_batch=batch, workload=KNOWN, **fields), Runtime())
 
 
-def placed(name: str, batch: int, **asked: object) -> list[tuple[str, tuple[int, ...]]]:
-    return [(worker.memory_policy, worker.memory_nodes) for worker in plan(find_machine(name), batch, **asked).workers]
+def placed(name: str, batch: int, **fields: object) -> list[tuple[str, tuple[int, ...]]]:
+    return [(worker.memory_policy, worker.memory_nodes) for worker in plan(find_machine(name), batch, **fields).workers]
 
 
 def test_mcdram_is_bound_where_the_batch_fits_and_preferred_where_not() -> None:
@@ -35,11 +35,11 @@ def test_a_worker_over_two_quadrants_interleaves_their_mcdram() -> None:
     assert placed("knl-7250-snc4-flat", 128, ppn=2) == [("interleave", (0, 1)), ("interleave", (2, 3))]
 
 
-def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
+def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     machine = build_machine(2, 1, 8, 1, memory_bytes=16 * GIB)
-    with pytest.raises(InputError, match=r"set batch.local to \d+ or fewer") as told:
+    with pytest.raises(InputError, match=r"set local_batch to \d+ or fewer") as refused:
         plan(machine, 4096)
-    fits = int(str(told.value).split("batch.local to ")[1].split()[0])
+    fits = int(str(refused.value).split("local_batch to ")[1].split()[0])
     assert plan(machine, fits).workers[0].memory_bytes <= 16 * GIB
     with pytest.raises(InputError):
         plan(machine, fits + 2)

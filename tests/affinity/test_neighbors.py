@@ -1,4 +1,4 @@
-"""Processes that another plan has bound: warned of, and planned around.
+"""Processes that another plan has bound: plans warn of them, or avoid them.
 
 Run in a PID namespace where that may be made, so that no other processes of this machine are seen.
 """
@@ -33,12 +33,12 @@ argv = [sys.executable, "-m", "affinity.bind", "--plan", "busy.json", "--local-r
 busy = subprocess.Popen(argv)
 while b"sleep" not in Path(f"/proc/{busy.pid}/cmdline").read_bytes().split(b"\\0")[:1]:
     time.sleep(0.02)
-told = []
+results = []
 for argv in json.loads(sys.argv[1]):
     done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True)
-    told.append([busy.pid, done.returncode, done.stdout, done.stderr])
+    results.append([busy.pid, done.returncode, done.stdout, done.stderr])
 busy.kill()
-print(json.dumps(told))
+print(json.dumps(results))
 """
 
 
@@ -54,7 +54,7 @@ def beside(place: Path, pus: tuple[int, ...], *commands: tuple[str, ...]) -> lis
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_a_plan_warns_of_bound_processes_and_goes_around_them_when_asked(tmp_path: Path) -> None:
+def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Path) -> None:
     taken = CORES[0].pus
     plain, shared, alone, launched = beside(
         tmp_path,
@@ -65,7 +65,7 @@ def test_a_plan_warns_of_bound_processes_and_goes_around_them_when_asked(tmp_pat
         ("cputrain", "launch", "--output", "run", "--share", "--", "true"),
     )
     warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
-    assert f"processes {plain[0]} (PUs {','.join(map(str, taken))})" in warning and "--share" in warning
+    assert f"processes {plain[0]} (CPUs {','.join(map(str, taken))})" in warning and "share=true" in warning
     for pid, status, out, err in (shared, alone):
         assert status == 0, (pid, err)
         plan = json.loads(out)
@@ -77,7 +77,7 @@ def test_a_plan_warns_of_bound_processes_and_goes_around_them_when_asked(tmp_pat
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_a_training_shares_the_host_or_says_that_it_takes_others_cores(tmp_path: Path) -> None:
+def test_a_training_shares_the_host_or_warns_that_it_takes_others_cores(tmp_path: Path) -> None:
     write_images(tmp_path / "images", classes=2, train=4, val=2)
     settings = ("data.path=images", "model.name=resnet18", "data.crop=32", "batch.local=2", "epochs=1", "max_steps=1")
     train = ("cputrain", "train", "imagefolder", *settings, "schedule.warmup_epochs=0", "comm.backend=gloo")
@@ -95,7 +95,7 @@ def test_nothing_left_is_one_line(tmp_path: Path) -> None:
     everything = tuple(sorted(pu for core in CORES for pu in core.pus))
     [(_, status, _, err)] = beside(tmp_path, everything, ("cputrain", "plan", "--share"))
     assert status == 2 and len(err.splitlines()) == 1
-    assert f"have all {len(CORES)} cores" in err and "wait for them to end, or plan without share" in err
+    assert f"use all {len(CORES)} cores" in err and "wait until they end, or plan without --share" in err
 
 
 @pytest.mark.parametrize(
@@ -117,22 +117,22 @@ def test_sharing_is_for_one_host_that_is_here(tmp_path: Path, arguments: tuple[s
 def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() -> None:
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=2, loader_cores=0), Runtime())
     assert contention(plan, ()) == contention(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
-    (told,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
-    assert "10 (PUs 8-9), 11 (PUs 8-9), 12 (PUs 8-9), 13 (PUs 8-9) and 6 more," in told
+    (warning,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
+    assert "10 (CPUs 8-9), 11 (CPUs 8-9), 12 (CPUs 8-9), 13 (CPUs 8-9) and 6 more," in warning
 
 
-def test_a_plan_in_memory_is_read_from_those_who_have_it_only() -> None:
-    """A bound process's child has the variable, and a pipe where the plan was: to read that would wait for ever."""
-    asked = request_to_json(Request(ppn=1))
+def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:
+    """A bound process's child has the variable, and a pipe where the plan was: reading that would block for ever."""
+    request = request_to_json(Request(ppn=1))
     code = (
         "import os, subprocess, sys\n"
         "number = os.environ['AFFINITY_PLAN'].rpartition('/')[2]\n"
         "with subprocess.Popen(['sh', '-c', f'echo $$; exec sleep 600 {number}<&0'], stdin=subprocess.PIPE): pass\n"
     )
-    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--", sys.executable, "-c", code]
+    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request, "--", sys.executable, "-c", code]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
-    with subprocess.Popen(argv, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True) as bound:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
+    with subprocess.Popen(argv, env={**os.environ, **rank}, stdout=subprocess.PIPE, text=True) as bound:
         assert bound.stdout is not None
         child = int(bound.stdout.readline())
         try:

@@ -10,7 +10,7 @@ from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import read_machine
-from affinity.views.text import picture
+from affinity.views.text import plan_to_text
 from tests.support.machines import build_machine, write_sysfs
 
 PHI = "cpu family\t: 6\nmodel\t\t: 87\nmodel name\t: Intel(R) Xeon Phi(TM) CPU 7250 @ 1.40GHz\n"
@@ -86,7 +86,7 @@ def test_a_tarball_keeps_what_tells_memories_apart(tmp_path: Path) -> None:
 
 
 def test_memory_without_pus_is_shown(tmp_path: Path) -> None:
-    shown = picture(plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime()))
+    shown = plan_to_text(plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime()))
     assert "NUMA node 12: 4 GiB of hbm memory, next to node 1" in shown
 
 

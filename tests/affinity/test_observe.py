@@ -12,7 +12,7 @@ import pytest
 
 from affinity.errors import InputError
 from affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
-from affinity.kernel.running import look_at, report
+from affinity.kernel.running import comparison, inspect_process
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json
 from affinity.planner.runtime import Runtime, find_runtime, target_of
@@ -23,7 +23,7 @@ from tests.support.machines import build_machine
 BIND = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--"]
 TEAM = """
 import json, os, torch
-from affinity.bind import bound_worker
+from affinity.kernel.bound_plan import bound_worker
 from affinity.kernel.observe import memory_share, misallocated, misplaced, team_of
 worker = bound_worker(os.environ)
 torch.set_num_threads(worker.intra_op)
@@ -35,9 +35,9 @@ print(json.dumps([[t.pus for t in team], wrong, share]))
 """
 
 
-def planned(place: Path, **asked: object) -> Plan:
+def planned(place: Path, **fields: object) -> Plan:
     runtime = find_runtime(target_of(()), {}, ())
-    plan = plan_machine(this_machine(), Request(**asked), runtime)
+    plan = plan_machine(this_machine(), Request(**fields), runtime)
     (place / "plan.json").write_text(plan_to_json(plan))
     return plan
 
@@ -60,7 +60,7 @@ def test_each_openmp_thread_is_where_the_plan_has_it(tmp_path: Path, pin: bool) 
     assert sum(share.values()) == pytest.approx(1.0)
 
 
-def test_a_moved_thread_is_told(tmp_path: Path) -> None:
+def test_a_moved_thread_is_reported(tmp_path: Path) -> None:
     worker = planned(tmp_path, ppn=1).workers[0]
     if worker.intra_op < 2:
         pytest.skip(reason="needs two cores")
@@ -70,7 +70,7 @@ def test_a_moved_thread_is_told(tmp_path: Path) -> None:
     moved = moved.replace("wrong =", "ids = {t.tid for t in team}\nwrong =")
     moved = moved.replace("team_of\n", "team_of, threads_of\n")
     wrong = json.loads(bound(tmp_path, moved).stdout)[1]
-    assert "OpenMP threads planned on PUs" in wrong[0]
+    assert "OpenMP threads planned on CPUs" in wrong[0]
 
 
 def test_differences_of_teams_and_pages_are_named() -> None:
@@ -82,7 +82,7 @@ def test_differences_of_teams_and_pages_are_named() -> None:
     assert misplaced(worker, (*team[:-1], replace(team[-1], pus=(0,))))
     assert misallocated(worker, {1: 0.97, 0: 0.03}) == []
     assert misallocated(worker, {0: 0.5, 1: 0.5}) == [
-        "memory planned on nodes 1, its pages lie 50% on node 0, 50% on node 1"
+        "memory planned on nodes 1, its pages are 50% on node 0, 50% on node 1"
     ]
 
 
@@ -109,8 +109,8 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_a_kernel_that_forbids_policies_is_gone_along_with(tmp_path: Path) -> None:
-    """A seccomp filter refuses set_mempolicy, as container runtimes do: said, and the command runs."""
+def test_a_kernel_that_forbids_memory_policies_is_tolerated(tmp_path: Path) -> None:
+    """A seccomp filter refuses set_mempolicy, as container runtimes do: this is reported, and the command runs."""
     plan = planned(tmp_path, ppn=1)
     nodes = this_machine().allowed_nodes[:1]
     bind = replace(plan.workers[0], memory_policy="bind", memory_nodes=nodes)
@@ -121,32 +121,34 @@ def test_a_kernel_that_forbids_policies_is_gone_along_with(tmp_path: Path) -> No
     assert result.stderr == "affinity: memory policy bind not applied: Operation not permitted\n"
 
 
-def test_plan_against_fact_of_a_running_process(tmp_path: Path) -> None:
+def test_a_running_process_is_compared_with_its_plan(tmp_path: Path) -> None:
     worker = planned(tmp_path, ppn=1).workers[0]
     argv = [*BIND, sys.executable, "-c", "print(flush=True); input()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(argv, cwd=tmp_path, **pipes) as process:
         process.stdout.readline()
-        seen = look_at(process.pid)
-        assert seen.worker == worker
-        assert not seen.strays and not seen.remote_bytes
-        told = cputrain("doctor", "affinity", str(process.pid))
-        assert told.returncode == 0 and "planned  worker 0" in told.stdout
+        running = inspect_process(process.pid)
+        assert running.worker == worker
+        assert not running.misplaced_threads and not running.remote_bytes
+        shown = cputrain("doctor", "affinity", str(process.pid))
+        assert shown.returncode == 0 and "planned  worker 0" in shown.stdout
         assert f"pid {process.pid}" in cputrain("doctor", "affinity").stdout
         if len(worker.pus) > 1:
             plan = json.loads((tmp_path / "plan.json").read_text())
             plan["workers"][0].update(compute_pus=list(worker.pus[:1]), intra_op=1, comm_pus=[], loader_pus=[])
             (tmp_path / "plan.json").write_text(json.dumps(plan))
-            assert "differs  thread" in report([look_at(process.pid)])
+            assert "differs  thread" in comparison([inspect_process(process.pid)])
             assert cputrain("doctor", "affinity", str(process.pid)).returncode == 1
+            show = [sys.executable, "-m", "affinity", "show", "--pid", str(process.pid)]
+            assert subprocess.run(show, capture_output=True).returncode == 1
         process.communicate(b"\n")
 
 
-def test_a_process_that_is_not_there_is_refused() -> None:
+def test_a_process_that_does_not_exist_is_refused() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    with pytest.raises(InputError, match="cannot look into process"):
-        look_at(gone.pid)
+    with pytest.raises(InputError, match="cannot inspect process"):
+        inspect_process(gone.pid)
     assert cputrain("doctor", "affinity", str(gone.pid)).returncode == 2
 
 

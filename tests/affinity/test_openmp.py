@@ -27,10 +27,10 @@ def test_libiomp5_has_one_binder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pus", "said"), [((3,), "{3}"), ((0, 2), "{0},{2}"), ((4, 5, 6), "{4}:3:1"), ((0, 2, 4, 6), "{0}:4:2")]
+    ("pus", "value"), [((3,), "{3}"), ((0, 2), "{0},{2}"), ((4, 5, 6), "{4}:3:1"), ((0, 2, 4, 6), "{0}:4:2")]
 )
-def test_places_in_few_words(pus: tuple[int, ...], said: str) -> None:
-    assert places(pus) == said
+def test_places_in_few_words(pus: tuple[int, ...], value: str) -> None:
+    assert places(pus) == value
 
 
 @pytest.mark.parametrize("pin", ["1", "yes"])
@@ -52,7 +52,7 @@ def test_the_plan_wins_and_one_binder_is_left() -> None:
     assert clashes == ["OMP_NUM_THREADS=1 (planned: 4)", "GOMP_CPU_AFFINITY=0-3 (planned: unset)"]
 
 
-def test_what_is_kept_is_reported_all_the_same() -> None:
+def test_kept_variables_are_reported_too() -> None:
     env, clashes = reconciled(INHERITED, PLANNED, keep=True)
     assert (env["OMP_NUM_THREADS"], env["GOMP_CPU_AFFINITY"]) == ("1", "0-3")
     assert env["OMP_PLACES"] == PLANNED["OMP_PLACES"]

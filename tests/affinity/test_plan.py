@@ -12,8 +12,8 @@ from affinity.planner.request import BALANCES
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
 from affinity.topology.catalog import find_machine
-from affinity.views.svg import picture_svg
-from affinity.views.text import picture
+from affinity.views.svg import plan_to_svg
+from affinity.views.text import plan_to_text
 from tests.support.machines import build_machine
 
 RUNTIME = Runtime()
@@ -57,11 +57,11 @@ def test_domains_are_disjoint_allowed_and_complete(drawn) -> None:
     machine, request = drawn
     plan = plan_machine(machine, request, RUNTIME)
     core_of = {pu: core for core in machine.cores for pu in core.pus}
-    seen: set = set()
+    used: set = set()
     for worker in plan.workers:
         cores = {core_of[pu] for pu in worker.pus}
-        assert not cores & seen
-        seen |= cores
+        assert not cores & used
+        used |= cores
         assert set(worker.pus) <= set(machine.allowed_pus)
         assert len(worker.compute_pus) == worker.intra_op >= 1
         assert not set(worker.compute_pus) & set(worker.comm_pus + worker.loader_pus)
@@ -96,7 +96,7 @@ def test_the_published_256_node_plan(golden) -> None:
         (22, 2, "bind", (0,)),
         (22, 2, "bind", (1,)),
     ]
-    golden("skx-8160-2s-256nodes.txt", picture(plan))
+    golden("skx-8160-2s-256nodes.txt", plan_to_text(plan))
     golden("skx-8160-2s-256nodes.json", plan_to_json(plan))
 
 
@@ -121,7 +121,7 @@ def test_the_published_evaluation_on_one_worker(golden) -> None:
     worker = plan.workers[0]
     assert (worker.intra_op, worker.inter_op, dict(worker.env)["OMP_NUM_THREADS"]) == (46, 2, "46")
     assert (worker.memory_policy, worker.memory_nodes) == ("interleave", (0, 1))
-    golden("skx-8160-2s-evaluation.txt", picture(plan))
+    golden("skx-8160-2s-evaluation.txt", plan_to_text(plan))
 
 
 @settings(max_examples=40)
@@ -155,8 +155,8 @@ def test_permission_to_share_cores_changes_nothing_where_there_are_enough(drawn)
 
 def test_shared_cores_are_shown(golden) -> None:
     plan = plan_machine(build_machine(1, 1, 3, 2), Request(ppn=8, oversubscribe=True), RUNTIME)
-    golden("oversubscribed.txt", picture(plan))
-    drawn = picture_svg(plan)
+    golden("oversubscribed.txt", plan_to_text(plan))
+    drawn = plan_to_svg(plan)
     assert "+: computes for several workers" in drawn and "oversubscribed: 8 workers share 3 core(s)" in drawn
 
 
@@ -167,7 +167,7 @@ def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
     occupied = {pu for core in machine.cores if set(core.pus) & set(taken) for pu in core.pus}
     request = replace(request, ppn=None, taken=taken)
     if set(machine.allowed_pus) <= occupied:
-        with pytest.raises(InputError, match="share: processes that other plans have bound have all"):
+        with pytest.raises(InputError, match="share=true: processes of other plans use all"):
             plan_machine(machine, request, RUNTIME)
         return
     plan = plan_machine(machine, request, RUNTIME)
@@ -175,7 +175,7 @@ def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "asked", "kind"),
+    ("machine", "fields", "kind"),
     [
         ("skx-8160-2s", {}, "DRAM"),
         ("knl-7250-quad-cache", {}, "DRAM"),
@@ -185,8 +185,8 @@ def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
         ("max-9480-2s-quad-hbm", {}, "HBM"),
     ],
 )
-def test_a_plan_tells_which_memory_its_workers_use(machine: str, asked: dict, kind: str) -> None:
-    plan = plan_machine(find_machine(machine), Request(**{"local_batch": 8, "workload": RESNET50, **asked}), RUNTIME)
+def test_a_plan_names_the_memory_that_its_workers_use(machine: str, fields: dict, kind: str) -> None:
+    plan = plan_machine(find_machine(machine), Request(**{"local_batch": 8, "workload": RESNET50, **fields}), RUNTIME)
     assert {plan.memory_kind(worker) for worker in plan.workers} == {kind}
     reason = next(reason for reason in plan.reasons if reason.what == "memory per worker")
     assert reason.value.endswith(f" GiB of {kind}")
@@ -200,33 +200,33 @@ def test_unequal_nodes_get_workers_in_proportion() -> None:
     assert any("sets the pace" in text for text in plan.warnings)
 
 
-def test_a_worker_over_two_nodes_interleaves_its_memory_and_says_so() -> None:
+def test_a_worker_over_two_nodes_interleaves_its_memory_and_the_plan_warns() -> None:
     plan = plan_machine(build_machine(2, 1, 4, 1), Request(ppn=1), RUNTIME)
     assert (plan.workers[0].memory_policy, plan.workers[0].memory_nodes) == ("interleave", (0, 1))
     assert plan.warnings
 
 
 @pytest.mark.parametrize(
-    ("request_", "told"),
+    ("request_", "message"),
     [
-        (Request(ppn=64), r"or let workers share cores with --oversubscribe \(plan.oversubscribe=true\)"),
+        (Request(ppn=64), "or let workers share cores with oversubscribe=true"),
         (Request(openmp="libomp5"), "openmp=libomp5: must be auto, libgomp or libiomp5"),
-        (Request(ppn=64), "ppn=64 needs 64 cores; host made lends 48: set ppn to 48 or fewer"),
+        (Request(ppn=64), "ppn=64 needs 64 cores; host made has 48 available: set ppn to 48 or fewer"),
         (Request(ppn=0), "ppn=0"),
         (Request(comm_cores=-1), "comm_cores=-1: must be 0 or more"),
         (Request(ppn=2, threads=99), "threads=99"),
         (Request(ppn=2, comm_cores=24), "leave none"),
     ],
 )
-def test_what_does_not_fit_is_refused(request_: Request, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_requests_that_do_not_fit_are_refused(request_: Request, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         plan_machine(build_machine(2, 1, 24, 2), request_, RUNTIME)
 
 
-def test_asked_threads_leave_the_rest_named() -> None:
+def test_pus_beyond_the_requested_threads_are_named_as_unused() -> None:
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=4, loader_cores=0), RUNTIME)
     assert plan.workers[0].compute_pus == (0, 1, 2, 3)
-    assert {item.why: item.pus for item in plan.unused}["threads=4 asked for"] == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert {item.why: item.pus for item in plan.unused}["threads=4 was requested"] == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
 def test_a_cpu_quota_limits_the_cores() -> None:

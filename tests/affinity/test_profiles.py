@@ -8,14 +8,14 @@ from affinity.errors import InputError
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
-from affinity.views.text import picture
+from affinity.views.text import plan_to_text
 from tests.support.machines import build_machine
 
 IOMP = Runtime(openmp="libiomp5", allocator="tcmalloc", preload=("/a/libiomp5.so",))
 
 
-def plan(name: str, profile: str, **asked: object) -> Plan:
-    return plan_machine(find_machine(name), Request(profile=profile, nodes=256, **asked), IOMP)
+def plan(name: str, profile: str, **fields: object) -> Plan:
+    return plan_machine(find_machine(name), Request(profile=profile, nodes=256, **fields), IOMP)
 
 
 def test_the_256_node_hosts() -> None:
@@ -30,8 +30,8 @@ def test_the_256_node_hosts() -> None:
     assert any("profile bkm-2018" in reason.why for reason in made.reasons)
 
 
-def test_the_256_node_hosts_are_planned_for_libiomp5_unless_told_otherwise(golden) -> None:
-    """Another machine's runtime is not here to be looked for; one that is here is what it is."""
+def test_the_256_node_hosts_are_planned_for_libiomp5_unless_another_runtime_is_requested(golden) -> None:
+    """The profile decides the runtime of another machine; on this host it is the one that is loaded."""
     machine = find_machine("skx-8160-2s")
     request = Request(profile="bkm-2018", nodes=256)
     elsewhere = plan_machine(machine, request, Runtime())
@@ -39,12 +39,12 @@ def test_the_256_node_hosts_are_planned_for_libiomp5_unless_told_otherwise(golde
     assert (env["KMP_AFFINITY"], env["KMP_BLOCKTIME"]) == ("granularity=fine,compact,1,0", "1")
     why = next(reason.why for reason in elsewhere.reasons if reason.what == "OpenMP runtime")
     assert why.startswith("profile bkm-2018: ") and "pip install intel-openmp" in why
-    golden("skx-8160-2s-bkm-2018.txt", picture(elsewhere))
-    told = plan_machine(machine, replace(request, openmp="libgomp"), Runtime())
+    golden("skx-8160-2s-bkm-2018.txt", plan_to_text(elsewhere))
+    requested = plan_machine(machine, replace(request, openmp="libgomp"), Runtime())
     here = plan_machine(machine, request, Runtime(origin="/torch/lib/libgomp.so.1, which torch loads"))
-    for plan in (told, here):
+    for plan in (requested, here):
         assert "OMP_PLACES" in dict(plan.workers[0].env) and "KMP_BLOCKTIME" not in dict(plan.workers[0].env)
-    assert not told.warnings and "planned for libgomp, not libiomp5 (profile bkm-2018" in here.warnings[0]
+    assert not requested.warnings and "planned for libgomp, not libiomp5 (profile bkm-2018" in here.warnings[0]
 
 
 def test_mlperf_on_2_x_28_cores() -> None:
@@ -72,7 +72,7 @@ def test_mlperf_on_sapphire_rapids() -> None:
     assert dict(made.workers[0].env)["CCL_WORKER_AFFINITY"].count(",") == 15
 
 
-def test_what_is_asked_for_wins_over_the_profile() -> None:
+def test_requested_values_win_over_the_profile() -> None:
     made = plan("skx-8160-2s", "bkm-2018", ppn=4, comm_cores=1)
     assert [worker.intra_op for worker in made.workers] == [11] * 4
 

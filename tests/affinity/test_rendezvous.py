@@ -1,4 +1,4 @@
-"""Where ranks meet that cannot talk yet, and the names by which scripts find their rank."""
+"""The address at which ranks meet without communication, and the names by which scripts find their rank."""
 
 import socket
 
@@ -22,7 +22,7 @@ def test_what_is_set_is_kept() -> None:
     assert meeting_place(rank(0), env) == ("n1", 1234)
     assert env.items() <= with_rank(rank(0), env).items()
     for wrong in ("http", "0", "65536", ""):
-        with pytest.raises(InputError, match=f"MASTER_PORT={wrong} is no TCP port"):
+        with pytest.raises(InputError, match=f"MASTER_PORT={wrong} is not a TCP port"):
             meeting_place(rank(0), {"MASTER_PORT": wrong})
 
 
@@ -43,7 +43,7 @@ def test_ranks_of_one_job_find_one_port_and_other_jobs_another() -> None:
 def test_slurm_s_first_host_is_rank_0_s() -> None:
     assert meeting_place(rank(3, on_host=2), SPREAD)[0] == "n003-ib"
     assert meeting_place(rank(3, on_host=2), {**SPREAD, **STEP})[0] == "n2"
-    with pytest.raises(InputError, match=r"nothing tells rank 0's: set MASTER_ADDR .* cputrain launch --hosts"):
+    with pytest.raises(InputError, match=r"host of rank 0 is not known: set MASTER_ADDR .* cputrain launch --hosts"):
         meeting_place(rank(3, on_host=2), {})
 
 
@@ -57,7 +57,7 @@ def test_rank_0_refuses_where_the_ranks_cannot_meet() -> None:
     for listens in (LOOPBACK, "0.0.0.0"):
         with socket.create_server((listens, port)):
             for env in (job, {**job, "MASTER_ADDR": socket.gethostname()}):
-                with pytest.raises(RunError, match=f"port {port} of .* is taken: set MASTER_PORT"):
+                with pytest.raises(RunError, match=f"port {port} of .* is in use: set MASTER_PORT"):
                     meeting_place(rank(0), env)
     with socket.create_server((LOOPBACK, port)):
         assert meeting_place(rank(1), job) == (LOOPBACK, port)  # rank 0 itself may listen there already

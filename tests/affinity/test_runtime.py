@@ -1,4 +1,4 @@
-"""Which OpenMP runtime and allocator a Python loads: laid out here, and those of this very Python."""
+"""The OpenMP runtime and the allocator that a Python loads: in made-up folders, and for this Python."""
 
 import os
 import subprocess
@@ -54,18 +54,18 @@ def test_what_the_user_preloads_counts(tmp_path: Path) -> None:
     assert find_runtime(target, by_name, ()).openmp == "libiomp5"
 
 
-def test_what_the_user_preloads_in_vain_does_not_count(tmp_path: Path) -> None:
+def test_preloaded_libraries_that_do_not_exist_do_not_count(tmp_path: Path) -> None:
     target = Target(prefix=tmp_path, torch_lib=None)
     env = {"LD_PRELOAD": "/nowhere/libiomp5.so:libtcmalloc.so.4:/nowhere/their.so"}
     found = find_runtime(target, env, ())
     assert (found.openmp, found.allocator) == ("libgomp", "glibc")
     assert found.missing == ("/nowhere/libiomp5.so", "libtcmalloc.so.4")
     plan = plan_machine(build_machine(1, 1, 8, 1), Request(), found)
-    assert "LD_PRELOAD names /nowhere/libiomp5.so, which is not there" in plan.warnings[0]
+    assert "LD_PRELOAD names /nowhere/libiomp5.so, which does not exist" in plan.warnings[0]
     assert "OMP_PLACES" in dict(plan.workers[0].env)
 
 
-def test_the_runtime_that_is_asked_for_is_there_or_it_is_said_how_to_get_it(tmp_path: Path) -> None:
+def test_a_requested_runtime_that_is_missing_is_an_error_that_names_the_package(tmp_path: Path) -> None:
     (tmp_path / "torch/lib").mkdir(parents=True)
     (tmp_path / "torch/lib/libgomp.so.1").touch()
     target = Target(prefix=tmp_path, torch_lib=tmp_path / "torch/lib")
@@ -76,11 +76,11 @@ def test_the_runtime_that_is_asked_for_is_there_or_it_is_said_how_to_get_it(tmp_
     assert find_runtime(target, {}, (), openmp="libiomp5").preload == (f"{tmp_path}/lib/libiomp5.so",)
     assert find_runtime(target, {}, (), openmp="libgomp").openmp == "libgomp"
     env = {"LD_PRELOAD": f"{tmp_path}/lib/libiomp5.so"}
-    with pytest.raises(InputError, match="take it out of LD_PRELOAD"):
+    with pytest.raises(InputError, match="remove it from LD_PRELOAD"):
         find_runtime(target, env, (), openmp="libgomp")
 
 
-def test_a_plan_for_libiomp5_that_nobody_loads_is_told_by_the_rank(tmp_path: Path) -> None:
+def test_a_rank_warns_of_a_plan_for_libiomp5_that_it_does_not_load(tmp_path: Path) -> None:
     """A plan made for another machine; this Python has torch's libgomp, and no libiomp5."""
     if find_runtime(target_of(()), {}).openmp != "libgomp":
         pytest.skip(reason="needs a Python whose torch loads libgomp")
@@ -89,7 +89,7 @@ def test_a_plan_for_libiomp5_that_nobody_loads_is_told_by_the_rank(tmp_path: Pat
     argv = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true"]
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and "nothing reads the plan's KMP_ variables" in done.stderr
+    assert done.returncode == 0 and "the plan's KMP_ variables have no effect" in done.stderr
     assert "pip install intel-openmp" in done.stderr
 
 
@@ -115,14 +115,14 @@ def test_the_found_runtime_is_the_one_that_this_torch_loads() -> None:
     assert found.openmp == ("libiomp5" if any("iomp" in p.name for p in loaded) else "libgomp")
 
 
-def test_another_python_is_asked(tmp_path: Path) -> None:
+def test_another_python_is_run_to_find_its_torch(tmp_path: Path) -> None:
     other = tmp_path / "python3"
     other.write_text("#!/bin/sh\necho /opt/env\necho /opt/env/lib/python3/site-packages/torch/__init__.py\n")
     other.chmod(0o755)
     target = target_of((str(other), "train.py"))
     assert target == Target(prefix=Path("/opt/env"), torch_lib=Path("/opt/env/lib/python3/site-packages/torch/lib"))
     other.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(InputError, match="does not say which torch"):
+    with pytest.raises(InputError, match="cannot find out which torch"):
         target_of((str(other), "train.py"))
 
 
@@ -132,11 +132,11 @@ def test_other_commands_are_taken_for_this_python() -> None:
 
 @pytest.mark.parametrize("places", ["{0}:3:1", "{0},{1}"])
 def test_libgomp_understands_our_places(places: str) -> None:
-    """The real runtime tells how many places it made of our words."""
+    """The real runtime prints the number of places that it reads."""
     library = find_runtime(target_of(()), {}, ()).origin.split(",")[0]
     if "gomp" not in library:
         pytest.skip(reason="needs a torch with libgomp")
     code = f"import ctypes; print(ctypes.CDLL({library!r}).omp_get_num_places())"
     env = {**os.environ, "OMP_PLACES": places}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert int(said.stdout) == min(3 if ":3:" in places else 2, len(os.sched_getaffinity(0)))
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert int(printed.stdout) == min(3 if ":3:" in places else 2, len(os.sched_getaffinity(0)))

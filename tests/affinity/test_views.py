@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from affinity.planner.core_roles import USUAL_BATCH
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50
+from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.topology.catalog import find_machine
-from affinity.views.svg import picture_svg
-from affinity.views.text import WIDTH, picture
+from affinity.views.picture import Picture
+from affinity.views.svg import plan_to_svg
+from affinity.views.text import WIDTH, plan_to_text
 from tests.support.machines import build_machine
 
 DRAWN = ("skx-8160-2s", "knl-7250-snc4-flat", "max-9480-2s-snc4-flat")
@@ -28,27 +28,27 @@ def plan_of(name: str) -> Plan:
 
 
 def cells(text: str) -> list[str]:
-    map_ = text.partition("one sign a PU")[0]
+    map_ = text.partition("one character per CPU")[0]
     return [line for line in map_.splitlines() if re.match(r"  [A-Za-z~*. ]+$", line)]
 
 
 def test_the_picture_of_a_small_machine_in_the_docs(golden) -> None:
     """The two-core machine that the README's figures are from, as a process there reads it."""
     machine = replace(build_machine(1, 1, 2, 1, memory_bytes=10 << 30), name="two-cores", model="AMD EPYC, 2 cores")
-    golden("../../docs/two-cores.svg", picture_svg(plan_machine(machine, Request(), Runtime())))
+    golden("../../docs/two-cores.svg", plan_to_svg(plan_machine(machine, Request(), Runtime())))
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_in_the_docs_are_what_is_drawn(name: str, golden) -> None:
     """As `cputrain plan --machine NAME --nodes 16 --format svg` prints it."""
     request = Request(nodes=16, local_batch=USUAL_BATCH, workload=RESNET50)
-    golden(f"../../docs/{name}.svg", picture_svg(plan_machine(find_machine(name), request, Runtime())))
+    golden(f"../../docs/{name}.svg", plan_to_svg(plan_machine(find_machine(name), request, Runtime())))
 
 
 @pytest.mark.parametrize("name", [*DRAWN, "srf-6780e-2s", "skx-8180-8s"])
 def test_text_shows_every_pu_once_within_the_width(name: str) -> None:
     plan = plan_of(name)
-    drawn = cells(picture(plan))
+    drawn = cells(plan_to_text(plan))
     assert sum(len(line.replace(" ", "")) for line in drawn) == len(plan.machine.pus)
     assert max(map(len, drawn)) <= WIDTH
     signs = "".join(drawn)
@@ -57,31 +57,31 @@ def test_text_shows_every_pu_once_within_the_width(name: str) -> None:
     assert signs.count(".") == sum(len(item.pus) for item in plan.unused)
 
 
-def test_colour_adds_nothing_but_colour() -> None:
+def test_color_adds_nothing_but_color() -> None:
     plan = plan_of("skx-8160-2s")
-    coloured = picture(plan, coloured=True)
-    assert "\x1b[" in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == picture(plan)
+    colored = plan_to_text(plan, colored=True)
+    assert "\x1b[" in colored
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plan_to_text(plan)
 
 
-def test_pus_that_are_not_lent_are_blank() -> None:
+def test_pus_that_are_not_available_are_blank() -> None:
     machine = replace(build_machine(1, 1, 6, 1), allowed_pus=(2, 3))
-    assert "  " + "    A B" in picture(plan_machine(machine, Request(), Runtime()))
+    assert "  " + "    A B" in plan_to_text(plan_machine(machine, Request(), Runtime()))
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_svg_is_xml_with_a_stripe_for_every_pu(name: str) -> None:
     plan = plan_of(name)
-    root = ElementTree.fromstring(picture_svg(plan))
+    root = ElementTree.fromstring(plan_to_svg(plan))
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert len(titles) == len(plan.machine.pus)
     assert {int(t.split()[1].rstrip(":")) for t in titles} == set(plan.machine.pus)
-    assert plan._repr_svg_() == picture_svg(plan)
+    assert Picture(plan)._repr_svg_() == plan_to_svg(plan)
 
 
 def test_names_are_escaped_in_svg() -> None:
     machine = replace(build_machine(1, 1, 2, 1), name="<script>&", model='"quoted"')
-    root = ElementTree.fromstring(picture_svg(plan_machine(machine, Request(), Runtime())))
+    root = ElementTree.fromstring(plan_to_svg(plan_machine(machine, Request(), Runtime())))
     assert any(text.text and "<script>&" in text.text for text in root.iter(f"{SVG}text"))
 
 

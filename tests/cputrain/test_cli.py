@@ -40,7 +40,7 @@ def test_plan_with_a_recipe_imports_no_torch() -> None:
 def test_plan_shows_this_machine() -> None:
     result = cputrain("plan")
     assert result.returncode == 0
-    for part in ("package 0", "compute PUs", "environment", "OMP_NUM_THREADS=", "why", "workers per host"):
+    for part in ("package 0", "compute CPUs", "environment", "OMP_NUM_THREADS=", "why", "workers per host"):
         assert part in result.stdout
     data = json.loads(cputrain("plan", "--format", "json").stdout)
     assert data["machine"]["cores"] >= CORES and data["workers"] and data["reasons"]
@@ -79,7 +79,7 @@ def test_plan_options_win_over_the_recipe() -> None:
     [
         (("plan", "demo-digit"), "recipe 'demo-digit' is not known: nearest are demo-digits"),
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
-        (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "ppn=64 needs 64 cores; host skx-8160-2s lends 48"),
+        (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
         (("plan", "--hosts", "a,a"), "names a host twice"),
         (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
@@ -95,7 +95,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere is not there"),
         (
             ("train", "imagefolder", "data.path=images", f"plan.ppn={CORES + 1}"),
-            f"ppn={CORES + 1} needs {CORES + 1} cores",
+            f"plan.ppn={CORES + 1} needs {CORES + 1} cores",
         ),
         (("train", "imagefolder", "data.path=images", "schedule.peak_rate=-1"), "schedule.peak_rate must be 0 or more"),
         (
@@ -203,7 +203,7 @@ def test_the_shell_s_meeting_place_is_kept_or_refused() -> None:
     path = mpi_path("mpich")
     told = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
     assert "-genv MASTER_ADDR n1-ib -genv MASTER_PORT 1234 " in told
-    assert "MASTER_PORT=0 is no TCP port" in refused(cputrain(*launch, **path, MASTER_PORT="0"))
+    assert "MASTER_PORT=0 is not a TCP port" in refused(cputrain(*launch, **path, MASTER_PORT="0"))
 
 
 def test_a_rank_cannot_share_the_host() -> None:

@@ -127,7 +127,7 @@ def test_a_launcher_s_wrong_binding_is_told(name: str, tmp_path: Path) -> None:
         path.write_text(text)
     result = subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
-    assert "the launcher bound PUs 0-1 (mask 0x3), planned" in result.stderr
+    assert "the launcher bound CPUs 0-1 (mask 0x3), planned" in result.stderr
 
 
 def fields(job: Job) -> dict:

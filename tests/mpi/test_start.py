@@ -84,7 +84,7 @@ def test_hosts_of_several_kinds_have_their_own_slots_and_plans(tmp_path: Path) -
     data = json.loads(job_plan_json(kinds))
     assert worker_from_dict(plan_of_host(data, "k1.cluster"), 3) == kinds[1].plan.workers[3]
     assert worker_from_dict(plan_of_host(data, "n1"), 1) == kinds[0].plan.workers[1]
-    with pytest.raises(InputError, match="host x is of no kind"):
+    with pytest.raises(InputError, match="host x is not in the plan"):
         plan_of_host(data, "x")
     with pytest.raises(InputError, match="need --bind self"):
         start(job(2, kinds=kinds, binder="launcher"), newest("mpich"), ("CMD",), Path())

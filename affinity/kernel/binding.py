@@ -1,0 +1,41 @@
+"""Bind this process to a worker's PUs and memory nodes, and move threads."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from affinity.errors import RunError
+from affinity.kernel.mempolicy import set_memory_policy
+from affinity.planner.plan import WorkerPlan
+from affinity.topology.cpuset import format_list
+
+
+def bind_process(worker: WorkerPlan) -> str | None:
+    """Bind this process, and everything that it starts, to the worker's PUs and memory nodes.
+
+    Returns a line about the memory policy where the kernel refused it (containers without SYS_NICE), else None:
+    on its own cores a process touches local memory first even without it. Raises RunError when the process may use
+    none of the PUs.
+    """
+    try:
+        os.sched_setaffinity(0, worker.pus)
+    except OSError as error:
+        allowed = format_list(os.sched_getaffinity(0))
+        raise RunError(
+            f"cannot bind to CPUs {format_list(worker.pus)}: {error.strerror}; this process may use CPUs {allowed}: "
+            "plan inside the same job or container"
+        ) from None
+    problem = set_memory_policy(worker.memory_policy, worker.memory_nodes)
+    return None if problem is None else f"memory policy {worker.memory_policy} not applied: {problem}"
+
+
+@contextmanager
+def running_on(pus: tuple[int, ...]) -> Iterator[None]:
+    """Move this thread to these PUs inside the block; threads started there stay there. () changes nothing."""
+    before = os.sched_getaffinity(0)
+    if pus:
+        os.sched_setaffinity(0, pus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,36 @@
+"""This host planned by its own ranks: each makes the same plan, as planning is pure."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from affinity.kernel.bound_plan import PLAN_VARIABLE
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.runtime import find_runtime, target_of
+from affinity.ranks.rank import Rank
+from affinity.topology.sysfs import this_machine
+
+
+def plan_this_host(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Plan:
+    """A plan of this host for a command that will have this environment."""
+    return plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
+
+
+def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: Mapping[str, str]) -> tuple[Plan, int]:
+    """A plan of this host for the ranks that a launcher has started on it, and the index of this rank's worker.
+
+    A binding by the launcher or by an earlier plan is kept: the planner then takes its cores for the whole host.
+    """
+    machine = this_machine()
+    bound = _bound_as(rank, env) or set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
+    ppn, index = (1, 0) if bound else (rank.local_world_size, rank.local_rank)
+    full = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
+    return plan_machine(machine, full, find_runtime(target_of(command), env, openmp=full.openmp)), index
+
+
+def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
+    """Whether a plan has bound this process, or its parent, as this very rank: all names of the rank then agree, while
+    a launcher that a bound process has started changes some of them."""
+    ranks = {env.get(name) for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")}
+    sizes = {env.get(name) for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
+    return PLAN_VARIABLE in env and ranks == {str(rank.rank)} and sizes == {str(rank.world_size)}

@@ -1,0 +1,23 @@
+"""What a plan records beside its values: the reason for each of them, and the CPUs that it leaves out."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One decision: what was decided, its value as shown, and why.
+
+    Planner stages return their values together with these.
+    """
+
+    what: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """Allowed PUs that no worker gets, and why."""
+
+    pus: tuple[int, ...]
+    why: str

@@ -1,0 +1,4 @@
+"""Units of memory, in bytes."""
+
+MIB = 1 << 20
+GIB = 1 << 30
