@@ -127,18 +127,18 @@ def read_json(path: Path) -> Any:
 
 
 def plan_of_host(data: Any, host: str) -> Any:
-    """A host's plan in the JSON of one plan, or of several kinds of hosts with their names, whole or short.
+    """A host's plan in the JSON of one plan, or of several host groups with their hosts' names, full or short.
 
-    Raises InputError when the host is of none of them.
+    Raises InputError when the host is in none of them.
     """
-    kinds = data.get("kinds") if isinstance(data, dict) else None
-    if kinds is None:
+    groups = data.get("host_groups") if isinstance(data, dict) else None
+    if groups is None:
         return data
     short = host.partition(".")[0]
-    for kind in kinds:
-        if any(name in (host, short) or name.partition(".")[0] == short for name in kind["hosts"]):
-            return kind["plan"]
-    raise InputError(f"host {host} is of no kind in the plan: plan again with it, or call it as the plan does")
+    for group in groups:
+        if any(name in (host, short) or name.partition(".")[0] == short for name in group["hosts"]):
+            return group["plan"]
+    raise InputError(f"host {host} is in no host group of the plan: add it to a group and plan again")
 
 
 def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:

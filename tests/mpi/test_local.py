@@ -17,7 +17,7 @@ from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
 from cputrain.cli.launch import new_folder
 from cputrain.runs.folder import write_plan
-from mpi.hosts.groups import Kind
+from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 from tests.support.commands import cputrain
@@ -32,7 +32,7 @@ def job(tmp_path: Path, code: str) -> Job:
     write_plan(tmp_path / "plan.json", plan)
     command = (sys.executable, "-c", code)
     return Job(
-        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
         command=command,
         plan_path=tmp_path / "plan.json",
         log_dir=tmp_path / "logs",
@@ -60,7 +60,7 @@ def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
         "print('to stderr', file=sys.stderr)"
     )
     made = job(tmp_path, code)
-    assert run_local(made, out, err) == 0
+    assert run_local(made, os.environ, out, err) == 0
     for worker in made.plan.workers:
         rank = worker.local_rank
         said = f"{rank} {rank} {WORKERS} {WORKERS} {list(worker.pus)}"
@@ -117,7 +117,7 @@ def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     code += "time.sleep(0.5 if rank == '1' else 300); print('the reason'); sys.exit(7)"
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ exited with status 7; log \S+rank-1.log") as failure:
-        run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
+        run_local(job(tmp_path, code), os.environ, io.StringIO(), io.StringIO())
     assert time.monotonic() - started < 30
     assert "| the reason" in str(failure.value)
     assert all(gone(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
@@ -129,19 +129,19 @@ def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_p
     code += "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(300)"
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ was ended by SIGKILL"):
-        run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
+        run_local(job(tmp_path, code), os.environ, io.StringIO(), io.StringIO())
     assert time.monotonic() - started < 30
 
 
 def test_ranks_that_refuse_their_input_make_status_2(tmp_path: Path) -> None:
-    assert run_local(job(tmp_path, "import sys; sys.exit(2)"), io.StringIO(), io.StringIO()) == 2
+    assert run_local(job(tmp_path, "import sys; sys.exit(2)"), os.environ, io.StringIO(), io.StringIO()) == 2
 
 
 def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
     err = io.StringIO()
     made = job(tmp_path, "")
     wrong = replace(made, command=("no-such-program",))
-    assert run_local(wrong, io.StringIO(), err) == 2
+    assert run_local(wrong, os.environ, io.StringIO(), err) == 2
     assert "cannot start 'no-such-program'" in err.getvalue()
 
 

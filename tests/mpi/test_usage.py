@@ -176,16 +176,16 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
 
 
 def test_a_command_of_a_moment_has_a_record_too(tmp_path: Path) -> None:
-    assert run_local(job(tmp_path, "sum(range(2_000_000))"), io.StringIO(), io.StringIO()) == 0
+    assert run_local(job(tmp_path, "sum(range(2_000_000))"), os.environ, io.StringIO(), io.StringIO()) == 0
     (record,) = read_records(worker_file(tmp_path / "usage", 0), WorkerUse)
     assert record.cpu_s > 0.02 and record.seconds > 0
     assert len(list((tmp_path / "usage").glob("host-*.jsonl"))) == 1
 
 
-def test_a_run_goes_on_where_its_use_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_where_its_use_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "usage").write_text("a file")
-    assert run_local(job(tmp_path, "import time; time.sleep(1.5)"), io.StringIO(), io.StringIO()) == 0
-    assert "the run goes on, its resource use unknown" in capsys.readouterr().err
+    assert run_local(job(tmp_path, "import time; time.sleep(1.5)"), os.environ, io.StringIO(), io.StringIO()) == 0
+    assert "the run goes on, its resource use unknown" in caplog.text
 
 
 def recorded(run: Path, ranks: int, times: list[float]) -> None:
