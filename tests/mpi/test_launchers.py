@@ -26,7 +26,8 @@ REQUEST = Request(ppn=WORKERS)
 PRINT_RANK = (
     "import os, json; from affinity.ranks.rank import discover; rank = discover(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, rank.launcher, "
-    "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], os.environ.get('GREETING')]).encode() + b'\\n')"
+    "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], "
+    "os.environ.get('GREETING')]).encode() + b'\\n')"
 )
 # A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.
 PRINT_NAMES = """
