@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fabric", choices=["auto", *FABRICS], default="auto", help="network between the hosts")
     parser.add_argument("--port", type=int, required=True, help="the port of rank 0's store")
     parser.add_argument("--request", metavar="JSON", help="make plan.json by this request")
-    parser.add_argument("--program", help="the program of the ranks, for whose libraries to plan")
+    parser.add_argument("--program", help="the program of the ranks: its libraries shape the plan")
     options = parser.parse_args(arguments)
     try:
         hosts = tuple(host.name for host in read_hostfile(options.folder / NODES).hosts)

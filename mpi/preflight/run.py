@@ -133,7 +133,7 @@ def _no_answer(hosts: list[str]) -> str:
 
 
 def unreachable(hosts: list[str]) -> list[str]:
-    """Those whose name has no address, or whose address is silent; a refused connection is an answer, too."""
+    """The hosts without an address, or with a silent one; a refused connection counts as an answer."""
 
     def is_silent(host: str) -> bool:
         try:
@@ -169,7 +169,7 @@ def _start_ring(server: RankServer, reports: dict[int, dict[str, Any]]) -> None:
 
 
 def _with_tuples(report: dict[str, Any]) -> dict[str, Any]:
-    """A report from JSON, whose arrays were tuples."""
+    """A report from JSON, with tuples for its arrays."""
     return {name: _tuple(value) for name, value in report.items()}
 
 

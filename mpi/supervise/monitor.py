@@ -11,8 +11,8 @@ from mpi.supervise.server import RankServer
 
 @dataclass(slots=True, kw_only=True)
 class RankStatus:
-    """A rank as its agent reports it. `heartbeat` is when it was last heard of (monotonic). `exit` is None while it
-    runs; `by_job` says that the job ended it."""
+    """A rank as its agent reports it. `heartbeat` is the time of its last message (monotonic). `exit` is None while it
+    runs; with `by_job` the job has ended it."""
 
     rank: int
     host: str

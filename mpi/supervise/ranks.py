@@ -58,8 +58,8 @@ class RankProcess:
 class RankSupervisor:
     """Starts ranks on this host, shows and logs their output, samples their use, notes their exits, ends them.
 
-    `log_dir` gets rank-N.log of each rank; their resource use goes to usage/ beside it. `live` says whether a person
-    watches, for whom progress bars are redrawn; None: where the stream is a terminal.
+    `log_dir` gets rank-N.log of each rank; their resource use goes to usage/ beside it. With `live` progress
+    bars are redrawn, for a person who watches; None: where the stream is a terminal.
     """
 
     def __init__(self, log_dir: Path, out: TextIO, err: TextIO, *, live: bool | None = None) -> None:
