@@ -16,8 +16,8 @@ class Fabric:
     settings: tuple[Setting, ...]
 
 
-# CCL_ATL_TRANSPORT is not here: oneCCL can use MPI only where Intel MPI, MPICH or srun's PMI has started the ranks, which
-# each rank finds out by itself.
+# CCL_ATL_TRANSPORT is not here: oneCCL can use MPI only where Intel MPI, MPICH or srun's PMI has started the ranks;
+# each rank finds that out by itself.
 COMMON_MPI: tuple[Setting, ...] = (
     ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
 )
@@ -67,7 +67,7 @@ FABRICS = {
                 (
                     "CCL_ALLREDUCE",
                     "ring",
-                    "assumed, not measured: each byte crosses the slow link as rarely as possible",
+                    "assumed, not measured: the fewest bytes cross the slow link",
                 ),
             ),
         ),

@@ -175,9 +175,8 @@ def _command(job: Job, asked: Asked) -> tuple[str, str]:
         alone = replace(job, plan_on_host=True)
         return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
     made = launch_command(job, launcher, bound_command(job), Path())
-    return shell_line(
-        made
-    ), f"--write DIR writes plan.json{', hosts' if made.files else ''} and a launch.sh that starts this"
+    hint = f"--write DIR writes plan.json{', hosts' if made.files else ''} and a launch.sh that starts this"
+    return shell_line(made), hint
 
 
 def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> None:
