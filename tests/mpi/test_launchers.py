@@ -79,11 +79,13 @@ def ran(
     )
     launcher = find_launcher(name.removesuffix("4"), env)
     assert launcher.version[:1] == {"intelmpi": (2021,), "openmpi": (5,), "openmpi4": (4,), "mpich": (5,)}[name]
-    made = launch_command(job, launcher, bound_command(job), folder)
+    started = launch_command(job, launcher, bound_command(job), folder)
     job.plan_path.write_text(job_plan_json(job.groups))
-    for path, text in made.files:
+    for path, text in started.files:
         path.write_text(text)
-    return subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("binder", ["self", "launcher"])
@@ -125,11 +127,13 @@ def test_a_launcher_s_wrong_binding_is_reported(name: str, tmp_path: Path) -> No
         log_dir=tmp_path / "logs",
     )
     launcher = find_launcher(name.removesuffix("4"), env)
-    made = launch_command(job, launcher, bound_command(replace(job, binder="launcher")), tmp_path)
+    started = launch_command(job, launcher, bound_command(replace(job, binder="launcher")), tmp_path)
     job.plan_path.write_text(job_plan_json(job.groups))
-    for path, text in made.files:
+    for path, text in started.files:
         path.write_text(text)
-    result = subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode != 0
     assert "the launcher bound PUs 0-1 (mask 0x3), planned" in result.stderr
 

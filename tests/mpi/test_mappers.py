@@ -17,7 +17,7 @@ from mpi.launchers.detect import find_launcher
 from mpi.launchers.job import Job
 from tests.support.commands import mpi_path
 
-# hwloc's own description of the machine, for mappers that would otherwise look at this one.
+# hwloc's description of the machine, for mappers that would otherwise inspect this one.
 SYNTHETIC = "pack:2 [numa] l3:1 core:24 pu:2(indexes=2*48:48*1)"
 HOSTS = tuple(f"10.9.{i // 200}.{i % 200 + 1}" for i in range(256))
 PLAN = plan_machine(find_machine("skx-8160-2s"), Request(ppn=4, nodes=256), Runtime())
@@ -34,13 +34,13 @@ def mapped(name: str, binder: str, folder: Path, *options: str) -> str:
         log_dir=folder / "logs",
         binder=binder,
     )
-    made = launch_command(job, find_launcher(name.removesuffix("4"), path), ("true",), folder)
-    for file, text in made.files:
+    command = launch_command(job, find_launcher(name.removesuffix("4"), path), ("true",), folder)
+    for file, text in command.files:
         file.write_text(text)
     # Intel MPI goes on after its map: there is no ssh for it then.
     alone = {"HWLOC_SYNTHETIC": SYNTHETIC, "HWLOC_THISSYSTEM": "1", "I_MPI_HYDRA_BOOTSTRAP_EXEC": "/bin/false"}
-    env = {**path, **dict(made.variables), **alone}
-    argv = [made.argv[0], *options, *made.argv[1:]]
+    env = {**path, **dict(command.variables), **alone}
+    argv = [command.argv[0], *options, *command.argv[1:]]
     result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
     return result.stdout + result.stderr
 

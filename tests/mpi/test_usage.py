@@ -1,4 +1,4 @@
-"""What ranks and hosts use: records made, merged and bounded; sampled from real processes; shown in the report."""
+"""Resource use of ranks and hosts: records merged and bounded, sampled from real processes, shown in the report."""
 
 import io
 import json
@@ -169,8 +169,8 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
     assert sum(r.network["lo"][0] for r in whole if "lo" in r.network) >= 64 * MIB
     assert sum(r.cpu_s for r in whole) >= 0.9 * sum(r.cpu_s for r in busy)
     assert [row[4] for row in worker_rows(usage)] == ["1", "1"]
-    told = cputrain("report", "out", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
+    reported = cputrain("report", "out", cwd=tmp_path)
+    assert reported.returncode == 0, reported.stderr
     html = (tmp_path / "out/report.html").read_text()
     assert "Resource use" in html and "CPU per worker" in html and "lo (loopback)" in html and "Epochs" not in html
 
