@@ -40,7 +40,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class HostReport:
     """One host's report. `clock_s` is its clock minus the launching host's; `link_gbit` the speed at which it sent to
     its neighbor in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
     is to use but the host's fi_info does not list."""
@@ -65,7 +65,7 @@ class Verdict:
     doubtful: list[str] = field(default_factory=list)
 
 
-def judge(reports: Iterable[Report], plans: dict[str, Plan]) -> Verdict:
+def judge(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Verdict:
     """Compare the hosts' reports with each other and with the hosts' plans (by host name)."""
     known, verdict = list(reports), Verdict()
     _compare_software(known, verdict)
@@ -90,7 +90,7 @@ def judge(reports: Iterable[Report], plans: dict[str, Plan]) -> Verdict:
     return verdict
 
 
-def _compare_software(reports: list[Report], verdict: Verdict) -> None:
+def _compare_software(reports: list[HostReport], verdict: Verdict) -> None:
     """Versions of Python and packages, and digests of files, that differ from those of most hosts."""
     compared: dict[str, dict[str, str]] = {"Python": {report.host: report.python for report in reports}}
     for name in dict.fromkeys(name for report in reports for name, _ in report.packages):
@@ -104,7 +104,7 @@ def _compare_software(reports: list[Report], verdict: Verdict) -> None:
                 verdict.wrong.append(f"{host} has {what} {value[:12]}, the others {usual[:12]}: make them the same")
 
 
-def _compare_with_plan(report: Report, plan: Plan, verdict: Verdict) -> None:
+def _compare_with_plan(report: HostReport, plan: Plan, verdict: Verdict) -> None:
     """CPUs and memory that the plan needs and the host does not have."""
     missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
     if missing:
@@ -116,16 +116,18 @@ def _compare_with_plan(report: Report, plan: Plan, verdict: Verdict) -> None:
         )
 
 
-def inspect_host(paths: tuple[str, ...], scratch: str, machine: Machine, now_s: float, provider: str | None) -> Report:
+def inspect_host(
+    files: tuple[str, ...], scratch: str, machine: Machine, now_s: float, provider: str | None
+) -> HostReport:
     """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
     memory = Path("/proc/meminfo").read_text()
     free_kib = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("MemAvailable:"))
     space = os.statvfs(scratch)
-    return Report(
+    return HostReport(
         host=socket.gethostname(),
         python=sys.version.split()[0],
         packages=tuple((name, version) for name in PACKAGES if (version := _version(name))),
-        files=tuple((path, _digest(Path(path))) for path in paths),
+        files=tuple((path, _digest(Path(path))) for path in files),
         clock_s=round(time.time() - now_s, 3),
         memory_bytes=free_kib * 1024,
         scratch_bytes=space.f_bavail * space.f_frsize,

@@ -20,7 +20,7 @@ from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import InstalledLauncher
-from mpi.preflight.checks import RING_S, Report, Verdict, judge
+from mpi.preflight.checks import RING_S, HostReport, Verdict, judge
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE
 from mpi.supervise.process import start_launcher, write_files
 from mpi.supervise.reaper import end_descendants
@@ -104,7 +104,7 @@ def _one_worker(plan: Plan) -> Plan:
     return replace(plan, workers=plan.workers[:1])
 
 
-def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes]) -> list[Report]:
+def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes]) -> list[HostReport]:
     """The report of every host: first of the host itself, then of its link to the next host of a ring."""
     answers = Answers(hosts=len(hosts))
     ring_started = False
@@ -121,7 +121,7 @@ def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Pop
             raise RunError(_no_answer(unreachable(silent) or silent))  # one dead host keeps a launcher from all others
     server.send_all(type="stop")
     return [
-        Report(**{**_with_tuples(answers.reports[i]["report"]), "host": host, "link_gbit": answers.speeds[i]})
+        HostReport(**{**_with_tuples(answers.reports[i]["report"]), "host": host, "link_gbit": answers.speeds[i]})
         for i, host in enumerate(hosts)
     ]
 

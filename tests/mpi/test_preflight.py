@@ -10,14 +10,14 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
-from mpi.preflight.checks import Report, judge, missing_provider
+from mpi.preflight.checks import HostReport, judge, missing_provider
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts
 from tests.support.machines import build_machine
 
 PLAN = plan_machine(build_machine(1, 1, 4, 1), Request(ppn=2, workload=RESNET50, local_batch=4), Runtime())
-HOST = Report(
+HOST = HostReport(
     host="h1",
     python="3.11.7",
     packages=(("torch", "2.13.0"),),

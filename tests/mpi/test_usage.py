@@ -221,15 +221,25 @@ def test_a_folder_without_samples_says_so(tmp_path: Path) -> None:
     assert "Nothing was sampled" in write_report(tmp_path).read_text()
 
 
-def test_a_counter_that_cannot_be_read_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def unreadable() -> None:
-        raise PermissionError(13, "Permission denied", "/proc/stat")
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+from mpi.usage import sampler
 
-    monkeypatch.setattr(sampler, "read_host", unreadable)
-    samples = sampler.Sampler(tmp_path, {0: os.getpid()}, whole_host=True)
-    samples.tick()
-    samples.ended(0)
-    samples.close()
-    assert "/proc/stat: Permission denied: the run goes on" in capsys.readouterr().err
+def unreadable():
+    raise PermissionError(13, "Permission denied", "/proc/stat")
+
+sampler.read_host = unreadable
+samples = sampler.Sampler(Path(sys.argv[1]), {0: os.getpid()}, whole_host=True)
+samples.tick()
+samples.ended(0)
+samples.close()
+"""
+
+
+def test_a_counter_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> None:
+    """Users see one line on stderr."""
+    argv = [sys.executable, "-c", UNREADABLE, str(tmp_path)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    line = "cputrain: /proc/stat: Permission denied: the run goes on, its resource use unknown\n"
+    assert result.stderr == line
