@@ -57,10 +57,10 @@ def find_launcher(
 def without_path(installed: InstalledLauncher) -> InstalledLauncher:
     """The same launcher, to be called from any environment: a script among its programs looks for the binary on PATH,
     which nothing has set where the installation needs variables of its own."""
-    binary = Path(installed.program).with_name(installed.launcher.binary or "")
-    if installed.launcher.binary is None or not installed.variables or not binary.is_file():
+    if installed.launcher.binary is None or not installed.variables:
         return installed
-    return replace(installed, program=str(binary))
+    binary = Path(installed.program).with_name(installed.launcher.binary)
+    return replace(installed, program=str(binary)) if binary.is_file() else installed
 
 
 def _is_inside(launcher: Launcher, env: Mapping[str, str]) -> bool:

@@ -88,6 +88,8 @@ def supervise(
             supervisor.stop(GRACE_S)
             ignore_stop_signals()
             supervisor.close()
+        if not supervisor.ranks:
+            return 1
         end = supervisor.ranks[0].exit()
         tail = [line[:MAX_LINE] for line in end.tail]
         reported = connection.send(type="exit", status=end.status, tail=tail, log=end.log, by_job=not exited)

@@ -25,9 +25,13 @@ WORKERS = min(2, CORES)
 REQUEST = Request(ppn=WORKERS)
 PRINT_RANK = (
     "import os, json; from affinity.ranks.rank import discover; rank = discover(os.environ); "
-    "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, rank.launcher, "
+    "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, "
     "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], "
     "os.environ.get('GREETING')]).encode() + b'\\n')"
+)
+PRINT_CONVENTION = (
+    "import os; from affinity.ranks.rank import discover; "
+    "os.write(1, f'convention {discover(os.environ).launcher}\\n'.encode())"
 )
 # A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.
 PRINT_NAMES = """
@@ -65,7 +69,7 @@ MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 
 
 def ran(
-    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = REQUEST
+    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = REQUEST, *, bound: bool = True
 ) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **mpi_path(name)}
     plan = plan_machine(this_machine(), request, Runtime())
@@ -79,7 +83,7 @@ def ran(
     )
     launcher = find_launcher(name.removesuffix("4"), env)
     assert launcher.version[:1] == {"intelmpi": (2021,), "openmpi": (5,), "openmpi4": (4,), "mpich": (5,)}[name]
-    started = launch_command(job, launcher, bound_command(job), folder)
+    started = launch_command(job, launcher, bound_command(job) if bound else command, folder)
     job.plan_path.write_text(job_plan_json(job.groups))
     for path, text in started.files:
         path.write_text(text)
@@ -95,11 +99,18 @@ def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
-    convention = LAUNCHERS[name.removesuffix("4")].rank_convention
     assert lines == [
-        [i, WORKERS, i, convention, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
+        [i, WORKERS, i, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
         for i, worker in enumerate(plan.workers)
     ]
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_each_rank_has_the_variables_of_the_launcher_s_convention(name: str, tmp_path: Path) -> None:
+    result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_CONVENTION), bound=False)
+    assert result.returncode == 0, result.stderr
+    convention = LAUNCHERS[name.removesuffix("4")].rank_convention
+    assert [line for line in result.stdout.splitlines() if line] == [f"convention {convention}"] * WORKERS
 
 
 @pytest.mark.parametrize("name", MPI)
@@ -108,7 +119,7 @@ def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_
     result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_RANK), request)
     assert result.returncode == 0, result.stderr
     lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
-    assert [(one[0], one[4]) for one in lines] == [
+    assert [(one[0], one[3]) for one in lines] == [
         (i, list(worker.pus)) for i, worker in enumerate(plan_machine(this_machine(), request, Runtime()).workers)
     ]
 
