@@ -23,7 +23,7 @@ from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher, newest_version
 from mpi.launchers.job import Job, bound_command
 from mpi.supervise.local import free_port
-from tests.mpi.test_launchers import WHO
+from tests.mpi.test_launchers import PRINT_NAMES
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster
@@ -202,7 +202,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
 
 def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> None:
     """`cputrain launch` as a rank, affinity.bind, and the line that plan prints, over two hosts of a rank each."""
-    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "x.py").write_text(PRINT_NAMES)
     planned = ("plan", "--ppn", "1", "--hosts", "n1,n2", "--launcher", "srun", "--format")
     (tmp_path / "plan.json").write_text(cputrain(*planned, "json").stdout)
     shown = cputrain(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")
