@@ -65,7 +65,9 @@ def without_path(installed: InstalledLauncher) -> InstalledLauncher:
 
 def _is_inside(launcher: Launcher, env: Mapping[str, str]) -> bool:
     """Whether this process is in a job of the launcher's own, and the launcher is there."""
-    return launcher.job_variable in env and shutil.which(launcher.programs[0], path=env.get("PATH")) is not None
+    variable = launcher.job_variable
+    inside = variable is not None and variable in env
+    return inside and shutil.which(launcher.programs[0], path=env.get("PATH")) is not None
 
 
 def _by_name(launcher: Launcher, path: str | None) -> InstalledLauncher:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,18 @@ def test_it_is_found_by_its_version(tmp_path: Path) -> None:
         as_root=os.geteuid() == 0,
         variables=(("EXAMPLE_HOME", str(tmp_path)),),
     )
+
+
+def test_inside_a_job_of_its_own_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "example-run").write_text("#!/bin/sh\n")
+    (tmp_path / "example-run").chmod(0o755)
+    own = {**LAUNCHERS, "example": replace(EXAMPLE, version=None, job_variable="EXAMPLE_JOB")}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(InputError, match="no mpirun, mpiexec or srun on PATH"):
+        find_launcher("auto", os.environ, own)
+    monkeypatch.setenv("EXAMPLE_JOB", "7")
+    assert find_launcher("auto", os.environ, own).program == str(tmp_path / "example-run")
 
 
 def test_it_is_missed_with_its_package() -> None:
