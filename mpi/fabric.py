@@ -1,23 +1,23 @@
-"""How ranks on several hosts reach each other: the fabric -> settings of libfabric, MPI, oneCCL and gloo, and why."""
+"""The network between hosts (fabric) -> settings of libfabric, MPI and oneCCL, each with its reason."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 Setting = tuple[str, str, str]
-"""Variable, value, why."""
+"""Environment variable, value, reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """A kind of network: the speed of a host's link in Gbit/s where nobody says, and what to set for it."""
+    """A kind of network: the usual speed of a host's link in Gbit/s, and the settings for it."""
 
     name: str
     link_gbit: float
     settings: tuple[Setting, ...]
 
 
-# CCL_ATL_TRANSPORT is not here: over MPI only where Intel MPI's or MPICH's mpirun or srun's PMI starts the ranks, which
-# each rank sees for itself (cputrain.comm.ccl).
+# CCL_ATL_TRANSPORT is not here: oneCCL can use MPI only where Intel MPI, MPICH or srun's PMI has started the ranks;
+# each rank finds that out by itself.
 COMMON_MPI: tuple[Setting, ...] = (
     ("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, libfabric between hosts"),
 )
@@ -29,7 +29,7 @@ FABRICS = {
             link_gbit=100,
             settings=(
                 ("FI_PROVIDER", "psm2", "Omni-Path's own provider"),
-                ("HFI_NO_CPUAFFINITY", "1", "PSM2 would bind each rank by itself, against the plan"),
+                ("HFI_NO_CPUAFFINITY", "1", "keeps PSM2 from binding each rank against the plan"),
                 ("PSM2_MULTI_EP", "1", "MPI and oneCCL each open endpoints of their own"),
                 *COMMON_MPI,
                 (
@@ -43,7 +43,7 @@ FABRICS = {
             name="psm3",
             link_gbit=100,
             settings=(
-                ("FI_PROVIDER", "psm3", "Intel Ethernet or InfiniBand through PSM3, as Intel's MLPerf runs had it"),
+                ("FI_PROVIDER", "psm3", "Intel Ethernet or InfiniBand through PSM3, as in Intel's MLPerf runs"),
                 ("PSM3_ALLOW_ROUTERS", "1", "hosts may be in several subnets"),
                 *COMMON_MPI,
             ),
@@ -64,7 +64,11 @@ FABRICS = {
             settings=(
                 ("FI_PROVIDER", "tcp", "plain sockets, on every network card"),
                 *COMMON_MPI,
-                ("CCL_ALLREDUCE", "ring", "assumed, not measured: each byte crosses the slow link as seldom as can be"),
+                (
+                    "CCL_ALLREDUCE",
+                    "ring",
+                    "assumed, not measured: the fewest bytes cross the slow link",
+                ),
             ),
         ),
         Fabric(
@@ -72,7 +76,7 @@ FABRICS = {
             link_gbit=100,
             settings=(
                 ("FI_PROVIDER", "efa", "Amazon's Elastic Fabric Adapter"),
-                ("FI_EFA_FORK_SAFE", "1", "scripts start loader processes"),
+                ("FI_EFA_FORK_SAFE", "1", "scripts fork loader processes"),
                 *COMMON_MPI,
             ),
         ),
@@ -81,7 +85,7 @@ FABRICS = {
             link_gbit=200,
             settings=(
                 ("FI_PROVIDER", "cxi", "Slingshot's own provider"),
-                ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no memory of accelerators takes part"),
+                ("FI_CXI_DISABLE_HOST_REGISTER", "1", "no accelerator memory is used"),
                 *COMMON_MPI,
             ),
         ),
@@ -95,7 +99,7 @@ FABRICS = {
 
 
 def fabric_here(root: Path = Path("/")) -> str:
-    """The fabric of the host under root: its fastest network device's. Ethernet where nothing else is found."""
+    """The fabric of the host under root, by its fastest network device; Ethernet where nothing else is found."""
     if any((root / "sys/class/hfi1").glob("hfi1*")):
         return "opa"
     if any((root / "sys/class/cxi").glob("cxi*")):

@@ -126,11 +126,11 @@ def read_json(path: Path) -> Any:
 
 
 def plan_of_host(data: Any, host: str) -> Any:
-    """A host's plan in the JSON of one plan, or of several groups of hosts. Host names match whole or short.
+    """A host's plan in the JSON of one plan, or of several host groups with their hosts' names, full or short.
 
-    Raises InputError when the host is in none of the groups.
+    Raises InputError when the host is in none of them.
     """
-    groups = data.get("kinds") if isinstance(data, dict) else None
+    groups = data.get("host_groups") if isinstance(data, dict) else None
     if groups is None:
         return data
     short = host.partition(".")[0]

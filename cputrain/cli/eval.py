@@ -1,5 +1,6 @@
 """cputrain eval: exact accuracy of checkpoints."""
 
+import os
 import shutil
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from cputrain.launch.planning import for_evaluation
 from cputrain.launch.rank_process import bound_here, run_rank, this_rank
 from cputrain.recipe.schema.data import SYNTHETIC
 from cputrain.runs.folder import checkpoints_of, load_training, run_of, write_plan
-from mpi.hosts.groups import Kind
+from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 
@@ -69,13 +70,13 @@ def command(
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / "plan.json", plan)
     job = Job(
-        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
         command=(sys.executable, "-m", "cputrain", "eval", *paths, *given, "--", recipe, *settings),
         plan_path=scratch / "plan.json",
         log_dir=scratch / "logs",
         verify=not no_verify,
         plain_rank=0,
     )
-    status = run_local(job)
+    status = run_local(job, os.environ)
     shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
     return status

@@ -12,6 +12,7 @@ from cputrain.cli.job_work import Wanted, any_command, preparation, training
 from cputrain.cli.options import Asked, planning_options
 from cputrain.jobs.directives import SCHEDULERS, Resources
 from cputrain.jobs.script import RUNTIMES, Batch, Command, Container, job_script, parse_sweep
+from mpi.launchers.table import LAUNCHERS, launchers_for
 
 SUBMIT = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 ONLY = {
@@ -21,7 +22,6 @@ ONLY = {
     "queue": ("pbs", "Slurm has partitions: give --partition"),
     "ncpus": ("pbs", "Slurm lends all CPUs of a host: leave it out"),
 }
-STARTS_JOBS = {"slurm": ("srun",), "pbs": ("intelmpi", "openmpi", "mpich")}
 RESOURCES = (
     *("time", "partition", "queue", "account", "qos", "constraint"),
     *("mail", "output", "error", "directives"),
@@ -145,10 +145,11 @@ def _check(asked: Asked, scheduler: str, given: dict[str, Any]) -> None:
         raise InputError("--oversubscribe tries plans on one host: leave it out of a job")
     if asked.bind == "launcher":
         raise InputError("--bind launcher: in a job the ranks bind themselves, by the plan made there: leave it out")
-    if asked.launcher not in ("auto", *STARTS_JOBS[scheduler]):
-        if scheduler == "slurm":
-            raise InputError(f"--launcher {asked.launcher}: Slurm's jobs are started by srun: leave it out")
-        raise InputError(f"--launcher {asked.launcher} starts no job under PBS: give intelmpi, openmpi or mpich")
+    usable = [launcher.name for launcher in launchers_for(scheduler)]
+    if asked.launcher not in ("auto", *usable):
+        raise InputError(
+            f"--launcher {asked.launcher} starts no {scheduler} job: leave it out, or give {' or '.join(usable)}"
+        )
 
 
 def _wanted(
@@ -172,10 +173,12 @@ def _wanted(
 
 def _launcher(asked: Asked, scheduler: str, ppn: int | None) -> str:
     """The launcher of the job's ranks."""
-    launcher = STARTS_JOBS[scheduler][0] if asked.launcher == "auto" else asked.launcher
-    if launcher == "openmpi" and ppn is None:
-        raise InputError("under PBS Open MPI takes its slots from mpiprocs: give --ppn N, or --machine NAME")
-    return launcher
+    launcher = launchers_for(scheduler)[0] if asked.launcher == "auto" else LAUNCHERS[asked.launcher]
+    if launcher.slots_of_scheduler and ppn is None:
+        raise InputError(
+            f"{launcher.title} takes the number of ranks per host from the scheduler: give --ppn N, or --machine NAME"
+        )
+    return launcher.name
 
 
 def _container(

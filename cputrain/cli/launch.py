@@ -24,13 +24,15 @@ from cputrain.cli.options import Asked, cluster_of, planning_options, request, t
 from cputrain.runs.folder import LOGS, PLAN, write_plan
 from mpi.hosts.groups import Cluster
 from mpi.hosts.hostfile import allocated_hosts
-from mpi.launchers.detect import Launcher, find_launcher
+from mpi.launchers.detect import find_launcher
 from mpi.launchers.job import Job
-from mpi.launchers.script import line, workers_line
-from mpi.launchers.start import Start, local
+from mpi.launchers.launcher import InstalledLauncher
+from mpi.launchers.local import local_commands
+from mpi.launchers.script import shell_line, workers_line
+from mpi.launchers.table import LAUNCHERS
 from mpi.preflight.run import run_preflight
 from mpi.supervise.local import free_port, run_local
-from mpi.supervise.remote import remote_start, run_remote
+from mpi.supervise.remote import remote_command, run_remote
 
 # Options that say something of all hosts and ranks, which one rank of another launcher's job cannot decide.
 OF_A_WHOLE_JOB = (
@@ -54,10 +56,10 @@ def _with_real_hosts(asked: Asked) -> Asked:
     return asked
 
 
-def _preflight(job: Job, launcher: Launcher, folder: Path) -> None:
+def _preflight(job: Job, launcher: InstalledLauncher, folder: Path) -> None:
     """Say what is doubtful about the hosts. Raises RunError with all that is wrong."""
     started = time.monotonic()
-    verdict = run_preflight(job, launcher, folder / "preflight")
+    verdict = run_preflight(job, launcher, folder / "preflight", os.environ)
     for doubt in verdict.doubtful:
         click.echo(f"pre-flight: {doubt}", err=True)
     if verdict.wrong:
@@ -119,14 +121,14 @@ def command(
     check_writable(folder, "--output")
     folder = new_folder(folder, named=output is not None)
     job = replace(job, plan_path=folder / PLAN, log_dir=folder / LOGS)
-    for warning in (*cluster.warnings, *(text for kind in cluster.kinds for text in kind.plan.warnings)):
+    for warning in (*cluster.warnings, *(text for group in cluster.groups for text in group.plan.warnings)):
         click.echo(f"warning: {warning}", err=True)
     if launcher is not None:
         if preflight or (preflight is None and len(job.hosts) > 1):
             _preflight(job, launcher, folder)
-        return run_remote(job, launcher, folder)
+        return run_remote(job, launcher, folder, os.environ)
     write_plan(job.plan_path, job.plan)
-    return run_local(job)
+    return run_local(job, os.environ)
 
 
 def _job(asked: Asked, cluster: Cluster, cmd: tuple[str, ...], folder: Path, **how: bool) -> Job:
@@ -136,7 +138,7 @@ def _job(asked: Asked, cluster: Cluster, cmd: tuple[str, ...], folder: Path, **h
     port = port_of(os.environ)
     fabric = () if here else asked.network.settings
     return Job(
-        kinds=cluster.kinds,
+        groups=cluster.groups,
         # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
         command=(shutil.which(cmd[0]) or cmd[0], *cmd[1:]),
         plan_path=folder / PLAN,
@@ -188,22 +190,21 @@ def new_folder(folder: Path, *, named: bool) -> Path:
     raise InputError(f"output {folder} is there already: name another folder")
 
 
-def _show(job: Job, launcher: Launcher | None, folder: Path) -> None:
+def _show(job: Job, launcher: InstalledLauncher | None, folder: Path) -> None:
     """Print the plan, and what would be run."""
-    for kind in job.kinds:
-        click.echo(plan_to_text(kind.plan) + "\n")
+    for group in job.groups:
+        click.echo(plan_to_text(group.plan) + "\n")
     if launcher is not None:
-        made = remote_start(job, launcher, folder, "PORT", "TOKEN")
-        click.echo(f"command\n  {line(made)}")
+        made = remote_command(job, launcher, folder, "PORT", "TOKEN")
+        click.echo(f"command\n  {shell_line(made)}")
         click.echo(
             "PORT and TOKEN, new for each launch, are how it hears of its ranks through mpi.supervise.agent; without:"
         )
         click.echo("cputrain plan --write DIR with these same planning options, then DIR/launch.sh CMD")
         return
     port = job.master_port or MASTER_PORT
-    argv, variables = local(job, port)[0]
     click.echo(f"command of worker 0 of {job.ppn}; the others differ in RANK and LOCAL_RANK")
-    click.echo(f"  {line(Start(argv=argv, variables=tuple(variables.items())))}")
+    click.echo(f"  {shell_line(local_commands(job, port)[0])}")
     click.echo("by hand, without the folder of plan and logs")
     click.echo(f"  {workers_line(replace(job, plan_on_host=True), port)}")
 
@@ -214,8 +215,10 @@ def _check(asked: Asked, *, here: bool, remote: bool, plan_on_host: bool) -> Non
         raise InputError("launch runs on real hosts: leave --machine out, or name with --hosts those that are such")
     if asked.launcher == "local" and not here:
         raise InputError("--launcher local starts workers on this host only: leave it or --hosts out")
-    if asked.launcher == "torchrun" and not here:
-        raise InputError("torchrun has to be started on each host: run there what cputrain plan prints, or use mpirun")
+    if asked.launcher in LAUNCHERS and not LAUNCHERS[asked.launcher].reaches_hosts and not here:
+        raise InputError(
+            f"{asked.launcher} has to be started on each host: run there what cputrain plan prints, or use mpirun"
+        )
     if asked.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
     if plan_on_host and asked.share:

@@ -16,14 +16,16 @@ from affinity.planner.request import BALANCES, OPENMP
 from affinity.planner.runtime import Runtime, find_runtime, target_of
 from affinity.topology.catalog import find_machine
 from mpi.fabric import FABRICS, Fabric, fabric_here
-from mpi.hosts.groups import Cluster, one_kind, plan_cluster
+from mpi.hosts.groups import Cluster, one_group, plan_cluster
 from mpi.hosts.hostfile import FORMATS, Host, check_name, read_hostfile
 from mpi.hosts.nodelist import expand
-from mpi.launchers.detect import PACKAGES, Launcher, find_launcher, needing_no_path, newest
+from mpi.launchers.detect import find_launcher, newest_version, without_path
+from mpi.launchers.launcher import InstalledLauncher
+from mpi.launchers.table import LAUNCHERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # numbers or "auto"
-KINDS = ["auto", "local", *PACKAGES]
+KINDS = ["auto", "local", *LAUNCHERS]
 PLAIN = ("machine", "smt", "share", "launcher", "bind", "fabric")
 OTHERS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
 
@@ -167,7 +169,7 @@ def request(asked: Asked, base: Request) -> Request:
 def cluster_of(asked: Asked, base: Request, command: tuple[str, ...] = ()) -> Cluster:
     """The plans of the asked hosts: one for all, or one for each kind."""
     if not asked.kinds:
-        return one_kind(asked.hosts, make_plan(asked, base, command))
+        return one_group(asked.hosts, make_plan(asked, base, command))
     if asked.share:
         raise InputError(NOT_SHARED)
     return plan_cluster([(hosts, find_machine(spec)) for hosts, spec in asked.kinds], request(asked, base))
@@ -189,24 +191,24 @@ def with_kinds(asked: Asked, kinds: tuple[str, ...]) -> Asked:
     return replace(asked, hosts=every, named=True, kinds=tuple(pairs))
 
 
-def planned_launcher(asked: str, machine: str) -> Launcher:
+def planned_launcher(asked: str, machine: str) -> InstalledLauncher:
     """The launcher of a job that is only planned: the one asked for, as it is here or as its newest version is.
 
     What is on PATH here says nothing of another machine: Intel MPI then, where nobody asks for another.
     """
     if asked == "auto" and machine != "this":
-        return newest("intelmpi")
+        return newest_version("intelmpi")
     try:
-        return needing_no_path(find_launcher(asked, os.environ))
+        return without_path(find_launcher(asked, os.environ))
     except InputError:
-        return newest("intelmpi" if asked == "auto" else asked)
+        return newest_version("intelmpi" if asked == "auto" else asked)
 
 
-def tell_format(asked: Asked, launcher: Launcher) -> None:
+def tell_format(asked: Asked, launcher: InstalledLauncher) -> None:
     """Say that a hostfile is another launcher's, which this one would misread: it gets one in its own format."""
-    form = "openmpi" if launcher.kind == "openmpi" else "hydra"
-    if asked.host_form not in ("plain", form):
-        click.echo(f"the hostfile is {FORMATS[asked.host_form]}: written anew for {launcher.kind}", err=True)
+    options = launcher.launcher.hosts
+    if options is not None and asked.host_form not in ("plain", options.file_format):
+        click.echo(f"the hostfile is {FORMATS[asked.host_form]}: written anew for {launcher.name}", err=True)
 
 
 def _hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> tuple[tuple[Host, ...], str]:
@@ -216,7 +218,7 @@ def _hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> tuple
     form = "plain"
     if hostfile is not None:
         listed = read_hostfile(hostfile)
-        hosts, form = listed.hosts, listed.form
+        hosts, form = listed.hosts, listed.format
     elif names is not None:
         hosts = tuple(Host(name=check_name(name, "--hosts")) for name in expand(names))
     else:

@@ -26,13 +26,13 @@ from cputrain.files import write_atomic
 from mpi.fabric import Setting
 from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from mpi.hosts.nodelist import fold
-from mpi.launchers.job import Job
-from mpi.launchers.script import HERE, launch_script, line, workers_line
-from mpi.launchers.start import bound, start
+from mpi.launchers.command import launch_command
+from mpi.launchers.job import Job, bound_command
+from mpi.launchers.script import HERE, launch_script, shell_line, workers_line
 
 
 def _json(cluster: Cluster) -> str:
-    return plan_to_json(cluster.kinds[0].plan) if len(cluster.kinds) == 1 else dumps(cluster_to_dict(cluster))
+    return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else dumps(cluster_to_dict(cluster))
 
 
 def _yaml(cluster: Cluster) -> str:
@@ -40,14 +40,14 @@ def _yaml(cluster: Cluster) -> str:
 
 
 def _svg(cluster: Cluster) -> str:
-    return plan_to_svg(cluster.kinds[0].plan)
+    return plan_to_svg(cluster.groups[0].plan)
 
 
 def _env(cluster: Cluster) -> str:
     """Shell assignments, one block a worker."""
     blocks = (
         f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env)
-        for worker in cluster.kinds[0].plan.workers
+        for worker in cluster.groups[0].plan.workers
     )
     return "\n".join(blocks)
 
@@ -111,7 +111,7 @@ def command(
     asked = with_kinds(asked, kinds)
     cluster = cluster_of(asked, base)
     job = Job(
-        kinds=cluster.kinds,
+        groups=cluster.groups,
         command=_train(asked, recipe, settings, training) if recipe else ("CMD...",),
         plan_path=Path("plan.json"),
         log_dir=Path("logs"),
@@ -126,14 +126,14 @@ def command(
         click.echo(command)
         if hint:
             click.echo(hint, err=True)
-    elif form in FORMS and (form == "json" or len(cluster.kinds) == 1):
+    elif form in FORMS and (form == "json" or len(cluster.groups) == 1):
         click.echo(FORMS[form](cluster))
     elif form != "text":
         raise InputError(f"--format {form} shows one kind of host: ask for text, json or command, or plan each alone")
     else:
         started = _command(job, asked) if recipe is not None or len(job.hosts) > 1 else None
         _show(cluster, job, asked, explained=explained)
-        if training is not None and len(cluster.kinds) == 1:  # its rules count equal hosts
+        if training is not None and len(cluster.groups) == 1:  # its rules count equal hosts
             from cputrain.cli.derived import derivation
 
             click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts), drawn=drawn))
@@ -170,11 +170,12 @@ def _command(job: Job, asked: Asked) -> tuple[str, str]:
         return workers_line(job, MASTER_PORT), "plan.json is what --format json prints"
     launcher = planned_launcher(asked.launcher, asked.machine)
     real = asked.machine == "this" and (asked.named or job.hosts == ("localhost",))
-    if real and len(job.kinds) == 1 and (launcher.kind, job.binder) != ("openmpi", "launcher"):
+    if real and len(job.groups) == 1 and not (job.binder == "launcher" and launcher.launcher.binds_by_file):
         alone = replace(job, plan_on_host=True)
-        return line(start(alone, launcher, bound(alone), None)), ""
-    made = start(job, launcher, bound(job), Path())
-    return line(made), f"--write DIR writes plan.json{', hosts' if made.files else ''} and a launch.sh that starts this"
+        return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
+    made = launch_command(job, launcher, bound_command(job), Path())
+    hint = f"--write DIR writes plan.json{', hosts' if made.files else ''} and a launch.sh that starts this"
+    return shell_line(made), hint
 
 
 def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> None:
@@ -186,7 +187,7 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
         raise InputError(f"--write {folder} is there already: name another folder")
     if asked.launcher == "local":
         raise InputError("--write makes files for a launcher: name it with --launcher")
-    files = {"plan.json": job_plan_json(job.kinds)}
+    files = {"plan.json": job_plan_json(job.groups)}
     command: tuple[str, ...] = ()
     if recipe is not None:
         from cputrain.recipe.loading import dump_recipe, with_absolute_paths
@@ -196,12 +197,12 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
     job = replace(job, command=command, plan_path=HERE / "plan.json")
     launcher = planned_launcher(asked.launcher, asked.machine)
     tell_format(asked, launcher)
-    made = start(job, launcher, bound(job), HERE)
+    made = launch_command(job, launcher, bound_command(job), HERE)
     about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as plan.json has them; written by cputrain plan"
     files |= {path.name: text for path, text in made.files}
     files["launch.sh"] = launch_script(made, about, open_end=recipe is None)
-    for i, kind in enumerate(job.kinds):
-        files["plan.svg" if len(job.kinds) == 1 else f"plan-{i}.svg"] = plan_to_svg(kind.plan)
+    for i, group in enumerate(job.groups):
+        files["plan.svg" if len(job.groups) == 1 else f"plan-{i}.svg"] = plan_to_svg(group.plan)
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     (folder / "launch.sh").chmod(0o755)
@@ -210,13 +211,13 @@ def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> Non
 
 
 def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
-    for kind in cluster.kinds:
-        if len(cluster.kinds) > 1:
-            click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
-        click.echo(plan_to_text(kind.plan, colored=_coloured(), explained=explained))
-        if len(cluster.kinds) > 1:
+    for group in cluster.groups:
+        if len(cluster.groups) > 1:
+            click.echo(f"{len(group.hosts):,} host(s) {fold(group.hosts)}")
+        click.echo(plan_to_text(group.plan, colored=_coloured(), explained=explained))
+        if len(cluster.groups) > 1:
             click.echo()
-    if len(cluster.kinds) > 1:
+    if len(cluster.groups) > 1:
         click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")
     for warning in cluster.warnings:
         click.echo(f"warning: {warning}")

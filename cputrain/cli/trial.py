@@ -14,7 +14,7 @@ from cputrain.launch.rank_process import bound_here, run_rank, this_rank
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import FILE
 from cputrain.sweep.trial import STEPS, peak_file
-from mpi.supervise.signals import NOTICE
+from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 EVERY_S = 0.1
 
@@ -39,7 +39,7 @@ def watch(folder: Path, rank: int) -> None:
         keep_peak(peak_file(folder, rank))
         events = folder / FILE
         if rank == 0 and events.is_file() and events.read_text().count('"event": "step"') >= STEPS:
-            os.kill(os.getpid(), NOTICE)
+            os.kill(os.getpid(), PREEMPTION_SIGNAL)
             return
 
 

@@ -16,7 +16,7 @@ from cputrain.recipe.derivation import Numbers, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, PLAN, RECIPE, check_folder, make_folder
 from cputrain.runs.resume import Facts
-from mpi.hosts.groups import Kind
+from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 
@@ -77,11 +77,11 @@ def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool)
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
     flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))
     job = Job(
-        kinds=(Kind(hosts=("localhost",), plan=planned.plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=planned.plan),),
         command=(sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags),
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
         verify=verify,
         plain_rank=0,
     )
-    return run_local(job)
+    return run_local(job, os.environ)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from affinity.errors import InputError
-from mpi.supervise.signals import NOTICE
+from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 AGAIN_S = 5.0  # a notice given while the workers are being started reaches none of them
 CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
@@ -48,8 +48,8 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
 
     def notify(_number: int, _frame: FrameType | None) -> None:
         limit.reached = True
-        if callable(signal.getsignal(NOTICE)):
-            os.kill(os.getpid(), NOTICE)
+        if callable(signal.getsignal(PREEMPTION_SIGNAL)):
+            os.kill(os.getpid(), PREEMPTION_SIGNAL)
 
     before = signal.signal(signal.SIGALRM, notify)
     signal.setitimer(signal.ITIMER_REAL, seconds or 0.0, AGAIN_S)

@@ -11,7 +11,7 @@ from affinity.errors import RunError
 from cputrain.launch.local import Planned
 from cputrain.runs.folder import CHECKPOINTS, LOGS, PLAN, RECIPE, make_folder
 from cputrain.sweep.endings import FAILED, ending, oom_kills
-from mpi.hosts.groups import Kind
+from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 
@@ -45,7 +45,7 @@ def run_trial(planned: Planned, memory_bytes: int | None) -> Trial:
         old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
     job = Job(
-        kinds=(Kind(hosts=("localhost",), plan=planned.plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=planned.plan),),
         command=(sys.executable, "-m", "cputrain.cli.trial", str(folder / RECIPE), str(share)),
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
@@ -53,7 +53,7 @@ def run_trial(planned: Planned, memory_bytes: int | None) -> Trial:
     killed, status, why = oom_kills(), TRAINS, ""
     with Path(os.devnull).open("w") as nowhere:
         try:
-            code = run_local(job, nowhere, nowhere)
+            code = run_local(job, os.environ, nowhere, nowhere)
             if code >= 128:
                 raise KeyboardInterrupt
             if code:

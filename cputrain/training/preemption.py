@@ -5,7 +5,7 @@ from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
-from mpi.supervise.signals import NOTICE
+from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 KEY = "last_step"
 
@@ -18,7 +18,7 @@ class Notice:
         self._leads = leads
         self._given = False
         self._last_step: int | None = None
-        signal.signal(NOTICE, self._take)
+        signal.signal(PREEMPTION_SIGNAL, self._take)
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
         self._given = True

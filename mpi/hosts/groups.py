@@ -1,4 +1,4 @@
-"""Hosts of several kinds -> a plan for each kind."""
+"""Hosts that differ: groups of equal hosts, and a plan for each group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from mpi.hosts.nodelist import fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Hosts that are alike, and the plan of each of them."""
+class HostGroup:
+    """Equal hosts, by name, and the plan of each of them."""
 
     hosts: tuple[str, ...]
     plan: Plan
@@ -22,54 +22,54 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The kinds of hosts of a job, in the order of the ranks, and what their differences cost."""
+    """The host groups of a job, in the order of the ranks, and warnings about their differences."""
 
-    kinds: tuple[Kind, ...]
+    groups: tuple[HostGroup, ...]
     warnings: tuple[str, ...]
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return sum(len(kind.hosts) * len(kind.plan.workers) for kind in self.kinds)
+        return sum(len(group.hosts) * len(group.plan.workers) for group in self.groups)
 
 
-def plan_cluster(kinds: Sequence[tuple[tuple[str, ...], Machine]], request: Request) -> Cluster:
-    """Plan each kind of host once, as part of a job of all of them. Raises InputError when a host is of two kinds."""
-    hosts = [host for names, _ in kinds for host in names]
+def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Request) -> Cluster:
+    """Plan each group of hosts once, as part of one job. Raises InputError when a host is in two groups."""
+    hosts = [host for names, _ in groups for host in names]
     if len(set(hosts)) < len(hosts):
         twice = next(host for host in hosts if hosts.count(host) > 1)
-        raise InputError(f"host {twice} is of two kinds: name each host once")
+        raise InputError(f"host {twice} is in two groups: name each host once")
     whole = replace(request, nodes=len(hosts))
-    made = tuple(Kind(hosts=names, plan=plan_machine(machine, whole, Runtime())) for names, machine in kinds)
-    threads = sorted({worker.intra_op for kind in made for worker in kind.plan.workers})
+    planned = tuple(HostGroup(hosts=names, plan=plan_machine(machine, whole, Runtime())) for names, machine in groups)
+    threads = sorted({worker.intra_op for group in planned for worker in group.plan.workers})
     uneven = (
-        (f"workers of {threads[0]} to {threads[-1]} threads: the smallest sets the pace of each step on all hosts",)
+        (f"workers have {threads[0]} to {threads[-1]} threads: the smallest sets the pace of each step on all hosts",)
         if len(threads) > 1 and request.balance == "equal"
         else ()
     )
-    return Cluster(kinds=made, warnings=uneven)
+    return Cluster(groups=planned, warnings=uneven)
 
 
-def one_kind(hosts: tuple[str, ...], plan: Plan) -> Cluster:
-    """Hosts that are all alike."""
-    return Cluster(kinds=(Kind(hosts=hosts, plan=plan),), warnings=())
+def one_group(hosts: tuple[str, ...], plan: Plan) -> Cluster:
+    """A cluster of equal hosts."""
+    return Cluster(groups=(HostGroup(hosts=hosts, plan=plan),), warnings=())
 
 
-def job_plan_json(kinds: Sequence[Kind]) -> str:
-    """What the ranks read: the plan of all hosts, or the plan of each kind with its hosts' names written out."""
-    if len(kinds) == 1:
-        return plan_to_json(kinds[0].plan)
-    return dumps({"kinds": [{"hosts": list(kind.hosts), "plan": plan_to_dict(kind.plan)} for kind in kinds]})
+def job_plan_json(groups: Sequence[HostGroup]) -> str:
+    """The plan file of a job's ranks: the plan of all hosts, or the plan of each group with its hosts' names."""
+    if len(groups) == 1:
+        return plan_to_json(groups[0].plan)
+    return dumps({"host_groups": [{"hosts": list(group.hosts), "plan": plan_to_dict(group.plan)} for group in groups]})
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """The cluster's plans as JSON data: for each kind its hosts, folded, and one of their plans."""
+    """The cluster's plans as JSON data: for each group its folded host names and one plan."""
     return {
         "schema_version": SCHEMA_VERSION,
         "world_size": cluster.world_size,
-        "kinds": [
-            {"hosts": fold(kind.hosts), "count": len(kind.hosts), "plan": plan_to_dict(kind.plan)}
-            for kind in cluster.kinds
+        "host_groups": [
+            {"hosts": fold(group.hosts), "count": len(group.hosts), "plan": plan_to_dict(group.plan)}
+            for group in cluster.groups
         ],
         "warnings": list(cluster.warnings),
     }

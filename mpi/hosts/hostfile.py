@@ -1,4 +1,4 @@
-"""Which hosts a job has: hostfiles of any launcher, Slurm's and PBS's environment <-> tuple of Host."""
+"""The hosts of a job: hostfiles of any launcher, the environment of Slurm and PBS <-> tuple of Host."""
 
 import ipaddress
 import re
@@ -20,7 +20,7 @@ FORMATS = {"openmpi": "Open MPI's (h1 slots=4)", "hydra": "Intel MPI's and MPICH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host by name, and how many ranks its list gives it; None where it does not say."""
+    """A host by name, and its number of ranks; None where its list has none."""
 
     name: str
     slots: int | None = None
@@ -28,10 +28,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostList:
-    """Hosts in order, each once, and the format that they were written in: openmpi, hydra or plain."""
+    """Hosts in order, each once, and the format of their list, a key of FORMATS."""
 
     hosts: tuple[Host, ...]
-    form: str
+    format: str
 
 
 def read_hostfile(path: Path) -> HostList:
@@ -43,62 +43,62 @@ def read_hostfile(path: Path) -> HostList:
     return parse_hosts(text, str(path))
 
 
-def parse_hosts(text: str, where: str) -> HostList:
-    """Hosts of a text: one a line, comments after #; repeated lines are as many slots (as in PBS's node file).
+def parse_hosts(text: str, source: str) -> HostList:
+    """Hosts of a text from a source: one a line, comments after #; repeated lines count as slots (PBS's node file).
 
-    Raises InputError naming the line that is wrong, or that is in another format than those before it.
+    Raises InputError naming a line that is wrong, or that has another format than those before it.
     """
-    forms: dict[str, int] = {}
+    formats: dict[str, int] = {}
     slots: dict[str, int | None] = {}
     repeats: Counter[str] = Counter()
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        names, form, count = _line(words, f"{where}:{number}")
-        forms.setdefault(form, number)
+        names, line_format, count = _parse_line(words, f"{source}:{number}")
+        formats.setdefault(line_format, number)
         for name in names:
             repeats[name] += 1
             if repeats[name] > 1 and count is not None:
-                raise InputError(f"{where}:{number}: host {name} is there twice with slots: give each host one line")
+                raise InputError(f"{source}:{number}: host {name} is listed twice with slots: give each host one line")
             slots[name] = count
     if not slots:
-        raise InputError(f"{where} names no host: give one a line")
-    if "openmpi" in forms and "hydra" in forms:
+        raise InputError(f"{source} has no hosts: write one a line")
+    if "openmpi" in formats and "hydra" in formats:
         raise InputError(
-            f"{where} is {FORMATS['openmpi']} at line {forms['openmpi']} and {FORMATS['hydra']} at line "
-            f"{forms['hydra']}: write it in one format"
+            f"{source} is {FORMATS['openmpi']} at line {formats['openmpi']} and {FORMATS['hydra']} at line "
+            f"{formats['hydra']}: write it in one format"
         )
     several = any(count > 1 for count in repeats.values())
     hosts = (Host(name=n, slots=repeats[n] if several and count is None else count) for n, count in slots.items())
-    form = next((form for form in ("openmpi", "hydra") if form in forms), "plain")
-    return HostList(hosts=tuple(hosts), form=form)
+    found = next((name for name in ("openmpi", "hydra") if name in formats), "plain")
+    return HostList(hosts=tuple(hosts), format=found)
 
 
-def _line(words: list[str], where: str) -> tuple[tuple[str, ...], str, int | None]:
+def _parse_line(words: list[str], place: str) -> tuple[tuple[str, ...], str, int | None]:
     """Host names, format and slots of a line."""
     first, settings = words[0], dict(word.partition("=")[::2] for word in words[1:])
-    form, slots = "plain", None
+    line_format, slots = "plain", None
     match = WITH_SLOTS.fullmatch(first)
     if match and not _is_ip(first):
-        form, first, slots = "hydra", match.group(1), int(match.group(2))
+        line_format, first, slots = "hydra", match.group(1), int(match.group(2))
     for key, value in settings.items():
-        if key in SLOTS_KEYS and form != "hydra" and value.isdigit():
-            form, slots = "openmpi", int(value) if key == "slots" else slots
-        elif key == "binding" and form != "openmpi":
-            form = "hydra"
+        if key in SLOTS_KEYS and line_format != "hydra" and value.isdigit():
+            line_format, slots = "openmpi", int(value) if key == "slots" else slots
+        elif key == "binding" and line_format != "openmpi":
+            line_format = "hydra"
         else:
-            raise InputError(f"{where}: {key}={value} is not slots=N, max_slots=N or binding=...: mend the line")
+            raise InputError(f"{place}: {key}={value} is not slots=N, max_slots=N or binding=...: correct the line")
     if slots == 0:
-        raise InputError(f"{where}: {first} has 0 slots: give it one or take it out")
+        raise InputError(f"{place}: {first} has 0 slots: give it at least one, or remove the line")
     names = expand(first) if "[" in first and not first.startswith("[") else (first,)
-    return tuple(check_name(name, where) for name in names), form, slots
+    return tuple(check_name(name, place) for name in names), line_format, slots
 
 
-def check_name(name: str, where: str) -> str:
-    """The name, if a host may be called so. Raises InputError otherwise."""
+def check_name(name: str, source: str) -> str:
+    """The name, if it is a valid name of a host. Raises InputError otherwise."""
     if not NAME.fullmatch(name) and not _is_ip(name.rpartition("@")[2]):
-        raise InputError(f"{where}: {name[:60]!r} is no host name or address: letters, digits, . - _ only")
+        raise InputError(f"{source}: {name[:60]!r} is no host name or address: use letters, digits, . - _ only")
     return name
 
 
@@ -111,7 +111,7 @@ def _is_ip(text: str) -> bool:
 
 
 def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
-    """The hosts that Slurm or PBS has given to the job that this process is in; None outside one."""
+    """The hosts of the Slurm or PBS job around this process; None outside one."""
     if nodes := env.get("SLURM_JOB_NODELIST"):
         names = expand(nodes)
         tasks = env.get("SLURM_TASKS_PER_NODE") if "SLURM_NTASKS" in env else None
@@ -119,21 +119,26 @@ def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
         if len(counts) != len(names):
             raise InputError(f"SLURM_TASKS_PER_NODE={tasks} does not match the {len(names)} hosts of {nodes}")
         hosts = tuple(Host(name=check_name(n, nodes), slots=c) for n, c in zip(names, counts, strict=True))
-        return HostList(hosts=hosts, form="plain")
+        return HostList(hosts=hosts, format="plain")
     if path := env.get("PBS_NODEFILE"):
         return read_hostfile(Path(path))
     return None
 
 
-def format_hosts(hosts: Iterable[Host], form: str) -> str:
-    """A hostfile in a launcher's format; the inverse of `parse_hosts` where slots are given."""
-    if form == "openmpi":
+def format_hosts(hosts: Iterable[Host], file_format: str) -> str:
+    """A hostfile in a format of FORMATS; the inverse of `parse_hosts` where slots are given."""
+    if file_format == "openmpi":
         lines = [host.name if host.slots is None else f"{host.name} slots={host.slots}" for host in hosts]
-    elif form == "hydra":
+    elif file_format == "hydra":
         lines = [_name_in_hydra(host.name) + ("" if host.slots is None else f":{host.slots}") for host in hosts]
     else:
         lines = [host.name for host in hosts for _ in range(host.slots or 1)]
     return "\n".join(lines) + "\n"
+
+
+def hosts_with_slots(hosts: Iterable[Host]) -> str:
+    """h1:2,h2:2, as the command lines of Open MPI and MPICH take hosts and their ranks."""
+    return ",".join(format_hosts(hosts, "hydra").split())
 
 
 def _name_in_hydra(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Lists of host names, written out and folded as Slurm does: n[001-128,130],gpu-x3."""
+"""Lists of host names, expanded and folded as Slurm does: n[001-128,130],gpu-x3."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,9 @@ def expand(text: str) -> tuple[str, ...]:
         assert match is not None  # it matches the empty text too
         place = match.end()
         if place < len(text) and text[place] != ",":
-            raise InputError(f"hosts {text[:60]!r}: {text[place:][:20]!r} is no name and no n[1-9]: give host,host,...")
+            raise InputError(
+                f"hosts {text[:60]!r}: {text[place:][:20]!r} is neither a name nor n[1-9]: give host,host,..."
+            )
         place += 1
         prefix, ranges, suffix = match.groups()
         if ranges is None:
@@ -27,7 +29,7 @@ def expand(text: str) -> tuple[str, ...]:
         else:
             hosts += [f"{prefix.strip()}{number}{suffix.strip()}" for number in _numbers(ranges, text)]
         if len(hosts) > MOST_HOSTS:
-            raise InputError(f"hosts {text[:60]!r} are more than {MOST_HOSTS:,}: look for a mistyped range")
+            raise InputError(f"hosts {text[:60]!r} are more than {MOST_HOSTS:,}: correct the range")
     if not hosts or len(set(hosts)) < len(hosts):
         raise InputError(f"hosts {text[:60]!r}: the list is empty or names a host twice: give host,host,...")
     return tuple(hosts)

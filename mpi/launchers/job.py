@@ -1,25 +1,32 @@
-"""Plans x hosts x command -> frozen Job."""
+"""Plans x hosts x command -> frozen Job, and what each of its ranks runs and finds in its environment."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.planner.plan import Plan
-from mpi.hosts.groups import Kind
+from affinity.planner.plan_file import request_to_json
+from affinity.ranks.rank import LOOPBACK
+from mpi.hosts.groups import HostGroup
+from mpi.hosts.hostfile import Host
+
+Variables = tuple[tuple[str, str], ...]
+"""Names and values of environment variables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One command, started on each host as often as its plan has workers, every copy bound by that plan.
 
-    `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` says who binds: "self",
-    each rank itself, or "launcher". `verify` makes a rank that the kernel bound otherwise an error; with `keep_env`
-    variables that a rank inherits win over the plan's. `plain_rank` names a rank whose output is shown without its
-    label. `master_addr` and `master_port` are where the ranks meet; without them it is the first host, at a port that
-    they find themselves. `variables` are set for every rank. With `plan_on_host` each host is planned by its own ranks,
-    as the kinds' plans were asked for: hosts need not be alike.
+    `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` is "self" where each rank
+    binds itself, "launcher" where the launcher binds the ranks. With `verify` a rank fails if the kernel bound it
+    otherwise; with `keep_env` variables that a rank inherits win over the plan's. The output of `plain_rank` is shown
+    without a label. `master_addr` and `master_port` are where the ranks meet; by default that is the first host, at a
+    port that the ranks choose. `variables` are set for every rank. With `plan_on_host` the ranks of each host plan it
+    themselves, by the request of the groups' plans: hosts may differ.
     """
 
-    kinds: tuple[Kind, ...]
+    groups: tuple[HostGroup, ...]
     command: tuple[str, ...]
     plan_path: Path
     log_dir: Path
@@ -29,25 +36,50 @@ class Job:
     plain_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    variables: tuple[tuple[str, str], ...] = ()
+    variables: Variables = ()
     plan_on_host: bool = False
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first kind of host, which is that of all where there is one kind."""
-        return self.kinds[0].plan
+        """The plan of the first host group, which is the only one where all hosts are equal."""
+        return self.groups[0].plan
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Every host, in the order of the ranks."""
-        return tuple(host for kind in self.kinds for host in kind.hosts)
+        return tuple(host for group in self.groups for host in group.hosts)
+
+    @property
+    def slots(self) -> tuple[Host, ...]:
+        """Every host with its number of ranks, in the order of the ranks."""
+        return tuple(Host(name=host, slots=len(group.plan.workers)) for group in self.groups for host in group.hosts)
 
     @property
     def ppn(self) -> int:
-        """Workers per host, on the first kind."""
+        """Workers per host, in the first group."""
         return len(self.plan.workers)
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
-        return sum(len(kind.hosts) * len(kind.plan.workers) for kind in self.kinds)
+        return sum(len(group.hosts) * len(group.plan.workers) for group in self.groups)
+
+
+def bound_command(job: Job) -> tuple[str, ...]:
+    """The job's command behind affinity.bind, the same tokens for every rank."""
+    flags = (
+        *(("--bound",) if job.binder == "launcher" else ()),
+        *(() if job.verify else ("--no-verify",)),
+        *(("--keep-env",) if job.keep_env else ()),
+    )
+    plan = ("--plan", str(job.plan_path))
+    if job.plan_on_host:
+        plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
+    return (sys.executable, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
+
+
+def rank_variables(job: Job) -> Variables:
+    """Variables of every rank beside its plan's environment: where the ranks meet, and the job's own variables."""
+    first = LOOPBACK if job.hosts == ("localhost",) else job.hosts[0].rpartition("@")[2]
+    port = () if job.master_port is None else (("MASTER_PORT", str(job.master_port)),)
+    return (("MASTER_ADDR", job.master_addr or first), *port, *job.variables)

@@ -1,8 +1,8 @@
-"""Before hours are spent: does every host answer, with the same software and files, the planned PUs, a fast link?
+"""The checks of a job's hosts before it starts: the same software and files, the planned CPUs, memory, a fast link.
 
     python -m mpi.preflight.checks --monitor HOST:PORT FILE...
 
-is one host's part, started on each of them by `run_preflight`.
+checks one host; `run_preflight` starts it on each of them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from affinity.ranks.rank import discover
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
-from mpi.supervise.connection import TOKEN_VARIABLE, Line
+from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
 
 PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
 CLOCK_S = 2.0  # events of several hosts would be out of order; certificates and schedulers mind more
@@ -40,10 +40,10 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a host says of itself. `clock_s` is its clock minus the launching host's; `link_gbit` what it sent to its
-    neighbour in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
-    is told to use and that the host's fi_info does not list."""
+class HostReport:
+    """One host's report. `clock_s` is its clock minus the launching host's; `link_gbit` the speed at which it sent to
+    its neighbor in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
+    is to use but the host's fi_info does not list."""
 
     host: str
     python: str
@@ -59,69 +59,80 @@ class Report:
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """What is wrong (the job must not start) and what is doubtful, a line each, naming hosts."""
+    """What is wrong (the job must not start) and what is doubtful: messages of one line that name hosts."""
 
     wrong: list[str] = field(default_factory=list)
     doubtful: list[str] = field(default_factory=list)
 
 
-def judge(reports: Iterable[Report], plans: dict[str, Plan]) -> Verdict:
-    """Compare what hosts have said with each other and with their plans (by host name)."""
-    said, verdict = list(reports), Verdict()
-    kinds: dict[str, dict[str, str]] = {"Python": {report.host: report.python for report in said}}
-    for name in dict.fromkeys(name for report in said for name, _ in report.packages):
-        kinds[name] = {report.host: dict(report.packages).get(name, "none") for report in said}
-    for path in dict.fromkeys(path for report in said for path, _ in report.files):
-        kinds[path] = {report.host: dict(report.files).get(path, "absent") for report in said}
-    for what, values in kinds.items():
-        usual = Counter(values.values()).most_common(1)[0][0]
-        for host, value in values.items():
-            if value != usual:
-                verdict.wrong.append(f"{host} has {what} {value[:12]}, the others {usual[:12]}: make them the same")
-    for report in said:
-        plan = plans[report.host]
-        missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
-        if missing:
-            verdict.wrong.append(f"{report.host} does not lend PUs {format_list(missing)} of its plan: plan it anew")
-        need = sum(worker.memory_bytes or 0 for worker in plan.workers)
-        if report.memory_bytes < need:
-            verdict.wrong.append(
-                f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, its plan needs {need / GIB:.1f}"
-            )
+def judge(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Verdict:
+    """Compare the hosts' reports with each other and with the hosts' plans (by host name)."""
+    known, verdict = list(reports), Verdict()
+    _compare_software(known, verdict)
+    for report in known:
+        _compare_with_plan(report, plans[report.host], verdict)
         if report.no_provider:
             verdict.doubtful.append(
                 f"{report.host}'s libfabric has no provider {report.no_provider} (fi_info -l): unless the MPI brings "
                 "its own, choose another --fabric"
             )
         if abs(report.clock_s) > CLOCK_S:
-            verdict.doubtful.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: look at its time service")
+            verdict.doubtful.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: check its time service")
         if report.scratch_bytes < SCRATCH_BYTES:
             verdict.doubtful.append(f"{report.host} has {report.scratch_bytes / GIB:.1f} GiB of scratch free")
-    speeds = [report.link_gbit for report in said if report.link_gbit is not None]
-    for report in said:
+    speeds = [report.link_gbit for report in known if report.link_gbit is not None]
+    for report in known:
         if report.link_gbit is not None and report.link_gbit < SLOW * median(speeds):
             verdict.doubtful.append(
-                f"{report.host} sends {report.link_gbit:.2f} Gbit/s to its neighbour, half of the hosts "
+                f"{report.host} sends {report.link_gbit:.2f} Gbit/s to its neighbor, half of the hosts "
                 f"{median(speeds):.2f} or more: a slow link or a slow host"
             )
     return verdict
 
 
-def look(paths: tuple[str, ...], scratch: str, machine: Machine, now_s: float) -> Report:
-    """This host's report; `now_s` is the launching host's clock."""
+def _compare_software(reports: list[HostReport], verdict: Verdict) -> None:
+    """Versions of Python and packages, and digests of files, that differ from those of most hosts."""
+    compared: dict[str, dict[str, str]] = {"Python": {report.host: report.python for report in reports}}
+    for name in dict.fromkeys(name for report in reports for name, _ in report.packages):
+        compared[name] = {report.host: dict(report.packages).get(name, "none") for report in reports}
+    for path in dict.fromkeys(path for report in reports for path, _ in report.files):
+        compared[path] = {report.host: dict(report.files).get(path, "absent") for report in reports}
+    for what, values in compared.items():
+        usual = Counter(values.values()).most_common(1)[0][0]
+        for host, value in values.items():
+            if value != usual:
+                verdict.wrong.append(f"{host} has {what} {value[:12]}, the others {usual[:12]}: make them the same")
+
+
+def _compare_with_plan(report: HostReport, plan: Plan, verdict: Verdict) -> None:
+    """CPUs and memory that the plan needs and the host does not have."""
+    missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
+    if missing:
+        verdict.wrong.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan it again")
+    need = sum(worker.memory_bytes or 0 for worker in plan.workers)
+    if report.memory_bytes < need:
+        verdict.wrong.append(
+            f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, its plan needs {need / GIB:.1f}"
+        )
+
+
+def inspect_host(
+    files: tuple[str, ...], scratch: str, machine: Machine, now_s: float, provider: str | None
+) -> HostReport:
+    """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
     memory = Path("/proc/meminfo").read_text()
     free_kib = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("MemAvailable:"))
     space = os.statvfs(scratch)
-    return Report(
+    return HostReport(
         host=socket.gethostname(),
         python=sys.version.split()[0],
         packages=tuple((name, version) for name in PACKAGES if (version := _version(name))),
-        files=tuple((path, _digest(Path(path))) for path in paths),
+        files=tuple((path, _digest(Path(path))) for path in files),
         clock_s=round(time.time() - now_s, 3),
         memory_bytes=free_kib * 1024,
         scratch_bytes=space.f_bavail * space.f_frsize,
         allowed_pus=machine.allowed_pus,
-        no_provider=missing_provider(os.environ.get("FI_PROVIDER")),
+        no_provider=missing_provider(provider),
     )
 
 
@@ -133,8 +144,8 @@ def missing_provider(wanted: str | None) -> str | None:
     program = shutil.which("fi_info")
     if wanted is None or wanted.startswith("^") or program is None:
         return None
-    said = subprocess.run([program, "-l"], capture_output=True, text=True, check=False)
-    offered = {line.removesuffix(":") for line in said.stdout.splitlines() if line.endswith(":")}
+    listed = subprocess.run([program, "-l"], capture_output=True, text=True, check=False).stdout
+    offered = {line.removesuffix(":") for line in listed.splitlines() if line.endswith(":")}
     return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
 
 
@@ -151,55 +162,49 @@ def _digest(path: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """One host's part: report, then send to the next host of the ring for RING_S while the one before sends here."""
+    """Check one host: report, then send to the next host of the ring for RING_S while the one before sends here."""
     parser = argparse.ArgumentParser(prog="python -m mpi.preflight.checks", description=__doc__)
     parser.add_argument("--monitor", required=True, metavar="HOST:PORT")
     parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
     rank = discover(os.environ)
-    host, _, port = options.monitor.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    own = connection.getsockname()[0]
-    line = Line(connection)
     server = socket.create_server(("", 0))
-    threading.Thread(target=_swallow, args=(server,), daemon=True).start()
-    line.send(
-        what="hello",
-        token=os.environ.get(TOKEN_VARIABLE, ""),
-        rank=rank.rank if rank else 0,
-        host=socket.gethostname(),
-    )
-    clock = _next(line, "clock")
-    report = look(tuple(options.files), options.scratch, this_machine(), float(clock["now_s"]))
-    line.send(what="report", report=asdict(report), address=own, port=server.getsockname()[1])
-    ring = _next(line, "ring")
-    line.send(what="speed", gbit=_send(ring["address"], int(ring["port"])) if ring["address"] else None)
-    _next(line, "stop")
+    threading.Thread(target=_receive_all, args=(server,), daemon=True).start()
+    connection = connect(options.monitor, os.environ.get(TOKEN_VARIABLE, ""), rank.rank if rank else 0)
+    own_address = connection.socket.getsockname()[0]
+    clock = _next(connection, "clock")
+    provider = os.environ.get("FI_PROVIDER")
+    report = inspect_host(tuple(options.files), options.scratch, this_machine(), float(clock["now_s"]), provider)
+    connection.send(type="report", report=asdict(report), address=own_address, port=server.getsockname()[1])
+    ring = _next(connection, "ring")
+    speed = _measure_link(ring["address"], int(ring["port"])) if ring["address"] else None
+    connection.send(type="speed", gbit=speed)
+    _next(connection, "stop")
     return 0
 
 
-def _next(line: Line, what: str) -> dict[str, Any]:
-    """The next message of that kind; ends this probe when the launching host has hung up."""
+def _next(connection: Connection, message_type: str) -> dict[str, Any]:
+    """The next message of that type; ends this process when the launching host has closed the connection."""
     while True:
-        messages = line.receive()
+        messages = connection.receive()
         if messages is None:
             sys.exit(1)
-        found = next((message for message in messages if message.get("what") == what), None)
+        found = next((message for message in messages if message.get("type") == message_type), None)
         if found is not None:
             return found
         time.sleep(0.01)
 
 
-def _swallow(server: socket.socket) -> None:
-    """Take all that the host before sends."""
+def _receive_all(server: socket.socket) -> None:
+    """Receive all that the host before sends."""
     connection, _ = server.accept()
     while connection.recv(1 << 20):
         pass
 
 
-def _send(address: str, port: int) -> float | None:
-    """Gbit/s that got through to a host in RING_S; None where it cannot be reached."""
+def _measure_link(address: str, port: int) -> float | None:
+    """Gbit/s that were sent to a host in RING_S; None where it cannot be reached."""
     try:
         with socket.create_connection((address, port), timeout=5.0) as connection:
             started, sent = time.monotonic(), 0

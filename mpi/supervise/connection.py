@@ -1,49 +1,49 @@
-"""How a job's agents and its monitor talk: JSON, a message a line."""
+"""The connection between a rank's host and the host that launched the job: JSON messages, one a line."""
 
 import json
 import socket
 from typing import Any
 
-TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # tells a job's own agents from whoever else finds the monitor's port
-BEAT_S = 2.0
-SEND_S = 5.0  # a message waits no longer for room
-SILENT_S = 15.0  # neither side waits longer for a sign of life
-MOST_BYTES = 1 << 20
+TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # lets the server tell the job's own ranks from strangers who find its port
+HEARTBEAT_S = 2.0  # between two heartbeats of a rank
+HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's heartbeat
+SEND_TIMEOUT_S = 5.0  # a message waits no longer for room
+MAX_MESSAGE_BYTES = 1 << 20
 
 
-class Line:
+class Connection:
     """One end of a connection; what arrives is kept until a whole message is there."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection = connection
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.socket = connected
         self._received = b""
 
     def fileno(self) -> int:
         """For selectors."""
-        return self.connection.fileno()
+        return self.socket.fileno()
 
     def send(self, **message: Any) -> bool:
         """Send a message; False when the other end is gone or takes no more."""
         try:
-            self.connection.settimeout(SEND_S)
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-            self.connection.setblocking(False)
+            self.socket.settimeout(SEND_TIMEOUT_S)
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.setblocking(False)
         except OSError:
             return False
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The whole messages that have arrived; None when the other end is gone, or sends what is no message."""
+        """The whole messages that have arrived; None when the other end is gone, or sends something else."""
         try:
-            data = self.connection.recv(1 << 16)
+            data = self.socket.recv(1 << 16)
         except BlockingIOError:
             return []
         except OSError:
             return None
         self._received += data
         *lines, self._received = self._received.split(b"\n")
-        if not data or len(self._received) > MOST_BYTES:
+        if not data or len(self._received) > MAX_MESSAGE_BYTES:
             return None
         try:
             messages = [json.loads(line) for line in lines]
@@ -52,5 +52,13 @@ class Line:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def close(self) -> None:
-        """Hang up."""
-        self.connection.close()
+        """Close the connection."""
+        self.socket.close()
+
+
+def connect(server: str, token: str, rank: int) -> Connection:
+    """Connect as this rank to a job's RankServer at HOST:PORT. Raises OSError where it is out of reach."""
+    host, _, port = server.rpartition(":")
+    connection = Connection(socket.create_connection((host, int(port)), timeout=HEARTBEAT_TIMEOUT_S))
+    connection.send(type="hello", token=token, rank=rank, host=socket.gethostname())
+    return connection

@@ -1,37 +1,38 @@
-"""How ranks end: which end was the first cause of the others, and how it is told."""
+"""How ranks exit: which exit caused the others, and its description."""
 
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is looked for among them
-TOGETHER_S = 0.15  # ends seen so close to each other may have come the other way round
+SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
+TOGETHER_S = 0.15  # exits that are noticed so close to each other may have happened in the other order
 LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """A rank's end: its status (negative where a signal ended it), when it was seen (monotonic), its last lines."""
+class RankExit:
+    """A rank's exit: its status (negative where a signal ended it), when it was noticed (monotonic), the last lines of
+    its output and the log that has all of it."""
 
     rank: int
     host: str
     status: int
-    at: float
+    time: float
     log: str
     tail: tuple[str, ...]
 
 
-def first_cause(ends: Iterable[End]) -> End:
-    """The end that others followed from: the earliest; of those seen together with it, one by a signal."""
-    known = list(ends)
-    earliest = min(end.at for end in known)
-    together = [end for end in known if end.at - earliest <= TOGETHER_S]
-    return min(together, key=lambda end: (end.status > 0, end.at, end.rank))
+def first_cause(exits: Iterable[RankExit]) -> RankExit:
+    """The exit that others followed from: the earliest; of those noticed together with it, one by a signal."""
+    known = list(exits)
+    earliest = min(one.time for one in known)
+    together = [one for one in known if one.time - earliest <= TOGETHER_S]
+    return min(together, key=lambda one: (one.status > 0, one.time, one.rank))
 
 
-def obituary(end: End) -> str:
-    """A rank's end in one line, and its last lines."""
-    how = f"was ended by {signal.Signals(-end.status).name}" if end.status < 0 else f"exited with status {end.status}"
-    tail = "".join(f"\n  | {line}" for line in end.tail[-LAST_LINES:])
-    shown = f"; its last lines:{tail}" if tail else "; it printed nothing"
-    return f"rank {end.rank} on {end.host} {how}; log {end.log}{shown}"
+def describe_exit(one: RankExit) -> str:
+    """A rank's exit in one line, and the last lines of its output."""
+    how = f"was ended by {signal.Signals(-one.status).name}" if one.status < 0 else f"exited with status {one.status}"
+    tail = "".join(f"\n  | {line}" for line in one.tail[-LAST_LINES:])
+    output = f"; its last lines:{tail}" if tail else "; it printed nothing"
+    return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}"

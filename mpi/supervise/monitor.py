@@ -1,128 +1,102 @@
-"""The job's signs of life: which rank is where, which has ended, which is silent. Lives where the job was launched."""
+"""The job's monitor, on the host that launched it: where each rank runs, its heartbeat, its exit."""
 
-import resource
-import selectors
-import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-from mpi.supervise.connection import SILENT_S, Line
-from mpi.supervise.exits import End, first_cause, obituary
+from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S
+from mpi.supervise.exits import RankExit, describe_exit, first_cause
+from mpi.supervise.server import RankServer
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
-    """A rank as its agent tells of it. `status` is None while it runs; negative where a signal ended it."""
+class RankStatus:
+    """A rank as its agent reports it. `heartbeat` is the time of its last message (monotonic). `exit` is None while it
+    runs; with `by_job` the job has ended it."""
 
     rank: int
     host: str
-    line: Line
-    heard: float
+    heartbeat: float
     stopped_since: float | None = None
-    status: int | None = None
-    ended: float = 0.0
+    exit: RankExit | None = None
     by_job: bool = False
-    tail: tuple[str, ...] = ()
-    log: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the rank has exited with status 0."""
+        return self.exit is not None and self.exit.status == 0
 
 
-@dataclass(slots=True)
 class Monitor:
-    """Listens to the agents of a job's ranks."""
+    """Takes the reports of the agents of a job's ranks. `timeout_s` is how long a rank may be silent or stopped."""
 
-    token: str
-    ranks: dict[int, Seen] = field(default_factory=dict)
-    _speakers: dict[Line, Seen] = field(default_factory=dict)
-    _server: socket.socket = field(default_factory=lambda: socket.create_server(("", 0), backlog=4096))
-    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-
-    def __post_init__(self) -> None:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
-        self._server.setblocking(False)
-        self._selector.register(self._server, selectors.EVENT_READ, None)
+    def __init__(self, token: str, timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+        self.token = token
+        self.ranks: dict[int, RankStatus] = {}
+        self._timeout_s = timeout_s
+        self._server = RankServer(token)
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._server.getsockname()[1])
+        return self._server.port
 
     def poll(self, timeout_s: float) -> None:
-        """Take what has arrived, answering every beat; waits that long for the first."""
-        for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
-                connection, _ = self._server.accept()
-                line = Line(connection)
-                self._selector.register(connection, selectors.EVENT_READ, line)
-            else:
-                self._listen(key.data)
+        """Take the reports that have arrived, answering every heartbeat; waits that long for the first one."""
+        for rank, message in self._server.poll(timeout_s):
+            self._take(rank, message)
 
-    def _listen(self, line: Line) -> None:
-        messages = line.receive()
-        if messages is None:
-            self._selector.unregister(line.connection)
-            line.close()
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if message.get("type") == "hello":
+            self.ranks[rank] = RankStatus(rank=rank, host=str(message["host"]), heartbeat=now)
             return
-        now = time.monotonic()
-        for message in messages:
-            if message.get("what") == "hello" and message.get("token") == self.token:
-                seen = Seen(rank=int(message["rank"]), host=str(message["host"]), line=line, heard=now)
-                self.ranks[seen.rank] = self._speakers[line] = seen
-                continue
-            speaker = self._speakers.get(line)
-            if speaker is None:
-                continue  # no agent of this job
-            speaker.heard = now
-            if message.get("what") == "beat":
-                line.send(what="beat")
-                stopped = bool(message.get("stopped"))
-                speaker.stopped_since = (speaker.stopped_since or now) if stopped else None
-            elif message.get("what") == "end":
-                speaker.status, speaker.ended = int(message["status"]), now
-                speaker.by_job = bool(message.get("by_job"))
-                speaker.tail, speaker.log = tuple(map(str, message.get("tail", ()))), str(message.get("log", ""))
+        status = self.ranks[rank]
+        status.heartbeat = now
+        if message.get("type") == "heartbeat":
+            self._server.connections[rank].send(type="heartbeat")
+            status.stopped_since = (status.stopped_since or now) if message.get("stopped") else None
+        elif message.get("type") == "exit":
+            status.by_job = bool(message.get("by_job"))
+            status.exit = RankExit(
+                rank=rank,
+                host=status.host,
+                status=int(message["status"]),
+                time=now,
+                log=str(message.get("log", "")),
+                tail=tuple(map(str, message.get("tail", ()))),
+            )
 
-    def failed(self) -> list[Seen]:
-        """The ranks that have ended badly by themselves, are stopped or silent."""
-        now = time.monotonic()
-        return [
-            seen
-            for seen in self.ranks.values()
-            if (seen.status not in (None, 0) and not seen.by_job)
-            or (seen.status is None and now - seen.heard > SILENT_S)
-            or (seen.status is None and seen.stopped_since is not None and now - seen.stopped_since > SILENT_S)
-        ]
+    def failed(self) -> list[RankStatus]:
+        """The ranks that have failed by themselves, are stopped or silent."""
+        return [status for status in self.ranks.values() if self._has_failed(status)]
+
+    def _has_failed(self, status: RankStatus) -> bool:
+        if status.exit is not None:
+            return status.exit.status != 0 and not status.by_job
+        oldest = time.monotonic() - self._timeout_s
+        return status.heartbeat < oldest or (status.stopped_since is not None and status.stopped_since < oldest)
+
+    def cause(self) -> str:
+        """The failure that the others followed from, in one line and the rank's last lines of output."""
+        failed = self.failed()
+        exits = [status.exit for status in failed if status.exit is not None]
+        if exits:
+            return describe_exit(first_cause(exits))
+        first = min(failed, key=lambda status: (status.heartbeat, status.rank))
+        rank = f"rank {first.rank} on {first.host}"
+        if first.stopped_since is not None:
+            return f"{rank} has been stopped for {self._timeout_s:g} s: find the sender of its SIGSTOP"
+        return f"{rank} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
 
     def stop(self) -> None:
-        """Tell every agent to end its rank."""
-        for seen in self.ranks.values():
-            seen.line.send(what="stop")
+        """Make every agent end its rank."""
+        self._server.send_all(type="stop")
 
-    def give_notice(self) -> None:
-        """Tell every agent to pass SIGUSR1 on to its rank."""
-        for seen in self.ranks.values():
-            seen.line.send(what="notice")
+    def preempt(self) -> None:
+        """Make every agent send its rank the preemption signal."""
+        self._server.send_all(type="preempt")
 
     def close(self) -> None:
-        """Hang up on everybody: an agent that is left ends its rank then."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.close()
-        self._selector.close()
+        """Close every connection: an agent that is left ends its rank then."""
         self._server.close()
-
-
-def cause_of(failed: list[Seen]) -> str:
-    """What became of the rank that the others followed, in one line and its last lines."""
-    ends = [
-        End(rank=seen.rank, host=seen.host, status=seen.status, at=seen.ended, log=seen.log, tail=seen.tail)
-        for seen in failed
-        if seen.status is not None
-    ]
-    if ends:
-        return obituary(first_cause(ends))
-    first = min(failed, key=lambda seen: (seen.heard, seen.rank))
-    who = f"rank {first.rank} on {first.host}"
-    if first.stopped_since is not None:
-        return f"{who} has been stopped for {SILENT_S:g} s: look who sent it SIGSTOP"
-    return f"{who} has been silent for {SILENT_S:g} s: its host is down, cut off or overloaded"

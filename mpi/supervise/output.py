@@ -1,4 +1,4 @@
-"""A worker's output on its way to the terminal and its log: whole lines, labelled; progress bars kept moving."""
+"""A rank's output on its way to the terminal and its log: whole lines with labels, progress bars kept moving."""
 
 import time
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one lin
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One pipe of one rank and its log, which is unbuffered. A carriage return makes what follows transient, as
-    progress bars do; `live` says that a person watches, for whom they are redrawn."""
+    """One pipe of one rank and its log, which is unbuffered. A carriage return begins a progress bar, which is redrawn
+    where `live`, when a person watches."""
 
     label: str
     terminal: TextIO
@@ -23,7 +23,7 @@ class Stream:
     _shown_at: float = float("-inf")
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank printed: show and log whole lines, redraw its progress bar."""
+        """Show and log the whole lines of new output, redraw its progress bar."""
         *lines, rest = (self._pending + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             self._line(line.rpartition(b"\r")[2])
@@ -34,7 +34,7 @@ class Stream:
         self.terminal.flush()
 
     def flush(self) -> None:
-        """Show and log an unfinished last line; an unfinished bar goes away."""
+        """Show and log an unfinished last line; remove an unfinished bar."""
         pending, self._pending = self._pending, b""
         if self._transient and self.live:
             self.terminal.write(CLEAR_LINE)
@@ -48,7 +48,7 @@ class Stream:
         self.terminal.flush()
 
     def _line(self, line: bytes) -> None:
-        self._keep(line)
+        self._log_line(line)
         if not line and self._transient:
             self._transient = False  # a bar that ends with a line feed: already on the screen
             self.terminal.write("\n" if self.live else "")
@@ -64,11 +64,11 @@ class Stream:
             self.terminal.write(CLEAR_LINE + shown)
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")
-            self._keep(text.rstrip())
+            self._log_line(text.rstrip())
             self._shown_at = time.monotonic()
 
-    def _keep(self, line: bytes) -> None:
-        """Log a line. A log that takes no more is no reason to end a job of many hours."""
+    def _log_line(self, line: bytes) -> None:
+        """Log a line. A log that cannot be written is no reason to end a job of many hours."""
         if self._log_is_full:
             return
         try:

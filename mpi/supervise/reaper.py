@@ -1,4 +1,4 @@
-"""End every process that this one has started, directly or not: launchers put theirs into groups of their own."""
+"""Ends every process that this one has started, directly or not: launchers put theirs into groups of their own."""
 
 import ctypes
 import os
@@ -34,14 +34,14 @@ def descendants(pid: int) -> tuple[int, ...]:
 
 
 def end_descendants(grace_s: float) -> None:
-    """Ask all processes below this one to end; kill those that have not after grace_s, and reap them all."""
-    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
+    """End all processes below this one by SIGTERM, after grace_s by SIGKILL, and reap them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in descendants(os.getpid()):
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + grace_s
         while descendants(os.getpid()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         if not descendants(os.getpid()):
@@ -50,4 +50,4 @@ def end_descendants(grace_s: float) -> None:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
-        return  # nobody is left
+        return  # no child is left

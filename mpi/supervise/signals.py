@@ -5,25 +5,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
-NOTICE = signal.SIGUSR1  # the time is nearly up: a training saves its state and stops
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
 
 
 class InterruptedBySignalError(Exception):
-    """The launcher was told to stop (signal number in args[0])."""
+    """This process has received a stop signal (its number is in args[0])."""
 
 
 @contextmanager
-def interruptible(pass_on: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Raise InterruptedBySignalError at each stop signal, wherever the process is, and call `pass_on` at a notice;
-    afterwards as it was before."""
-    before = {number: signal.signal(number, _interrupt) for number in STOPS}
-    before[NOTICE] = signal.signal(NOTICE, lambda _number, _frame: pass_on())
+def interruptible(preempt: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Raise InterruptedBySignalError at each stop signal, wherever the process is, and call `preempt` at a preemption
+    signal; the handlers are restored afterwards."""
+    before = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
+    before[PREEMPTION_SIGNAL] = signal.signal(PREEMPTION_SIGNAL, lambda _number, _frame: preempt())
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore further stop signals, until the end of the surrounding `interruptible`."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A file of records of use: appended to while a run goes on and by the run that resumes it, never above a size."""
+"""A file of usage records: appended to during a run and by the run that resumes it, limited in size."""
 
 import errno
 import os
@@ -12,12 +12,12 @@ SHORTEST_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
 
 
 def worker_file(folder: Path, rank: int) -> Path:
-    """Where a rank's use is."""
+    """The file of a rank's records."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def host_file(folder: Path, host: str) -> Path:
-    """Where a host's use is."""
+    """The file of a host's records."""
     return folder / f"host-{host}.jsonl"
 
 
@@ -33,7 +33,7 @@ def read_records(path: Path, kind: type[Use]) -> list[Use]:
 
 
 class UsageFile(Generic[Use]):
-    """Keeps a file at MOST_RECORDS lines or fewer: at that number all are merged into half as many, longer ones."""
+    """A file of at most MOST_RECORDS lines: at that number they are merged into half as many longer records."""
 
     def __init__(self, path: Path, kind: type[Use]) -> None:
         self._path = path
@@ -43,13 +43,13 @@ class UsageFile(Generic[Use]):
         self._file = self._rewritten()
 
     def add(self, record: Use) -> None:
-        """Take a record; it is in the file once as much time has passed as each record there covers."""
+        """Add a record; it is written once it covers as much time as each record in the file."""
         self._pending = record if self._pending is None else self._pending.and_then(record)
         if self._pending.seconds >= self._period_s:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, as part of the last record where it is so short that its rates would be noise."""
+        """Write the rest, as part of the last record where it is so short that its rates would be noise."""
         if self._pending is not None and self._records and self._pending.seconds < self._period_s:
             self._records[-1] = self._records[-1].and_then(self._pending)
             self._pending = None
@@ -73,7 +73,7 @@ class UsageFile(Generic[Use]):
         before.close()
 
     def _rewritten(self) -> BinaryIO:
-        """The file written anew, so that a line cut short does not take the next one with it, and thinned where due."""
+        """The file, written again without a line that was cut short, and thinned where due."""
         if len(self._records) > MOST_RECORDS // 2:
             self._period_s = max(self._period_s, fitting_period(self._records))
             self._records = thinned(self._records)

@@ -13,7 +13,7 @@ Network = dict[str, tuple[int, int]]  # interface -> bytes received, bytes sent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUse:
-    """What a rank and all processes below it used in the `seconds` up to `time` (Unix).
+    """The use of a rank and all processes below it in the `seconds` up to `time` (Unix).
 
     `cpu_s` is user and system time; `rss_bytes` the largest sum of their resident memory, in which pages that
     processes share count once for each; `processes` the most at a time.
@@ -40,7 +40,7 @@ class WorkerUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUse:
-    """What a whole host used in the `seconds` up to `time` (Unix), by whomever.
+    """The use of a whole host, by all its processes, in the `seconds` up to `time` (Unix).
 
     `cpu_s` is the time that its PUs were busy; `memory_available_bytes` the least that was left for new allocations
     without swapping; `network` the bytes received and sent by interface, the loopback ("lo") among them.
@@ -77,7 +77,7 @@ def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
 
 
 def moved(before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> Network:
-    """Bytes by interface between two readings of its counters, without those that were idle, new or set back."""
+    """Bytes by interface between two readings, without interfaces that were idle, new or reset."""
     found = {
         name: (received - before[name][0], sent - before[name][1])
         for name, (received, sent) in after.items()
@@ -92,7 +92,7 @@ def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
 
 
 def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
-    """Successive records merged until each covers at least the period, except perhaps the last one."""
+    """Successive records, merged until each covers at least the period, except perhaps the last one."""
     made: list[Use] = []
     for record in records:
         if made and made[-1].seconds < period_s:

@@ -1,8 +1,8 @@
-"""Samples what ranks and their host use, for the run's folder; called in a loop that goes on anyway."""
+"""Samples what ranks and their host use, for the run's folder; called in a loop that runs anyway."""
 
+import logging
 import resource
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ EVERY_S = 2.0
 MOST_OF_A_CORE = 0.003  # a sample that takes long, of ranks with hundreds of processes, makes the next one wait
 CHILDREN_LISTED = Path(f"/proc/self/task/{threading.get_native_id()}/children").exists()
 RDMA_WORD = 4  # bytes that a count of port_rcv_data stands for (InfiniBand Architecture, volume 1, PortCounters)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Sampler:
     """Writes folder/rank-N.jsonl for each rank of `pids` (rank -> process) and, with `whole_host`, host-NAME.jsonl.
 
     Takes less than MOST_OF_A_CORE of a core. A file that cannot be written, or a counter that cannot be read, is
-    told on stderr, and the run goes on without.
+    reported, and the run goes on without sampling.
     """
 
     def __init__(self, folder: Path, pids: Mapping[int, int], *, whole_host: bool) -> None:
@@ -68,7 +69,7 @@ class Sampler:
             self._sample()
 
     def ended(self, rank: int) -> None:
-        """A rank has ended, and this process, whose child it was, has just waited for it."""
+        """Record the end of a rank, a child of this process that it has just waited for."""
         total = _reaped_s() - self._reaped_s
         self._reaped_s += total
         del self._pids[rank]
@@ -125,8 +126,9 @@ class Sampler:
 
     def _give_up(self, error: OSError) -> None:
         self._off = True
-        told = f"cputrain: {error.filename or 'usage'}: {error.strerror}: the run goes on, its resource use unknown"
-        print(told, file=sys.stderr)
+        logger.warning(
+            "cputrain: %s: %s: the run goes on, its resource use unknown", error.filename or "usage", error.strerror
+        )
 
 
 def host_use(before: HostCounters, after: HostCounters, seconds: float) -> HostUse:

@@ -191,7 +191,7 @@ def test_hostfiles_of_another_launcher_are_named_and_written_anew(tmp_path: Path
     assert "the hostfile is Open MPI's (h1 slots=4): written anew for mpich" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
     assert "ppn=4 but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
-    for text, told in (("", "names no host"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+    for text, told in (("", "has no hosts"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
         (tmp_path / "theirs").write_text(text)
         assert told in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):

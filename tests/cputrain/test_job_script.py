@@ -289,7 +289,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
     ("arguments", "told"),
     [
         ((*SLURM, "--bind", "launcher"), "--bind launcher"),
-        ((*SLURM, "--launcher", "openmpi"), "started by srun"),
+        ((*SLURM, "--launcher", "openmpi"), "give srun"),
         ((*SLURM, "--local-batch", "8"), "set batch.local=8"),
         ((*SLURM, "--queue", "q"), "give --partition"),
         ((*SLURM, "--ncpus", "8"), "--ncpus is not for slurm"),
@@ -297,7 +297,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
         ((*PBS, "--partition", "p"), "give --queue"),
         ((*PBS, "--qos", "q"), "--directive"),
         ((*PBS, "--constraint", "c"), "--directive"),
-        ((*PBS, "--launcher", "torchrun"), "intelmpi, openmpi or mpich"),
+        ((*PBS, "--launcher", "torchrun"), "intelmpi or openmpi or mpich"),
         (("pbs", *RECIPE), "--ncpus N"),
         (("pbs", *RECIPE, "--ncpus", "8", "--launcher", "openmpi"), "give --ppn N"),
         (("slurm",), "name a RECIPE"),

@@ -18,12 +18,12 @@ from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import read_events
-from mpi.hosts.groups import Kind, job_plan_json
-from mpi.launchers.detect import find_launcher, newest
-from mpi.launchers.job import Job
-from mpi.launchers.start import bound, start
+from mpi.hosts.groups import HostGroup, job_plan_json
+from mpi.launchers.command import launch_command
+from mpi.launchers.detect import find_launcher, newest_version
+from mpi.launchers.job import Job, bound_command
 from mpi.supervise.local import free_port
-from tests.mpi.test_launchers import WHO
+from tests.mpi.test_launchers import PRINT_NAMES
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster
@@ -183,14 +183,14 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
         "os.write(1, json.dumps(said).encode() + b'\\n')"
     )
     job = Job(
-        kinds=(Kind(hosts=("n1", "n2"), plan=plan),),
+        groups=(HostGroup(hosts=("n1", "n2"), plan=plan),),
         command=(sys.executable, "-c", code),
         plan_path=tmp_path / "plan.json",
         log_dir=tmp_path / "logs",
         binder=binder,
     )
-    made = start(job, newest("srun"), bound(job), tmp_path)
-    job.plan_path.write_text(job_plan_json(job.kinds))
+    made = launch_command(job, newest_version("srun"), bound_command(job), tmp_path)
+    job.plan_path.write_text(job_plan_json(job.groups))
     for path, text in made.files:
         path.write_text(text)
     result = slurm.run("salloc", "-N2", "--exclusive", *made.argv, cwd=tmp_path)
@@ -202,7 +202,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
 
 def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> None:
     """`cputrain launch` as a rank, affinity.bind, and the line that plan prints, over two hosts of a rank each."""
-    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "x.py").write_text(PRINT_NAMES)
     planned = ("plan", "--ppn", "1", "--hosts", "n1,n2", "--launcher", "srun", "--format")
     (tmp_path / "plan.json").write_text(cputrain(*planned, "json").stdout)
     shown = cputrain(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")

@@ -10,39 +10,39 @@ from mpi.hosts.groups import cluster_to_dict, plan_cluster
 from mpi.hosts.nodelist import expand
 from tests.support.commands import cputrain, refused
 
-KINDS = (
+GROUPS = (
     ("n[0001-4000]", "skx-8160-2s"),
     ("k[0001-3000]", "knl-7250-quad-cache"),
     ("g[0001-3000]", "genoa-9654-2s-nps4"),
 )
 
 
-def test_each_kind_of_host_has_its_plan() -> None:
-    cluster = plan_cluster([(expand(hosts), find_machine(name)) for hosts, name in KINDS], Request())
-    workers = [len(kind.plan.workers) for kind in cluster.kinds]
+def test_each_host_group_has_its_plan() -> None:
+    cluster = plan_cluster([(expand(hosts), find_machine(name)) for hosts, name in GROUPS], Request())
+    workers = [len(group.plan.workers) for group in cluster.groups]
     assert cluster.world_size == 4000 * workers[0] + 3000 * workers[1] + 3000 * workers[2]
-    assert all(kind.plan.request.nodes == 10_000 for kind in cluster.kinds)
+    assert all(group.plan.request.nodes == 10_000 for group in cluster.groups)
     assert "sets the pace" in cluster.warnings[0]
     data = json.loads(json.dumps(cluster_to_dict(cluster)))
-    assert [kind["hosts"] for kind in data["kinds"]] == [hosts for hosts, _ in KINDS]
-    assert plan_from_dict(data["kinds"][1]["plan"]) == cluster.kinds[1].plan
+    assert [group["hosts"] for group in data["host_groups"]] == [hosts for hosts, _ in GROUPS]
+    assert plan_from_dict(data["host_groups"][1]["plan"]) == cluster.groups[1].plan
 
 
-def test_a_host_of_two_kinds_is_refused() -> None:
+def test_a_host_in_two_groups_is_refused() -> None:
     machine = find_machine("skx-8160-2s")
-    with pytest.raises(InputError, match="host n2 is of two kinds"):
+    with pytest.raises(InputError, match="host n2 is in two groups"):
         plan_cluster([(("n1", "n2"), machine), (("n2",), machine)], Request())
 
 
 def test_on_the_command_line() -> None:
-    kinds = [word for hosts, name in KINDS for word in ("--kind", f"{hosts}={name}")]
-    text = cputrain("plan", *kinds, "--fabric", "ethernet")
+    options = [word for hosts, name in GROUPS for word in ("--kind", f"{hosts}={name}")]
+    text = cputrain("plan", *options, "--fabric", "ethernet")
     assert text.returncode == 0, text.stderr
     assert "4,000 host(s) n[0001-4000]" in text.stdout and "knl-7250-quad-cache" in text.stdout
     fabric = text.stdout.partition("fabric ")[2]
     assert fabric.startswith("ethernet") and "I_MPI_FABRICS=shm:ofi" in fabric  # several hosts, not one
-    data = json.loads(cputrain("plan", *kinds, "--format", "json").stdout)
-    assert [kind["count"] for kind in data["kinds"]] == [4000, 3000, 3000]
+    data = json.loads(cputrain("plan", *options, "--format", "json").stdout)
+    assert [group["count"] for group in data["host_groups"]] == [4000, 3000, 3000]
     assert "HOSTS=MACHINE" in refused(cputrain("plan", "--kind", "n1"))
     assert "--kind" in refused(cputrain("plan", "--kind", "n1=skx-8160-2s", "--nodes", "2"))
-    assert "--format" in refused(cputrain("plan", *kinds, "--format", "env"))
+    assert "--format" in refused(cputrain("plan", *options, "--format", "env"))

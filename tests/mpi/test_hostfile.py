@@ -15,7 +15,7 @@ def parsed(text: str) -> list[tuple[str, int | None]]:
 
 
 @pytest.mark.parametrize(
-    ("text", "form", "hosts"),
+    ("text", "file_format", "hosts"),
     [
         ("h1\nh2\n", "plain", [("h1", None), ("h2", None)]),
         ("h1:4\r\nh2:2\r\n", "hydra", [("h1", 4), ("h2", 2)]),
@@ -29,28 +29,28 @@ def parsed(text: str) -> list[tuple[str, int | None]]:
         ("h1", "plain", [("h1", None)]),
     ],
 )
-def test_every_format_is_recognised(text: str, form: str, hosts: list) -> None:
+def test_every_format_is_recognized(text: str, file_format: str, hosts: list) -> None:
     assert parsed(text) == hosts
-    assert parse_hosts(text, "f").form == form
+    assert parse_hosts(text, "f").format == file_format
 
 
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,6}(-[a-z0-9]{1,4})?", fullmatch=True), min_size=1, unique=True)
 
 
-@pytest.mark.parametrize("form", ["openmpi", "hydra", "plain"])
+@pytest.mark.parametrize("file_format", ["openmpi", "hydra", "plain"])
 @given(names=NAMES, data=st.data())
-def test_hostfiles_round_trip(form: str, names: list[str], data: st.DataObject) -> None:
+def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataObject) -> None:
     hosts = tuple(Host(name=name, slots=data.draw(st.integers(2, 9))) for name in names)
-    assert parse_hosts(format_hosts(hosts, form), "f").hosts == hosts
+    assert parse_hosts(format_hosts(hosts, file_format), "f").hosts == hosts
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("", "names no host"),
-        ("# nothing\n\n", "names no host"),
+        ("", "has no hosts"),
+        ("# nothing\n\n", "has no hosts"),
         ("h1 slots=4\nh2:4\n", "Open MPI's .* at line 1 and Intel MPI's and MPICH's .* at line 2"),
-        ("h1:4\nh1:4\n", "f:2: host h1 is there twice"),
+        ("h1:4\nh1:4\n", "f:2: host h1 is listed twice"),
         ("h1 slots=four", "f:1: slots=four"),
         ("h1:0", "0 slots"),
         ("h1 cpus=4", "cpus=4 is not"),
@@ -58,11 +58,11 @@ def test_hostfiles_round_trip(form: str, names: list[str], data: st.DataObject) 
         ("h1\n$(touch x)", "f:2"),
         ("-oProxyCommand=x", "no host name"),
         ("h 1", "1= is not"),
-        ("h1:4 slots=4", "mend the line"),
+        ("h1:4 slots=4", "correct the line"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_a_wrong_line_is_named(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         parse_hosts(text, "f")
 
 
@@ -86,7 +86,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
             read_hostfile(path)
 
 
-def test_slurm_and_pbs_tell_their_hosts(tmp_path: Path) -> None:
+def test_the_hosts_of_slurm_and_pbs_are_found(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS": "7"}
     found = allocated_hosts(slurm)
     assert found is not None
@@ -101,5 +101,5 @@ def test_slurm_and_pbs_tell_their_hosts(tmp_path: Path) -> None:
 
 def test_ten_thousand_hosts() -> None:
     hosts = tuple(Host(name=f"n{i:05}", slots=4) for i in range(10_000))
-    for form in ("openmpi", "hydra"):
-        assert parse_hosts(format_hosts(hosts, form), "f").hosts == hosts
+    for file_format in ("openmpi", "hydra"):
+        assert parse_hosts(format_hosts(hosts, file_format), "f").hosts == hosts

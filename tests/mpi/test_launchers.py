@@ -1,9 +1,10 @@
-"""Real launchers: every rank tells who it is and which PUs the kernel gave it."""
+"""Real launchers: every rank prints its numbers and the CPUs that the kernel gave it."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,29 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from mpi.hosts.groups import Kind, job_plan_json
+from mpi.hosts.groups import HostGroup, job_plan_json
+from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher
-from mpi.launchers.job import Job
-from mpi.launchers.start import bound, start
+from mpi.launchers.job import Job, bound_command
+from mpi.launchers.table import LAUNCHERS
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
-ASKED = Request(ppn=WORKERS)
-TELL = (
+REQUEST = Request(ppn=WORKERS)
+PRINT_RANK = (
     "import os, json; from affinity.ranks.rank import discover; rank = discover(os.environ); "
-    "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, sorted(os.sched_getaffinity(0)), "
-    "os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], os.environ.get('GREETING')]).encode() + b'\\n')"
+    "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, "
+    "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], "
+    "os.environ.get('GREETING')]).encode() + b'\\n')"
 )
-# A script that needs nothing of ours: its PUs, its numbers by all names, where it would meet the others.
-WHO = """
+PRINT_CONVENTION = (
+    "import os; from affinity.ranks.rank import discover; "
+    "os.write(1, f'convention {discover(os.environ).launcher}\\n'.encode())"
+)
+# A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.
+PRINT_NAMES = """
 import json, os
 names = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -54,20 +61,20 @@ rank, size, total = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
 mpi.MPI_Comm_rank(world, ctypes.byref(rank))
 mpi.MPI_Comm_size(world, ctypes.byref(size))
 mpi.MPI_Allreduce(ctypes.byref(ctypes.c_int(rank.value + 1)), ctypes.byref(total), 1, of_int, add, world)
-told = f"MPI {rank.value} of {size.value}, sum {total.value}, PMI_RANK {os.environ.get('PMI_RANK')}"
-os.write(1, told.encode() + b"\\n")
+line = f"MPI {rank.value} of {size.value}, sum {total.value}, PMI_RANK {os.environ.get('PMI_RANK')}"
+os.write(1, line.encode() + b"\\n")
 mpi.MPI_Finalize()
 """
 MPI = ("intelmpi", "openmpi", "openmpi4", "mpich")
 
 
 def ran(
-    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = ASKED
+    name: str, folder: Path, binder: str, command: tuple[str, ...], request: Request = REQUEST, *, bound: bool = True
 ) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **mpi_path(name)}
     plan = plan_machine(this_machine(), request, Runtime())
     job = Job(
-        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
         command=command,
         plan_path=folder / "plan.json",
         log_dir=folder / "logs",
@@ -76,62 +83,70 @@ def ran(
     )
     launcher = find_launcher(name.removesuffix("4"), env)
     assert launcher.version[:1] == {"intelmpi": (2021,), "openmpi": (5,), "openmpi4": (4,), "mpich": (5,)}[name]
-    made = start(job, launcher, bound(job), folder)
-    job.plan_path.write_text(job_plan_json(job.kinds))
-    for path, text in made.files:
+    started = launch_command(job, launcher, bound_command(job) if bound else command, folder)
+    job.plan_path.write_text(job_plan_json(job.groups))
+    for path, text in started.files:
         path.write_text(text)
-    return subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("binder", ["self", "launcher"])
 @pytest.mark.parametrize("name", MPI)
 def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
-    result = ran(name, tmp_path, binder, (sys.executable, "-c", TELL))
+    result = ran(name, tmp_path, binder, (sys.executable, "-c", PRINT_RANK))
     assert result.returncode == 0, result.stderr
-    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
-    assert said == [
+    assert lines == [
         [i, WORKERS, i, list(worker.pus), str(worker.intra_op), "127.0.0.1", "good morning, 'you'"]
         for i, worker in enumerate(plan.workers)
     ]
 
 
 @pytest.mark.parametrize("name", MPI)
+def test_each_rank_has_the_variables_of_the_launcher_s_convention(name: str, tmp_path: Path) -> None:
+    result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_CONVENTION), bound=False)
+    assert result.returncode == 0, result.stderr
+    convention = LAUNCHERS[name.removesuffix("4")].rank_convention
+    assert [line for line in result.stdout.splitlines() if line] == [f"convention {convention}"] * WORKERS
+
+
+@pytest.mark.parametrize("name", MPI)
 def test_more_ranks_than_cores_have_the_shared_cores_of_the_plan(name: str, tmp_path: Path) -> None:
     request = Request(ppn=CORES + 1, oversubscribe=True)
-    result = ran(name, tmp_path, "self", (sys.executable, "-c", TELL), request)
+    result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_RANK), request)
     assert result.returncode == 0, result.stderr
-    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
-    assert [(one[0], one[3]) for one in said] == [
+    lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    assert [(one[0], one[3]) for one in lines] == [
         (i, list(worker.pus)) for i, worker in enumerate(plan_machine(this_machine(), request, Runtime()).workers)
     ]
 
 
 @pytest.mark.parametrize("name", MPI)
-def test_a_launcher_s_wrong_binding_is_told(name: str, tmp_path: Path) -> None:
-    """Bound by nobody, though the plan says that the launcher binds: both masks are named."""
+def test_a_launcher_s_wrong_binding_is_reported(name: str, tmp_path: Path) -> None:
+    """Unbound, though the launcher was to bind: both masks are named."""
     if WORKERS < 2:
         pytest.skip(reason="needs two cores")
     env = {**os.environ, **mpi_path(name)}
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
     job = Job(
-        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
         command=("true",),
         plan_path=tmp_path / "plan.json",
         log_dir=tmp_path / "logs",
     )
     launcher = find_launcher(name.removesuffix("4"), env)
-    made = start(job, launcher, bound(Job(**{**fields(job), "binder": "launcher"})), tmp_path)
-    job.plan_path.write_text(job_plan_json(job.kinds))
-    for path, text in made.files:
+    started = launch_command(job, launcher, bound_command(replace(job, binder="launcher")), tmp_path)
+    job.plan_path.write_text(job_plan_json(job.groups))
+    for path, text in started.files:
         path.write_text(text)
-    result = subprocess.run(made.argv, env={**env, **dict(made.variables)}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        started.argv, env={**env, **dict(started.variables)}, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode != 0
     assert "the launcher bound CPUs 0-1 (mask 0x3), planned" in result.stderr
-
-
-def fields(job: Job) -> dict:
-    return {name: getattr(job, name) for name in ("kinds", "command", "plan_path", "log_dir")}
 
 
 @pytest.mark.parametrize("name", MPI)
@@ -147,14 +162,14 @@ def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> Non
     assert subprocess.run([checker, folder / "launch.sh"], capture_output=True).returncode == 0
     place = tmp_path / "elsewhere"
     place.mkdir()
-    (place / "x.py").write_text(WHO)
+    (place / "x.py").write_text(PRINT_NAMES)
     check_ranks(plainly([str(folder / "launch.sh"), "python", "x.py"], place))
 
 
 @pytest.mark.parametrize("name", MPI)
 def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None:
     """By hand, with affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
-    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "x.py").write_text(PRINT_NAMES)
     (tmp_path / "plan.json").write_text(cputrain("plan", "--ppn", str(WORKERS), "--format", "json").stdout)
     path = path_of(name, tmp_path)
     launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
@@ -178,7 +193,7 @@ def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -
     """A program of the real MPI has MPI's ranks under its mpirun, and is alone under `cputrain launch`."""
     path = path_of(name, tmp_path)
     launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
-    library = "libmpi.so.40" if launcher.kind == "openmpi" else "libmpi.so.12"
+    library = "libmpi.so.40" if launcher.name == "openmpi" else "libmpi.so.12"
     folder = f"{launcher.prefix}/lib/" if launcher.prefix else ""
     program = ("--", sys.executable, "-c", MPI_SUM, f"{folder}{library}")
     found = {**path, **dict(launcher.variables), "LD_LIBRARY_PATH": folder}
@@ -188,8 +203,8 @@ def test_the_names_that_scripts_read_mislead_no_mpi(name: str, tmp_path: Path) -
     together = ran(name, tmp_path, "self", program[1:])
     assert together.returncode == 0, together.stderr
     total = WORKERS * (WORKERS + 1) // 2
-    said = sorted(line for line in together.stdout.splitlines() if line.startswith("MPI"))
-    assert said == [f"MPI {i} of {WORKERS}, sum {total}, PMI_RANK {i}" for i in range(WORKERS)]
+    lines = sorted(line for line in together.stdout.splitlines() if line.startswith("MPI"))
+    assert lines == [f"MPI {i} of {WORKERS}, sum {total}, PMI_RANK {i}" for i in range(WORKERS)]
 
 
 def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints(tmp_path: Path) -> None:
@@ -219,29 +234,29 @@ def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints
 
 
 def test_torchrun_s_ranks_may_be_launched(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "x.py").write_text(PRINT_NAMES)
     argv = [f"--nproc-per-node={WORKERS}", "--no-python", sys.executable, "-m", "cputrain", "launch", "--"]
     check_ranks(plainly([sys.executable, "-m", "torch.distributed.run", *argv, sys.executable, "x.py"], tmp_path))
 
 
 def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
     """What plan and a dry run of launch print for a host without a launcher."""
-    (tmp_path / "x.py").write_text(WHO)
+    (tmp_path / "x.py").write_text(PRINT_NAMES)
     ppn = ("--ppn", str(WORKERS))
     shown = cputrain("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
     failing = shown.replace(f"{sys.executable} x.py", "sh -c 'exit $((3 + RANK))'")
     assert plainly(["sh", "-c", failing], tmp_path).returncode == 2 + WORKERS
-    told = cputrain("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
-    check_ranks(plainly(["sh", "-c", told[-1]], tmp_path))
-    worker = next(line for line in told if line.startswith("  env RANK=0 "))
+    output = cputrain("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
+    check_ranks(plainly(["sh", "-c", output[-1]], tmp_path))
+    worker = next(line for line in output if line.startswith("  env RANK=0 "))
     assert "--plan runs/launch-" in worker and f"WORLD_SIZE={WORKERS} " in worker
 
 
 def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
-    told = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
-    assert f"{sys.executable} -m mpi.supervise.agent --report-to 127.0.0.1:PORT --into " in told
-    assert "CPUTRAIN_JOB_TOKEN TOKEN " in told and "launch.sh CMD" in told
+    output = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
+    assert f"{sys.executable} -m mpi.supervise.agent --report-to 127.0.0.1:PORT --into " in output
+    assert "CPUTRAIN_JOB_TOKEN TOKEN " in output and "launch.sh CMD" in output
 
 
 def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -251,16 +266,16 @@ def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def check_ranks(result: subprocess.CompletedProcess[str]) -> None:
-    """Every rank told who it is, by every name alike, was bound as planned, and would meet the others."""
+    """Every rank has the same numbers by every name, was bound as planned, and would meet the others."""
     assert result.returncode == 0, result.stderr
-    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    lines = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     plan = plan_machine(this_machine(), Request(ppn=WORKERS), Runtime())
-    host = [said[0][5], said[0][6], "lo"]
+    host = [lines[0][5], lines[0][6], "lo"]
     assert host[0] in ("127.0.0.1", "localhost") and host[1].isdigit()
-    assert [line[5:] for line in said] == [host] * WORKERS
+    assert [line[5:] for line in lines] == [host] * WORKERS
     numbers = [[str(n) for n in (i, WORKERS, i, WORKERS)] for i in range(WORKERS)]
-    assert [line[1:5] for line in said] == [[number] * 4 for number in numbers]
-    assert [line[0] for line in said] == [list(worker.pus) for worker in plan.workers]
+    assert [line[1:5] for line in lines] == [[number] * 4 for number in numbers]
+    assert [line[0] for line in lines] == [list(worker.pus) for worker in plan.workers]
 
 
 def path_of(name: str, folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
 from cputrain.cli.launch import new_folder
 from cputrain.runs.folder import write_plan
-from mpi.hosts.groups import Kind
+from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 from tests.support.commands import cputrain
@@ -32,14 +32,14 @@ def job(tmp_path: Path, code: str) -> Job:
     write_plan(tmp_path / "plan.json", plan)
     command = (sys.executable, "-c", code)
     return Job(
-        kinds=(Kind(hosts=("localhost",), plan=plan),),
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
         command=command,
         plan_path=tmp_path / "plan.json",
         log_dir=tmp_path / "logs",
     )
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a process has ended (a zombie has)."""
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
@@ -59,14 +59,14 @@ def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
         "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0))); "
         "print('to stderr', file=sys.stderr)"
     )
-    made = job(tmp_path, code)
-    assert run_local(made, out, err) == 0
-    for worker in made.plan.workers:
+    planned = job(tmp_path, code)
+    assert run_local(planned, os.environ, out, err) == 0
+    for worker in planned.plan.workers:
         rank = worker.local_rank
-        said = f"{rank} {rank} {WORKERS} {WORKERS} {list(worker.pus)}"
-        assert f"[{rank}] {said}" in out.getvalue()
+        line = f"{rank} {rank} {WORKERS} {WORKERS} {list(worker.pus)}"
+        assert f"[{rank}] {line}" in out.getvalue()
         log = (tmp_path / f"logs/rank-{rank}.log").read_text()
-        assert said in log and "to stderr" in log
+        assert line in log and "to stderr" in log
     assert "to stderr" in err.getvalue() and "to stderr" not in out.getvalue()
 
 
@@ -97,8 +97,8 @@ def test_a_script_that_reads_another_launcher_s_names_is_one_training(tmp_path: 
 
 def test_no_two_launches_share_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "runs/launch-20260102-030405"
-    made = [new_folder(folder, named=False) for _ in range(3)]
-    assert [path.name.removeprefix(folder.name) for path in made] == ["", "-2", "-3"]
+    folders = [new_folder(folder, named=False) for _ in range(3)]
+    assert [path.name.removeprefix(folder.name) for path in folders] == ["", "-2", "-3"]
     assert new_folder(tmp_path / "mine", named=True) == tmp_path / "mine"
     with pytest.raises(InputError, match="mine is there already"):
         new_folder(tmp_path / "mine", named=True)
@@ -117,10 +117,10 @@ def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     code += "time.sleep(0.5 if rank == '1' else 300); print('the reason'); sys.exit(7)"
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ exited with status 7; log \S+rank-1.log") as failure:
-        run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
+        run_local(job(tmp_path, code), os.environ, io.StringIO(), io.StringIO())
     assert time.monotonic() - started < 30
     assert "| the reason" in str(failure.value)
-    assert all(gone(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
+    assert all(has_ended(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
 
 
 @needs_two
@@ -129,19 +129,19 @@ def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_p
     code += "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(300)"
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ was ended by SIGKILL"):
-        run_local(job(tmp_path, code), io.StringIO(), io.StringIO())
+        run_local(job(tmp_path, code), os.environ, io.StringIO(), io.StringIO())
     assert time.monotonic() - started < 30
 
 
 def test_ranks_that_refuse_their_input_make_status_2(tmp_path: Path) -> None:
-    assert run_local(job(tmp_path, "import sys; sys.exit(2)"), io.StringIO(), io.StringIO()) == 2
+    assert run_local(job(tmp_path, "import sys; sys.exit(2)"), os.environ, io.StringIO(), io.StringIO()) == 2
 
 
 def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:
     err = io.StringIO()
-    made = job(tmp_path, "")
-    wrong = replace(made, command=("no-such-program",))
-    assert run_local(wrong, io.StringIO(), err) == 2
+    planned = job(tmp_path, "")
+    wrong = replace(planned, command=("no-such-program",))
+    assert run_local(wrong, os.environ, io.StringIO(), err) == 2
     assert "cannot start 'no-such-program'" in err.getvalue()
 
 
@@ -159,19 +159,19 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     assert process.returncode == 128 + number
     assert f"({number.name})" in err
     started = children(tmp_path / "out")
-    assert started and all(gone(pid) for pid in started)
+    assert started and all(has_ended(pid) for pid in started)
 
 
 def test_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", sys.executable, "-c"]
-    tell = "import os, time; print('child', os.getpid(), flush=True); time.sleep(300)"
-    process = subprocess.Popen([*argv, tell], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    print_pid = "import os, time; print('child', os.getpid(), flush=True); time.sleep(300)"
+    process = subprocess.Popen([*argv, print_pid], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(WORKERS)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not all(gone(pid) for pid in pids):
+    while time.monotonic() < deadline and not all(has_ended(pid) for pid in pids):
         time.sleep(0.05)
-    assert all(gone(pid) for pid in pids)
+    assert all(has_ended(pid) for pid in pids)
     process.stdout.close()

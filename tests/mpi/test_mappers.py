@@ -11,13 +11,13 @@ from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
 from affinity.topology.cpuset import parse_list
-from mpi.hosts.groups import Kind
+from mpi.hosts.groups import HostGroup
+from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher
 from mpi.launchers.job import Job
-from mpi.launchers.start import start
 from tests.support.commands import mpi_path
 
-# hwloc's own description of the machine, for mappers that would otherwise look at this one.
+# hwloc's description of the machine, for mappers that would otherwise inspect this one.
 SYNTHETIC = "pack:2 [numa] l3:1 core:24 pu:2(indexes=2*48:48*1)"
 HOSTS = tuple(f"10.9.{i // 200}.{i % 200 + 1}" for i in range(256))
 PLAN = plan_machine(find_machine("skx-8160-2s"), Request(ppn=4, nodes=256), Runtime())
@@ -28,33 +28,33 @@ def mapped(name: str, binder: str, folder: Path, *options: str) -> str:
     """What a launcher prints of its map of the job."""
     path = {**os.environ, **mpi_path(name)}
     job = Job(
-        kinds=(Kind(hosts=HOSTS, plan=PLAN),),
+        groups=(HostGroup(hosts=HOSTS, plan=PLAN),),
         command=("true",),
         plan_path=folder / "plan.json",
         log_dir=folder / "logs",
         binder=binder,
     )
-    made = start(job, find_launcher(name.removesuffix("4"), path), ("true",), folder)
-    for file, text in made.files:
+    command = launch_command(job, find_launcher(name.removesuffix("4"), path), ("true",), folder)
+    for file, text in command.files:
         file.write_text(text)
     # Intel MPI goes on after its map: there is no ssh for it then.
     alone = {"HWLOC_SYNTHETIC": SYNTHETIC, "HWLOC_THISSYSTEM": "1", "I_MPI_HYDRA_BOOTSTRAP_EXEC": "/bin/false"}
-    env = {**path, **dict(made.variables), **alone}
-    argv = [made.argv[0], *options, *made.argv[1:]]
+    env = {**path, **dict(command.variables), **alone}
+    argv = [command.argv[0], *options, *command.argv[1:]]
     result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
     return result.stdout + result.stderr
 
 
 def test_open_mpi_5_binds_each_rank_to_its_cores(tmp_path: Path) -> None:
-    said = mapped("openmpi", "launcher", tmp_path, "--display", "map", "--do-not-launch")
+    output = mapped("openmpi", "launcher", tmp_path, "--display", "map", "--do-not-launch")
     found = re.findall(
-        r"Data for proc: \S+,(\d+)\]\s+Pid.*\s+State.*\s+Binding: package\[\d\]\[core:L([\d,-]+)\]", said
+        r"Data for proc: \S+,(\d+)\]\s+Pid.*\s+State.*\s+Binding: package\[\d\]\[core:L([\d,-]+)\]", output
     )
-    assert len(found) == 1024, said[-2000:]
+    assert len(found) == 1024, output[-2000:]
     logical = {pu: i for i, core in enumerate(PLAN.machine.cores) for pu in core.pus}
     planned = [tuple(sorted({logical[pu] for pu in worker.pus})) for worker in PLAN.workers]
     assert [parse_list(cores) for _, cores in sorted(found, key=lambda pair: int(pair[0]))] == planned * 256
-    assert re.findall(r"Data for node: (\S+)", said) == list(HOSTS)
+    assert re.findall(r"Data for node: (\S+)", output) == list(HOSTS)
 
 
 @pytest.mark.parametrize("name", ["openmpi", "openmpi4"])
@@ -71,8 +71,8 @@ def test_open_mpi_fills_host_by_host(name: str, tmp_path: Path) -> None:
 
 
 def test_intel_mpi_fills_host_by_host(tmp_path: Path) -> None:
-    said = mapped("intelmpi", "launcher", tmp_path, "-print-rank-map")
+    output = mapped("intelmpi", "launcher", tmp_path, "-print-rank-map")
     ranks: dict[int, str] = {}
-    for host, numbers in re.findall(r"^\((10\.\S+?):([\d,]+)\)$", said, re.MULTILINE):
+    for host, numbers in re.findall(r"^\((10\.\S+?):([\d,]+)\)$", output, re.MULTILINE):
         ranks |= dict.fromkeys(parse_list(numbers), host)
-    assert [ranks.get(i) for i in range(1024)] == RANKS, said[:500]
+    assert [ranks.get(i) for i in range(1024)] == RANKS, output[:500]

@@ -59,5 +59,5 @@ def test_a_full_disk_ends_the_log_and_not_the_job() -> None:
     terminal = io.StringIO()
     stream = Stream(label="[1] ", terminal=terminal, log=Full(), live=False)
     stream.feed(b"one\ntwo\n")
-    told = "cputrain: logs/rank-1.log: No space left on device: the job goes on without this log\n"
-    assert terminal.getvalue() == f"{told}[1] one\n[1] two\n"
+    message = "cputrain: logs/rank-1.log: No space left on device: the job goes on without this log\n"
+    assert terminal.getvalue() == f"{message}[1] one\n[1] two\n"

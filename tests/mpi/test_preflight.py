@@ -1,4 +1,4 @@
-"""The checks before a job: judged from made reports, and run on hosts that are network namespaces."""
+"""The checks before a job: of made-up reports, and of real hosts that are network namespaces."""
 
 import subprocess
 import sys
@@ -10,14 +10,14 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
-from mpi.preflight.checks import Report, judge, missing_provider
+from mpi.preflight.checks import HostReport, judge, missing_provider
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts
 from tests.support.machines import build_machine
 
 PLAN = plan_machine(build_machine(1, 1, 4, 1), Request(ppn=2, workload=RESNET50, local_batch=4), Runtime())
-HOST = Report(
+HOST = HostReport(
     host="h1",
     python="3.11.7",
     packages=(("torch", "2.13.0"),),
@@ -30,7 +30,7 @@ HOST = Report(
 )
 
 
-def judged(**changes: object) -> tuple[list[str], list[str]]:
+def judge_with(**changes: object) -> tuple[list[str], list[str]]:
     """The verdict on four equal hosts, the third of which is changed."""
     reports = [replace(HOST, host=f"h{i}") for i in (1, 2, 3, 4)]
     reports[2] = replace(reports[2], **changes)
@@ -38,8 +38,8 @@ def judged(**changes: object) -> tuple[list[str], list[str]]:
     return verdict.wrong, verdict.doubtful
 
 
-def test_equal_hosts_are_right() -> None:
-    assert judged() == ([], [])
+def test_equal_hosts_pass() -> None:
+    assert judge_with() == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_equal_hosts_are_right() -> None:
         ({"packages": ()}, "h3 has torch none", ""),
         ({"python": "3.12.1"}, "h3 has Python 3.12.1", ""),
         ({"files": (("/x/train.py", "bb"),)}, "h3 has /x/train.py bb, the others aa", ""),
-        ({"allowed_pus": (0, 1)}, "h3 does not lend PUs 2-3", ""),
+        ({"allowed_pus": (0, 1)}, "h3 does not allow CPUs 2-3", ""),
         ({"memory_bytes": 1 << 30}, "h3 has 1.0 GiB of memory free", ""),
         ({"clock_s": -7.25}, "", "h3's clock is -7.2 s off"),
         ({"scratch_bytes": 0}, "", "h3 has 0.0 GiB of scratch"),
@@ -57,13 +57,13 @@ def test_equal_hosts_are_right() -> None:
         ({"no_provider": "psm3"}, "", "h3's libfabric has no provider psm3"),
     ],
 )
-def test_a_host_that_is_not_like_the_others_is_named(changes: dict, wrong: str, doubtful: str) -> None:
-    told_wrong, told_doubtful = judged(**changes)
-    assert len(told_wrong) == bool(wrong) and all(wrong in line for line in told_wrong)
-    assert len(told_doubtful) == bool(doubtful) and all(doubtful in line for line in told_doubtful)
+def test_a_host_that_differs_is_named(changes: dict, wrong: str, doubtful: str) -> None:
+    found_wrong, found_doubtful = judge_with(**changes)
+    assert len(found_wrong) == bool(wrong) and all(wrong in line for line in found_wrong)
+    assert len(found_doubtful) == bool(doubtful) and all(doubtful in line for line in found_doubtful)
 
 
-def test_hosts_are_asked_before_a_job(tmp_path: Path) -> None:
+def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
     """Three equal hosts; then one with a slow cable; then one that does not answer at all."""
     with fake_hosts(tmp_path / "hosts", 3) as hosts:
 
@@ -86,7 +86,7 @@ def test_hosts_are_asked_before_a_job(tmp_path: Path) -> None:
         assert "no answer from h3" in lost.stderr, lost.stderr
 
 
-def test_the_real_fi_info_tells_which_providers_there_are() -> None:
+def test_a_missing_provider_is_found_by_the_real_fi_info() -> None:
     need("libfabric-bin", "fi_info")
     assert missing_provider("tcp") is None and missing_provider("tcp;shm") is None
     assert missing_provider("tcp;mlx") == "mlx"

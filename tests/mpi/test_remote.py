@@ -33,8 +33,9 @@ dist.destroy_process_group()
 
 
 def launch(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    kind = name.removesuffix("4")
-    return cputrain("launch", "--launcher", kind, "--output", "out", *arguments, cwd=cwd, **mpi_path(name))
+    return cputrain(
+        "launch", "--launcher", name.removesuffix("4"), "--output", "out", *arguments, cwd=cwd, **mpi_path(name)
+    )
 
 
 @pytest.mark.parametrize("name", MPI)
@@ -100,8 +101,8 @@ def test_an_absent_launcher_is_named_with_its_package(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
-    with fake_hosts(tmp_path_factory.mktemp("hosts"), 4) as made:
-        yield made
+    with fake_hosts(tmp_path_factory.mktemp("hosts"), 4) as hosts:
+        yield hosts
 
 
 def launch_on(hosts: FakeHosts, name: str, *arguments: str, cwd: Path) -> list[str]:
@@ -122,8 +123,8 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
     size = 4 * WORKERS
     for rank in range(size):
         host = hosts.names[rank // WORKERS]
-        said = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
-        assert said in result.stdout.splitlines()
+        line = f"[{host}:{rank}] rank {rank} on {host} of {size} sum {size * (size + 1) / 2}"
+        assert line in result.stdout.splitlines()
     usage = read_usage(tmp_path / "out")
     assert usage is not None and [*usage.workers] == [*range(size)] and [*usage.hosts] == sorted(hosts.names)
     assert [*usage.planned] == [*range(size)]
@@ -131,13 +132,22 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
-    """Where rank 0 is has to be told, by hand or by launch.sh; on which port to meet it the ranks find alike."""
+    """Rank 0's host has to be given, by hand or by launch.sh; the port is one that all ranks find by themselves."""
     (tmp_path / "sum.py").write_text(ALL_REDUCE)
     env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     hosts_of = {"openmpi": ("--allow-run-as-root", "--bind-to", "none", "--host"), "mpich": ("-hosts",)}[name]
     mpirun = ("mpirun", *hosts_of, "h1:1,h2:1")
-    asked = '{"ppn": 1, "nodes": 2}'
-    bind = (sys.executable, "-m", "affinity.bind", "--plan-here", asked, "--", sys.executable, str(tmp_path / "sum.py"))
+    request = '{"ppn": 1, "nodes": 2}'
+    bind = (
+        sys.executable,
+        "-m",
+        "affinity.bind",
+        "--plan-here",
+        request,
+        "--",
+        sys.executable,
+        str(tmp_path / "sum.py"),
+    )
     inside = {"capture_output": True, "text": True, "timeout": 120}
     refused = subprocess.run(hosts.inside("h1", "env", *env, *mpirun, *bind), **inside)
     assert refused.returncode != 0 and "the host of rank 0 is not known: set MASTER_ADDR" in refused.stderr
@@ -154,23 +164,23 @@ def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp
 
 
 @pytest.mark.parametrize("name", ["intelmpi", "openmpi"])
-def test_hosts_of_two_kinds(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+def test_hosts_that_differ_have_a_plan_for_each_group(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
     """Two hosts planned as this machine, one as a machine of a single core: each rank is bound by its host's plan."""
     code = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
     env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--output", str(tmp_path / "out"))
-    kinds = ("--kind", "h[1-2]=this", "--kind", "h3=pack:1 core:1")
-    argv = hosts.inside("h1", "env", *env, *launch, *kinds, "--", sys.executable, "-c", code)
+    groups = ("--kind", "h[1-2]=this", "--kind", "h3=pack:1 core:1")
+    argv = hosts.inside("h1", "env", *env, *launch, *groups, "--", sys.executable, "-c", code)
     result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     this = plan_machine(this_machine(), Request(), Runtime()).workers
-    told = dict(line.split("] ", 1) for line in result.stdout.splitlines() if line.startswith("[h"))
+    lines = dict(line.split("] ", 1) for line in result.stdout.splitlines() if line.startswith("[h"))
     expected = {
         f"[h{host}:{rank}": f"{rank} {len(this)} {list(worker.pus)}"
         for host in (1, 2)
         for rank, worker in enumerate(this, (host - 1) * len(this))
     }
-    assert told == {**expected, f"[h3:{2 * len(this)}": f"{2 * len(this)} 1 [0]"}
+    assert lines == {**expected, f"[h3:{2 * len(this)}": f"{2 * len(this)} 1 [0]"}
 
 
 @pytest.mark.parametrize(("name", "ppn"), [("intelmpi", WORKERS), ("openmpi", 1)])
@@ -201,10 +211,10 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(name: str, tmp_path: P
                 process.stdout.readline()
             started = time.monotonic()
             hosts.cut("h3")
-            _, said = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=60)
         assert time.monotonic() - started < 30
         assert process.returncode == 1
-        assert "on h3 has been silent for 15 s" in said, said
+        assert "on h3 has been silent for 15 s" in errors, errors
         deadline = time.monotonic() + 10
         while any(left := hosts.processes("time.sleep(600)").values()) and time.monotonic() < deadline:
             time.sleep(0.2)

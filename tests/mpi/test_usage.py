@@ -1,4 +1,4 @@
-"""What ranks and hosts use: records made, merged and bounded; sampled from real processes; shown in the report."""
+"""Resource use of ranks and hosts: records merged and bounded, sampled from real processes, shown in the report."""
 
 import io
 import json
@@ -169,23 +169,23 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
     assert sum(r.network["lo"][0] for r in whole if "lo" in r.network) >= 64 * MIB
     assert sum(r.cpu_s for r in whole) >= 0.9 * sum(r.cpu_s for r in busy)
     assert [row[4] for row in worker_rows(usage)] == ["1", "1"]
-    told = cputrain("report", "out", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
+    reported = cputrain("report", "out", cwd=tmp_path)
+    assert reported.returncode == 0, reported.stderr
     html = (tmp_path / "out/report.html").read_text()
     assert "Resource use" in html and "CPU per worker" in html and "lo (loopback)" in html and "Epochs" not in html
 
 
 def test_a_command_of_a_moment_has_a_record_too(tmp_path: Path) -> None:
-    assert run_local(job(tmp_path, "sum(range(2_000_000))"), io.StringIO(), io.StringIO()) == 0
+    assert run_local(job(tmp_path, "sum(range(2_000_000))"), os.environ, io.StringIO(), io.StringIO()) == 0
     (record,) = read_records(worker_file(tmp_path / "usage", 0), WorkerUse)
     assert record.cpu_s > 0.02 and record.seconds > 0
     assert len(list((tmp_path / "usage").glob("host-*.jsonl"))) == 1
 
 
-def test_a_run_goes_on_where_its_use_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_where_its_use_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "usage").write_text("a file")
-    assert run_local(job(tmp_path, "import time; time.sleep(1.5)"), io.StringIO(), io.StringIO()) == 0
-    assert "the run goes on, its resource use unknown" in capsys.readouterr().err
+    assert run_local(job(tmp_path, "import time; time.sleep(1.5)"), os.environ, io.StringIO(), io.StringIO()) == 0
+    assert "the run goes on, its resource use unknown" in caplog.text
 
 
 def recorded(run: Path, ranks: int, times: list[float]) -> None:
@@ -221,15 +221,25 @@ def test_a_folder_without_samples_says_so(tmp_path: Path) -> None:
     assert "Nothing was sampled" in write_report(tmp_path).read_text()
 
 
-def test_a_counter_that_cannot_be_read_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def unreadable() -> None:
-        raise PermissionError(13, "Permission denied", "/proc/stat")
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+from mpi.usage import sampler
 
-    monkeypatch.setattr(sampler, "read_host", unreadable)
-    samples = sampler.Sampler(tmp_path, {0: os.getpid()}, whole_host=True)
-    samples.tick()
-    samples.ended(0)
-    samples.close()
-    assert "/proc/stat: Permission denied: the run goes on" in capsys.readouterr().err
+def unreadable():
+    raise PermissionError(13, "Permission denied", "/proc/stat")
+
+sampler.read_host = unreadable
+samples = sampler.Sampler(Path(sys.argv[1]), {0: os.getpid()}, whole_host=True)
+samples.tick()
+samples.ended(0)
+samples.close()
+"""
+
+
+def test_a_counter_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> None:
+    """Users see one line on stderr."""
+    argv = [sys.executable, "-c", UNREADABLE, str(tmp_path)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    line = "cputrain: /proc/stat: Permission denied: the run goes on, its resource use unknown\n"
+    assert result.stderr == line

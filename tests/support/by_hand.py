@@ -20,7 +20,7 @@ def plan_of(place: Path, *arguments: str) -> dict:
 
 
 def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """`cputrain ARGUMENTS` as all ranks of a plan, its workers bound as it says."""
+    """`cputrain ARGUMENTS` as all ranks of a plan, its workers bound by it."""
     (place / "plan.json").write_text(json.dumps(plan))
     size = str(len(plan["workers"]))
     bind = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--no-verify", "--"]
@@ -30,5 +30,5 @@ def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.C
         subprocess.Popen(argv, cwd=place, env={**os.environ, **common, "RANK": str(i), "LOCAL_RANK": str(i)}, **PIPES)
         for i in range(int(size))
     ]
-    said = [rank.communicate(timeout=300) for rank in ranks]
-    return [subprocess.CompletedProcess(argv, r.returncode, *texts) for r, texts in zip(ranks, said, strict=True)]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    return [subprocess.CompletedProcess(argv, r.returncode, *texts) for r, texts in zip(ranks, outputs, strict=True)]

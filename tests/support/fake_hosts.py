@@ -75,7 +75,7 @@ class FakeHosts:
         subprocess.run(["ip", "link", "set", cable(self.network, number), "down"], check=True)
 
     def slow_down(self, host: str, rate: str) -> None:
-        """Let a host send no more than that, as tc says it."""
+        """Limit the speed at which a host sends, in the units of tc."""
         shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         subprocess.run(self.inside(host, "tc", "qdisc", "add", "dev", "eth0", *shape), check=True)
 

@@ -44,7 +44,7 @@ PartitionName=real Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=NO
 PartitionName=fake Nodes=c[001-256] MaxTime=INFINITE
 """
 READY_S = 30.0
-# A process for which the hosts' names lead here, and for nobody else.
+# For this process alone the hosts' names resolve to this host.
 KNOWING = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
 
 
@@ -62,8 +62,8 @@ class Slurm:
 
     def state(self, job: str, cwd: Path) -> str:
         """A job's state, as scontrol names it."""
-        said = self.run("scontrol", "show", "job", job, cwd=cwd).stdout
-        return next((word.partition("=")[2] for word in said.split() if word.startswith("JobState=")), "GONE")
+        shown = self.run("scontrol", "show", "job", job, cwd=cwd).stdout
+        return next((word.partition("=")[2] for word in shown.split() if word.startswith("JobState=")), "GONE")
 
     def finish(self, script: str, cwd: Path, limit_s: float = 180.0) -> str:
         """Submit a script and wait for its end; the state that it then is in."""

@@ -1,0 +1,66 @@
+"""Job x launcher -> the command that starts it. Pure: nothing is started, no file written."""
+
+from pathlib import Path
+
+from affinity.errors import InputError
+from mpi.hosts.hostfile import Host, format_hosts
+from mpi.launchers.job import Job
+from mpi.launchers.launcher import Files, InstalledLauncher, LaunchCommand, Launcher, Tokens
+
+HOSTS = "hosts"
+
+
+def launch_command(
+    job: Job, installed: InstalledLauncher, command: tuple[str, ...], folder: Path | None
+) -> LaunchCommand:
+    """What starts `command` as every rank of the job. Its files are to be in the folder; None: it gets no files.
+
+    Raises InputError where the launcher cannot start this job.
+    """
+    launcher = installed.launcher
+    _check(job, launcher)
+    hosts, hostfile = _hosts(job, launcher, folder)
+    binding: Tokens = launcher.unbound
+    rankfile: Files = ()
+    if job.binder == "launcher" and launcher.bound is not None:
+        binding, rankfile = launcher.bound(job, installed, folder)
+    variables = launcher.variables(job)
+    exported: Tokens = ()
+    if (option := launcher.rank_variable) is not None:
+        exported = tuple(token for name, value in variables for token in option(name, value))
+        variables = ()
+    return LaunchCommand(
+        argv=(
+            *(installed.program, *launcher.rank_counts(job, installed), *hosts, *binding),
+            *(*exported, *launcher.last_options, *command),
+        ),
+        variables=(*installed.variables, *variables),
+        files=(*hostfile, *rankfile),
+    )
+
+
+def _check(job: Job, launcher: Launcher) -> None:
+    """Raise InputError where the launcher cannot start this job."""
+    if job.binder == "launcher":
+        if len(job.groups) > 1:
+            raise InputError("--bind launcher gives all hosts the same masks: hosts that differ need --bind self")
+        if any(group.plan.oversubscribed for group in job.groups):
+            raise InputError("--bind launcher gives each rank cores of its own: leave it or --oversubscribe out")
+        if launcher.bound is None:
+            raise InputError(f"{launcher.title} cannot bind its ranks as planned: leave --bind launcher out")
+    if launcher.equal_hosts and len(job.groups) > 1:
+        raise InputError(
+            f"{launcher.title} starts the same number of ranks on every host: hosts that differ need an MPI's launcher"
+        )
+
+
+def _hosts(job: Job, launcher: Launcher, folder: Path | None) -> tuple[Tokens, Files]:
+    """The tokens that name the job's hosts, and the hostfile where there is a folder for it."""
+    options = launcher.hosts
+    if options is None:
+        return (), ()
+    if folder is None:
+        return options.inline(job), ()
+    path = folder / HOSTS
+    hosts = job.slots if options.slots else tuple(Host(name=host) for host in job.hosts)
+    return options.from_file(path), ((path, format_hosts(hosts, options.file_format)),)

@@ -1,0 +1,34 @@
+"""MPICH's mpiexec (Hydra)."""
+
+import re
+from pathlib import Path
+
+from mpi.hosts.hostfile import hosts_with_slots
+from mpi.launchers.job import Job
+from mpi.launchers.launcher import Files, HostOptions, InstalledLauncher, Launcher, Tokens, by_genv
+
+
+def _bound(job: Job, _installed: InstalledLauncher, _folder: Path | None) -> tuple[Tokens, Files]:
+    domains = ("+".join(map(str, worker.pus)) for worker in job.plan.workers)
+    return ("-bind-to", f"user:{','.join(domains)}"), ()
+
+
+MPICH = Launcher(
+    name="mpich",
+    title="MPICH",
+    programs=("mpiexec", "mpirun"),
+    package="mpich (Debian, conda, PyPI)",
+    version=re.compile(r"(?s)HYDRA build details:.*?Version:\s*(\d+)\.(\d+)"),
+    newest=(5, 0),
+    schedulers=("pbs",),
+    rank_convention="intelmpi",  # both number their ranks by Hydra's variables
+    rank_counts=lambda job, _installed: ("-n", str(job.world_size)),
+    hosts=HostOptions(
+        file_format="hydra",
+        from_file=lambda path: ("-f", str(path)),
+        inline=lambda job: ("-hosts", hosts_with_slots(job.slots)),
+    ),
+    unbound=("-bind-to", "none"),
+    bound=_bound,
+    rank_variable=by_genv,
+)

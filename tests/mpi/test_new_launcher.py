@@ -1,0 +1,107 @@
+"""A launcher that is no part of cputrain, described by one record: it is found, gets its hostfile and its arguments."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.ranks.rank import CONVENTIONS
+from affinity.topology.cpuset import format_list
+from mpi.hosts.groups import HostGroup
+from mpi.launchers.command import launch_command
+from mpi.launchers.detect import find_launcher
+from mpi.launchers.job import Job
+from mpi.launchers.launcher import HostOptions, InstalledLauncher, Launcher
+from mpi.launchers.table import LAUNCHERS
+from tests.support.machines import build_machine
+
+EXAMPLE = Launcher(
+    name="example",
+    title="the example launcher",
+    programs=("example-run",),
+    package="example-launcher",
+    version=re.compile(r"example launcher, release (\d+)\.(\d+)"),
+    newest=(3, 0),
+    environment=lambda prefix, _env: (("EXAMPLE_HOME", str(prefix)),),
+    rank_convention="env",
+    rank_counts=lambda job, installed: (*(("--root",) if installed.as_root else ()), "--ranks", str(job.world_size)),
+    hosts=HostOptions(
+        file_format="hydra",
+        from_file=lambda path: (f"--hosts-in={path}",),
+        inline=lambda job: ("--hosts", "+".join(job.hosts)),
+    ),
+    unbound=("--bind=none",),
+    bound=lambda job, _installed, _folder: (tuple(f"--bind={format_list(w.pus)}" for w in job.plan.workers), ()),
+    rank_variable=lambda name, value: ("--set", f"{name}={value}"),
+    last_options=("--",),
+)
+KNOWN = {**LAUNCHERS, EXAMPLE.name: EXAMPLE}
+PLAN = plan_machine(build_machine(1, 1, 4, 1), Request(ppn=2, smt=False, comm_cores=0, loader_cores=0), Runtime())
+JOB = Job(
+    groups=(HostGroup(hosts=("h1", "h2"), plan=PLAN),),
+    command=("true",),
+    plan_path=Path("plan.json"),
+    log_dir=Path("logs"),
+    variables=(("NAME", "a value"),),
+)
+INSTALLED = InstalledLauncher(launcher=EXAMPLE, version=(3, 2), program="/opt/bin/example-run")
+SET = ("--set", "MASTER_ADDR=h1", "--set", "NAME=a value")
+
+
+def test_it_is_found_by_its_version(tmp_path: Path) -> None:
+    program = tmp_path / "bin/example-run"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "example launcher, release 3.2 at $EXAMPLE_HOME"\n')
+    program.chmod(0o755)
+    env = {"PATH": f"{program.parent}:/usr/bin:/bin"}
+    found = find_launcher("example", env, KNOWN)
+    assert found == InstalledLauncher(
+        launcher=EXAMPLE,
+        version=(3, 2),
+        program=str(program),
+        prefix=str(tmp_path),
+        as_root=os.geteuid() == 0,
+        variables=(("EXAMPLE_HOME", str(tmp_path)),),
+    )
+
+
+def test_inside_a_job_of_its_own_auto_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "example-run").write_text("#!/bin/sh\n")
+    (tmp_path / "example-run").chmod(0o755)
+    own = {**LAUNCHERS, "example": replace(EXAMPLE, version=None, job_variable="EXAMPLE_JOB")}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(InputError, match="no mpirun, mpiexec or srun on PATH"):
+        find_launcher("auto", os.environ, own)
+    monkeypatch.setenv("EXAMPLE_JOB", "7")
+    assert find_launcher("auto", os.environ, own).program == str(tmp_path / "example-run")
+
+
+def test_it_is_missed_with_its_package() -> None:
+    with pytest.raises(InputError, match="no example on PATH: install example-launcher"):
+        find_launcher("example", {"PATH": "/nonexistent"}, KNOWN)
+
+
+def test_it_gets_a_hostfile_in_its_format_and_its_own_options(tmp_path: Path) -> None:
+    made = launch_command(JOB, INSTALLED, ("CMD", "x"), tmp_path)
+    hosts = tmp_path / "hosts"
+    first = ("/opt/bin/example-run", "--ranks", "4", f"--hosts-in={hosts}", "--bind=none")
+    assert made.argv == (*first, *SET, "--", "CMD", "x")
+    assert made.files == ((hosts, "h1:2\nh2:2\n"),) and made.variables == ()
+
+
+def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
+    made = launch_command(JOB, INSTALLED, ("CMD",), None)
+    first = ("/opt/bin/example-run", "--ranks", "4", "--hosts", "h1+h2", "--bind=none")
+    assert made.argv == (*first, *SET, "--", "CMD") and made.files == ()
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_launcher_numbers_its_ranks_by_a_known_convention(name: str) -> None:
+    """srun's ranks are found by several variables that are no row of CONVENTIONS."""
+    assert LAUNCHERS[name].rank_convention in {*(convention[0] for convention in CONVENTIONS), "srun"}
