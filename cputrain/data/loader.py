@@ -66,7 +66,7 @@ class ImageLoader:
         self._images = dataset.splits[split]
         self._sampler, self._transform, self._seed = sampler, transform, seed
         self._decode, self._normalize = decode, normalize
-        self._threads, self._cpus = threads, tuple(cpus)
+        self.threads, self.cpus = threads, tuple(cpus)
         self._on_error = on_error
 
     @classmethod
@@ -182,7 +182,7 @@ class ImageLoader:
             return problems
 
         side = self._transform.image_size
-        return decoded_batches(images, shares, decode, side=side, threads=self._threads, cpus=self._cpus)
+        return decoded_batches(images, shares, decode, side=side, threads=self.threads, cpus=self.cpus)
 
 
 def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> tuple[int, int]:
