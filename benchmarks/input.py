@@ -35,7 +35,8 @@ from cputrain.data.pixels.decode import decode_one_by_pillow
 from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
 from cputrain.data.pixels.turbo import load
 from cputrain.data.prepare.encode import reencode
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
 SHORT, QUALITY = 256, 90

@@ -10,7 +10,8 @@ from tqdm import tqdm
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
 from cputrain.data.prepare.digits import write_digits
-from cputrain.data.prepare.pack import SHARD_BYTES, Options, prepare
+from cputrain.data.prepare.options import SHARD_BYTES, Options
+from cputrain.data.prepare.pack import prepare
 from cputrain.data.prepare.shard_writers import WRITERS
 from cputrain.data.prepare.sources import SPLIT, TORCHVISION, UNSPLIT, open_source
 

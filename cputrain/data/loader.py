@@ -1,14 +1,20 @@
 """The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
 
+    import torch
     from cputrain.data import ImageLoader
 
-    train = ImageLoader.open("data/photos", batch_size=32, image_size=224, threads=4)
-    val = ImageLoader.open("data/photos", split="val", batch_size=64, image_size=224, threads=4)
-    for epoch in range(90):
+    train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, len(train.classes)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(2):
         train.set_epoch(epoch)
-        for images, labels in train:  # (32, 3, 224, 224) float32, channels-last; (32,) int64
-            loss = cross_entropy(model(images), labels)
-            ...
+        for images, labels in train:  # (8, 3, 64, 64) float32, channels-last; (8,) int64
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+    val = ImageLoader.open("data/photos", split="val", batch_size=8, image_size=64)
+    correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val)
 
 cputrain's trainer uses the same class (cputrain.training.feed).
 """

@@ -16,7 +16,8 @@ from cputrain.data.formats.shards import Shards
 from cputrain.data.order.block_order import block_length, block_order
 from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.order.permutations import rank_share
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from tests.support.images import write_images
 
 

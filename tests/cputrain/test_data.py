@@ -22,7 +22,8 @@ from cputrain.data.order.permutations import epoch_order, evaluation_share, imag
 from cputrain.data.pixels.crops import center_crop
 from cputrain.data.pixels.decode import Pixels, decode_by_pillow
 from cputrain.data.prepare.digits import write_digits
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from tests.support.images import write_images
 
 

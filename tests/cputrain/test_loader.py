@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,13 @@ import torch
 import cputrain.data
 from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
-from cputrain.data import Augmentation, ImageLoader, Transform
+from cputrain.data import Augmentation, ImageLoader, Transform, loader
 from cputrain.data.formats.block_reader import images_per_block
 from cputrain.data.formats.open import open_dataset, open_folder
 from cputrain.data.pixels.decode import choose_decoder
 from cputrain.data.pixels.normalize import choose_normalize
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.feed import evaluation_batches, training_batches
@@ -118,6 +120,19 @@ def test_a_script_in_another_folder_gets_the_batches_of_the_trainer(
     expected = trainer_batches(session_of(path, 0, 1, block_mib))
     assert [len(epoch) for epoch in expected["train"]] == [7, 7], "36 images make 7 batches of 5"
     assert_same(torch.load(place / "batches-0.pt"), expected)
+
+
+def test_the_documented_example_runs(tmp_path: Path) -> None:
+    write_images(tmp_path / "data/photos")
+    assert loader.__doc__ is not None
+    example = "\n".join(line for line in loader.__doc__.splitlines() if line.startswith("    ") or not line)
+    code = textwrap.dedent(example) + "print(0 <= correct <= 15)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=plain_environment(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
+    page = Path(__file__).parents[2] / "docs/guides/image-loader.md"
+    assert textwrap.dedent(example).strip() in page.read_text(), "the guide shows the same example"
 
 
 def test_ranks_of_torchrun_share_each_batch_as_in_the_trainer(images: Path, tmp_path: Path) -> None:

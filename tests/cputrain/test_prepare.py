@@ -28,7 +28,8 @@ from cputrain.data.order.mixing import expected_classes_in_window, mean_classes_
 from cputrain.data.order.permutations import epoch_order
 from cputrain.data.prepare import pack as preparing
 from cputrain.data.prepare.encode import inspect
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from cputrain.data.prepare.sources import open_source
 from tests.support.commands import cputrain
 from tests.support.images import write_images, write_mnist
@@ -123,7 +124,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
 @pytest.mark.parametrize("text", ["0", "1", "5/4", "-0.5", "1/0", "a sixth"])
 def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert main(["prepare", "imagefolder", "images", "out", f"--val-fraction={text}"]) == 2
-    assert f"{text!r} is no share between 0 and 1, as in 0.2 or 1/6" in capsys.readouterr().err
+    assert f"{text!r} is not a fraction between 0 and 1, as in 0.2 or 1/6" in capsys.readouterr().err
 
 
 def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     (folder / "train/class2/004.jpg").unlink()
     (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
     result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
-    assert result.returncode == 0 and "left out 1 that cannot be read" in result.stdout, result.stderr
+    assert result.returncode == 0 and "1 image(s) cannot be read and are left out" in result.stdout, result.stderr
     (tmp_path / ".second.partial").write_text("a file in the way")
     result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr

@@ -99,7 +99,7 @@ def append_twice(folder: Path) -> None:
         (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
         (lambda f: (f / SYNSETS[0]).unlink(), f"put {DEVKIT} there"),
         (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
-        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is no class of"),
+        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is not a class of"),
         (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip holds no image"),
         (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "'readme.txt' is not SYNSET.tar"),
         (append_twice, "holds ILSVRC2012_val_00000001.JPEG twice"),
@@ -134,7 +134,7 @@ def test_mnist_becomes_gray_pngs(tmp_path: Path, zipped: bool) -> None:
 def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x-ubyte"
     head = struct.pack(">HBBI", 0, 8, 1, 10)
-    for data, told in ((b"", "not an idx file"), (head + b"12345", "has 5 values, its header describes 10")):
+    for data, told in ((b"", "not an idx file"), (head + b"12345", "has 5 values, but its header describes 10")):
         path.write_bytes(data)
         with pytest.raises(InputError, match=told):
             read_idx(path, 1)

@@ -17,7 +17,8 @@ from cputrain.data.formats.open import open_dataset, open_folder
 from cputrain.data.formats.shards import Shards, crc32c
 from cputrain.data.formats.survey import survey
 from cputrain.data.formats.tfrecord import masked
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from cputrain.data.prepare.sources import open_source
 from cputrain.data.prepare.verify import problems
 from cputrain.runs.events import read_events
@@ -174,7 +175,7 @@ def test_tfrecords_of_ours_are_what_tensorflow_s_scripts_write(tmp_path: Path) -
     Image.new("CMYK", (20, 30)).save(folder / "train/class2/cmyk.jpg")
     Image.new("L", (20, 30), 99).save(folder / "train/class2/gray.png")
     made = cputrain("prepare", "imagefolder", "images", "out", "--format", "tfrecord", "--shards", "3", cwd=tmp_path)
-    assert made.returncode == 0 and "labels 1 (class0) to 3 (n01440764), 0 is left free" in made.stdout, made.stderr
+    assert made.returncode == 0 and "labels 1 (class0) to 3 (n01440764); 0 is not used" in made.stdout, made.stderr
     out, example = tmp_path / "out", example_class()
     shards = {split: [out / f"{split}-{k:05d}-of-00003" for k in range(3)] for split in ("train", "validation")}
     assert {path.name for paths in shards.values() for path in paths} == {path.name for path in out.glob("*-of-*")}
@@ -228,7 +229,7 @@ def test_every_damaged_byte_of_a_record_is_named(tmp_path: Path) -> None:
     found = [(i, wrong) for i, wrong in enumerate(problems(tmp_path / "out", "train")) if wrong]
     assert [i for i, _ in found] == [4, 9, 12, 20]
     for (_, wrong), told in zip(
-        found, ("the image's checksum is not", "length at byte", "beside the image", "beside the image"), strict=True
+        found, ("the image's checksum differs", "length at byte", "outside the image", "outside the image"), strict=True
     ):
         assert told in wrong
     with pytest.raises(OSError, match="checksum differs"):

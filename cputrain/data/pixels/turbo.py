@@ -17,7 +17,7 @@ from affinity.errors import InputError
 from cputrain.data.pixels.crops import CropFunction
 from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
 
-SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "cut.hpp"))
+SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
 FUNCTIONS = (
     "tj3Init",
     "tj3Destroy",

@@ -22,34 +22,14 @@ from cputrain.data.order.mixing import expected_classes_in_window, mean_classes_
 from cputrain.data.order.permutations import Indices, epoch_order
 from cputrain.data.pixels.decode import ImageError
 from cputrain.data.prepare.encode import Encoded, encode
+from cputrain.data.prepare.options import Options
 from cputrain.data.prepare.shard_writers import WRITERS, Record, Sample, ShardWriter
 from cputrain.files import write_atomic, write_with
 
-SHARD_BYTES = 256 << 20
 OVERHEAD = 2048  # bytes of a sample in a tar beside its image: two headers, padding, the label; fewer in a TFRecord
 SAMPLED = 64  # images that are re-encoded to estimate the size of the shards
 OPTIONS = "options.json"
 AHEAD = 256  # images that threads encode in advance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a data set is packed.
-
-    `quality` is that of JPEGs written anew; None keeps the files as they are (but TFRecords get only gray and RGB
-    JPEGs).
-    """
-
-    kind: str
-    source: str
-    seed: int = 1
-    shard_bytes: int = SHARD_BYTES
-    shards: int | None = None
-    val_fraction: float | None = None
-    test_fraction: float | None = None
-    short_side: int | None = None
-    quality: int | None = None
-    format: str = "tar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-// A JPEG's header, and a JPEG without the rows of blocks that a part of it does not need: where restart markers stand
-// between rows, what is left of them is a JPEG of fewer rows with the same pixels.
+// Reading a JPEG's header, and leaving out the rows of blocks that a crop does not need. With restart markers between the
+// rows, the remaining rows make a JPEG of fewer rows with the same pixels.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-namespace cut {
+namespace jpeg_rows {
 
 constexpr uint8_t kFrame = 0xc0, kSequential = 0xc1, kProgressive = 0xc2, kLastFrame = 0xcf;
 constexpr uint8_t kTables = 0xc4, kReserved = 0xc8, kArithmetic = 0xcc;  // among the frames' numbers
@@ -33,7 +33,7 @@ inline int word(const uint8_t* at) {
 inline Frame frame_of(const uint8_t* data, size_t bytes) {
   Frame found;
   bool sequential = false;
-  int across = 0, row = 0, interval = 0, colours = 0;
+  int across = 0, row = 0, interval = 0, colors = 0;
   for (size_t at = 2; at + 4 <= bytes && data[at] == 0xff;) {
     const uint8_t marker = data[at + 1];
     if (marker == 0xff) {  // filling
@@ -50,9 +50,9 @@ inline Frame frame_of(const uint8_t* data, size_t bytes) {
         return {};
       }
       sequential = marker <= kSequential;
-      colours = body[5];
+      colors = body[5];
       int wide = 1, high = 1;
-      for (int i = 0; i < colours && colours > 1; i++) {  // one colour's blocks are not interleaved, whatever is said
+      for (int i = 0; i < colors && colors > 1; i++) {  // blocks of a single color are not interleaved
         wide = std::max(wide, body[7 + 3 * i] >> 4);
         high = std::max(high, body[7 + 3 * i] & 15);
       }
@@ -68,7 +68,7 @@ inline Frame frame_of(const uint8_t* data, size_t bytes) {
         return {};
       }
       found.data = at + 2 + length;
-      found.segment = sequential && body[0] == colours && interval % across == 0 ? interval / across * row : 0;
+      found.segment = sequential && body[0] == colors && interval % across == 0 ? interval / across * row : 0;
       return found;
     }
     at += 2 + length;
@@ -87,15 +87,15 @@ inline const uint8_t* skip_restarts(const uint8_t* at, const uint8_t* end, int c
   return end;
 }
 
-// What is left of a file.
-struct Cut {
+// A JPEG with some of the rows of a file.
+struct JpegPart {
   const uint8_t* data;
   size_t bytes;
   int above;  // pixel rows left out above
 };
 
 // The whole file; a small one with zeros behind it, in `made`.
-inline Cut whole_of(const uint8_t* data, size_t bytes, std::vector<uint8_t>& made) {
+inline JpegPart whole_of(const uint8_t* data, size_t bytes, std::vector<uint8_t>& made) {
   if (bytes > kLarge) {
     return {data, bytes, 0};
   }
@@ -105,7 +105,7 @@ inline Cut whole_of(const uint8_t* data, size_t bytes, std::vector<uint8_t>& mad
 }
 
 // The rows [top, bottom) and their margin, in `made` where they are not a large file's all.
-inline Cut rows_of(
+inline JpegPart rows_of(
     const uint8_t* data, size_t bytes, const Frame& frame, int top, int bottom, std::vector<uint8_t>& made) {
   const int step = frame.segment;
   const int first = step > 0 ? std::max(0, top - kMargin) / step : 0;
@@ -134,4 +134,4 @@ inline Cut rows_of(
   return {made.data(), made.size(), first * step};
 }
 
-}  // namespace cut
+}  // namespace jpeg_rows
