@@ -124,7 +124,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
 @pytest.mark.parametrize("text", ["0", "1", "5/4", "-0.5", "1/0", "a sixth"])
 def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert main(["prepare", "imagefolder", "images", "out", f"--val-fraction={text}"]) == 2
-    assert f"{text!r} is not a fraction between 0 and 1, as in 0.2 or 1/6" in capsys.readouterr().err
+    assert f"{text!r} is not a fraction between 0 and 1, such as 0.2 or 1/6" in capsys.readouterr().err
 
 
 def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
