@@ -24,19 +24,19 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from benchmarks.input_peers import SIDE, Run, each, installed_peers, look
-from cputrain.data.decode import decode_pillow
-from cputrain.data.inspect import reencode
-from cputrain.data.loader import TOGETHER, batches
-from cputrain.data.manifest import VERSION
-from cputrain.data.normalize import choose_normalize
-from cputrain.data.order import epoch_order
-from cputrain.data.prepare import Options, prepare
-from cputrain.data.shards import RECORD, Shards
-from cputrain.data.source import open_folder
-from cputrain.data.turbo import load
-from cputrain.data.views import View, evaluation_look
-from cputrain.recipe.schema import DataSection
+from benchmarks.input_peers import SIDE, Run, crop_of, each, installed_peers
+from cputrain.data.batches import IMAGES_PER_CALL, decoded_batches
+from cputrain.data.formats.manifest import VERSION
+from cputrain.data.formats.open import open_folder
+from cputrain.data.formats.shards import RECORD, Shards
+from cputrain.data.order.permutations import epoch_order
+from cputrain.data.pixels.crops import Crop, center_crop
+from cputrain.data.pixels.decode import decode_one_by_pillow
+from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
+from cputrain.data.pixels.turbo import load
+from cputrain.data.prepare.encode import reencode
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 
 FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
 SHORT, QUALITY = 256, 90
@@ -76,7 +76,7 @@ def main() -> None:
             for kind in sets
         ]
         print(f"| {name} | {' | '.join(cells)} |")
-    print(f"| normalising a batch of 32 | | | {normalising(options.rounds):,.0f} | |")
+    print(f"| normalizing a batch of 32 | | | {normalizing(options.rounds):,.0f} | |")
     gain = median(threads_gain(sets["prepared"], options.rounds))
     print(f"\ntwo loader threads against one, shards to batches: {gain:.2f}")
     opened, permuted = start(options.rounds)
@@ -86,9 +86,7 @@ def main() -> None:
 def jpegs(folder: Path) -> list[bytes]:
     """All files that the fast decoder takes as JPEGs."""
     files = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
-    done = load(os.environ).decode(
-        files, [evaluation_look(8, 8)] * len(files), np.empty((len(files), 8, 8, 3), np.uint8)
-    )
+    done = load(os.environ).decode(files, [center_crop(8, 8)] * len(files), np.empty((len(files), 8, 8, 3), np.uint8))
     return [data for data, was in zip(files, done, strict=True) if was]
 
 
@@ -105,19 +103,19 @@ def rate(run: Run, images: int) -> float:
 
 def ours(files: list[bytes]) -> Run:
     """As the loader's threads do it."""
-    decoder, places = load(os.environ), np.empty((TOGETHER, SIDE, SIDE, 3), dtype=np.uint8)
+    decoder, places = load(os.environ), np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
 
     def run() -> None:
-        for first in range(0, len(files), TOGETHER):
-            some = files[first : first + TOGETHER]
-            decoder.decode(some, [look(first + k) for k in range(len(some))], places[: len(some)])
+        for first in range(0, len(files), IMAGES_PER_CALL):
+            some = files[first : first + IMAGES_PER_CALL]
+            decoder.decode(some, [crop_of(first + k) for k in range(len(some))], places[: len(some)])
 
     return run
 
 
 def ours_by_pillow(files: list[bytes]) -> Run:
     place = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
-    return each(files, lambda data, i: decode_pillow(data, look(i), place))
+    return each(files, lambda data, i: decode_one_by_pillow(data, crop_of(i), place))
 
 
 def entropy_only(files: list[bytes]) -> Run:
@@ -125,8 +123,8 @@ def entropy_only(files: list[bytes]) -> Run:
     files, which would spare even that."""
     decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
 
-    def last(width: int, height: int) -> View:
-        return View(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
+    def last(width: int, height: int) -> Crop:
+        return Crop(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
 
     return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], [last], place))
 
@@ -156,13 +154,13 @@ def threads_gain(files: list[bytes], rounds: int) -> list[float]:
         images, decoder = Shards(out, "train"), load(os.environ)
 
         def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: np.ndarray) -> list[str | None]:
-            assert all(decoder.decode(encoded, [look(i) for i in numbers], places))
+            assert all(decoder.decode(encoded, [crop_of(i) for i in numbers], places))
             return [None] * len(encoded)
 
         def seconds(threads: int) -> float:
             shares = [np.arange(len(images))[k : k + 32] for k in range(0, len(images), 32)] * 4
             started = time.perf_counter()
-            for _ in batches(images, shares, decode, crop=SIDE, threads=threads, pus=pus[:threads]):
+            for _ in decoded_batches(images, shares, decode, side=SIDE, threads=threads, cpus=pus[:threads]):
                 pass
             return time.perf_counter() - started
 
@@ -190,9 +188,12 @@ def start(rounds: int) -> tuple[float, float]:
     return median(opened), median(permuted)
 
 
-def normalising(rounds: int) -> float:
+def normalizing(rounds: int) -> float:
     """Images per second of one thread from bytes to the network's input."""
-    normalize, images = choose_normalize(DataSection(), os.environ), torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
+    normalize, images = (
+        choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", os.environ),
+        torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8),
+    )
     seconds = []
     for _ in range(4 * rounds):
         started = time.perf_counter()

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cputrain.data.order import sample_generator
-from cputrain.data.views import Look, training_look
+from cputrain.data.order.permutations import image_rng
+from cputrain.data.pixels.crops import CropFunction, random_resized_crop
 from cputrain.models.vision import import_torchvision
 
 SIDE, BATCH = 224, 32
@@ -32,8 +32,8 @@ Run = Callable[[], object]
 Contender = Callable[[list[bytes]], Run]
 
 
-def look(i: int) -> Look:
-    return training_look(SIDE, lambda: sample_generator(1, 0, i), min_area=AREA[0], max_aspect=ASPECT[1], flip=True)
+def crop_of(i: int) -> CropFunction:
+    return random_resized_crop(SIDE, lambda: image_rng(1, 0, i), min_area=AREA[0], max_aspect=ASPECT[1], flip=True)
 
 
 def each(files: list[bytes], one: Callable[[bytes, int], object]) -> Run:
@@ -134,7 +134,7 @@ def by_simplejpeg(files: list[bytes]) -> Run:
 
 
 def cv2_crop(cv2: Any, image: np.ndarray, i: int) -> None:
-    left, top, width, height = look(i)(image.shape[1], image.shape[0]).box
+    left, top, width, height = crop_of(i)(image.shape[1], image.shape[0]).box
     square = cv2.resize(image[top : top + height, left : left + width], (SIDE, SIDE))
     if random.random() < 0.5:
         cv2.flip(square, 1)

@@ -1,11 +1,11 @@
-"""C++ that is compiled on first use: once into a cache, by one process, while the others wait."""
+"""Compiling C++ on its first use: by one process, into a cache, while the other processes wait."""
 
+import logging
 import os
 import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,31 +14,33 @@ from pathlib import Path
 
 from affinity.errors import InputError, RunError
 
-TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2
-TELL_S = 2.0  # silence that a waiting process bears before it says what it waits for
+logger = logging.getLogger(__name__)
+
+TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2  # the owner of a lock touches it; others take a stale one away
+QUIET_S = 2.0  # that a process waits before it logs what it waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What is compiled: `title` for messages, `asked` what wants it, `otherwise` how to do without.
+class NativeExtension:
+    """C++ to compile. `argv` makes the command from a compiler and the output file.
 
-    `argv` makes the command from a compiler and the file to write.
+    For messages: `title` names it, `requested_by` is the setting that needs it, `alternative` is how to do without it.
     """
 
     title: str
-    asked: str
-    otherwise: str
+    requested_by: str
+    alternative: str
     argv: Callable[[str, Path], tuple[str, ...]]
 
 
 def compiler(env: Mapping[str, str]) -> str | None:
-    """The C++ compiler, if there is one."""
+    """The path of a C++ compiler: $CXX, or the first that is found; None without one."""
     named = [name for name in (env.get("CXX"), "c++", "g++", "clang++") if name]
     return next((path for name in named if (path := shutil.which(name, path=env.get("PATH")))), None)
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """CPUTRAIN_CACHE, or the user's own cache. Raises RunError where the user has no home."""
+    """CPUTRAIN_CACHE, or the user's cache folder. Raises RunError where the user has no home."""
     if "CPUTRAIN_CACHE" in env:
         return Path(env["CPUTRAIN_CACHE"])
     if env.get("XDG_CACHE_HOME"):
@@ -49,28 +51,27 @@ def cache_folder(env: Mapping[str, str]) -> Path:
         raise RunError(f"user {os.getuid()} has no home to compile into: set CPUTRAIN_CACHE to a folder") from None
 
 
-def ensure_compiled(part: Part, path: Path, env: Mapping[str, str]) -> Path:
-    """The compiled part, `path`: built here, or awaited from the process that is building it.
+def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, str]) -> Path:
+    """Compile the extension into `path` where it does not exist, or wait for the process that is compiling it.
 
-    Raises InputError where there is no compiler, RunError with its first error where it fails, and where the cache may
-    not be written to.
+    Raises InputError where there is no compiler, RunError where the compiler fails or the cache is not writable.
     """
     lock = path.with_suffix(".lock")
     waited = 0.0
     while not path.is_file():
-        if not _lock(part, lock):
-            waited = _wait(part, path, lock, waited)
+        if not _lock(extension, lock):
+            waited = _wait(extension, path, lock, waited)
             continue
         try:
             if not path.is_file():
-                _compile(part, path, lock, env)
+                _compile(extension, path, lock, env)
         finally:
             lock.unlink(missing_ok=True)
     return path
 
 
-def _lock(part: Part, lock: Path) -> bool:
-    """Whether the lock is this process's now, and not another's."""
+def _lock(extension: NativeExtension, lock: Path) -> bool:
+    """Take the lock; False where another process has it."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         # Exclusive creation holds on network file systems too, where flock may not.
@@ -80,19 +81,19 @@ def _lock(part: Part, lock: Path) -> bool:
         if isinstance(error, FileExistsError) and lock.parent.is_dir():
             return False
         raise RunError(
-            f"{part.asked}: {part.title} cannot be compiled into {lock.parent}: {error.strerror}: "
-            f"set CPUTRAIN_CACHE to a folder that may be written to, or {part.otherwise}"
+            f"{extension.requested_by}: {extension.title} cannot be compiled into {lock.parent}: {error.strerror}: "
+            f"set CPUTRAIN_CACHE to a folder that may be written to, or {extension.alternative}"
         ) from None
     return True
 
 
-def _wait(part: Part, path: Path, lock: Path, waited: float) -> float:
-    """Wait while the lock's owner shows signs of life; take the lock of one that is dead away."""
+def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float) -> float:
+    """Wait while the lock's owner touches it; remove a stale lock. Returns the seconds waited so far."""
     seen, since = _mtime(lock), time.monotonic()
     while not path.is_file() and lock.exists():
         time.sleep(POLL_S)
-        if waited < TELL_S <= waited + POLL_S:
-            print(f"cputrain: waiting for {_owner(lock)} to compile {part.title}", file=sys.stderr)
+        if waited < QUIET_S <= waited + POLL_S:
+            logger.warning("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
         waited += POLL_S
         now = _mtime(lock)
         if now != seen:
@@ -116,31 +117,34 @@ def _mtime(path: Path) -> int:
         return 0
 
 
-def _compile(part: Part, path: Path, lock: Path, env: Mapping[str, str]) -> None:
+def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[str, str]) -> None:
     cxx = compiler(env)
     if cxx is None:
-        raise InputError(f"{part.asked}: no C++ compiler on PATH: install g++, or {part.otherwise}")
-    beside = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-    print(f"cputrain: compiling {part.title} with {cxx}, once, into {path.parent}", file=sys.stderr)
-    over = threading.Event()
+        raise InputError(f"{extension.requested_by}: no C++ compiler on PATH: install g++, or {extension.alternative}")
+    partial = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+    logger.info("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
+    finished = threading.Event()
 
-    def show_life() -> None:
-        while not over.wait(TOUCH_S):
+    def keep_lock() -> None:
+        while not finished.wait(TOUCH_S):
             lock.touch()
 
-    life = threading.Thread(target=show_life, daemon=True)
-    life.start()
+    keeper = threading.Thread(target=keep_lock, daemon=True)
+    keeper.start()
     started = time.monotonic()
     try:
-        argv = part.argv(cxx, beside)
+        argv = extension.argv(cxx, partial)
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
     finally:
-        over.set()
-        life.join()
+        finished.set()
+        keeper.join()
     if done.returncode:
         log = path.with_suffix(".log")
         log.write_text(f"{shlex.join(argv)}\n{done.stdout}{done.stderr}")
-        first = next((line for line in done.stderr.splitlines() if "error" in line), "no word from it")
-        raise RunError(f"{part.asked}: {cxx} cannot compile {part.title}: {first[:300]}; all of it in {log}")
-    beside.rename(path)
-    print(f"cputrain: compiled in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        first = next((line for line in done.stderr.splitlines() if "error" in line), "it printed no error")
+        raise RunError(
+            f"{extension.requested_by}: {cxx} cannot compile {extension.title}: {first[:300]}; its whole output is in "
+            f"{log}"
+        )
+    partial.rename(path)
+    logger.info("cputrain: compiled in %.0f s", time.monotonic() - started)

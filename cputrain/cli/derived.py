@@ -4,7 +4,8 @@ from pathlib import Path
 
 from affinity.planner.reasons import Reason
 from cputrain.cli.text_chart import curve, sampled
-from cputrain.data.survey import survey, survey_recipe
+from cputrain.data.formats.survey import survey
+from cputrain.data.from_recipe import survey_recipe
 from cputrain.optim.schedules import rate_of
 from cputrain.recipe.derivation import derive, explain
 from cputrain.recipe.rates import rate_warning

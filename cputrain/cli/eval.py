@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from affinity.errors import InputError
-from cputrain.data.survey import survey_recipe
+from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.local import plan_here
 from cputrain.launch.planning import for_evaluation
 from cputrain.launch.rank_process import bound_here, run_rank, this_rank

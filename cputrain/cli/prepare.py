@@ -9,18 +9,19 @@ from tqdm import tqdm
 
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
-from cputrain.data.digits import write_digits
-from cputrain.data.prepare import SHARD_BYTES, Options, prepare
-from cputrain.data.source import SPLIT, TORCHVISION, UNSPLIT, open_source
-from cputrain.data.writers import WRITERS
+from cputrain.data.prepare.digits import write_digits
+from cputrain.data.prepare.options import SHARD_BYTES, Options
+from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.shard_writers import WRITERS
+from cputrain.data.prepare.sources import SPLIT, TORCHVISION, UNSPLIT, open_source
 
 MIB = 1 << 20
 QUALITY = 90
 KINDS = (*SPLIT, *UNSPLIT)
 
 
-def share(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
-    """A share of a whole as a number between 0 and 1, both excluded."""
+def parse_fraction(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
+    """A number strictly between 0 and 1, from a decimal or a fraction."""
     if value is None:
         return None
     try:
@@ -28,47 +29,50 @@ def share(_context: click.Context, _parameter: click.Parameter, value: str | Non
     except (ValueError, ZeroDivisionError):
         number = 0.0
     if not 0 < number < 1:
-        raise click.BadParameter(f"{value!r} is no share between 0 and 1, as in 0.2 or 1/6")
+        raise click.BadParameter(f"{value!r} is not a fraction between 0 and 1, such as 0.2 or 1/6")
     return number
 
 
-def known(_context: click.Context, _parameter: click.Parameter, kind: str) -> str:
-    """The kind as it stands; one that there is not is refused with those that there are."""
+def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) -> str:
+    """The kind unchanged. Raises BadParameter with all kinds where it is not one of them."""
     if kind not in KINDS and not kind.startswith(TORCHVISION):
         raise click.BadParameter(f"{kind!r} is not one of {', '.join(KINDS)}, {TORCHVISION}NAME")
     return kind
 
 
 @click.command("prepare")
-@click.argument("kind", callback=known)
+@click.argument("kind", callback=check_kind)
 @click.argument("source", type=click.Path(path_type=Path), metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="of the shuffle over all shards")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="determines the order of the images")
 @click.option(
     "--shard-mib", type=click.IntRange(1), default=SHARD_BYTES // MIB, show_default=True, help="size of a shard, about"
 )
-@click.option("--shards", type=click.IntRange(1), help="how many shards each split gets, in place of their size")
+@click.option("--shards", type=click.IntRange(1), help="number of shards of each split, instead of their size")
 @click.option(
     "--val-fraction",
-    callback=share,
+    callback=parse_fraction,
     metavar="SHARE",
-    help="draw this share of the training images (0.2, 1/6), of each class alike, by the seed, for validation; "
-    "the source's own validation images become a test split",
+    help="use this share of the training images (0.2, 1/6) for validation, drawn from each class by the seed; the "
+    "source's own validation images become the test split",
 )
 @click.option(
-    "--test-fraction", callback=share, metavar="SHARE", help="draw a test split likewise, of a source that has none"
+    "--test-fraction",
+    callback=parse_fraction,
+    metavar="SHARE",
+    help="draw a test split in the same way, from a source without validation images",
 )
 @click.option(
     "--format",
-    "form",
+    "shard_format",
     type=click.Choice(sorted(WRITERS)),
     default="tar",
     show_default=True,
-    help="tar: for webdataset readers; tfrecord: for TensorFlow's, with ImageNet's feature keys, labels from 1",
+    help="tar: for webdataset readers; tfrecord: for TensorFlow's ImageNet scripts, with labels from 1",
 )
-@click.option("--short-side", type=click.IntRange(8), help="scale images down to this short side, in pixels, as JPEGs")
-@click.option("--quality", type=click.IntRange(1, 95), help=f"of JPEGs written anew  [default: {QUALITY}]")
-@click.option("--jobs", type=click.IntRange(1), help="threads  [default: the cores lent to this process]")
+@click.option("--short-side", type=click.IntRange(8), help="scale larger images down to this short side in pixels")
+@click.option("--quality", type=click.IntRange(1, 95), help=f"quality of re-encoded JPEGs  [default: {QUALITY}]")
+@click.option("--jobs", type=click.IntRange(1), help="threads  [default: the CPUs available to this process]")
 def command(
     kind: str,
     source: Path,
@@ -78,31 +82,31 @@ def command(
     shards: int | None,
     val_fraction: float | None,
     test_fraction: float | None,
-    form: str,
+    shard_format: str,
     short_side: int | None,
     quality: int | None,
     jobs: int | None,
 ) -> None:
-    """Pack images into shards, shuffled over all categories, that any webdataset or TFRecord reader opens.
+    """Pack images into shuffled shards, which cputrain and any webdataset or TFRecord reader can read.
 
     \b
     imagefolder  SRC/train/CLASS/*, SRC/val/CLASS/* and SRC/test/CLASS/*, or two of them;
                  with --val-fraction also SRC/CLASS/*
-    imagenet     ILSVRC2012's archives in SRC, read as they lie, or the unpacked tree
+    imagenet     ILSVRC2012's archives in SRC, or the folders that they unpack to
     mnist        the four idx files in SRC, gzipped or not
     caltech256   256_ObjectCategories.tar or its folder; needs --val-fraction
     tfrecord     ImageNet's TFRecords, train-*-of-*, validation-*-of-*
     digits       scikit-learn's handwritten digits, written to SRC first
-    torchvision:NAME  one of torchvision's data sets, under SRC, or downloaded there
+    torchvision:NAME  one of torchvision's data sets, in SRC, or downloaded to it
 
-    Files stay as they are unless --short-side or --quality asks for new JPEGs; only in TFRecords, whose readers decode
-    JPEGs alone, PNG, CMYK and others become JPEGs of quality 100. What cannot be read is left out and named. Killed and
-    started again, it goes on; done, it does nothing.
+    Image files are stored unchanged; with --short-side or --quality they become new JPEGs. TFRecords, whose readers
+    decode only JPEGs, are an exception: other formats and CMYK become JPEGs of quality 100. Images that cannot be read
+    are left out and named. A command that was killed continues when it is given again; a finished one does nothing.
     """
     check_writable(out, "OUT")
     if kind == "digits" and not source.exists():
         write_digits(source)
-    anew = short_side is not None or quality is not None
+    reencode = short_side is not None or quality is not None
     options = Options(
         kind=kind,
         source=str(source.absolute()),
@@ -112,24 +116,30 @@ def command(
         val_fraction=val_fraction,
         test_fraction=test_fraction,
         short_side=short_side,
-        quality=(quality or QUALITY) if anew else None,
-        format=form,
+        quality=(quality or QUALITY) if reencode else None,
+        format=shard_format,
     )
     dataset = open_source(kind, source, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed)
     images = sum(len(split) for split in dataset.splits.values())
     with tqdm(total=images, unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:
         try:
-            splits = prepare(dataset, out, options, threads=jobs, seen=bar.update)
+            splits = prepare(dataset, out, options, threads=jobs, on_image=bar.update)
         except OSError as error:
-            raise RunError(f"prepare: {error}: what is done is kept; mend that and give the same command") from None
-    if form == "tfrecord":
+            raise RunError(
+                f"prepare: {error}: finished shards are kept; repair this and give the same command again"
+            ) from None
+    if shard_format == "tfrecord":
         names = dataset.classes
-        click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}), 0 is left free")
-    for split, made in splits.items():
-        mix = made["mix"]
-        click.echo(f"{out}: {split} {made['images']:,} images in {made['shards']} shard(s)")
-        click.echo(f"  classes in 32 in a row: {mix['classes_in_32']:.1f}; at random {mix['at_random']:.1f}")
-        if made["odd"]:
-            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(made["odd"].items())))
-        if made["damaged"]:
-            click.echo(f"  left out {len(made['damaged']):,} that cannot be read: {'; '.join(made['damaged'][:3])}")
+        click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}); 0 is not used")
+    for split, entry in splits.items():
+        mix = entry["mix"]
+        click.echo(f"{out}: {split} {entry['images']:,} images in {entry['shards']} shard(s)")
+        click.echo(
+            f"  different classes among 32 images in a row: {mix['classes_in_32']:.1f} (in random order "
+            f"{mix['at_random']:.1f})"
+        )
+        if entry["odd"]:
+            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["odd"].items())))
+        if entry["damaged"]:
+            first = "; ".join(entry["damaged"][:3])
+            click.echo(f"  {len(entry['damaged']):,} image(s) cannot be read and are left out: {first}")

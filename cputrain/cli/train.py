@@ -48,7 +48,7 @@ def command(
         return 0
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
     click.echo(
-        f"{training.name}: {training.model.name}, {planned.found.told}; {planned.ppn} worker(s) of {threads} threads"
+        f"{training.name}: {training.model.name}, {planned.found.summary}; {planned.ppn} worker(s) of {threads} threads"
     )
     click.echo(aligned(explain(training, planned.numbers, ppn=planned.ppn, nodes=1)))
     if resumption:

@@ -1,119 +1,242 @@
-"""Batches decoded ahead of time by threads (the decoder releases the GIL; a communication library forbids forks)."""
+"""The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
 
+    import torch
+    from cputrain.data import ImageLoader
+
+    train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, len(train.classes)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(2):
+        train.set_epoch(epoch)
+        for images, labels in train:  # (8, 3, 64, 64) float32, channels-last; (8,) int64
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+    val = ImageLoader.open("data/photos", split="val", batch_size=8, image_size=64)
+    correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val)
+
+cputrain's trainer uses the same class (cputrain.training.feed).
+"""
+
+import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from cputrain.data.decode import Pixels
-from cputrain.data.images import Images
-from cputrain.data.order import Order
+from affinity.bind import bound_worker
+from affinity.errors import InputError, RunError
+from affinity.ranks.rank import discover
+from cputrain.data.batches import Batch, decoded_batches
+from cputrain.data.formats.block_reader import BlockReader, images_per_block
+from cputrain.data.formats.dataset import Dataset, Images, check_labels
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import Shards
+from cputrain.data.order.permutations import image_rng
+from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
+from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
+from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, Color, choose_normalize
+from cputrain.data.pixels.transform import Transform
 
-AHEAD_BYTES = 32 << 20  # of decoded images that wait
-MOST_AHEAD = 8  # batches
-TOGETHER = 8  # images that one thread decodes at a time: handing each over costs as much as a tenth of decoding it
-GREY = 128
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """images (N, crop, crop, 3) uint8, good until the next batch is asked for; labels (N,) int64; weights (N,) float32,
-    0 where the image is damaged.
+class ImageLoader:
+    """Batches of one split. Threads read, decode and augment them while the caller computes.
 
-    `damaged` names those, each with what is wrong.
+    `ImageLoader.open` makes one from a folder. It may be iterated any number of times. In memory are a few decoded
+    batches: at most 8, and no more than 32 MiB of them unless two are larger.
     """
 
-    images: Tensor
-    labels: Tensor
-    weights: Tensor
-    damaged: tuple[str, ...]
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        *,
+        sampler: BatchSampler,
+        transform: Transform,
+        decode: Decode,
+        normalize: Callable[[Tensor], Tensor],
+        seed: int,
+        threads: int = 1,
+        cpus: Sequence[int] = (),
+        on_error: Literal["skip", "raise"] = "skip",
+    ) -> None:
+        """Put a loader together from its parts, as the trainer does."""
+        self.classes = dataset.classes
+        self.epoch = 0
+        self._images = dataset.splits[split]
+        self._sampler, self._transform, self._seed = sampler, transform, seed
+        self._decode, self._normalize = decode, normalize
+        self.threads, self.cpus = threads, tuple(cpus)
+        self._on_error = on_error
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        batch_size: int,
+        split: str = "train",
+        image_size: int = 224,
+        shuffle: bool | None = None,
+        drop_last: bool = True,
+        augment: bool | None = None,
+        transform: Transform | None = None,
+        mean: Color = IMAGENET_MEAN,
+        std: Color = IMAGENET_STD,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        threads: int | None = None,
+        cpus: Sequence[int] | None = None,
+        block_mib: float = 0.0,
+        decoder: Literal["auto", "turbo", "pillow"] = "auto",
+        on_error: Literal["skip", "raise"] = "skip",
+    ) -> "ImageLoader":
+        """Open a split of a folder: train/CLASS/* and val/CLASS/*, TFRecords, or the output of `cputrain prepare`.
+
+        batch_size: images in a batch of this rank.
+        split: "train", "val" or "test".
+        image_size: side of the square images, in pixels.
+        shuffle: a new permutation each epoch, and equally many batches on all ranks. Without it each image is used
+            exactly once, on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
+        drop_last: leave out the images that do not fill the last batches of all ranks; otherwise an epoch has one batch
+            more, and all batches are a little smaller. Only with shuffle.
+        augment: crops of random area, aspect ratio and place, half of them mirrored, instead of center crops. None: as
+            shuffle.
+        transform: crop and augmentation in detail, instead of image_size and augment.
+        mean, std: of red, green and blue (0 to 1), for normalization.
+        seed: of the order and of the crops; the same on all ranks.
+        rank, world_size: None takes those of the launcher (torchrun, srun, mpirun, cputrain launch), else 0 of 1.
+        threads: how many decode. None: one for each loader CPU of the plan that bound this process, else one.
+        cpus: where they run. None: on those CPUs of the plan; empty, or without a plan: anywhere.
+        block_mib: read shards in pieces of so many MiB, for parallel file systems; 0 reads image by image.
+        decoder: "turbo" (libjpeg-turbo 3), "pillow", or "auto": turbo where it is available.
+        on_error: "skip" leaves damaged images out of their batch and logs a warning; "raise" raises RunError.
+
+        Raises InputError where the folder, the split or an argument does not fit.
+        """
+        env = os.environ
+        if batch_size < 1 or image_size < 1:
+            raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
+        dataset = open_dataset(os.fspath(path))
+        check_labels(dataset)
+        if split not in dataset.splits:
+            raise InputError(f"{os.fspath(path)} has no split {split!r}: use one of {', '.join(dataset.splits)}")
+        shuffle = split == "train" if shuffle is None else shuffle
+        rank, world_size = _rank_of(rank, world_size, env)
+        images = dataset.splits[split]
+        if shuffle:
+            sampler = _shuffled(images, batch_size, rank, world_size, seed, drop_last=drop_last, block_mib=block_mib)
+        else:
+            sampler = SequentialSampler(images=len(images), batch_size=batch_size, rank=rank, world_size=world_size)
+        planned_threads, planned_cpus = _planned(env)
+        return cls(
+            dataset,
+            split,
+            sampler=sampler,
+            transform=transform or _transform(image_size, augment=shuffle if augment is None else augment),
+            decode=choose_decoder(decoder, env)[0],
+            normalize=choose_normalize(mean, std, decoder, env),
+            seed=seed,
+            threads=planned_threads if threads is None else threads,
+            cpus=planned_cpus if cpus is None else cpus,
+            on_error=on_error,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, from 0, that determines order and augmentation when the loader is iterated next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """How many batches an epoch has on this rank."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This epoch's batches: images (N, 3, side, side) float32, normalized, channels-last; labels (N,) int64.
+
+        Raises RunError where all images of a batch are damaged, or, with on_error="raise", one of them.
+        """
+        for batch in self.raw_batches(self.epoch):
+            images, labels = self._normalize(batch.images), batch.labels
+            if batch.damaged:
+                if self._on_error == "raise" or len(batch.damaged) == len(labels):
+                    raise RunError(f"{len(batch.damaged)} damaged image(s) in a batch: {batch.damaged[0]}")
+                logger.warning("%d damaged image(s) left out: %s", len(batch.damaged), "; ".join(batch.damaged))
+                whole = batch.weights > 0
+                images, labels = images[whole], labels[whole]
+            yield images, labels
+
+    def raw_batches(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """The batches, as bytes, of the steps from `first` to before `stop` (None: to the end) of an epoch."""
+        shares = self._sampler.batches(epoch, first, stop)
+        images = self._images
+        if self._sampler.block_length and isinstance(images, Shards) and shares:
+            images = BlockReader(images, self._sampler.block_length, np.concatenate(shares))
+
+        def rng(image: int, stream: int) -> Random:
+            return image_rng(self._seed, epoch, image, stream)
+
+        def decode(encoded: Sequence[bytes], numbers: Sequence[int], out: Pixels) -> list[str | None]:
+            problems = self._decode(encoded, [self._transform.crop_of(image, rng) for image in numbers], out)
+            self._transform.augment(numbers, out, problems, rng)
+            return problems
+
+        side = self._transform.image_size
+        return decoded_batches(images, shares, decode, side=side, threads=self.threads, cpus=self.cpus)
 
 
-DecodeImages = Callable[[Sequence[bytes], Sequence[int], Pixels], list[str | None]]
-"""Encoded images, their numbers and the (n, crop, crop, 3) places for their pixels; of each what is wrong with it."""
+def _rank_of(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> tuple[int, int]:
+    """Rank and world size: those given, or those of the launcher. Raises InputError where they make no sense."""
+    if (rank is None) != (world_size is None):
+        raise InputError("rank and world_size belong together: give both, or none to take the launcher's")
+    if rank is None or world_size is None:
+        found = discover(env)
+        return (found.rank, found.world_size) if found else (0, 1)
+    if not 0 <= rank < world_size:
+        raise InputError(f"rank={rank} is not between 0 and world_size-1={world_size - 1}")
+    return rank, world_size
 
 
-def batches(
-    images: Images, shares: Iterable[Order], decode: DecodeImages, *, crop: int, threads: int, pus: tuple[int, ...]
-) -> Iterator[Batch]:
-    """One batch per share of image numbers, in order, decoded by `threads` threads on these PUs (() = anywhere).
-
-    A damaged image leaves its place in the batch grey, with weight 0. Any other failure in a thread is raised here.
-    """
-    labels = images.labels
-    free: list[Pixels] = []
-
-    def bind() -> None:
-        if pus:
-            os.sched_setaffinity(0, pus)
-
-    def place_for(count: int) -> Pixels:
-        """Memory that a batch has left, which the system need not clear again, or new."""
-        while free:
-            place = free.pop()
-            if len(place) >= count:
-                return place
-        return np.empty((count, crop, crop, 3), dtype=np.uint8)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="loader", initializer=bind) as pool:
-        waiting: deque[tuple[Order, Pixels, list[Future[list[str | None]]]]] = deque()
-
-        def start(share: Order) -> None:
-            place = place_for(len(share))
-            done = [
-                pool.submit(_decode_into, images, share[first : first + TOGETHER], decode, place[first:])
-                for first in range(0, len(share), TOGETHER)
-            ]
-            waiting.append((share, place, done))
-
-        def finish() -> tuple[Batch, Pixels]:
-            share, place, done = waiting.popleft()
-            problems = [problem for future in done for problem in future.result()]
-            batch = Batch(
-                images=torch.from_numpy(place[: len(share)]),
-                labels=torch.from_numpy(labels[share]),
-                weights=torch.tensor([0.0 if problem else 1.0 for problem in problems]),
-                damaged=tuple(problem for problem in problems if problem),
-            )
-            return batch, place
-
-        try:
-            for share in shares:
-                start(share)
-                if len(waiting) > ahead(len(share) * crop * crop * 3):
-                    batch, place = finish()
-                    yield batch
-                    free.append(place)
-            while waiting:
-                batch, _ = finish()
-                yield batch
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
+    """Threads and CPUs for decoding by the plan that bound this process: its loader CPUs, else its compute CPUs."""
+    worker = bound_worker(env)
+    if worker is None:
+        return 1, ()
+    return len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
 
 
-def ahead(batch_bytes: int) -> int:
-    """How many batches of that size are decoded before they are asked for."""
-    return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
+def _shuffled(
+    images: Images, batch_size: int, rank: int, world_size: int, seed: int, *, drop_last: bool, block_mib: float
+) -> BatchSampler:
+    """The sampler of a shuffled split. Raises InputError where there are too few images."""
+    global_batch = batch_size * world_size
+    steps = len(images) // global_batch
+    used = steps * global_batch
+    if not drop_last and used < len(images):
+        steps, used = steps + 1, len(images)
+    if steps == 0 or used // steps < world_size:
+        raise InputError(
+            f"batch_size={batch_size} on {world_size} rank(s) needs {global_batch:,} images, and there are "
+            f"{len(images):,}: use a smaller batch_size"
+        )
+    return ShuffledSampler(
+        images=len(images),
+        used=used,
+        steps=steps,
+        seed=seed,
+        shares=(1,) * world_size,
+        rank=rank,
+        block_length=images_per_block(images, block_mib, steps),
+    )
 
 
-def _decode_into(images: Images, share: Order, decode: DecodeImages, places: Pixels) -> list[str | None]:
-    """Decode images into their places in the batch; of each what is wrong with it, if anything."""
-    numbers = share.tolist()
-    encoded, unread = [], {}
-    for i in numbers:
-        try:
-            encoded.append(images.read(i))
-        except OSError as error:
-            encoded.append(b"")
-            unread[i] = str(error)
-    problems = decode(encoded, numbers, places[: len(numbers)])
-    for k, i in enumerate(numbers):
-        if wrong := unread.get(i) or problems[k]:
-            places[k] = GREY
-            problems[k] = f"{images.name(i)}: {wrong}"
-    return problems
+def _transform(image_size: int, *, augment: bool) -> Transform:
+    """The usual crops of ImageNet's training and evaluation."""
+    crop: Literal["random_resized", "center"] = "random_resized" if augment else "center"
+    return Transform(image_size=image_size, short_side=round(image_size * 256 / 224), crop=crop)

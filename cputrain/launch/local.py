@@ -10,7 +10,8 @@ from affinity.errors import InputError
 from affinity.kernel.neighbors import plan_beside
 from affinity.planner.plan import Plan
 from affinity.planner.runtime import find_runtime, target_of
-from cputrain.data.survey import Survey, survey_recipe
+from cputrain.data.formats.survey import Survey
+from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.planning import request_of
 from cputrain.recipe.derivation import Numbers, derive
 from cputrain.recipe.schema import Recipe

@@ -12,7 +12,7 @@ from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from affinity.units import GIB
 from cputrain.comm.group import end_group, gather, on_rank_0
-from cputrain.data.stage import staged
+from cputrain.data.staging import staged
 from cputrain.files import write_atomic
 from cputrain.launch.in_use import start_lines
 from cputrain.recipe.schema import Recipe

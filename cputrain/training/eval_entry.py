@@ -16,7 +16,7 @@ from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from cputrain.comm.group import end_group, gather
-from cputrain.data.survey import Survey
+from cputrain.data.formats.survey import Survey
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.sweep import columns

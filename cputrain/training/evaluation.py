@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cputrain.comm.group import total
-from cputrain.data.loader import Batch
+from cputrain.data.batches import Batch
 from cputrain.models.build import batchnorms
 from cputrain.training.engine import computing, network_input
 from cputrain.training.feed import evaluation_batches

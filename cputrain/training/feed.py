@@ -1,100 +1,96 @@
-"""Which images a rank gets, step by step, and how each is looked at."""
+"""The trainer's image pipelines: one rank's training batches step by step, and its share of an evaluation."""
 
-from collections.abc import Iterator, Sequence
-from random import Random
+from collections.abc import Iterator
+from typing import Literal
 
-import numpy as np
-
-from cputrain.data.augment import augment, changes
-from cputrain.data.blocks import BlockReader, block_order
-from cputrain.data.decode import Pixels
-from cputrain.data.generated import Points, SyntheticImages
-from cputrain.data.loader import Batch, batches
-from cputrain.data.order import Order, epoch_order, evaluation_share, rank_share, sample_generator
-from cputrain.data.shards import Shards
-from cputrain.data.views import Look, evaluation_look, plain_look, training_look
+from cputrain.data.batches import Batch, point_batches
+from cputrain.data.formats.generated import Points, SyntheticImages
+from cputrain.data.loader import ImageLoader
+from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
+from cputrain.data.pixels.augment import Augmentation
+from cputrain.data.pixels.transform import Transform
 from cputrain.recipe.phases import now_at
+from cputrain.recipe.schema import Recipe
 from cputrain.training.session import Session
+
+CROPS: dict[str, Literal["random_resized", "random"]] = {"scale_aspect": "random_resized", "plain": "random"}
+"""The values of data.part, and the pipeline's names for them."""
 
 
 def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
-    """This rank's batches for the updates from `first` to before `stop`, which lie in one epoch."""
-    recipe, numbers, rank = session.recipe, session.numbers, session.rank
-    data, seed, now = recipe.data, recipe.seed, now_at(recipe, epoch)
-    images, steps = session.dataset.train, numbers.steps_per_epoch
-    length = session.block_length
-    if length:
-        order = block_order(len(images), seed, epoch, length=length, used=numbers.used, steps=steps)
-    else:
-        order = epoch_order(len(images), seed, epoch)[: numbers.used]
-    shares = [rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop)]
-    passes = (part for share in shares for part in np.array_split(share, numbers.passes))
-    if isinstance(images, Points):
-        return images.batches(passes)
-    if length and isinstance(images, Shards):
-        images = BlockReader(images, length, np.concatenate(shares))
-    short_side = round(data.short_side * now.crop / data.crop)
+    """This rank's batches for the updates from `first` to before `stop`, which are in one epoch."""
+    sizes = session.numbers
+    sampler = ShuffledSampler(
+        images=len(session.dataset.train),
+        used=sizes.used,
+        steps=sizes.steps_per_epoch,
+        seed=session.recipe.seed,
+        shares=session.batches,
+        rank=session.rank.rank,
+        passes=sizes.passes,
+        block_length=session.block_length,
+    )
+    begin = first % sizes.steps_per_epoch
+    steps = begin, begin + stop - first
+    if isinstance(session.dataset.train, Points):
+        return point_batches(session.dataset.train, sampler.batches(epoch, *steps))
+    transform = training_transform(session.recipe, epoch)
+    return _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
 
-    def look(image: int) -> Look:
-        def draw() -> Random:
-            return sample_generator(seed, epoch, image)
 
-        if now.part == "plain":
-            return plain_look(short_side, now.crop, draw, flip=data.flip)
-        return training_look(now.crop, draw, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
-
-    def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: Pixels) -> list[str | None]:
-        if isinstance(images, SyntheticImages):
-            problems = images.fill(numbers, places)
-        else:
-            problems = session.decode(encoded, [look(image) for image in numbers], places)
-        if changes(data.augment):
-            for image, place, problem in zip(numbers, places, problems, strict=True):
-                if problem is None:
-                    augment(place, data.augment, sample_generator(seed, epoch, image, 1))
-        return problems
-
-    return batches(
-        images,
-        passes,
-        decode,
-        crop=now.crop,
-        threads=session.loader_threads,
-        pus=session.loader_pus,
+def training_transform(recipe: Recipe, epoch: int) -> Transform:
+    """The crops and augmentation of the training images in an epoch."""
+    data, now = recipe.data, now_at(recipe, epoch)
+    return Transform(
+        image_size=now.crop,
+        short_side=round(data.short_side * now.crop / data.crop),
+        crop=CROPS[now.part],
+        min_area=data.min_area,
+        max_aspect=data.max_aspect,
+        flip=data.flip,
+        augmentation=Augmentation(**data.augment.model_dump()),
     )
 
 
 def evaluation_batch(session: Session) -> int:
-    """Images of one of a rank's forward passes in an evaluation."""
+    """How many images a rank evaluates in one forward pass."""
     return session.recipe.evaluate.batch or session.recipe.batch.local
 
 
 def evaluation_steps(session: Session, split: str = "val") -> int:
-    """How many batches this rank evaluates; rank 0 has no fewer than any other."""
-    return -(-len(_evaluation_share(session, split)) // evaluation_batch(session))
-
-
-def _evaluation_share(session: Session, split: str) -> Order:
-    return evaluation_share(len(session.dataset.splits[split]), session.rank.rank, session.rank.world_size)
+    """How many batches this rank evaluates; no other rank has more than rank 0."""
+    return len(_evaluation_sampler(session, split))
 
 
 def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
-    """This rank's share of a split, cut over the ranks, nothing padded and nothing twice."""
-    data, images = session.recipe.data, session.dataset.splits[split]
-    look = evaluation_look(data.short_side, data.crop)
-    share, size = _evaluation_share(session, split), evaluation_batch(session)
-    parts = (share[i : i + size] for i in range(0, len(share), size))
+    """This rank's share of a split: over all ranks each image exactly once, without padding."""
+    images, sampler = session.dataset.splits[split], _evaluation_sampler(session, split)
     if isinstance(images, Points):
-        return images.batches(parts)
+        return point_batches(images, sampler.batches())
+    data = session.recipe.data
+    transform = Transform(image_size=data.crop, short_side=data.short_side, crop="center")
+    return _loader(session, split, sampler, transform).raw_batches(epoch=0)
 
-    def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
-        return session.decode(encoded, [look] * len(encoded), places)
 
-    return batches(
-        images,
-        parts,
-        decode,
-        crop=data.crop,
+def _evaluation_sampler(session: Session, split: str) -> SequentialSampler:
+    return SequentialSampler(
+        images=len(session.dataset.splits[split]),
+        batch_size=evaluation_batch(session),
+        rank=session.rank.rank,
+        world_size=session.rank.world_size,
+    )
+
+
+def _loader(session: Session, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
+    images = session.dataset.splits[split]
+    return ImageLoader(
+        session.dataset,
+        split,
+        sampler=sampler,
+        transform=transform,
+        decode=images.decode if isinstance(images, SyntheticImages) else session.decode,
+        normalize=session.normalize,
+        seed=session.recipe.seed,
         threads=session.loader_threads,
-        pus=session.loader_pus,
+        cpus=session.loader_pus,
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from affinity.errors import InputError
@@ -18,13 +17,12 @@ from affinity.topology.cpuset import format_list
 from cputrain import __version__
 from cputrain.comm import ccl
 from cputrain.comm.group import Group, gather, start_group
-from cputrain.data.blocks import block_length
-from cputrain.data.decode import Decode, choose_decoder
-from cputrain.data.generated import Points
-from cputrain.data.images import Dataset, Images
-from cputrain.data.normalize import choose_normalize
-from cputrain.data.shards import Shards
-from cputrain.data.source import open_data
+from cputrain.data.formats.block_reader import images_per_block
+from cputrain.data.formats.dataset import Dataset, check_labels
+from cputrain.data.formats.generated import Points
+from cputrain.data.from_recipe import open_recipe_data
+from cputrain.data.pixels.decode import Decode, choose_decoder
+from cputrain.data.pixels.normalize import choose_normalize
 from cputrain.launch.in_use import planned_allocator
 from cputrain.recipe.derivation import Numbers, derive
 from cputrain.recipe.schema import Recipe
@@ -94,8 +92,8 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
     if torch.get_num_interop_threads() != worker.inter_op:  # a process may set it once
         torch.set_num_interop_threads(worker.inter_op)
     torch.manual_seed(recipe.seed)
-    dataset = open_data(recipe)
-    _check_labels(dataset)
+    dataset = open_recipe_data(recipe)
+    check_labels(dataset)
     decode, decoder = choose_decoder(recipe.data.decoder, os.environ)
     numbers = derive(
         recipe,
@@ -103,7 +101,7 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         nodes=rank.world_size // rank.local_world_size,
         images=len(dataset.train),
     )
-    blocks = _block_length(dataset.train, recipe.data.block_mib, numbers.steps_per_epoch)
+    blocks = images_per_block(dataset.train, recipe.data.block_mib, numbers.steps_per_epoch)
     group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s)
     if check and group.backend == ccl.BACKEND:
         refuse(worker, misplaced_comm(rank.local_rank, os.environ, threads_of(os.getpid())))
@@ -115,7 +113,9 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         dataset=dataset,
         decode=decode,
         decoder=decoder,
-        normalize=(lambda x: x) if isinstance(dataset.train, Points) else choose_normalize(recipe.data, os.environ),
+        normalize=(lambda x: x)
+        if isinstance(dataset.train, Points)
+        else choose_normalize(recipe.data.mean, recipe.data.std, recipe.data.decoder, os.environ),
         numbers=numbers,
         block_length=blocks,
         group=group,
@@ -123,26 +123,6 @@ def start_session(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Obse
         team=team,
         memory_share=share,
     )
-
-
-def _block_length(images: Images, block_mib: float, steps: int) -> int:
-    """How many images are read at once; 0 where each is by itself. Raises InputError."""
-    if block_mib == 0:
-        return 0
-    if not isinstance(images, Shards):
-        raise InputError(
-            "data.block_mib reads shards, which data.path does not hold: cputrain prepare makes them, or set it to 0"
-        )
-    return block_length(images.bytes_per_image, block_mib * (1 << 20), steps)
-
-
-def _check_labels(dataset: Dataset) -> None:
-    for split, images in dataset.splits.items():
-        labels = images.labels
-        wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
-        if len(wrong):
-            told = f"{images.name(int(wrong[0]))} has label {labels[wrong[0]]}"
-            raise InputError(f"{split}: {told}, but there are {len(dataset.classes)} classes: prepare again")
 
 
 def misplaced_comm(local_rank: int, env: Mapping[str, str], threads: tuple[Thread, ...]) -> list[str]:

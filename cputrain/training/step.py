@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from affinity.errors import RunError
 from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, CommClock
-from cputrain.data.loader import Batch
+from cputrain.data.batches import Batch
 from cputrain.optim.build import set_rate
 from cputrain.optim.ratios import layer_ratios
 from cputrain.recipe.schema import CommSection

@@ -1,15 +1,15 @@
-"""What is done to training images: each thing alone, against the plainest way to it; the same for the same draw."""
+"""What is done to training images: each thing alone, against the plainest way to it; the same for the same seed."""
 
+from dataclasses import fields
 from random import Random
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from cputrain.data.augment import augment, changes
-from cputrain.data.order import sample_generator
-from cputrain.data.views import plain_look
-from cputrain.recipe.schema import AugmentSection
+from cputrain.data.order.permutations import image_rng
+from cputrain.data.pixels.augment import Augmentation, augment
+from cputrain.data.pixels.crops import random_crop
 
 SIDE = 64
 
@@ -22,69 +22,69 @@ def picture() -> np.ndarray:
     return np.asarray(image).copy()
 
 
-def done(seed: int = 1, **asked: float) -> np.ndarray:
+def done(seed: int = 1, **options: float) -> np.ndarray:
     pixels = picture()
-    augment(pixels, AugmentSection(**asked), Random(seed))
+    augment(pixels, Augmentation(**options), Random(seed))
     return pixels
 
 
-def red_centre(pixels: np.ndarray) -> tuple[float, float]:
-    """Where the red bar is, from the picture's centre, in pixels."""
+def red_center(pixels: np.ndarray) -> tuple[float, float]:
+    """Where the red bar is, from the picture's center, in pixels."""
     ys, xs = np.nonzero((pixels[..., 0] > 180) & (pixels[..., 1] < 60))
     return xs.mean() - (SIDE - 1) / 2, ys.mean() - (SIDE - 1) / 2
 
 
-def test_nothing_is_asked_for_by_default() -> None:
-    assert not changes(AugmentSection())
-    assert changes(AugmentSection(lighting=0.1))
+def test_nothing_is_changed_by_default() -> None:
+    assert not Augmentation()
+    assert Augmentation(lighting=0.1)
     assert np.array_equal(done(), picture())
 
 
-@pytest.mark.parametrize("what", list(AugmentSection.model_fields))
+@pytest.mark.parametrize("what", [field.name for field in fields(Augmentation)])
 def test_each_is_drawn_by_the_seed(what: str) -> None:
     assert np.array_equal(done(1, **{what: 0.2}), done(1, **{what: 0.2}))
     assert not np.array_equal(done(1, **{what: 0.2}), done(2, **{what: 0.2}))
     assert not np.array_equal(done(1, **{what: 0.2}), picture())
 
 
-def test_a_picture_is_turned_about_its_centre() -> None:
-    x, y = red_centre(picture())
+def test_a_picture_is_turned_about_its_center() -> None:
+    x, y = red_center(picture())
     angles = []
     for seed in range(60):
-        u, v = red_centre(done(seed, rotate=0.1))
+        u, v = red_center(done(seed, rotate=0.1))
         assert abs(np.hypot(u, v) - np.hypot(x, y)) < 1
         angles.append((np.arctan2(v, u) - np.arctan2(y, x)) / (2 * np.pi))
     assert -0.11 < min(angles) < -0.06 and 0.06 < max(angles) < 0.11
 
 
-def test_a_picture_is_scaled_about_its_centre_and_moved() -> None:
-    x, y = red_centre(picture())
-    factors = [red_centre(done(seed, zoom=0.3))[1] / y for seed in range(60)]
+def test_a_picture_is_scaled_about_its_center_and_moved() -> None:
+    x, y = red_center(picture())
+    factors = [red_center(done(seed, zoom=0.3))[1] / y for seed in range(60)]
     assert 0.65 < min(factors) < 0.8 and 1.2 < max(factors) < 1.35
-    moves = [np.subtract(red_centre(done(seed, shift=0.2)), (x, y)) / SIDE for seed in range(60)]
+    moves = [np.subtract(red_center(done(seed, shift=0.2)), (x, y)) / SIDE for seed in range(60)]
     assert np.abs(moves).max() < 0.21
     assert np.min(moves) < -0.15 and np.max(moves) > 0.15
 
 
-def test_colours_change_by_no_more_than_asked() -> None:
+def test_colors_change_by_no_more_than_requested() -> None:
     before = picture().astype(float)
     for seed in range(20):
         ratio = done(seed, brightness=0.3).astype(float)[60, 60] / before[60, 60]
         assert (ratio > 0.68).all() and (ratio < 1.32).all() and np.ptp(ratio) < 0.03
-        grey = done(seed, saturation=1.0).astype(float)
+        gray = done(seed, saturation=1.0).astype(float)
         luma = before @ [0.299, 0.587, 0.114]
-        assert np.abs(grey @ [0.299, 0.587, 0.114] - luma)[60, 60] < 2
+        assert np.abs(gray @ [0.299, 0.587, 0.114] - luma)[60, 60] < 2
         light = done(seed, lighting=0.1).astype(float) - before
         assert np.abs(light[60, 60] - light[5, 5]).max() < 1 and np.abs(light[60, 60]).max() < 40
 
 
 def test_plain_parts_lie_anywhere_in_the_scaled_image() -> None:
-    views = [plain_look(64, 56, lambda i=i: sample_generator(1, 0, i), flip=True)(300, 200) for i in range(300)]
-    assert {view.size for view in views} == {(96, 64)}
-    assert {view.at[0] for view in views} == set(range(41)) and {view.at[1] for view in views} == set(range(9))
-    assert 100 < sum(view.flip for view in views) < 200
+    crops = [random_crop(64, 56, lambda i=i: image_rng(1, 0, i), flip=True)(300, 200) for i in range(300)]
+    assert {crop.size for crop in crops} == {(96, 64)}
+    assert {crop.at[0] for crop in crops} == set(range(41)) and {crop.at[1] for crop in crops} == set(range(9))
+    assert 100 < sum(crop.flip for crop in crops) < 200
 
 
 def test_streams_of_a_sample_are_independent() -> None:
-    first, second = (sample_generator(1, 2, 3, stream).random() for stream in (0, 1))
-    assert first != second and first == sample_generator(1, 2, 3).random()
+    first, second = (image_rng(1, 2, 3, stream).random() for stream in (0, 1))
+    assert first != second and first == image_rng(1, 2, 3).random()

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.data import shards as shards_module
-from cputrain.data.blocks import BlockReader, block_length, block_order
-from cputrain.data.mixing import TOGETHER, classes_expected, classes_together
-from cputrain.data.order import rank_share
-from cputrain.data.prepare import Options, prepare
-from cputrain.data.shards import Shards
-from cputrain.data.source import open_folder
+from cputrain.data.formats import shards as shards_module
+from cputrain.data.formats.block_reader import BlockReader
+from cputrain.data.formats.open import open_folder
+from cputrain.data.formats.shards import Shards
+from cputrain.data.order.block_order import block_length, block_order
+from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
+from cputrain.data.order.permutations import rank_share
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from tests.support.images import write_images
 
 
@@ -54,10 +56,10 @@ def test_batches_are_as_mixed_as_random_ones_even_of_sorted_images() -> None:
     """The measure of mixing that `prepare` prints; images sorted by class are the worst that can lie on disk."""
     labels = np.repeat(np.arange(100), 480)
     order = block_order(len(labels), 1, 0, length=50, used=len(labels), steps=50)
-    assert classes_together(labels) < 1.1
-    assert classes_together(labels[order]) > 0.95 * classes_expected(labels)
+    assert mean_classes_in_window(labels) < 1.1
+    assert mean_classes_in_window(labels[order]) > 0.95 * expected_classes_in_window(labels)
     again = block_order(len(labels), 1, 1, length=50, used=len(labels), steps=50)
-    batches = [set(map(tuple, np.sort(o.reshape(50, -1)[:, :TOGETHER], axis=1).tolist())) for o in (order, again)]
+    batches = [set(map(tuple, np.sort(o.reshape(50, -1)[:, :WINDOW], axis=1).tolist())) for o in (order, again)]
     assert not batches[0] & batches[1]
 
 
@@ -98,7 +100,7 @@ def test_blocks_are_read_once_given_back_and_hold_what_the_shards_hold(
     assert [found[i] for i in range(len(images))] == expected
     assert len(sizes) <= 6 + 2  # blocks, and one more for each border between shards
     assert sum(sizes) < 1.3 * sum(path.stat().st_size for path in images.paths)
-    assert not reader._held
+    assert not reader._blocks
 
 
 def test_a_damaged_byte_is_named_and_its_neighbours_are_whole(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "--frob"), "No such option --frob: see --help"),
         (("launch",), "Missing argument"),
         (("train", "imagefolder"), "no data.path"),
-        (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere is not there"),
+        (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere does not exist"),
         (
             ("train", "imagefolder", "data.path=images", f"plan.ppn={CORES + 1}"),
             f"plan.ppn={CORES + 1} needs {CORES + 1} cores",
@@ -113,8 +113,8 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "data.path=images", "--resume"), "holds no run"),
         (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt is not there"),
         (("report", "images"), "holds no run"),
-        (("prepare", "imagefolder", "images", "images"), "already there"),
-        (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere is not there"),
+        (("prepare", "imagefolder", "images", "images"), "already exists"),
+        (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere does not exist"),
         (("frobnicate",), "No such command"),
     ],
 )

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.decode import Pixels, all_by_pillow
-from cputrain.data.digits import write_digits
-from cputrain.data.images import Images
-from cputrain.data.loader import MOST_AHEAD, ahead, batches
-from cputrain.data.order import epoch_order, evaluation_share, rank_share, sample_generator
-from cputrain.data.prepare import Options, prepare
-from cputrain.data.shards import Shards
-from cputrain.data.source import open_dataset, open_folder
-from cputrain.data.survey import survey
-from cputrain.data.views import evaluation_look
+from cputrain.data.batches import MOST_AHEAD, batches_ahead, decoded_batches
+from cputrain.data.formats.dataset import Images
+from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.shards import Shards
+from cputrain.data.formats.survey import survey
+from cputrain.data.order.permutations import epoch_order, evaluation_share, image_rng, rank_share
+from cputrain.data.pixels.crops import center_crop
+from cputrain.data.pixels.decode import Pixels, decode_by_pillow
+from cputrain.data.prepare.digits import write_digits
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
 from tests.support.images import write_images
 
 
@@ -46,13 +47,13 @@ def test_a_folder_is_opened_and_surveyed(folder: Path) -> None:
 
 
 def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
-    for path, told in (
+    for path, message in (
         (None, "no data.path"),
-        (str(tmp_path / "absent"), "is not there"),
+        (str(tmp_path / "absent"), "does not exist"),
         (str(tmp_path), "no train/"),
     ):
         for reader in (survey, open_dataset):
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 reader(path)
     (folder / "val/other").mkdir()
     with pytest.raises(InputError, match="val has classes that train/ lacks: other"):
@@ -67,11 +68,11 @@ def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
 
 
 def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) -> None:
-    seen: list[None] = []
+    done: list[None] = []
     out = tmp_path / "shards"
     options = Options(kind="imagefolder", source=str(folder), seed=3, shard_bytes=20_000)
-    splits = prepare(open_folder(folder), out, options, seen=lambda: seen.append(None))
-    assert splits["train"]["images"] == 36 and splits["train"]["shards"] > 1 and len(seen) == 51
+    splits = prepare(open_folder(folder), out, options, on_image=lambda: done.append(None))
+    assert splits["train"]["images"] == 36 and splits["train"]["shards"] > 1 and len(done) == 51
     plain, packed = open_dataset(str(folder)), open_dataset(str(out))
     for a, b in ((plain.train, packed.train), (plain.val, packed.val)):
         left = sorted((a.read(i), int(a.labels[i])) for i in range(len(a)))
@@ -123,7 +124,7 @@ def test_damaged_shards_are_noticed(folder: Path, tmp_path: Path) -> None:
 def test_prepare_never_overwrites_and_leaves_nothing_half_made(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(InputError, match="already there"):
+    with pytest.raises(InputError, match="already exists"):
         pack(folder, out, seed=1)
     (folder / "train/class1/000.jpg").unlink()
     (folder / "train/class1/000.jpg").symlink_to("/nowhere.jpg")
@@ -137,7 +138,7 @@ def test_the_digits_are_real(tmp_path: Path) -> None:
     assert found.classes == tuple("0123456789")
     assert (found.train + found.val, found.val) == (1797, 355)
     pixels = np.asarray(Image.open(tmp_path / "digits/train/0/0000.png"))
-    assert pixels.shape == (8, 8) and pixels.max() == 239  # 15 of 16 greys
+    assert pixels.shape == (8, 8) and pixels.max() == 239  # 15 of 16 shades of gray
 
 
 @given(images=st.integers(1, 500), batches=st.lists(st.integers(1, 8), min_size=1, max_size=8), seed=st.integers(0, 9))
@@ -166,9 +167,7 @@ def test_a_spread_remainder_leaves_no_image_out(images: int, shares: list[int]) 
 
 def test_epochs_and_seeds_differ() -> None:
     assert epoch_order(50, 1, 0).tolist() != epoch_order(50, 1, 1).tolist() != epoch_order(50, 2, 1).tolist()
-    assert (
-        sample_generator(1, 0, 7).random() == sample_generator(1, 0, 7).random() != sample_generator(1, 1, 7).random()
-    )
+    assert image_rng(1, 0, 7).random() == image_rng(1, 0, 7).random() != image_rng(1, 1, 7).random()
 
 
 @given(images=st.integers(0, 300), workers=st.integers(1, 9))
@@ -179,7 +178,7 @@ def test_evaluation_sees_each_image_once(images: int, workers: int) -> None:
 
 
 def small(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
-    return all_by_pillow(encoded, [evaluation_look(16, 16)] * len(encoded), places)
+    return decode_by_pillow(encoded, [center_crop(16, 16)] * len(encoded), places)
 
 
 def alone(images: Images, i: int) -> np.ndarray:
@@ -194,7 +193,7 @@ def test_batches_come_in_order_with_damage_marked(folder: Path) -> None:
     shares = [np.array([0, 3, 12]), np.array([30, 1])]
     got = [
         replace(batch, images=batch.images.clone())
-        for batch in batches(images, shares, small, crop=16, threads=2, pus=())
+        for batch in decoded_batches(images, shares, small, side=16, threads=2, cpus=())
     ]
     assert [batch.labels.tolist() for batch in got] == [[0, 0, 1], [2, 0]]
     assert [batch.weights.tolist() for batch in got] == [[1, 0, 1], [1, 1]]
@@ -212,7 +211,7 @@ def test_loader_threads_stay_on_their_pus(folder: Path) -> None:
         return small(encoded, numbers, places)
 
     images = open_dataset(str(folder)).train
-    list(batches(images, [np.arange(8)], decode, crop=16, threads=2, pus=(pu,)))
+    list(decoded_batches(images, [np.arange(8)], decode, side=16, threads=2, cpus=(pu,)))
     assert where == {(pu,)}
 
 
@@ -221,14 +220,14 @@ def test_a_failing_thread_is_an_error_at_once(folder: Path) -> None:
         raise ZeroDivisionError("a defect, not a damaged image")
 
     with pytest.raises(ZeroDivisionError):
-        next(batches(open_dataset(str(folder)).train, [np.arange(4)], decode, crop=8, threads=1, pus=()))
+        next(decoded_batches(open_dataset(str(folder)).train, [np.arange(4)], decode, side=8, threads=1, cpus=()))
 
 
 def test_a_batch_s_memory_is_used_again_only_when_the_next_is_asked_for(folder: Path) -> None:
     images = open_dataset(str(folder)).train
     shares = [np.arange(i % 30, i % 30 + 6 - i // 36) for i in range(40)]
     places = set()
-    for share, batch in zip(shares, batches(images, shares, small, crop=16, threads=2, pus=()), strict=True):
+    for share, batch in zip(shares, decoded_batches(images, shares, small, side=16, threads=2, cpus=()), strict=True):
         places.add(batch.images.data_ptr())
         for i, found in zip(share.tolist(), batch.images.numpy(), strict=True):
             assert np.array_equal(found, alone(images, i))
@@ -236,7 +235,7 @@ def test_a_batch_s_memory_is_used_again_only_when_the_next_is_asked_for(folder: 
 
 
 def test_what_is_decoded_ahead_is_bounded_in_bytes() -> None:
-    assert [ahead(size) for size in (1, 8 << 20, 64 << 20)] == [8, 4, 2]
+    assert [batches_ahead(size) for size in (1, 8 << 20, 64 << 20)] == [8, 4, 2]
 
 
 def test_memory_stays_flat_over_many_epochs(folder: Path) -> None:
@@ -246,7 +245,10 @@ def test_memory_stays_flat_over_many_epochs(folder: Path) -> None:
         for epoch in range(first, last):
             order = epoch_order(len(images), 1, epoch)
             shares = [order[i : i + 6] for i in range(0, len(order), 6)]
-            assert sum(len(batch.labels) for batch in batches(images, shares, small, crop=16, threads=2, pus=())) == 36
+            assert (
+                sum(len(batch.labels) for batch in decoded_batches(images, shares, small, side=16, threads=2, cpus=()))
+                == 36
+            )
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     before = epochs(0, 20)

@@ -1,4 +1,4 @@
-"""What is seen of an image, by both decoders, on real and odd files."""
+"""The crops that both decoders make of real and odd files."""
 
 import ctypes.util
 import io
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from affinity.errors import InputError, RunError
-from cputrain.data import turbo
-from cputrain.data.decode import Decode, ImageError, all_by_pillow, choose_decoder
-from cputrain.data.views import Look, View, evaluation_look, random_box, training_look
+from cputrain.data.pixels import turbo
+from cputrain.data.pixels.crops import Crop, CropFunction, center_crop, random_box, random_resized_crop
+from cputrain.data.pixels.decode import Decode, ImageError, choose_decoder, decode_by_pillow
 from cputrain.models.vision import import_torchvision
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -34,21 +34,21 @@ def decode(request: pytest.FixtureRequest) -> Decode:
     return choose_decoder(request.param, os.environ)[0]
 
 
-def seen(decode: Decode, data: bytes, look: Look, side: int) -> np.ndarray:
-    places = np.zeros((1, side, side, 3), dtype=np.uint8)
-    if problem := decode([data], [look], places)[0]:
+def cropped(decode: Decode, data: bytes, crop: CropFunction, side: int) -> np.ndarray:
+    out = np.zeros((1, side, side, 3), dtype=np.uint8)
+    if problem := decode([data], [crop], out)[0]:
         raise ImageError(problem)
-    return places[0]
+    return out[0]
 
 
-def encoded(pixels: np.ndarray, form: str = "png", **how: object) -> bytes:
+def encoded(pixels: np.ndarray, kind: str = "png", **how: object) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format=form, **how)
+    Image.fromarray(pixels).save(buffer, format=kind, **how)
     return buffer.getvalue()
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Pixels with large and small features, in colour."""
+    """Pixels with large and small features, in color."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
@@ -66,28 +66,28 @@ def test_random_boxes_lie_inside(size: tuple[int, int], seed: int, min_area: flo
     assert 0 <= left < left + width <= size[0] and 0 <= top < top + height <= size[1]
 
 
-@pytest.mark.parametrize("form", ["png", "jpeg"])
-def test_evaluation_is_torchvision_s_resize_and_centre_crop(decode: Decode, form: str) -> None:
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_evaluation_is_torchvision_s_resize_and_center_crop(decode: Decode, kind: str) -> None:
     v2 = import_torchvision("transforms.v2")
     for height, width in ((60, 90), (97, 61), (33, 33)):
-        data = encoded(noise(height, width), form)
+        data = encoded(noise(height, width), kind)
         theirs = v2.Compose([v2.Resize(32), v2.CenterCrop(28)])(Image.open(io.BytesIO(data)))
-        assert np.array_equal(seen(decode, data, evaluation_look(32, 28), 28), np.asarray(theirs))
+        assert np.array_equal(cropped(decode, data, center_crop(32, 28), 28), np.asarray(theirs))
 
 
 def test_training_parts_are_cut_out_then_scaled(decode: Decode) -> None:
     data = encoded(noise(60, 90))
-    view = View(box=(11, 7, 40, 30), size=(32, 32), at=(0, 0), side=32)
+    crop = Crop(box=(11, 7, 40, 30), size=(32, 32), at=(0, 0), side=32)
     theirs = Image.open(io.BytesIO(data)).crop((11, 7, 51, 37)).resize((32, 32), Image.Resampling.BILINEAR)
-    assert np.array_equal(seen(decode, data, lambda *_: view, 32), np.asarray(theirs))
+    assert np.array_equal(cropped(decode, data, lambda *_: crop, 32), np.asarray(theirs))
 
 
 def test_training_parts_are_seeded_and_mirrored(decode: Decode) -> None:
     data = encoded(noise(60, 90), "jpeg")
 
     def crop(seed: int, flip: bool = True) -> np.ndarray:
-        look = training_look(32, lambda: Random(seed), min_area=0.3, max_aspect=4 / 3, flip=flip)
-        return seen(decode, data, look, 32)
+        crop = random_resized_crop(32, lambda: Random(seed), min_area=0.3, max_aspect=4 / 3, flip=flip)
+        return cropped(decode, data, crop, 32)
 
     assert np.array_equal(crop(1), crop(1)) and not np.array_equal(crop(1), crop(2))
     flipped = [not np.array_equal(crop(seed), crop(seed, flip=False)) for seed in range(40)]
@@ -95,22 +95,22 @@ def test_training_parts_are_seeded_and_mirrored(decode: Decode) -> None:
     assert all(np.array_equal(crop(seed)[:, ::-1], crop(seed, flip=False)) for seed, was in enumerate(flipped) if was)
 
 
-@pytest.mark.parametrize("form", ["L", "LA", "P", "RGBA", "CMYK", "1"])
-def test_every_kind_of_image_becomes_rgb(decode: Decode, form: str) -> None:
+@pytest.mark.parametrize("kind", ["L", "LA", "P", "RGBA", "CMYK", "1"])
+def test_every_kind_of_image_becomes_rgb(decode: Decode, kind: str) -> None:
     buffer = io.BytesIO()
-    Image.new("RGB", (20, 30), (200, 100, 50)).convert(form).save(buffer, format="TIFF" if form == "CMYK" else "PNG")
-    assert seen(decode, buffer.getvalue(), evaluation_look(16, 16), 16).any()
+    Image.new("RGB", (20, 30), (200, 100, 50)).convert(kind).save(buffer, format="TIFF" if kind == "CMYK" else "PNG")
+    assert cropped(decode, buffer.getvalue(), center_crop(16, 16), 16).any()
 
 
 def test_damage_is_an_image_error(decode: Decode) -> None:
     whole = encoded(noise(64, 64), "jpeg")
     for data in (b"", b"<html>404</html>", whole[: len(whole) // 2], whole[:30]):
-        for look in (
-            evaluation_look(32, 32),
-            training_look(32, lambda: Random(0), min_area=0.5, max_aspect=1.3, flip=True),
+        for crop in (
+            center_crop(32, 32),
+            random_resized_crop(32, lambda: Random(0), min_area=0.5, max_aspect=1.3, flip=True),
         ):
             with pytest.raises(ImageError):
-                seen(decode, data, look, 32)
+                cropped(decode, data, crop, 32)
 
 
 def test_odd_jpegs_are_taken_or_named_alike_by_both_decoders() -> None:
@@ -118,9 +118,9 @@ def test_odd_jpegs_are_taken_or_named_alike_by_both_decoders() -> None:
     odd = [path for path in (DATA / "odd-jpegs").glob("*.*") if path.suffix != ".md"]
     for path in [*odd, *(DATA / "imagenet-sample").rglob("*0.JPEG")]:
         outcomes = []
-        for decode in (FAST, all_by_pillow):
+        for decode in (FAST, decode_by_pillow):
             try:
-                outcomes.append(seen(decode, path.read_bytes(), evaluation_look(64, 64), 64))
+                outcomes.append(cropped(decode, path.read_bytes(), center_crop(64, 64), 64))
             except ImageError:
                 outcomes.append(None)
         ours, theirs = outcomes
@@ -154,12 +154,12 @@ def test_parts_of_a_jpeg_are_pillow_s_bit_for_bit(
     """Though no more than the part is decoded: rounding and the chroma beside its edges are as in the whole."""
     data = encoded(noise(*size, seed), "jpeg", **how)
 
-    def look() -> Look:
+    def crop() -> CropFunction:
         if evaluated:
-            return evaluation_look(side + seed % 9, side)
-        return training_look(side, lambda: Random(seed), min_area=0.08, max_aspect=4 / 3, flip=True)
+            return center_crop(side + seed % 9, side)
+        return random_resized_crop(side, lambda: Random(seed), min_area=0.08, max_aspect=4 / 3, flip=True)
 
-    ours, theirs = seen(FAST, data, look(), side), seen(all_by_pillow, data, look(), side)
+    ours, theirs = cropped(FAST, data, crop(), side), cropped(decode_by_pillow, data, crop(), side)
     assert np.abs(ours.astype(int) - theirs).max() <= (0 if SAME_ORDER else 1)
 
 
@@ -178,18 +178,23 @@ def test_a_jpeg_with_a_changed_byte_is_decoded_or_refused(
     data[where % len(data)] = value
     del data[len(data) - short % 7 : len(data) - 2]
     with suppress(ImageError):
-        seen(FAST, bytes(data), training_look(32, lambda: Random(where), min_area=0.1, max_aspect=1.3, flip=True), 32)
+        cropped(
+            FAST,
+            bytes(data),
+            random_resized_crop(32, lambda: Random(where), min_area=0.1, max_aspect=1.3, flip=True),
+            32,
+        )
 
 
 @NEEDS_TURBO
 def test_rows_above_and_below_a_part_are_not_decoded() -> None:
     """What is damaged there does not matter, where restart markers stand between the rows."""
     whole = encoded(noise(160, 160), "jpeg", restart_marker_rows=1)
-    view = View(box=(20, 64, 32, 32), size=(32, 32), at=(0, 0), side=32)
+    crop = Crop(box=(20, 64, 32, 32), size=(32, 32), at=(0, 0), side=32)
     rows = whole.split(b"\xff\xd2")  # the third marker
     damaged = rows[0][:-40] + bytes(40) + b"\xff\xd2" + rows[1][:-42] + bytes(40) + b"\xff\xd9"
     assert len(rows) == 2 and len(damaged) == len(whole)
-    assert np.array_equal(seen(FAST, damaged, lambda *_: view, 32), seen(FAST, whole, lambda *_: view, 32))
+    assert np.array_equal(cropped(FAST, damaged, lambda *_: crop, 32), cropped(FAST, whole, lambda *_: crop, 32))
 
 
 @NEEDS_TURBO
@@ -197,40 +202,40 @@ def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pyte
     def argv(cxx: str, output: Path) -> tuple[str, ...]:
         return (*turbo.command_line(cxx, output), "-DCPUTRAIN_PLAIN")
 
-    monkeypatch.setattr(turbo, "PART", replace(turbo.PART, argv=argv))
+    monkeypatch.setattr(turbo, "EXTENSION", replace(turbo.EXTENSION, argv=argv))
     plain, _ = choose_decoder("turbo", {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]})
     for seed, size in enumerate([(300, 90), (90, 300), (40, 40), (260, 350), (31, 17)]):
         data = encoded(noise(*size, seed), "jpeg")
         for side in (24, 57):
-            look = evaluation_look(side + 3, side)
-            assert np.array_equal(seen(plain, data, look, side), seen(FAST, data, look, side))
+            crop = center_crop(side + 3, side)
+            assert np.array_equal(cropped(plain, data, crop, side), cropped(FAST, data, crop, side))
 
 
 @NEEDS_TURBO
 def test_a_damaged_file_does_not_hinder_the_next() -> None:
     """libjpeg-turbo itself goes on to decode whole ones after any kind of damage, at any byte."""
     decoder = turbo.load(os.environ)
-    whole, looks = encoded(noise(90, 120), "jpeg"), [evaluation_look(40, 32)] * 2
-    places = np.zeros((2, 32, 32, 3), dtype=np.uint8)
-    assert decoder.decode([whole, whole], looks, places) == [True, True]
+    whole, crops = encoded(noise(90, 120), "jpeg"), [center_crop(40, 32)] * 2
+    out = np.zeros((2, 32, 32, 3), dtype=np.uint8)
+    assert decoder.decode([whole, whole], crops, out) == [True, True]
     bad = [path.read_bytes() for path in (DATA / "odd-jpegs").glob("*.*")]
     for at in range(2, len(whole) - 2, 7):
         changed = bytearray(whole)
         changed[at] ^= 0x55
         bad += [bytes(changed), whole[:at] + whole[-2:], whole[:at] + b"junk" + whole[at:]]
     for data in bad:
-        assert decoder.decode([data, whole], looks, places)[1]
+        assert decoder.decode([data, whole], crops, out)[1]
 
 
 @NEEDS_TURBO
 def test_threads_decode_at_once_each_with_its_own_buffers() -> None:
     files = [encoded(noise(90 + seed, 120, seed), "jpeg") for seed in range(8)]
-    expected = [seen(all_by_pillow, data, evaluation_look(40, 32), 32) for data in files]
+    expected = [cropped(decode_by_pillow, data, center_crop(40, 32), 32) for data in files]
     wrong: list[int] = []
 
     def work(first: int) -> None:
         for i in range(first, first + 80):
-            found = seen(FAST, files[i % 8], evaluation_look(40, 32), 32).astype(int)
+            found = cropped(FAST, files[i % 8], center_crop(40, 32), 32).astype(int)
             if np.abs(found - expected[i % 8]).max() > (0 if SAME_ORDER else 1):
                 wrong.append(i)
 
@@ -250,17 +255,19 @@ def test_without_the_library_or_a_compiler_pillow_decodes(monkeypatch: pytest.Mo
     monkeypatch.setattr(turbo, "_packaged", list)
     monkeypatch.setattr(ctypes.util, "find_library", lambda _name: None)
     chosen, why = choose_decoder("auto", here)
-    assert chosen is all_by_pillow and "it needs libjpeg-turbo 3, found none: pip install 'cputrain[turbo]'" in why
-    with pytest.raises(InputError, match="found none"):
+    assert (
+        chosen is decode_by_pillow and "libjpeg-turbo 3 is needed, none was found: pip install 'cputrain[turbo]'" in why
+    )
+    with pytest.raises(InputError, match="none was found"):
         choose_decoder("turbo", here)
 
 
 @NEEDS_TURBO
-def test_a_decoder_that_does_not_compile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++")
     monkeypatch.setattr(turbo, "SOURCES", (broken,))
     env = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]}
-    with pytest.raises(RunError, match=r"cannot compile the image decoder: .*all of it in"):
+    with pytest.raises(RunError, match=r"cannot compile the image decoder: .*its whole output is in"):
         choose_decoder("turbo", env)
-    assert choose_decoder("auto", env)[0] is all_by_pillow
+    assert choose_decoder("auto", env)[0] is decode_by_pillow

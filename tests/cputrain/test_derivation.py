@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from cputrain.data.order import rank_share
+from cputrain.data.order.permutations import rank_share
 from cputrain.optim.schedules import rate_at
 from cputrain.recipe.derivation import Numbers, derive, explain
 from cputrain.recipe.loading import load_recipe

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from affinity.topology.sysfs import this_machine
-from cputrain.data.generated import INTERCEPT, SLOPE, Points, SyntheticImages
-from cputrain.data.survey import TRAIN_POINTS, VAL_POINTS
+from cputrain.data.batches import point_batches
+from cputrain.data.formats.generated import INTERCEPT, SLOPE, Points, SyntheticImages
+from cputrain.data.from_recipe import TRAIN_POINTS, VAL_POINTS
 from cputrain.runs.events import read_events
 from tests.support.commands import cputrain
 from tests.support.trainings import trained
@@ -34,7 +35,7 @@ def test_synthetic_images_are_random_and_the_seed_s() -> None:
     assert np.array_equal(one.labels, same.labels) and not np.array_equal(one.labels, other.labels)
     assert set(one.labels) == set(range(7)) and len(one) == 200
     places = np.zeros((3, 24, 24, 3), dtype=np.uint8)
-    assert one.fill([5, 6, 5 + 64], places) == [None, None, None]
+    assert one.decode([one.read(i) for i in (5, 6, 5 + 64)], [], places) == [None, None, None]
     assert np.array_equal(places[0], places[2]) and not np.array_equal(places[0], places[1])
     assert places[0].std() > 60  # uniform over 0 to 255: 74
 
@@ -44,7 +45,7 @@ def test_points_lie_about_their_line() -> None:
     slope, intercept = np.polyfit(points.x[:, 0], points.y[:, 0], 1)
     assert (slope, intercept) == (pytest.approx(SLOPE, abs=0.02), pytest.approx(INTERCEPT, abs=0.05))
     assert not np.array_equal(points.x[:5], Points(5, 1, 1).x), "validation has points of its own"
-    (batch,) = points.batches([np.array([3, 1])])
+    (batch,) = point_batches(points, [np.array([3, 1])])
     assert batch.images.shape == batch.labels.shape == (2, 1) and batch.images[0] == points.x[3]
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from affinity.errors import InputError
 from affinity.planner.workload import footprint
 from cputrain.comm.hooks import CommClock
-from cputrain.data.normalize import Normalize, choose_normalize
+from cputrain.data.pixels.normalize import Normalize, choose_normalize
 from cputrain.models.build import batchnorms, build_model
 from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_rate
@@ -47,7 +47,7 @@ def test_the_engine_lays_weights_out_channels_last() -> None:
 def test_normalize_is_the_formula_and_channels_last(tmp_path: Path) -> None:
     data = DataSection()
     images = torch.randint(0, 256, (2, 5, 7, 3), dtype=torch.uint8)
-    got = Normalize(data, None)(images)
+    got = Normalize(data.mean, data.std, None)(images)
     expected = (images.permute(0, 3, 1, 2) / 255 - torch.tensor(data.mean).view(3, 1, 1)) / torch.tensor(data.std).view(
         3, 1, 1
     )
@@ -55,9 +55,12 @@ def test_normalize_is_the_formula_and_channels_last(tmp_path: Path) -> None:
     assert got.is_contiguous(memory_format=torch.channels_last)
     for side in (1, 3, 16, 33):
         images = torch.randint(0, 256, (3, side, side + 1, 3), dtype=torch.uint8)
-        assert torch.equal(choose_normalize(data, os.environ)(images), Normalize(data, None)(images))
-    bare = choose_normalize(data, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
-    assert torch.equal(bare(images), Normalize(data, None)(images)), "without a compiler"
+        assert torch.equal(
+            choose_normalize(data.mean, data.std, data.decoder, os.environ)(images),
+            Normalize(data.mean, data.std, None)(images),
+        )
+    bare = choose_normalize(data.mean, data.std, data.decoder, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
+    assert torch.equal(bare(images), Normalize(data.mean, data.std, None)(images)), "without a compiler"
 
 
 @pytest.mark.parametrize("decay_all", [True, False])

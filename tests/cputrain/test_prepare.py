@@ -19,16 +19,18 @@ from PIL import Image
 
 from affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data import prepare as preparing
-from cputrain.data.images import apportioned
-from cputrain.data.inspect import inspect
-from cputrain.data.mixing import classes_expected, classes_together
-from cputrain.data.order import epoch_order
-from cputrain.data.prepare import Options, prepare
-from cputrain.data.shards import RECORD, Shards
-from cputrain.data.source import open_dataset, open_folder, open_source
-from cputrain.data.survey import survey
-from cputrain.training.session import _check_labels
+from cputrain.data.formats.dataset import check_labels
+from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.shards import RECORD, Shards
+from cputrain.data.formats.subset import apportioned
+from cputrain.data.formats.survey import survey
+from cputrain.data.order.mixing import expected_classes_in_window, mean_classes_in_window
+from cputrain.data.order.permutations import epoch_order
+from cputrain.data.prepare import pack as preparing
+from cputrain.data.prepare.encode import inspect
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.sources import open_source
 from tests.support.commands import cputrain
 from tests.support.images import write_images, write_mnist
 
@@ -122,7 +124,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
 @pytest.mark.parametrize("text", ["0", "1", "5/4", "-0.5", "1/0", "a sixth"])
 def test_shares_are_between_0_and_1(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert main(["prepare", "imagefolder", "images", "out", f"--val-fraction={text}"]) == 2
-    assert f"{text!r} is no share between 0 and 1, as in 0.2 or 1/6" in capsys.readouterr().err
+    assert f"{text!r} is not a fraction between 0 and 1, such as 0.2 or 1/6" in capsys.readouterr().err
 
 
 def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
     for split in ("train", "val"):
         folder = tmp_path / f"in/{split}/odd"
         folder.mkdir(parents=True)
-        Image.new("L", (20, 20), 7).save(folder / "grey.jpg")
+        Image.new("L", (20, 20), 7).save(folder / "gray.jpg")
         Image.new("CMYK", (20, 20)).save(folder / "cmyk.jpeg")
         Image.new("RGBA", (20, 20)).save(folder / "png.png")
         (folder / "png.png").rename(folder / "really_png.jpg")
@@ -192,7 +194,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
     again = cputrain(*command, cwd=tmp_path)
     assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
     other = cputrain(*command, "--seed", "2", cwd=tmp_path)
-    assert other.returncode == 2 and "is already there, and is not this" in other.stderr
+    assert other.returncode == 2 and "already exists, and was not made with this source" in other.stderr
 
 
 def shards_done(beside: Path) -> list[Path]:
@@ -218,8 +220,8 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
     mounted = subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
     assert mounted, "needs mount namespaces"
     code = (
-        "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data import prepare as p\n"
-        "from cputrain.data.source import open_folder\np._check_space = lambda *_: None\n"
+        "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data.prepare import pack as p\n"
+        "from cputrain.data.formats.open import open_folder\np._check_space = lambda *_: None\n"
         f"p.prepare(open_folder(Path({str(folder)!r})), Path({str(small)!r}) / 'out', "
         "p.Options(kind='imagefolder', source='x', shards=2))\n"
     )
@@ -237,11 +239,11 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     (folder / "train/class2/004.jpg").unlink()
     (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
     result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
-    assert result.returncode == 0 and "left out 1 that cannot be read" in result.stdout, result.stderr
+    assert result.returncode == 0 and "1 image(s) cannot be read and are left out" in result.stdout, result.stderr
     (tmp_path / ".second.partial").write_text("a file in the way")
     result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert "what is done is kept; mend that and give the same command" in result.stderr
+    assert "finished shards are kept; repair this and give the same command again" in result.stderr
     (tmp_path / ".second.partial").unlink()
     assert cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
 
@@ -255,7 +257,7 @@ def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> No
     with index.open("wb") as file:
         np.save(file, records)
     with pytest.raises(InputError, match=r"train: .*train-00000.tar:00000020 has label 3, but there are 3 classes"):
-        _check_labels(open_dataset(str(tmp_path / "out")))
+        check_labels(open_dataset(str(tmp_path / "out")))
     (folder / "train/class9").mkdir()
     for reader in (open_dataset, survey):
         with pytest.raises(InputError, match="class class9 has no image in"):
@@ -264,10 +266,10 @@ def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> No
 
 def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
     ordered = np.repeat(np.arange(100), 32)
-    assert classes_together(ordered) == 1.0
+    assert mean_classes_in_window(ordered) == 1.0
     shuffled = ordered[epoch_order(len(ordered), 1, 0)]
-    assert abs(classes_together(shuffled) - classes_expected(ordered)) < 0.5
-    assert 27 < classes_expected(ordered) < 28
+    assert abs(mean_classes_in_window(shuffled) - expected_classes_in_window(ordered)) < 0.5
+    assert 27 < expected_classes_in_window(ordered) < 28
     for k in range(40):
         for split in ("train", "val"):
             (tmp_path / f"in/{split}/c{k:02d}").mkdir(parents=True)
@@ -293,12 +295,12 @@ def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
         np.save(file, records)
     result = cputrain("data", "verify", "out", cwd=tmp_path)
     assert result.returncode == 1
-    assert f"00000004, byte {int(records[4]['offset']):,}: the image's checksum is not the index's" in result.stdout
+    assert f"00000004, byte {int(records[4]['offset']):,}: the image's checksum differs from the index" in result.stdout
     assert "00000009" in result.stdout and "the archive is damaged before it" in result.stdout
     assert "00000020" in result.stdout and "label 7, but there are 3 classes" in result.stdout
     assert "3 of 51 samples damaged" in result.stdout
     plain = cputrain("data", "verify", "images", cwd=tmp_path)
-    assert plain.returncode == 2 and "only what cputrain prepare wrote" in plain.stderr
+    assert plain.returncode == 2 and "only the output of cputrain prepare" in plain.stderr
 
 
 def test_data_is_described_and_shown(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
         assert shown.returncode == 0, shown.stderr
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
-    assert "left out as damaged: 1" in info.stdout and "made with kind=imagefolder" in info.stdout
+    assert "left out as damaged: 1" in info.stdout and "prepared with kind=imagefolder" in info.stdout
     wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in wrong.stderr
@@ -325,7 +327,8 @@ def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
         for i in range(300 if split == "train" else 1):
             (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, 8))
     prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, shards=300))
-    code = f"from cputrain.data.source import open_dataset; print(len(open_dataset({str(tmp_path / 'out')!r}).train))"
+    out = str(tmp_path / "out")
+    code = f"from cputrain.data.formats.open import open_dataset; print(len(open_dataset({out!r}).train))"
     limited = f'ulimit -S -n 256; exec {sys.executable} -c "{code}"'
     said = subprocess.run(["sh", "-c", limited], capture_output=True, text=True)
     assert said.stdout == "300\n", said.stderr[-500:]
@@ -340,7 +343,7 @@ def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
     manifest = {"version": 2, "classes": ["a"], "made": {}, "splits": {"train": made}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     code = (
-        "import resource, sys\nfrom pathlib import Path\nfrom cputrain.data.shards import Shards\n"
+        "import resource, sys\nfrom pathlib import Path\nfrom cputrain.data.formats.shards import Shards\n"
         "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         f"before = rss(); shards = Shards(Path({str(tmp_path)!r}), 'train'); print(len(shards), rss() - before)"
     )

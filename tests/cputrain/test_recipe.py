@@ -7,7 +7,7 @@ import pytest
 from affinity.errors import InputError
 from cputrain.cli.derived import aligned
 from cputrain.cli.prepare import command as prepare
-from cputrain.data.survey import survey_recipe
+from cputrain.data.from_recipe import survey_recipe
 from cputrain.recipe.derivation import derive, explain
 from cputrain.recipe.loading import dump_recipe, find_recipe, load_recipe, recipe_names, with_absolute_paths
 from cputrain.recipe.rates import rate_warning

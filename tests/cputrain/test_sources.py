@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.idx import read_idx
-from cputrain.data.imagenet import DEVKIT, SYNSETS, TRAIN, VAL
-from cputrain.data.prepare import prepare
-from cputrain.data.source import open_dataset, open_source
+from cputrain.data.formats.idx import read_idx
+from cputrain.data.formats.imagenet import DEVKIT, SYNSETS, TRAIN, VAL
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.sources import open_source
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.images import write_mnist
 
@@ -98,12 +99,12 @@ def append_twice(folder: Path) -> None:
         (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
         (lambda f: (f / SYNSETS[0]).unlink(), f"put {DEVKIT} there"),
         (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
-        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is no class of"),
+        (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is not a class of"),
         (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip holds no image"),
         (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "'readme.txt' is not SYNSET.tar"),
         (append_twice, "holds ILSVRC2012_val_00000001.JPEG twice"),
-        (lambda f: (f / TRAIN).write_bytes((f / TRAIN).read_bytes()[:30000]), "is its download whole"),
-        (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is its download whole"),
+        (lambda f: (f / TRAIN).write_bytes((f / TRAIN).read_bytes()[:30000]), "is the download complete"),
+        (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is the download complete"),
     ],
 )
 def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, told: str) -> None:
@@ -113,7 +114,7 @@ def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, told: str)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_mnist_becomes_grey_pngs(tmp_path: Path, zipped: bool) -> None:
+def test_mnist_becomes_gray_pngs(tmp_path: Path, zipped: bool) -> None:
     pixels = write_mnist(tmp_path / "mnist", train=20, val=10, zipped=zipped)
     made = prepare(
         open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1),
@@ -133,7 +134,7 @@ def test_mnist_becomes_grey_pngs(tmp_path: Path, zipped: bool) -> None:
 def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x-ubyte"
     head = struct.pack(">HBBI", 0, 8, 1, 10)
-    for data, told in ((b"", "not an idx file"), (head + b"12345", "has 5 values, its header says 10")):
+    for data, told in ((b"", "not an idx file"), (head + b"12345", "has 5 values, but its header describes 10")):
         path.write_bytes(data)
         with pytest.raises(InputError, match=told):
             read_idx(path, 1)
@@ -170,5 +171,5 @@ def test_torchvision_s_data_sets_are_taken_and_others_named(tmp_path: Path) -> N
     dataset = open_source("torchvision:MNIST", tmp_path, val_fraction=None, seed=1)
     assert (len(dataset.train), len(dataset.val), dataset.train.labels.tolist()[:3]) == (20, 10, [0, 1, 2])
     assert Image.open(io.BytesIO(dataset.train.read(0))).size == (28, 28)
-    with pytest.raises(InputError, match="no data set 'CIFAR11' with a split for training: nearest are CIFAR1"):
+    with pytest.raises(InputError, match="no data set 'CIFAR11' with a training split: nearest are CIFAR1"):
         open_source("torchvision:CIFAR11", tmp_path, val_fraction=None, seed=1)

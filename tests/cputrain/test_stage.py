@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
-from cputrain.data import stage
-from cputrain.data.prepare import Options, prepare
-from cputrain.data.source import open_dataset, open_folder
-from cputrain.data.stage import copies_name, copy, staged
+from cputrain.data import staging
+from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
+from cputrain.data.staging import copies_folder_name, copy, staged
 from tests.cputrain.test_training import PPN
 from tests.support.commands import cputrain
 from tests.support.images import write_images
@@ -39,7 +40,7 @@ def test_copies_are_read_once_they_are_there_and_removed(data: Path, tmp_path: P
     dataset = open_dataset(str(data))
     expected = [dataset.train.read(i) for i in range(36)]
     with staged(dataset, str(tmp_path / "scratch"), ALONE, HERE):
-        folder = tmp_path / "scratch" / copies_name([*dataset.train.paths, *dataset.val.paths])
+        folder = tmp_path / "scratch" / copies_folder_name([*dataset.train.paths, *dataset.val.paths])
         next(thread for thread in threading.enumerate() if thread.name == "stage").join(30)
         assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in data.glob("*.tar"))
         for path in dataset.train.paths:
@@ -67,7 +68,7 @@ def test_a_copy_that_is_broken_off_is_not_there(data: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*copy*"))
 
 
-def test_what_cannot_be_staged_is_told_before(
+def test_what_cannot_be_staged_is_refused_before(
     data: Path, tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -81,8 +82,8 @@ def test_what_cannot_be_staged_is_told_before(
         staged(open_dataset(str(data)), str(tmp_path / "file"), ALONE, HERE),
     ):
         pass
-    usage = stage.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(stage.shutil, "disk_usage", lambda _folder: usage._replace(free=10))
+    usage = staging.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _folder: usage._replace(free=10))
     with (
         pytest.raises(InputError, match=r"has 0\.0 GB free there, the shards need"),
         staged(open_dataset(str(data)), str(tmp_path / "s"), ALONE, HERE),

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from affinity.ranks.rank import Rank
 from cputrain.comm.hooks import Bf16Gradients, CommClock
-from cputrain.data.loader import Batch
+from cputrain.data.batches import Batch
 from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import rate_at, rate_of
 from cputrain.recipe.derivation import Numbers

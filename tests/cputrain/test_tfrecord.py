@@ -13,12 +13,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.prepare import Options, prepare
-from cputrain.data.shards import Shards, crc32c
-from cputrain.data.source import open_dataset, open_folder, open_source
-from cputrain.data.survey import survey
-from cputrain.data.tfrecord import masked
-from cputrain.data.verify import problems
+from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.shards import Shards, crc32c
+from cputrain.data.formats.survey import survey
+from cputrain.data.formats.tfrecord import masked
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.sources import open_source
+from cputrain.data.prepare.verify import problems
 from cputrain.runs.events import read_events
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.commands import cputrain
@@ -103,9 +105,9 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
     for data, told in (
         (whole[:-9], "ends within a record"),
         (b"", "is empty"),
-        (b"no records at all", "is no TFRecord file, or damaged at byte 0"),
-        (record(b"no example"), "the record at byte 0 is no image's Example"),
-        (record(field(1, b"")), "the record at byte 0 is no image's Example: b'image/encoded'"),
+        (b"no records at all", "is not a TFRecord file, or it is damaged at byte 0"),
+        (record(b"no example"), "the record at byte 0 is not the Example of an image"),
+        (record(field(1, b"")), "the record at byte 0 is not the Example of an image: b'image/encoded'"),
     ):
         path.write_bytes(data)
         with pytest.raises(InputError, match=told):
@@ -171,9 +173,9 @@ def test_tfrecords_of_ours_are_what_tensorflow_s_scripts_write(tmp_path: Path) -
     (folder / "train/class1").rename(folder / "train/n01440764")
     (folder / "val/class1").rename(folder / "val/n01440764")
     Image.new("CMYK", (20, 30)).save(folder / "train/class2/cmyk.jpg")
-    Image.new("L", (20, 30), 99).save(folder / "train/class2/grey.png")
+    Image.new("L", (20, 30), 99).save(folder / "train/class2/gray.png")
     made = cputrain("prepare", "imagefolder", "images", "out", "--format", "tfrecord", "--shards", "3", cwd=tmp_path)
-    assert made.returncode == 0 and "labels 1 (class0) to 3 (n01440764), 0 is left free" in made.stdout, made.stderr
+    assert made.returncode == 0 and "labels 1 (class0) to 3 (n01440764); 0 is not used" in made.stdout, made.stderr
     out, example = tmp_path / "out", example_class()
     shards = {split: [out / f"{split}-{k:05d}-of-00003" for k in range(3)] for split in ("train", "validation")}
     assert {path.name for paths in shards.values() for path in paths} == {path.name for path in out.glob("*-of-*")}
@@ -188,7 +190,7 @@ def test_tfrecords_of_ours_are_what_tensorflow_s_scripts_write(tmp_path: Path) -
         assert ("image/class/synset" in e) == (name == b"n01440764")
         with Image.open(io.BytesIO(e["image/encoded"])) as image:
             assert (image.format, image.size) == ("JPEG", (e["image/width"], e["image/height"]))
-            assert image.mode == ("L" if e["image/filename"] == b"grey.png" else "RGB")
+            assert image.mode == ("L" if e["image/filename"] == b"gray.png" else "RGB")
         assert (e["image/format"], e["image/colorspace"], e["image/channels"]) == (b"JPEG", b"RGB", 3)
     kept = {(e["image/class/label"], e["image/filename"]): e["image/encoded"] for e in found["train"]}
     for label, name in enumerate(("class0", "class2", "n01440764"), 1):
@@ -227,7 +229,7 @@ def test_every_damaged_byte_of_a_record_is_named(tmp_path: Path) -> None:
     found = [(i, wrong) for i, wrong in enumerate(problems(tmp_path / "out", "train")) if wrong]
     assert [i for i, _ in found] == [4, 9, 12, 20]
     for (_, wrong), told in zip(
-        found, ("the image's checksum is not", "length at byte", "beside the image", "beside the image"), strict=True
+        found, ("the image's checksum differs", "length at byte", "outside the image", "outside the image"), strict=True
     ):
         assert told in wrong
     with pytest.raises(OSError, match="checksum differs"):

@@ -209,7 +209,7 @@ def test_shards_are_read_in_blocks(place: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert read_events(place / "run")[-1]["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
     result = cputrain("train", "imagefolder", *SMALL, "data.block_mib=4", "output=other", cwd=place)
-    assert result.returncode == 2 and "data.block_mib reads shards, which data.path does not hold" in result.stderr
+    assert result.returncode == 2 and "block_mib=4 is for shards, but the images are not in shards" in result.stderr
 
 
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")

@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5, size: int = 40) -> Path:
-    """An image folder of JPEGs whose colour tells the class; `train` and `val` images of each class."""
+    """An image folder of JPEGs whose color depends on the class; `train` and `val` images of each class."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for label in range(classes):

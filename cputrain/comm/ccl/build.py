@@ -14,19 +14,19 @@ import torch
 
 from affinity.errors import RunError
 from cputrain.comm.ccl.libraries import Libraries
-from cputrain.native_build import Part, cache_folder, ensure_compiled
+from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
 
 NAME = "cputrain_ccl"
 SOURCES = ("engine.hpp", "engine.cpp", "backend.cpp")
 HERE = Path(__file__).parent
 
 
-def part(libraries: Libraries) -> Part:
+def part(libraries: Libraries) -> NativeExtension:
     """What is to be compiled against these libraries."""
-    return Part(
+    return NativeExtension(
         title=f"the oneCCL backend for torch {torch.__version__}",
-        asked="comm.backend=ccl",
-        otherwise="set comm.backend=gloo",
+        requested_by="comm.backend=ccl",
+        alternative="set comm.backend=gloo",
         argv=lambda cxx, output: command_line(cxx, libraries, output),
     )
 

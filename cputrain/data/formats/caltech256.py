@@ -1,0 +1,37 @@
+"""Caltech-256 from its archive, 256_ObjectCategories.tar, or from the folder that the archive unpacks to."""
+
+from pathlib import Path
+
+from affinity.errors import InputError
+from cputrain.data.formats.dataset import ArchiveMembers, ImageFiles, Images
+from cputrain.data.formats.folder import SUFFIXES, folders_in, list_images
+from cputrain.data.formats.tar import members
+
+
+def open_class_folders(source: Path) -> tuple[tuple[str, ...], Images]:
+    """Classes and images of a folder CLASS/*, without splits. Raises InputError."""
+    if not source.is_dir():
+        raise InputError(f"{source} does not exist: name a folder with a folder for each class")
+    classes = tuple(folders_in(source))
+    return classes, ImageFiles(*list_images(source, classes, every_class=True))
+
+
+def open_caltech256(source: Path) -> tuple[tuple[str, ...], Images]:
+    """Classes and images of 001.ak47/001_0001.jpg, ..., without splits. Raises InputError."""
+    if not source.is_file():
+        inner = source / "256_ObjectCategories"
+        return open_class_folders(inner if inner.is_dir() else source)
+    found = [row for row in members(source, 0) if row[0].lower().endswith(SUFFIXES)]
+    by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]
+    classes = tuple(sorted({row[0] for row in by_class}))
+    if not by_class:
+        raise InputError(f"{source} holds no image: is it 256_ObjectCategories.tar?")
+    label = {name: number for number, name in enumerate(classes)}
+    images = ArchiveMembers(
+        source,
+        [offset for _, _, offset, _ in by_class],
+        [length for _, _, _, length in by_class],
+        [label[name] for name, *_ in by_class],
+        [name for _, name, _, _ in by_class],
+    )
+    return classes, images

@@ -1,0 +1,127 @@
+"""A data set: splits of encoded images by number, and their classes."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from affinity.errors import InputError
+
+
+class Images(Protocol):
+    """A split: encoded images by number, with their labels. Threads may read it at the same time."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each image, shape (n,)."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, i: int) -> bytes:
+        """Image i as it is stored. Raises OSError when it cannot be read."""
+
+    def size(self, i: int) -> int:
+        """The bytes of image i, as nearly as they are known without reading it."""
+
+    def name(self, i: int) -> str:
+        """Where image i is stored, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Training, validation and perhaps test images with the same classes; a label is a class's place in `classes`."""
+
+    classes: tuple[str, ...]
+    train: Images
+    val: Images
+    test: Images | None = None
+
+    @property
+    def splits(self) -> dict[str, Images]:
+        """The splits that exist, by name."""
+        return {"train": self.train, "val": self.val} | ({} if self.test is None else {"test": self.test})
+
+
+def check_labels(dataset: Dataset) -> None:
+    """Raise InputError where a label of any split is not the number of a class."""
+    for split, images in dataset.splits.items():
+        labels = images.labels
+        wrong = np.flatnonzero((labels < 0) | (labels >= len(dataset.classes)))
+        if len(wrong):
+            found = f"{images.name(int(wrong[0]))} has label {labels[wrong[0]]}"
+            raise InputError(f"{split}: {found}, but there are {len(dataset.classes)} classes: prepare again")
+
+
+class ImageFiles:
+    """Images that are files."""
+
+    def __init__(self, paths: Sequence[str], labels: Sequence[int]) -> None:
+        self._paths = paths
+        self._labels = np.array(labels, dtype=np.int64)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each image, shape (n,)."""
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, i: int) -> bytes:
+        """The file's bytes."""
+        return Path(self._paths[i]).read_bytes()
+
+    def size(self, i: int) -> int:
+        """The file's size; 0 where it does not exist any more."""
+        try:
+            return Path(self._paths[i]).stat().st_size
+        except OSError:
+            return 0
+
+    def name(self, i: int) -> str:
+        """The file's path."""
+        return self._paths[i]
+
+
+class ArchiveMembers:
+    """Images that are members of an uncompressed archive, each `length` bytes from `offset` on."""
+
+    def __init__(
+        self,
+        path: Path,
+        offset: Sequence[int],
+        length: Sequence[int],
+        labels: Sequence[int],
+        names: Sequence[str],
+    ) -> None:
+        self._file = path.open("rb")
+        self._offset, self._length = offset, length
+        self._names = names
+        self._labels = np.array(labels, dtype=np.int64)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each image, shape (n,)."""
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, i: int) -> bytes:
+        """The member's bytes. Raises OSError where the archive ends before them."""
+        data = os.pread(self._file.fileno(), self._length[i], self._offset[i])
+        if len(data) < self._length[i]:
+            raise OSError(f"{self._file.name} ends within it")
+        return data
+
+    def size(self, i: int) -> int:
+        """The member's length."""
+        return self._length[i]
+
+    def name(self, i: int) -> str:
+        """The archive's path and the member's name."""
+        return f"{self._file.name}:{self._names[i]}"

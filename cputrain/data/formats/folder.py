@@ -1,0 +1,82 @@
+"""An image folder: SPLIT/CLASS/*.jpg."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from affinity.errors import InputError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+SPLITS = ("train", "val", "test")
+TRAIN, VAL, TEST = SPLITS
+
+
+def split_folders(root: Path) -> dict[str, Path]:
+    """The folders of the splits: train/, val/ and, if it holds class folders, test/.
+
+    Without val/ the test/ folder is the validation split. Raises InputError when a split is missing.
+    """
+    if not root.is_dir():
+        raise InputError(f"data folder {root} does not exist: set data.path to a folder with train/ and val/")
+    found = {split: root / split for split in SPLITS if (root / split).is_dir()}
+    if TEST in found and not folders_in(found[TEST]):
+        del found[TEST]  # images without classes, as in competitions
+    if VAL not in found and TEST in found:
+        found[VAL] = found.pop(TEST)
+    for split in (TRAIN, VAL):
+        if split not in found:
+            raise InputError(f"{root} has no {split}/ folder: an image folder is train/CLASS/* and val/CLASS/*")
+    return found
+
+
+def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
+    """The classes of train/, sorted: a class's place is its label.
+
+    Raises InputError when train/ has no class, or another split has one that train/ lacks.
+    """
+    names = folders_in(folders[TRAIN])
+    if not names:
+        raise InputError(f"{folders[TRAIN]} has no class folders: put images into train/CLASS/")
+    for folder in folders.values():
+        if extra := sorted(set(folders_in(folder)) - set(names)):
+            raise InputError(f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or remove them")
+    return tuple(names)
+
+
+def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> tuple[list[str], list[int]]:
+    """Paths and labels of the images in a folder CLASS/*, sorted by class and file name.
+
+    Raises InputError when it holds no image, or with `every_class` when a class has none.
+    """
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        class_folder = folder / name
+        if not class_folder.is_dir():
+            continue  # val/ need not have every class
+        with _entries(class_folder) as entries:
+            names = sorted(e.name for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file())
+        if every_class and not names:
+            suffixes = " ".join(SUFFIXES)
+            raise InputError(f"class {name} has no image in {class_folder} ({suffixes}): add some, or remove it")
+        paths += [f"{class_folder}/{name}" for name in names]
+        labels += [label] * len(names)
+    if not paths:
+        raise InputError(f"{folder} holds no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
+    return paths, labels
+
+
+def folders_in(folder: Path) -> list[str]:
+    """The names of the folders in a folder, sorted, without hidden ones."""
+    with _entries(folder) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+@contextmanager
+def _entries(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield entries
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror}") from None

@@ -1,0 +1,155 @@
+"""Shards in a format that other programs read, too, and an index for random access.
+
+A prepared folder holds manifest.json, SPLIT.index.npy and the shards. These are either SPLIT-00000.tar, ... for
+webdataset readers, with two members for each sample, KEY.jpg (or the suffix of its format) and KEY.cls with the label
+in decimal; or train-00000-of-01024, validation-..., test-... for TensorFlow's readers.
+"""
+
+import os
+import resource
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from affinity.errors import InputError
+from cputrain.data.formats.manifest import MANIFEST, read_manifest
+
+RECORD = np.dtype(
+    [
+        ("shard", "<u4"),
+        ("length", "<u4"),
+        ("offset", "<u8"),
+        ("label", "<u4"),
+        ("crc32c", "<u4"),
+        ("width", "<u4"),
+        ("height", "<u4"),
+    ]
+)
+
+
+ShardPieces = dict[int, tuple[int, bytes]]
+"""Pieces of shards that are in memory: shard number -> offset of its piece, and the piece's bytes."""
+
+OTHER_FILES = 512  # that a process has open beside shards
+
+
+def shard_paths(folder: Path, split: str, count: int, shard_format: str) -> list[Path]:
+    """The paths of a split's shards; `shard_format` is "tar" or "tfrecord", whose files have TensorFlow's names."""
+    if shard_format == "tfrecord":
+        name = {"val": "validation"}.get(split, split)
+        return [folder / f"{name}-{number:05d}-of-{count:05d}" for number in range(count)]
+    return [folder / f"{split}-{number:05d}.tar" for number in range(count)]
+
+
+def shard_format_of(manifest: dict[str, Any]) -> str:
+    """The format of a prepared folder's shards: "tar" or "tfrecord"."""
+    return str(manifest["made"].get("format", "tar"))
+
+
+def index_path(folder: Path, split: str) -> Path:
+    """The path of a split's index: an array of RECORD, in the order of the samples."""
+    return folder / f"{split}.index.npy"
+
+
+def crc32c(data: bytes) -> int:
+    """The CRC-32C (Castagnoli) checksum that the index and TFRecords use."""
+    return int(google_crc32c.value(data))
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process's limit of open files for `count` more, as far as permitted: the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+class Shards:
+    """One split of a prepared folder: random access to samples, by several threads at once."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        """Open the index and all shards. Raises InputError when one is missing or has another size."""
+        manifest = read_manifest(folder)
+        counts = manifest["splits"][split]
+        self.paths = shard_paths(folder, split, counts["shards"], shard_format_of(manifest))
+        _allow_files(5 * len(self.paths))  # those of three splits, and copies of two
+        try:
+            self.index: NDArray[np.void] = np.load(index_path(folder, split), mmap_mode="r")
+            self.files: list[BinaryIO] = [path.open("rb") for path in self.paths]
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {folder}: {error}: prepare again") from None
+        if self.index.dtype != RECORD or len(self.index) != counts["images"]:
+            raise InputError(f"{index_path(folder, split)} does not belong to {folder / MANIFEST}: prepare again")
+        self._copies: Path | None = None
+        self._copied: dict[int, BinaryIO] = {}
+        for path, size in zip(self.paths, counts["bytes"], strict=True):
+            if path.stat().st_size != size:
+                raise InputError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}: prepare again")
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each sample, shape (n,)."""
+        return self.index["label"].astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def use_copies(self, folder: Path) -> None:
+        """Read each shard from its copy in this folder as soon as the copy exists."""
+        self._copies = folder
+
+    def read(self, i: int, pieces: ShardPieces | None = None) -> bytes:
+        """Sample i's encoded image, from pieces in memory that contain it, or from disk.
+
+        Raises OSError when its checksum is wrong. A wrong checksum in a copy or a piece is no error: the image is read
+        again from the shard.
+        """
+        record = self.index[i]
+        shard, offset, length = (int(record[key]) for key in ("shard", "offset", "length"))
+        if pieces is not None:
+            begin, piece = pieces[shard]
+            data = piece[offset - begin : offset - begin + length]
+            if crc32c(data) == record["crc32c"]:
+                return data
+        copied = self._copy_of(shard)
+        for file in (copied, self.files[shard]):
+            if file is not None:
+                data = os.pread(file.fileno(), length, offset)
+                if crc32c(data) == record["crc32c"]:
+                    return data
+        raise OSError(f"checksum differs from the index: the shard is damaged at byte {offset:,}")
+
+    def read_pieces(self, first: int, last: int) -> ShardPieces:
+        """The pieces of shards that hold the samples [first, last), each read in one go."""
+        records, pieces = self.index[first:last], {}
+        for shard in np.unique(records["shard"]).tolist():
+            mine = records[records["shard"] == shard]
+            begin, end = int(mine[0]["offset"]), int(mine[-1]["offset"]) + int(mine[-1]["length"])
+            file = self._copy_of(shard) or self.files[shard]
+            pieces[shard] = begin, os.pread(file.fileno(), end - begin, begin)
+        return pieces
+
+    @property
+    def bytes_per_image(self) -> float:
+        """The mean size of a sample's image in bytes."""
+        return float(self.index["length"].mean())
+
+    def _copy_of(self, shard: int) -> BinaryIO | None:
+        if self._copies is not None and shard not in self._copied:
+            try:
+                self._copied[shard] = (self._copies / self.paths[shard].name).open("rb")
+            except FileNotFoundError:
+                return None
+        return self._copied.get(shard)
+
+    def size(self, i: int) -> int:
+        """The bytes of sample i's image."""
+        return int(self.index[i]["length"])
+
+    def name(self, i: int) -> str:
+        """The shard and key of sample i."""
+        return f"{self.paths[int(self.index[i]['shard'])]}:{i:08d}"

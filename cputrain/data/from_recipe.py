@@ -1,0 +1,48 @@
+"""The data that a recipe names: opened for a training, or only counted, be it read from a folder or generated."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from affinity.errors import InputError
+from cputrain.data.formats.survey import Survey, survey
+from cputrain.recipe.schema import Recipe
+from cputrain.recipe.schema.data import LINE, SYNTHETIC
+
+if TYPE_CHECKING:  # numpy: not needed to count
+    from cputrain.data.formats.dataset import Dataset
+
+SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
+TRAIN_POINTS, VAL_POINTS = 100, 50
+
+
+def survey_recipe(recipe: Recipe) -> Survey:
+    """Count the data of a recipe. Raises InputError that names what is missing or wrong."""
+    data = recipe.data
+    if data.path == SYNTHETIC:
+        classes = tuple(map(str, range(recipe.model.classes or SYNTHETIC_CLASSES)))
+        return Survey(classes=classes, train=data.train_images or SYNTHETIC_IMAGES, val=0, kind=data.kind)
+    if data.path == LINE:
+        return Survey(classes=("y",), train=data.train_images or TRAIN_POINTS, val=VAL_POINTS, kind=data.kind)
+    if data.path is not None and data.prepare is not None and not Path(data.path).exists():
+        command = data.prepare.replace("{path}", shlex.quote(data.path))
+        raise InputError(f"data folder {data.path} does not exist: make it with `{command}`, or set data.path=DIR")
+    return survey(data.path)
+
+
+def open_recipe_data(recipe: Recipe) -> "Dataset":
+    """Open or generate the data of a recipe. Raises InputError that names what is missing or wrong."""
+    from cputrain.data.formats.dataset import Dataset
+    from cputrain.data.formats.generated import Points, SyntheticImages
+    from cputrain.data.formats.open import open_dataset
+
+    if not recipe.data.generated:
+        return open_dataset(recipe.data.path)
+    counted, seed = survey_recipe(recipe), recipe.seed
+    classes, counts = counted.classes, (counted.train, counted.val)
+    if recipe.data.path == LINE:
+        train_points, val_points = (Points(count, seed, number) for number, count in enumerate(counts))
+        return Dataset(classes=classes, train=train_points, val=val_points)
+    largest = max([recipe.data.crop, *(phase.crop for phase in recipe.phases if phase.crop)])
+    train, val = (SyntheticImages(count, len(classes), largest, seed) for count in counts)
+    return Dataset(classes=classes, train=train, val=val)

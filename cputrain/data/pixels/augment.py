@@ -1,0 +1,71 @@
+"""Augmentation of a decoded training image: geometry, then color. Nothing is done, and no time spent, by default."""
+
+import math
+from dataclasses import astuple, dataclass
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+
+# ImageNet's principal components of red, green, blue (0 to 1) and their standard deviations, as Krizhevsky et al. 2012,
+# 4.1 have them used; the figures are those of fb.resnet.torch and of Intel Caffe's data layers.
+DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
+COMPONENTS = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+FILL = (124, 116, 104)  # ImageNet's mean: the color of what lies outside the image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Augmentation:
+    """How far a training image may be changed at random; 0 leaves a property as it is.
+
+    `rotate`: by up to this share of a full turn, either way. `zoom`: scaled by a factor of 1 +- zoom. `shift`: moved by
+    up to this share of the side in x and y. `brightness`, `contrast`, `saturation`: multiplied by a factor of 1 +- the
+    value. `lighting`: standard deviation of the noise along ImageNet's principal colors (AlexNet: 0.1).
+    """
+
+    rotate: float = 0.0
+    zoom: float = 0.0
+    shift: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    lighting: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether any property is changed."""
+        return any(astuple(self))
+
+
+def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) -> None:
+    """Change (side, side, 3) bytes in place: rotate, zoom and shift; brightness, contrast and saturation; lighting."""
+    image = Image.fromarray(pixels)
+    if augmentation.rotate or augmentation.zoom or augmentation.shift:
+        image = _moved(image, augmentation, rng)
+    for enhance, most in (
+        (ImageEnhance.Brightness, augmentation.brightness),
+        (ImageEnhance.Contrast, augmentation.contrast),
+        (ImageEnhance.Color, augmentation.saturation),
+    ):
+        if most:
+            image = enhance(image).enhance(rng.uniform(1 - most, 1 + most))
+    if augmentation.lighting:
+        light = 255 * COMPONENTS @ ([rng.gauss(0, augmentation.lighting) for _ in range(3)] * DEVIATIONS)
+        pixels[:] = np.clip(np.rint(np.asarray(image) + light), 0, 255)
+    else:
+        pixels[:] = np.asarray(image)
+
+
+def _moved(image: Image.Image, augmentation: Augmentation, rng: Random) -> Image.Image:
+    """The image rotated about its center, scaled and moved, bilinear.
+
+    Pillow takes the inverse transform, from new places to old ones.
+    """
+    angle = 2 * math.pi * rng.uniform(-augmentation.rotate, augmentation.rotate)
+    scale = rng.uniform(1 - augmentation.zoom, 1 + augmentation.zoom)
+    dx, dy = (image.width * rng.uniform(-augmentation.shift, augmentation.shift) for _ in range(2))
+    cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
+    x, y = image.width / 2, image.height / 2
+    left, top = x - cos * (x + dx) - sin * (y + dy), y + sin * (x + dx) - cos * (y + dy)
+    inverse = (cos, sin, left, -sin, cos, top)
+    return image.transform(image.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR, fillcolor=FILL)

@@ -1,0 +1,227 @@
+"""The public image pipeline, used as in a stranger's script, beside the batches that the trainer gets."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cputrain.data
+from affinity.errors import InputError, RunError
+from affinity.ranks.rank import Rank
+from cputrain.data import Augmentation, ImageLoader, Transform, loader
+from cputrain.data.formats.block_reader import images_per_block
+from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.pixels.decode import choose_decoder
+from cputrain.data.pixels.normalize import choose_normalize
+from cputrain.data.prepare.options import Options
+from cputrain.data.prepare.pack import prepare
+from cputrain.recipe.derivation import derive
+from cputrain.recipe.loading import load_recipe
+from cputrain.training.feed import evaluation_batches, training_batches
+from tests.support.commands import cputrain as run_cputrain
+from tests.support.images import write_images
+
+SIDE, BATCH, SEED, EPOCHS = 24, 5, 7, 2
+SCRIPT = f"""
+import os, sys
+import torch
+from cputrain.data import ImageLoader
+
+path, out, block_mib = sys.argv[1:]
+sizes = {{"batch_size": {BATCH}, "image_size": {SIDE}}}
+train = ImageLoader.open(path, **sizes, seed={SEED}, block_mib=float(block_mib), threads=2)
+val = ImageLoader.open(path, split="val", **sizes)
+assert len(train.classes) == 3
+epochs = []
+for epoch in range({EPOCHS}):
+    train.set_epoch(epoch)
+    epochs.append([(images, labels) for images, labels in train])
+    assert len(epochs[-1]) == len(train)
+rank = os.environ.get("RANK", "0")
+torch.save({{"train": epochs, "val": list(val)}}, f"{{out}}-{{rank}}.pt")
+assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images")
+
+
+def shards_of(images: Path) -> Path:
+    out = images.parent / "shards"
+    prepare(open_folder(images), out, Options(kind="imagefolder", source="x", shards=3))
+    return out
+
+
+def plain_environment(home: Path) -> dict[str, str]:
+    """What a login shell has, and where the decoder is compiled."""
+    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", str(home))}
+
+
+def session_of(path: Path, rank: int, world_size: int, block_mib: float) -> SimpleNamespace:
+    """What the trainer's feed reads of a session, for a recipe with the script's settings."""
+    recipe = load_recipe(
+        "imagefolder",
+        [f"data.path={path}", f"data.crop={SIDE}", f"batch.local={BATCH}", f"seed={SEED}"],
+    )
+    dataset = open_dataset(str(path))
+    sizes = derive(recipe, ppn=world_size, nodes=1, images=len(dataset.train))
+    return SimpleNamespace(
+        recipe=recipe,
+        numbers=sizes,
+        rank=Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, launcher="env"),
+        dataset=dataset,
+        decode=choose_decoder("auto", os.environ)[0],
+        normalize=choose_normalize(recipe.data.mean, recipe.data.std, "auto", os.environ),
+        batches=(BATCH,) * world_size,
+        block_length=images_per_block(dataset.train, block_mib, sizes.steps_per_epoch),
+        loader_threads=1,
+        loader_pus=(),
+    )
+
+
+def trainer_batches(session: SimpleNamespace) -> dict[str, list]:
+    steps = session.numbers.steps_per_epoch
+    return {
+        "train": [
+            [(session.normalize(b.images), b.labels) for b in training_batches(session, e, e * steps, (e + 1) * steps)]
+            for e in range(EPOCHS)
+        ],
+        "val": [(session.normalize(b.images), b.labels) for b in evaluation_batches(session, "val")],
+    }
+
+
+def assert_same(found: dict[str, list], expected: dict[str, list]) -> None:
+    for a, b in zip([*found["train"], found["val"]], [*expected["train"], expected["val"]], strict=True):
+        assert len(a) > 0
+        for (images, labels), (their_images, their_labels) in zip(a, b, strict=True):
+            assert images.dtype == torch.float32 and images.shape[1:] == (3, SIDE, SIDE)
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(images, their_images) and torch.equal(labels, their_labels)
+
+
+@pytest.mark.parametrize(("packed", "block_mib"), [(False, 0.0), (True, 0.0), (True, 0.01)])
+def test_a_script_in_another_folder_gets_the_batches_of_the_trainer(
+    images: Path, tmp_path: Path, packed: bool, block_mib: float
+) -> None:
+    path, place = shards_of(images) if packed else images, tmp_path / "elsewhere"
+    place.mkdir()
+    (place / "script.py").write_text(SCRIPT)
+    argv = [sys.executable, "script.py", str(path), "batches", str(block_mib)]
+    done = subprocess.run(argv, cwd=place, env=plain_environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = trainer_batches(session_of(path, 0, 1, block_mib))
+    assert [len(epoch) for epoch in expected["train"]] == [7, 7], "36 images make 7 batches of 5"
+    assert_same(torch.load(place / "batches-0.pt"), expected)
+
+
+def test_the_documented_example_runs(tmp_path: Path) -> None:
+    write_images(tmp_path / "data/photos")
+    assert loader.__doc__ is not None
+    example = "\n".join(line for line in loader.__doc__.splitlines() if line.startswith("    ") or not line)
+    code = textwrap.dedent(example) + "print(0 <= correct <= 15)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=plain_environment(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "True\n", done.stderr
+    page = Path(__file__).parents[2] / "docs/guides/image-loader.md"
+    assert textwrap.dedent(example).strip() in page.read_text(), "the guide shows the same example"
+
+
+def test_ranks_of_torchrun_share_each_batch_as_in_the_trainer(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
+    argv = [sys.executable, *ranks, str(images), "batches", "0"]
+    done = subprocess.run(argv, cwd=tmp_path, env=plain_environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [torch.load(tmp_path / f"batches-{rank}.pt") for rank in range(2)]
+    for rank in range(2):
+        assert_same(found[rank], trainer_batches(session_of(images, rank, 2, 0.0)))
+    assert sum(len(labels) for each in found for _, labels in each["val"]) == 15, "each validation image exactly once"
+
+
+def test_a_script_under_a_plan_decodes_on_the_cpus_of_its_worker(images: Path, tmp_path: Path) -> None:
+    code = f"from cputrain.data import ImageLoader; x = ImageLoader.open({str(images)!r}, batch_size=4); "
+    code += "print('loader', x.threads, *sorted(x.cpus))"
+    one_core = ("--ppn", "1", "--threads", "1")
+    made = run_cputrain("launch", *one_core, "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    words = made.stdout.partition("loader ")[2].split()
+    assert words[0] == "1" and {int(cpu) for cpu in words[1:]} <= os.sched_getaffinity(0) and len(words) > 1
+
+
+def batches_of(path: Path, **options: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(ImageLoader.open(path, **{"batch_size": 4, "image_size": 16, **options}))
+
+
+def test_an_epoch_repeats_until_another_is_set(images: Path) -> None:
+    loader = ImageLoader.open(images, batch_size=4, image_size=16)
+    first, again = [labels for _, labels in loader], [labels for _, labels in loader]
+    assert all(map(torch.equal, first, again))
+    loader.set_epoch(1)
+    assert not all(map(torch.equal, first, [labels for _, labels in loader]))
+    next(iter(loader))  # nothing of an unfinished epoch is left
+    assert all(map(torch.equal, [labels for _, labels in loader], [labels for _, labels in loader]))
+
+
+def test_the_last_batch_is_dropped_or_its_images_are_spread(images: Path) -> None:
+    assert [len(labels) for _, labels in batches_of(images, batch_size=8)] == [8, 8, 8, 8]
+    assert [len(labels) for _, labels in batches_of(images, batch_size=8, drop_last=False)] == [7, 7, 7, 7, 8]
+    assert [len(labels) for _, labels in batches_of(images, batch_size=8, shuffle=False)] == [8, 8, 8, 8, 4]
+
+
+def test_augmentation_is_chosen_apart_from_the_order(images: Path) -> None:
+    plain = Transform(image_size=16, short_side=16)
+    still, moving = batches_of(images, shuffle=False), batches_of(images, shuffle=False, augment=True)
+    assert all(torch.equal(a[1], b[1]) and not torch.equal(a[0], b[0]) for a, b in zip(still, moving, strict=True))
+    dark = Transform(image_size=16, short_side=16, augmentation=Augmentation(brightness=0.5))
+    a, b = (batches_of(images, transform=transform)[0][0] for transform in (plain, dark))
+    assert a.shape == b.shape == (4, 3, 16, 16) and not torch.equal(a, b)
+    (unit, _), *_ = batches_of(images, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    assert unit.min() >= 0 and unit.max() <= 1
+
+
+def test_damaged_images_are_left_out_with_a_warning_or_stop_the_loop(
+    images: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (images / "val/class0/000.jpg").write_bytes(b"junk")
+    with caplog.at_level(logging.WARNING):
+        sizes = [len(labels) for _, labels in batches_of(images, split="val")]
+    assert sizes == [3, 4, 4, 3] and "1 damaged image(s) left out: " in caplog.text
+    assert "val/class0/000.jpg" in caplog.text
+    with pytest.raises(RunError, match=r"1 damaged image\(s\) in a batch: .*class0/000.jpg"):
+        batches_of(images, split="val", on_error="raise")
+    with pytest.raises(RunError, match=r"1 damaged image\(s\) in a batch: "):
+        batches_of(images, split="val", batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "has no split 'test': use one of train, val"),
+        ({"batch_size": 0}, "batch_size=0, image_size=16: both must be at least 1"),
+        ({"batch_size": 40}, "batch_size=40 on 1 rank.* needs 40 images, and there are 36: use a smaller batch_size"),
+        ({"rank": 1}, "rank and world_size belong together"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not between 0 and world_size-1=1"),
+        ({"block_mib": 4.0}, "block_mib=4 is for shards, but the images are not in shards"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(images: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        batches_of(images, **options)
+
+
+def test_the_public_names_stay() -> None:
+    assert cputrain.data.__all__ == ["Augmentation", "ImageLoader", "Transform"]
+    assert all(hasattr(cputrain.data, name) for name in cputrain.data.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Loader'"):
+        _ = cputrain.data.Loader
+    code = "import sys, cputrain.data, cputrain.data.from_recipe; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
