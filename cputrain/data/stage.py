@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
-from cputrain.comm.group import gather
+from cputrain.comm.group import all_gather
 from cputrain.data.images import Dataset
 from cputrain.data.shards import Shards
 from cputrain.files import write_with
@@ -36,7 +36,7 @@ def staged(dataset: Dataset, where: str | None, rank: Rank, pus: tuple[int, ...]
     paths = [path for split in shards for path in split.paths]
     folder = Path(where) / copies_name(paths)
     copies = rank.local_rank == 0
-    problem = next((said for said in gather(_make_room(paths, folder) if copies else "") if said), "")
+    problem = next((said for said in all_gather(_make_room(paths, folder) if copies else "") if said), "")
     if problem:
         raise InputError(problem)
     for split in shards:

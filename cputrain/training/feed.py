@@ -1,10 +1,11 @@
-"""Which images a rank gets, step by step, and how each is looked at."""
+"""The batches of a rank: its share of each global batch, and of an evaluation's images."""
 
 from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
 
+from affinity.errors import RunError
 from cputrain.data.augment import augment, changes
 from cputrain.data.blocks import BlockReader, block_order
 from cputrain.data.decode import Pixels
@@ -18,17 +19,36 @@ from cputrain.training.session import Session
 
 
 def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
-    """This rank's batches for the updates from `first` to before `stop`, which lie in one epoch."""
-    recipe, numbers, rank = session.recipe, session.numbers, session.rank
+    """This rank's batches for the steps from `first` to before `stop`, all of one epoch.
+
+    The iterator raises RunError at a damaged image with data.on_error=raise.
+    """
+    batches = _training_batches(session, epoch, first, stop)
+    return _refuse_damaged(batches, session.ranks.this.rank) if session.recipe.data.on_error == "raise" else batches
+
+
+def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
+    for batch in batches:
+        if batch.damaged:
+            raise RunError(
+                f"rank {rank}: damaged image {batch.damaged[0]}: repair it, remove it, or set data.on_error=skip"
+            )
+        yield batch
+
+
+def _training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
+    recipe, sizes, ranks = session.recipe, session.sizes, session.ranks
     data, seed, now = recipe.data, recipe.seed, now_at(recipe, epoch)
-    images, steps = session.dataset.train, numbers.steps_per_epoch
-    length = session.block_length
+    images, steps = session.data.dataset.train, sizes.steps_per_epoch
+    length = session.data.block_length
     if length:
-        order = block_order(len(images), seed, epoch, length=length, used=numbers.used, steps=steps)
+        order = block_order(len(images), seed, epoch, length=length, used=sizes.used, steps=steps)
     else:
-        order = epoch_order(len(images), seed, epoch)[: numbers.used]
-    shares = [rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop)]
-    passes = (part for share in shares for part in np.array_split(share, numbers.passes))
+        order = epoch_order(len(images), seed, epoch)[: sizes.used]
+    shares = [
+        rank_share(order, step % steps, steps, ranks.local_batches, ranks.this.rank) for step in range(first, stop)
+    ]
+    passes = (part for share in shares for part in np.array_split(share, sizes.passes))
     if isinstance(images, Points):
         return images.batches(passes)
     if length and isinstance(images, Shards):
@@ -47,7 +67,7 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
         if isinstance(images, SyntheticImages):
             problems = images.fill(numbers, places)
         else:
-            problems = session.decode(encoded, [look(image) for image in numbers], places)
+            problems = session.data.decode(encoded, [look(image) for image in numbers], places)
         if changes(data.augment):
             for image, place, problem in zip(numbers, places, problems, strict=True):
                 if problem is None:
@@ -59,28 +79,29 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
         passes,
         decode,
         crop=now.crop,
-        threads=session.loader_threads,
-        pus=session.loader_pus,
+        threads=session.binding.loader_threads,
+        pus=session.binding.loader_pus,
     )
 
 
 def evaluation_batch(session: Session) -> int:
-    """Images of one of a rank's forward passes in an evaluation."""
+    """Images of one forward pass of an evaluation."""
     return session.recipe.evaluate.batch or session.recipe.batch.local
 
 
 def evaluation_steps(session: Session, split: str = "val") -> int:
-    """How many batches this rank evaluates; rank 0 has no fewer than any other."""
+    """The number of batches that this rank evaluates; no rank has more than rank 0."""
     return -(-len(_evaluation_share(session, split)) // evaluation_batch(session))
 
 
 def _evaluation_share(session: Session, split: str) -> Order:
-    return evaluation_share(len(session.dataset.splits[split]), session.rank.rank, session.rank.world_size)
+    rank = session.ranks.this
+    return evaluation_share(len(session.data.dataset.splits[split]), rank.rank, rank.world_size)
 
 
 def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
-    """This rank's share of a split, cut over the ranks, nothing padded and nothing twice."""
-    data, images = session.recipe.data, session.dataset.splits[split]
+    """This rank's share of a split, each image on one rank, without padding."""
+    data, images = session.recipe.data, session.data.dataset.splits[split]
     look = evaluation_look(data.short_side, data.crop)
     share, size = _evaluation_share(session, split), evaluation_batch(session)
     parts = (share[i : i + size] for i in range(0, len(share), size))
@@ -88,13 +109,13 @@ def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
         return images.batches(parts)
 
     def decode(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
-        return session.decode(encoded, [look] * len(encoded), places)
+        return session.data.decode(encoded, [look] * len(encoded), places)
 
     return batches(
         images,
         parts,
         decode,
         crop=data.crop,
-        threads=session.loader_threads,
-        pus=session.loader_pus,
+        threads=session.binding.loader_threads,
+        pus=session.binding.loader_pus,
     )

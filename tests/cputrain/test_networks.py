@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from affinity.errors import InputError
-from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d
+from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
 from cputrain.models.build import batchnorms, build_model
 from cputrain.models.vision import import_torchvision
-from cputrain.models.weights import start_from
+from cputrain.models.weights import load_initial_weights
 from cputrain.recipe.schema import ModelSection
 from mpi.supervise.local import free_port
 
@@ -78,16 +78,16 @@ def test_any_classifier_of_torchvision_trains(name: str) -> None:
         (
             {"name": "torchvision:vit_b_16"},
             64,
-            "data.crop=64: torchvision:vit_b_16 cannot take images of 64 x 64",
+            "data.crop=64: torchvision:vit_b_16 does not accept images of 64 x 64",
         ),
-        ({"name": "alexnet"}, 32, "data.crop=32: alexnet cannot take images of 32 x 32 pixels"),
+        ({"name": "alexnet"}, 32, "data.crop=32: alexnet does not accept images of 32 x 32 pixels"),
         ({"name": "resnet18", "classes": 9}, 64, "model.classes=9, but the data has 10 classes: set it to 10 or null"),
         (
             {"name": "resnet18", "freeze_to": "layer5"},
             64,
-            "has no such layer: conv1, bn1, relu, maxpool, layer1, layer2",
+            "has no such layer: choose conv1, bn1, relu, maxpool, layer1, layer2",
         ),
-        ({"name": "resnet18", "freeze_to": "fc"}, 64, "leaves nothing to train"),
+        ({"name": "resnet18", "freeze_to": "fc"}, 64, "leaves no layer to train"),
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict, side: int, told: str) -> None:
@@ -113,8 +113,8 @@ def test_frozen_layers_stay_and_their_statistics_too() -> None:
 
 def test_parts_of_a_batch_are_normalised_each_by_itself() -> None:
     torch.manual_seed(0)
-    layer, plain = PartsBatchNorm2d(5, momentum=0.3), nn.BatchNorm2d(5, momentum=0.3)
-    layer.part = 4
+    layer, plain = GhostBatchNorm2d(5, momentum=0.3), nn.BatchNorm2d(5, momentum=0.3)
+    layer.ghost_batch = 4
     images = torch.randn(10, 5, 3, 3) * 2 + 1
     pieces = images.tensor_split(3)  # 4, 3, 3
     assert torch.allclose(layer(images), torch.cat([plain(piece) for piece in pieces]))
@@ -190,11 +190,11 @@ def test_weights_are_taken_over_and_a_head_of_other_classes_starts_anew(tmp_path
         torch.manual_seed(5)
         model = build_model(ModelSection(name="resnet18"), 10, 64)
         head = model.fc.weight.clone()
-        assert start_from(model, tmp_path / name) == ["fc.weight", "fc.bias"]
+        assert load_initial_weights(model, tmp_path / name) == ["fc.weight", "fc.bias"]
         assert torch.equal(model.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
         assert torch.equal(model.fc.weight, head)
     same = build_model(ModelSection(name="resnet18"), 7, 64)
-    assert start_from(same, tmp_path / "state.pt") == [] and torch.equal(same.fc.weight, source.fc.weight)
+    assert load_initial_weights(same, tmp_path / "state.pt") == [] and torch.equal(same.fc.weight, source.fc.weight)
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
@@ -202,11 +202,11 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no weights")
     for name, told in (
-        ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) there, absent here"),
-        ("list.pt", "holds no weights but a list"),
+        ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) in the file, absent in the model"),
+        ("list.pt", "contains a list, no weights"),
         ("text.pt", "cannot read"),
         ("absent.pt", "cannot read"),
     ):
         with pytest.raises(InputError) as error:
-            start_from(made(name="resnet18"), tmp_path / name)
+            load_initial_weights(made(name="resnet18"), tmp_path / name)
         assert told in str(error.value)

@@ -28,7 +28,7 @@ from cputrain.data.prepare import Options, prepare
 from cputrain.data.shards import RECORD, Shards
 from cputrain.data.source import open_dataset, open_folder, open_source
 from cputrain.data.survey import survey
-from cputrain.training.session import _check_labels
+from cputrain.training.session import check_labels
 from tests.support.commands import cputrain
 from tests.support.images import write_images, write_mnist
 
@@ -255,7 +255,7 @@ def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> No
     with index.open("wb") as file:
         np.save(file, records)
     with pytest.raises(InputError, match=r"train: .*train-00000.tar:00000020 has label 3, but there are 3 classes"):
-        _check_labels(open_dataset(str(tmp_path / "out")))
+        check_labels(open_dataset(str(tmp_path / "out")))
     (folder / "train/class9").mkdir()
     for reader in (open_dataset, survey):
         with pytest.raises(InputError, match="class class9 has no image in"):

@@ -164,8 +164,9 @@ def test_a_damaged_image_can_end_the_training(place: Path) -> None:
 def test_a_loss_that_is_not_finite_ends_the_training(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "schedule.peak_rate=1e30", "schedule.start_rate=1e30", cwd=place)
     assert result.returncode == 1
-    told = r"rank \d: loss nan at step 1, no number first in the output of \S+, learning rate 1e\+30: lower the peak"
-    assert re.search(told, result.stderr), result.stderr
+    where = r"first NaN or Inf in the output of \S+"
+    message = rf"rank \d: loss nan at step 1, {where}, learning rate 1e\+30: lower schedule.peak_rate"
+    assert re.search(message, result.stderr), result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -194,12 +195,12 @@ def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
     assert [event["loss"] for event in events] == unbroken
     assert unbroken[-1] < unbroken[0]
     a, b = final_weights(place, "run"), final_weights(place, "parts")
-    for what in ("model", "mean"):
+    for what in ("model", "ema_model"):
         assert all(torch.equal(a[what][name], b[what][name]) for name in a[what])
-    assert not torch.equal(a["mean"]["fc.weight"], a["model"]["fc.weight"])
+    assert not torch.equal(a["ema_model"]["fc.weight"], a["model"]["fc.weight"])
     judged = cputrain("eval", "run/recipe.yaml", "--checkpoint", "run/checkpoints/best.pt", cwd=place)
     best = max(event["val_top1"] for event in read_events(place / "run") if event["event"] == "epoch")
-    assert f"top-1 {best:.2f} %" in judged.stdout, "what is judged is the mean"
+    assert f"top-1 {best:.2f} %" in judged.stdout, "the EMA model is evaluated"
 
 
 def test_shards_are_read_in_blocks(place: Path) -> None:
@@ -209,7 +210,7 @@ def test_shards_are_read_in_blocks(place: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert read_events(place / "run")[-1]["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
     result = cputrain("train", "imagefolder", *SMALL, "data.block_mib=4", "output=other", cwd=place)
-    assert result.returncode == 2 and "data.block_mib reads shards, which data.path does not hold" in result.stderr
+    assert result.returncode == 2 and "data.block_mib needs shards, but data.path holds none" in result.stderr
 
 
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
@@ -277,7 +278,7 @@ from affinity.kernel.observe import threads_of
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from cputrain.comm.group import end_group, gather, start_group
+from cputrain.comm.group import end_group, all_gather, start_group
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import ModelSection
 from affinity.ranks.rank import Rank
@@ -287,7 +288,7 @@ worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
 group = start_group(rank, worker, sys.argv[1], 60.0)
 model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3, 32))
 model(torch.zeros(2, 3, 32, 32)).sum().backward()
-gather(1)
+all_gather(1)
 del model
 end_group(group)
 def left():
