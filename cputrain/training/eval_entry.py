@@ -23,8 +23,9 @@ from cputrain.recipe.schema import Recipe
 from cputrain.sweep import columns
 from cputrain.training.checkpoint import load_eval_model
 from cputrain.training.engine import prepare_model
-from cputrain.training.evaluation import Accuracy, evaluate
+from cputrain.training.evaluation import evaluate
 from cputrain.training.feed import evaluation_batch, evaluation_steps
+from cputrain.training.metrics import Accuracy
 from cputrain.training.progress import EvaluationProgress
 from cputrain.training.session import Session, start_session
 

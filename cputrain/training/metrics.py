@@ -41,9 +41,9 @@ class StepResult:
     data_wait_s: float
     comm_wait_s: float
     metrics: EpochMetrics
-    finite: bool = True
-    non_finite: str = ""
-    layer_ratios: tuple[dict[str, Any], ...] = ()
+    finite: bool
+    non_finite: str
+    layer_ratios: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

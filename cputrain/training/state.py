@@ -30,7 +30,7 @@ class TrainState:
     """
 
     network: nn.Module
-    ddp: nn.Module
+    ddp: DistributedDataParallel
     optimizer: Optimizer
     all_reduce: AllReduceHook
     ema_model: nn.Module | None

@@ -64,26 +64,34 @@ def train_step(
     network, optimizer = state.network, state.optimizer
     buffers = [buffer.clone() for buffer in network.buffers()] if recipe.on_nan == "skip" else []
     accumulated = _accumulate_gradients(state, batches, settings, recipe, normalize)
-    waits = {"data_wait_s": accumulated.data_wait_s, "comm_wait_s": accumulated.comm_wait_s}
     gradients = [p.grad for p in network.parameters() if p.grad is not None]
     norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm())
+    finite, non_finite, ratios = math.isfinite(norm), "", []
+    metrics = accumulated.metrics if finite else EpochMetrics(damaged=accumulated.metrics.damaged)
     set_lr_and_decay(optimizer, settings.lr, settings.weight_decay)
-    if not math.isfinite(norm):
+    if finite:
+        if recipe.optim.clip_norm is not None and norm > recipe.optim.clip_norm:
+            torch._foreach_mul_(gradients, recipe.optim.clip_norm / norm)
+        if settings.measure_layers:
+            ratios = layer_ratios(network, optimizer)
+        optimizer.step()
+        state.update_ema(recipe.ema_decay)
+    else:
         with autocast(recipe.precision):
             non_finite = _find_non_finite(network, accumulated.inputs, accumulated.loss)
         state.all_reduce.reset()
         for saved, current in zip(buffers, network.buffers(), strict=False):  # saved with on_nan=skip only
             current.copy_(saved)
-        optimizer.zero_grad()
-        damaged = EpochMetrics(damaged=accumulated.metrics.damaged)
-        return StepResult(loss=accumulated.loss, metrics=damaged, finite=False, non_finite=non_finite, **waits)
-    if recipe.optim.clip_norm is not None and norm > recipe.optim.clip_norm:
-        torch._foreach_mul_(gradients, recipe.optim.clip_norm / norm)
-    ratios = layer_ratios(network, optimizer) if settings.measure_layers else []
-    optimizer.step()
-    state.update_ema(recipe.ema_decay)
     optimizer.zero_grad()
-    return StepResult(loss=accumulated.loss, metrics=accumulated.metrics, layer_ratios=tuple(ratios), **waits)
+    return StepResult(
+        loss=accumulated.loss,
+        data_wait_s=accumulated.data_wait_s,
+        comm_wait_s=accumulated.comm_wait_s,
+        metrics=metrics,
+        finite=finite,
+        non_finite=non_finite,
+        layer_ratios=tuple(ratios),
+    )
 
 
 def _accumulate_gradients(
