@@ -1,4 +1,4 @@
-"""The size of the pieces in which gradients are sent."""
+"""The size of gradient buckets."""
 
 import math
 
@@ -10,7 +10,7 @@ from cputrain.comm.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES, bucket_byt
 
 
 @given(alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-12, 1e-7))
-def test_the_fit_finds_the_line_it_was_made_from(alpha: float, beta: float) -> None:
+def test_the_fit_finds_the_line_of_its_points(alpha: float, beta: float) -> None:
     points = [(float(size), alpha + beta * size) for size in (1 << 14, 1 << 18, 1 << 20, 1 << 24)]
     found = fit_alpha_beta(points)
     assert found[0] == pytest.approx(alpha, rel=1e-6, abs=1e-9) and found[1] == pytest.approx(beta, rel=1e-6)

@@ -81,7 +81,7 @@ def lines_of(text: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_every_collective_is_right_on_made_shapes_types_and_layouts(ranks: int) -> None:
+def test_every_collective_is_right_on_generated_shapes_types_and_layouts(ranks: int) -> None:
     count = {2: 100, 3: 60, 5: 30, 8: 15}[ranks]
     assert [line["examples"] >= count for line in together("examples", str(count), ranks=ranks)] == [True] * ranks
 
@@ -90,7 +90,7 @@ def test_sums_of_two_ranks_are_gloo_s_bit_for_bit_and_tensors_may_be_huge() -> N
     assert [line["equal"] for line in together("gloo")] == [True, True]
 
 
-def test_ten_thousand_collectives_leave_memory_as_it_was() -> None:
+def test_ten_thousand_collectives_leak_no_memory() -> None:
     keeps = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # as the planner sets it
     for line in together("soak", "10000", **keeps):
         assert line["grown_mib"] < 20, line
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_join_is_named_at_the_timeout() -> None:
     assert "Timed out after 4 s while a group was created: not all of its ranks joined" in late_group
 
 
-def test_a_timeout_that_a_program_has_caught_is_over() -> None:
+def test_a_program_may_catch_a_timeout_and_go_on() -> None:
     """The watchdog ends ranks that are stuck, not those that go on."""
     with started("tests.support.ccl_rank", "recover") as processes:
         end = ended(processes[0], 60)
@@ -198,7 +198,7 @@ def test_it_starts_under_torchrun_and_under_our_launcher(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
-def test_oneccl_s_threads_run_where_the_plan_has_them(tmp_path: Path) -> None:
+def test_oneccl_s_threads_run_on_the_planned_cores(tmp_path: Path) -> None:
     """One worker, its comm core the second one: oneCCL's thread is there, and so is ours."""
     ours = ("launch", "--ppn", "1", "--comm-cores", "1", "--output", str(tmp_path / "run"), "--")
     said = meeting((sys.executable, "-m", "cputrain", *ours), {})

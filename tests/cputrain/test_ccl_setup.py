@@ -100,7 +100,7 @@ def test_the_transport_follows_the_launcher(env: dict[str, str], transport: str)
 
 
 @pytest.mark.parametrize("env", [with_rank(RANK, {}), {**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}])
-def test_mpi_where_ranks_cannot_meet_over_it_is_refused(env: dict[str, str]) -> None:
+def test_mpi_is_refused_where_it_cannot_connect_the_ranks(env: dict[str, str]) -> None:
     with pytest.raises(InputError, match=r"CCL_ATL_TRANSPORT=mpi, but this rank was started by .*: start it with"):
         transport_of({**env, "CCL_ATL_TRANSPORT": "mpi"}, 4)
 
@@ -114,14 +114,14 @@ LIBRARIES = Libraries(
 )
 
 
-def test_nothing_that_the_user_has_set_is_touched() -> None:
+def test_variables_set_by_the_user_are_kept() -> None:
     names = {name for name, _, _ in settings(LIBRARIES, RANK, {})}
     assert {"I_MPI_ROOT", "CCL_ROOT", "FI_PROVIDER_PATH", "CCL_LOCAL_RANK", "CCL_WORKER_OFFLOAD"} <= names
     kept = dict.fromkeys(names, "mine") | {"CCL_ATL_TRANSPORT": "ofi"}
     assert settings(LIBRARIES, RANK, kept) == ()
 
 
-def test_comm_cores_get_oneccl_s_threads_and_others_none() -> None:
+def test_oneccl_s_threads_run_on_comm_cores_only() -> None:
     planned = {"CCL_WORKER_COUNT": "1", "CCL_WORKER_AFFINITY": "3,7,11,15"}
     assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in settings(LIBRARIES, RANK, planned)}
     assert ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}

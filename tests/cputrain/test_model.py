@@ -39,7 +39,7 @@ def test_zero_gamma_makes_blocks_identities() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_the_engine_lays_weights_out_channels_last() -> None:
+def test_the_engine_converts_weights_to_channels_last() -> None:
     model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10, side=32), "native", "float32")
     assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -61,7 +61,7 @@ def test_normalize_is_the_formula_and_channels_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decay_all", [True, False])
-def test_momentum_steps_beside_a_plain_reference(decay_all: bool) -> None:
+def test_momentum_follows_a_plain_reference(decay_all: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
     optimizer = build_optimizer(model, OptimSection(momentum=0.9, weight_decay=0.01, decay_bn_and_bias=decay_all))

@@ -1,4 +1,4 @@
-"""Networks and their variants: built as asked, or refused with what would do."""
+"""Networks and their variants: built as requested, or refused with a remedy."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def made(labels: int = 10, side: int = 64, **options: object) -> nn.Module:
     return build_model(ModelSection(**options), labels, side)
 
 
-def test_strides_are_where_each_version_has_them() -> None:
+def test_each_resnet_version_has_its_strides() -> None:
     for version, strides in (("v1", [(2, 2), (1, 1)]), ("v1.5", [(1, 1), (2, 2)])):
         model = made(name="resnet50", stride=version)
         for stage in (model.layer2, model.layer3, model.layer4):
@@ -36,7 +36,7 @@ def test_strides_are_where_each_version_has_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
-def test_gammas_are_zero_where_they_are_asked_to_be(name: str, last: str) -> None:
+def test_gammas_are_zero_where_requested(name: str, last: str) -> None:
     def quiet(model: nn.Module) -> list[str]:
         return [n for n, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d) and not layer.weight.any()]
 
@@ -100,7 +100,7 @@ def test_a_head_may_be_larger_than_the_data() -> None:
     assert build_model(ModelSection(name="resnet18", classes=12), 10, 64).fc.out_features == 12
 
 
-def test_frozen_layers_stay_and_their_statistics_too() -> None:
+def test_frozen_layers_keep_their_weights_and_statistics() -> None:
     model = made(name="resnet18", freeze_to="layer2.0")
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "layer2.1.conv1.weight" in trained and "fc.weight" in trained
@@ -111,7 +111,7 @@ def test_frozen_layers_stay_and_their_statistics_too() -> None:
     assert changed and all(name.startswith(("layer2.1", "layer3", "layer4")) for name in changed)
 
 
-def test_parts_of_a_batch_are_normalised_each_by_itself() -> None:
+def test_ghost_batches_are_normalized_each_by_itself() -> None:
     torch.manual_seed(0)
     layer, plain = GhostBatchNorm2d(5, momentum=0.3), nn.BatchNorm2d(5, momentum=0.3)
     layer.ghost_batch = 4
@@ -123,10 +123,10 @@ def test_parts_of_a_batch_are_normalised_each_by_itself() -> None:
     assert torch.allclose(layer.running_mean, 0.3 * means)
     assert torch.allclose(layer.running_var, 0.7 + 0.3 * variances)
     layer.eval()
-    assert torch.allclose(layer(images)[3], layer(images[3:4])[0]), "evaluation knows no parts"
+    assert torch.allclose(layer(images)[3], layer(images[3:4])[0]), "evaluation has no ghost batches"
 
 
-def test_running_statistics_are_used_and_left() -> None:
+def test_running_statistics_are_used_and_not_updated() -> None:
     layer = made(name="resnet18", bn_stats="running").bn1
     assert isinstance(layer, RunningBatchNorm2d) and layer.training
     images = torch.randn(3, 64, 4, 4)
@@ -182,7 +182,7 @@ def test_sync_batchnorm_is_batchnorm_over_all_ranks() -> None:
     assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 7] * 2
 
 
-def test_weights_are_taken_over_and_a_head_of_other_classes_starts_anew(tmp_path: Path) -> None:
+def test_initial_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path) -> None:
     source = made(labels=7, name="resnet18")
     torch.save(source.state_dict(), tmp_path / "state.pt")
     torch.save({"model": source.state_dict(), "step": 3}, tmp_path / "checkpoint.pt")

@@ -132,7 +132,7 @@ def test_each_follows_its_definition_over_100_steps(
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
-def test_resumed_in_the_middle_all_go_on_as_if_unbroken(name: str) -> None:
+def test_a_resumed_optimizer_continues_bit_for_bit(name: str) -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, stop: int) -> None:
         for step in range(first, stop):
             torch.manual_seed(100 + step)
@@ -168,7 +168,7 @@ def test_dual_averaging_from_zero_at_one_rate_is_the_paper_s_closed_form() -> No
         assert torch.allclose(w.detach(), -rate * grads[:t].sum(0) / (h + rate * t * decay), rtol=1e-12)
 
 
-def test_frozen_parameters_are_left_out_and_a_phase_s_penalty_spares_what_the_recipe_spares() -> None:
+def test_frozen_parameters_are_skipped_and_weight_decay_applies_to_decaying_groups_only() -> None:
     model = network(torch.float32)
     model[0].requires_grad_(False)
     optimizer = build_optimizer(model, OptimSection(decay_bn_and_bias=False))
@@ -177,7 +177,7 @@ def test_frozen_parameters_are_left_out_and_a_phase_s_penalty_spares_what_the_re
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25), (0.5, 0.0)]
 
 
-def test_the_table_of_ratios_is_the_norms() -> None:
+def test_layer_ratios_are_ratios_of_norms() -> None:
     model = network(torch.float32)
     optimizer = build_optimizer(model, OptimSection(name="lars", weight_decay=0.1))
     set_lr_and_decay(optimizer, 1.0, 0.1)

@@ -161,7 +161,7 @@ def test_a_damaged_image_can_end_the_training(place: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(place: Path) -> None:
+def test_a_loss_of_nan_ends_the_training(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "schedule.peak_rate=1e30", "schedule.start_rate=1e30", cwd=place)
     assert result.returncode == 1
     where = r"first NaN or Inf in the output of \S+"
@@ -170,16 +170,16 @@ def test_a_loss_that_is_not_finite_ends_the_training(place: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_accumulation_sees_the_same_images(place: Path) -> None:
+def test_accumulation_trains_on_the_same_images(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "batch.local=3", "batch.accumulation=2", cwd=place)
     assert result.returncode == 0, result.stderr
     end = read_events(place / "run")[-1]
     assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
 
 
-def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
-    """Under a polynomial, with a mean of the weights, sync batch-norm and images that grow in the second epoch; stopped
-    after the first and resumed it ends with an unbroken run's very losses and means."""
+def test_lars_training_resumes_bit_for_bit(place: Path) -> None:
+    """With polynomial decay, an EMA model, sync batch-norm and larger images in the second epoch: stopped after the first
+    epoch and resumed, it has the losses and weights of an unbroken run."""
     import torch
 
     lars = (*SMALL, "optim.name=lars", "optim.trust=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
@@ -322,7 +322,7 @@ def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ccl"])
-def test_more_workers_than_cores_train_and_say_that_they_share(place: Path, backend: str) -> None:
+def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str) -> None:
     cores, ppn = len(this_machine().allowed_cores), len(this_machine().allowed_cores) + 1
     settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
     result = cputrain("train", "imagefolder", *SMALL[:3], *settings, *SMALL[4:6], "output=run", cwd=place)
@@ -349,7 +349,7 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
 
-def test_a_notice_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
+def test_sigusr1_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
     """The losses of the interrupted training, step by step, are those of one that was left alone."""
     arguments = ("train", "imagefolder", *SMALL, "epochs=4", "checkpoint.every_epochs=4", "evaluate.every_epochs=4")
     alone = cputrain(*arguments, "output=alone", cwd=place)
