@@ -40,4 +40,4 @@ def _accuracy_lines(accuracy: Accuracy, kind: str) -> list[str]:
         ]
     if accuracy.images:
         return [f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)"]
-    return [f"data                 {kind}: no validation data"]
+    return [f"data                 {kind}: nothing to evaluate"]

@@ -178,8 +178,8 @@ def test_accumulation_trains_on_the_same_images(place: Path) -> None:
 
 
 def test_lars_training_resumes_bit_for_bit(place: Path) -> None:
-    """With polynomial decay, an EMA model, sync batch-norm and larger images in the second epoch: stopped after the first
-    epoch and resumed, it has the losses and weights of an unbroken run."""
+    """With polynomial decay, an EMA model, sync batch-norm and larger images in the second epoch: stopped after the
+    first epoch and resumed, it has the losses and weights of an unbroken run."""
     import torch
 
     lars = (*SMALL, "optim.name=lars", "optim.trust=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
