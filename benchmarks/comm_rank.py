@@ -95,9 +95,9 @@ def ddp(rounds: int, batch: int, crop: int, *, compressed: bool) -> dict[str, fl
     model = build_model(ModelSection(name="resnet50"), 1000, 224).to(memory_format=torch.channels_last)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if compressed:
-        from cputrain.comm.hooks import Bf16Gradients
+        from cputrain.comm.hooks import Bf16AllReduceHook
 
-        wrapped.register_comm_hook(None, Bf16Gradients().hook)
+        wrapped.register_comm_hook(None, Bf16AllReduceHook().hook)
     images = torch.randn(batch, 3, crop, crop).to(memory_format=torch.channels_last)
     labels = torch.zeros(batch, dtype=torch.long)
 

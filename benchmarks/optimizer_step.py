@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from cputrain.models.build import build_model
 from cputrain.models.vision import import_torchvision
-from cputrain.optim.build import build_optimizer, set_rate
+from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
 from cputrain.training.engine import prepare_model
 
@@ -58,7 +58,7 @@ def step_of(make: Make) -> Callable[[], Any]:
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = make(model)
-    set_rate(optimizer, 0.1, 5e-5)
+    set_lr_and_decay(optimizer, 0.1, 5e-5)
     optimizer.step()  # which makes the state
     return optimizer.step
 

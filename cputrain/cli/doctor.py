@@ -35,7 +35,7 @@ def ccl() -> None:
     Do this once on a cluster's login host: its jobs then find the backend compiled.
     """
     from cputrain.comm.ccl.build import ensure_built
-    from cputrain.comm.ccl.check import two_ranks
+    from cputrain.comm.ccl.check import time_two_ranks
     from cputrain.comm.ccl.libraries import find_libraries
 
     libraries = find_libraries(os.environ)
@@ -43,5 +43,5 @@ def ccl() -> None:
     click.echo(f"Intel MPI     {libraries.mpi}")
     click.echo(f"libfabric     {libraries.fabric}")
     click.echo(f"backend       {ensure_built(libraries, os.environ)}")
-    for size, seconds in two_ranks().items():
+    for size, seconds in time_two_ranks().items():
         click.echo(f"all-reduce    {size / 1024:>8,.0f} KiB over 2 ranks {1000 * seconds:8.3f} ms")

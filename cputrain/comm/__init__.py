@@ -1,1 +1,5 @@
-"""How ranks talk."""
+"""Communication between ranks: the process group over oneCCL or gloo, and gradient all-reduce hooks for DDP.
+
+A watchdog in every rank ends the job when a peer dies (watchdog.py). `ccl` is the oneCCL backend for c10d; any script
+can use it: `import cputrain.comm.ccl`, then `torch.distributed.init_process_group("ccl")`.
+"""

@@ -1,4 +1,4 @@
-"""Which backend carries a job's collectives: oneCCL where every rank can use it, else gloo."""
+"""The choice of the communication backend: oneCCL where every rank can use it, else gloo."""
 
 from torch._C._distributed_c10d import Store
 
@@ -7,32 +7,32 @@ from affinity.ranks.rank import Rank
 from cputrain.comm import ccl
 
 
-def choose(asked: str, rank: Rank, store: Store) -> tuple[str, str]:
-    """The backend of all ranks, and why; oneCCL is loaded then. Returns when all ranks have tried.
+def choose_backend(requested: str, rank: Rank, store: Store) -> tuple[str, str]:
+    """The backend of all ranks and the reason for it; loads oneCCL if that is chosen. Waits for every rank's attempt.
 
-    Asked for "auto", all ranks take gloo where one cannot use oneCCL. Raises InputError or RunError where "ccl" is
-    asked for and a rank cannot use it.
+    With "auto", all ranks use gloo if one cannot use oneCCL. With "ccl", raises InputError or RunError on every rank if
+    one cannot use oneCCL.
     """
-    if asked == "gloo":
+    if requested == "gloo":
         return "gloo", "comm.backend=gloo"
-    refused: InputError | RunError | None = None
+    problem: InputError | RunError | None = None
     try:
         ccl.extension(rank)
     except (InputError, RunError) as error:
-        refused = error
-    first = _first_problem(refused, rank, store)
+        problem = error
+    first = _first_problem(problem, rank, store)
     if not first:
         return "ccl", "every rank can use oneCCL"
-    if asked == "ccl":
-        raise refused or RunError(f"comm.backend=ccl: {first}")
+    if requested == "ccl":
+        raise problem or RunError(f"comm.backend=ccl: {first}")
     return "gloo", first
 
 
-def _first_problem(refused: InputError | RunError | None, rank: Rank, store: Store) -> str:
-    """What the first rank that cannot use oneCCL has said. Each rank asks the store a few times, however many join."""
-    if refused:
-        said = str(refused).removeprefix("comm.backend=ccl: ")
-        store.compare_set("ccl/problem", "", f"rank {rank.rank}: {said}")
+def _first_problem(problem: InputError | RunError | None, rank: Rank, store: Store) -> str:
+    """The message of the first rank that cannot use oneCCL, "" if all can; a few store operations per rank."""
+    if problem:
+        message = str(problem).removeprefix("comm.backend=ccl: ")
+        store.compare_set("ccl/problem", "", f"rank {rank.rank}: {message}")
     if store.add("ccl/tried", 1) == rank.world_size:
         store.set("ccl/all", "tried")
     store.wait(["ccl/all"])

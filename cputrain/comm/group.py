@@ -1,4 +1,4 @@
-"""The process group: its start and end, and the few things that ranks agree on."""
+"""The process group of a job: joining and leaving it, the errors of a lost peer, and small collectives."""
 
 import faulthandler
 import gc
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 # Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
-# gloo's threads would then outlive destroy_process_group and abort the interpreter's exit now and then.
+# gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as meet
+from torch.distributed.rendezvous import rendezvous as connect_store
 
 from affinity.errors import InputError, RunError
 from affinity.kernel.binding import running_on
@@ -25,16 +25,16 @@ from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import with_rank
 from cputrain.comm import ccl
-from cputrain.comm.choice import choose
-from cputrain.comm.watchdog import Waiting, Watchdog
+from cputrain.comm.choice import choose_backend
+from cputrain.comm.watchdog import PendingCollective, Watchdog
 
 T = TypeVar("T")
-END_S = 60.0  # for taking the group down and leaving the process
+SHUTDOWN_S = 60.0  # for destroying the group and exiting the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A job's process group: its backend and why that one, the store that its ranks met in, who watches over it."""
+class CommGroup:
+    """A job's process group: its backend and the reason for it, the store of its ranks, and this rank's watchdog."""
 
     backend: str
     why: str
@@ -42,15 +42,15 @@ class Group:
     watchdog: Watchdog
 
 
-def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) -> Group:
-    """Join the job's group; its threads run on the worker's comm PUs, or on its compute PUs.
+def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) -> CommGroup:
+    """Join the job's process group; its threads run on the worker's comm PUs, or on its compute PUs without any.
 
-    Raises InputError when the launcher says nothing of where rank 0 is and the job has several hosts, InputError or
-    RunError where the backend asked for cannot be used.
+    Raises InputError where a job of several hosts has no address of rank 0, InputError or RunError where the requested
+    backend cannot be used.
     """
-    os.environ.update(with_rank(rank, os.environ))
-    store, _, _ = next(meet("env://"))
-    chosen, why = choose(backend, rank, store)
+    os.environ.update(with_rank(rank, os.environ))  # torch reads them here and later
+    store, _, _ = next(connect_store("env://"))
+    chosen, why = choose_backend(backend, rank, store)
     with running_on(worker.comm_pus or worker.compute_pus):
         dist.init_process_group(
             chosen,
@@ -59,61 +59,61 @@ def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) 
             world_size=rank.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-    watchdog = ccl.watchdog if chosen == "ccl" else _watch_gloo(rank, store)
+    watchdog = ccl.watchdog if chosen == "ccl" else _gloo_watchdog(rank, store)
     assert watchdog is not None
-    return Group(backend=chosen, why=why, store=store, watchdog=watchdog)
+    return CommGroup(backend=chosen, why=why, store=store, watchdog=watchdog)
 
 
-def _watch_gloo(rank: Rank, store: Store) -> Watchdog:
-    def waits_in() -> Waiting:
+def _gloo_watchdog(rank: Rank, store: Store) -> Watchdog:
+    def pending() -> PendingCollective:
         number = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        return Waiting(f"gloo's collective #{number} or before the next", number)
+        return PendingCollective(f"gloo's collective #{number} or before the next", number)
 
     return Watchdog(
         PrefixStore("watchdog", store.clone()),  # type: ignore[attr-defined]
         rank=rank.rank,
         world_size=rank.world_size,
-        waits_in=waits_in,
-        note=_nothing,
-        fail=_nothing,
+        pending=pending,
+        set_absent_ranks=_ignore,
+        abort=_ignore,
     )
 
 
-def _nothing(_text: str) -> None:
-    """gloo takes neither notes nor an end."""
+def _ignore(_text: str) -> None:
+    """gloo can neither add to a timeout's message nor fail its collectives."""
 
 
-def end_group(group: Group) -> None:
-    """Leave the group and end its threads: a rank's last act.
+def end_group(group: CommGroup) -> None:
+    """Leave the process group and end its threads, as the last call of a rank.
 
-    What hangs in that, libraries or the interpreter's end, is ended with every thread's traceback.
+    If libraries or the interpreter's shutdown hang after that, the process exits with a traceback of every thread.
     """
-    dist.barrier()  # watched over: rank 0 may have more to do at the end than others
+    dist.barrier()  # the watchdog still runs: rank 0 may arrive later than others
     group.watchdog.stop()
-    dist.barrier()  # nobody leaves whom another's watchdog still wants to hear
-    faulthandler.dump_traceback_later(END_S, exit=True)
+    dist.barrier()  # no rank leaves while another's watchdog still expects its heartbeats
+    faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True)
     gc.unfreeze()
     gc.collect()  # DDP's reference cycles hold the group too
     dist.destroy_process_group()
 
 
 @contextmanager
-def naming_lost_peers(rank: int) -> Iterator[None]:
-    """Turn a backend's word for a peer that is gone into one line (the peer itself is named by who started it)."""
+def convert_lost_peer_errors(rank: int) -> Iterator[None]:
+    """Raise a backend's error about a lost peer as a RunError of one line. The launcher names the peer itself."""
     try:
         yield
     except RuntimeError as error:
-        ours = re.search(r"(?:^|: )ccl: (.*)", str(error))  # within PyTorch's words where a hook has met it
-        found = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
-        if ours:
-            raise RunError(f"rank {rank}: {ours[1]}") from error
-        if "gloo" not in str(error) or found is None:
+        from_ccl = re.search(r"(?:^|: )ccl: (.*)", str(error))  # PyTorch adds text of its own where a hook failed
+        from_gloo = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
+        if from_ccl:
+            raise RunError(f"rank {rank}: {from_ccl[1]}") from error
+        if "gloo" not in str(error) or from_gloo is None:
             raise
-        raise RunError(f"rank {rank} lost a peer ({found.group()}): see the rank that ended first") from error
+        raise RunError(f"rank {rank} lost a peer ({from_gloo.group()}): see the rank that ended first") from error
 
 
-def on_rank_0(action: Callable[[], T]) -> T | None:
-    """Do something on rank 0 alone while the others wait; an InputError there is one everywhere."""
+def run_on_main_rank(action: Callable[[], T]) -> T | None:
+    """Run `action` on rank 0 while the others wait; None on the others. Every rank raises rank 0's InputError."""
     result, refused = None, [""]
     if dist.get_rank() == 0:
         try:
@@ -126,15 +126,15 @@ def on_rank_0(action: Callable[[], T]) -> T | None:
     return result
 
 
-def total(*values: float) -> list[float]:
-    """Each value summed over all ranks, in float64."""
+def all_reduce_sum(*values: float) -> list[float]:
+    """The sum of each value over all ranks, in float64."""
     summed = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(summed)
     return [float(value) for value in summed]
 
 
-def gather(value: T) -> list[T]:
-    """Every rank's value, by rank."""
+def all_gather(value: T) -> list[T]:
+    """The values of all ranks, in the order of the ranks."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

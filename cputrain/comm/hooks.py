@@ -1,4 +1,4 @@
-"""What happens to a bucket of gradients on its way through DDP."""
+"""DDP communication hooks: the all-reduce of a gradient bucket, in full precision or as bfloat16."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,51 +12,54 @@ from torch.futures import Future
 
 
 @dataclass(slots=True)
-class CommClock:
-    """When a step's last gradient was ready: what the backward pass takes after that is waiting for communication."""
+class AllReduceHook:
+    """DDP's own averaging of gradients, and the time when a step's last bucket was ready.
+
+    The rest of the backward pass after that time is waiting for communication.
+    """
 
     last_ready_s: float = 0.0
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's own averaging, with the time noted."""
+        """Average a bucket of gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
         return allreduce_hook(group, bucket)  # type: ignore[arg-type]
 
-    def forget(self) -> None:
-        """The last step's gradients were no numbers: keep nothing of them."""
+    def reset(self) -> None:
+        """Drop what is kept from earlier gradients, because they contained NaN or Inf."""
 
 
 @dataclass(slots=True)
-class Bf16Gradients(CommClock):
-    """Gradients summed as bfloat16, half the bytes; what rounding took from a rank's own is added to its next ones.
+class Bf16AllReduceHook(AllReduceHook):
+    """Gradients averaged as bfloat16, half the bytes; each rank adds its rounding errors to its next gradients.
 
     Error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, section 3.
     """
 
-    left_over: dict[int, Tensor] = field(default_factory=dict)
+    residuals: dict[int, Tensor] = field(default_factory=dict)
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """Average a bucket of float32 gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
         gradients, index = bucket.buffer(), bucket.index()
-        kept = self.left_over.get(index)
-        if kept is not None and kept.shape == gradients.shape:  # DDP cuts its buckets anew after the first step
-            gradients.add_(kept)
-        short = gradients.to(torch.bfloat16)
-        self.left_over[index] = gradients - short
+        residual = self.residuals.get(index)
+        if residual is not None and residual.shape == gradients.shape:  # DDP rebuilds its buckets after the first step
+            gradients.add_(residual)
+        compressed = gradients.to(torch.bfloat16)
+        self.residuals[index] = gradients - compressed
         ranks = dist.get_world_size(group)
-        work = dist.all_reduce(short, group=group, async_op=True)
+        work = dist.all_reduce(compressed, group=group, async_op=True)
         assert work is not None
 
-        def bring_back(done: Future[list[Tensor]]) -> Tensor:
+        def decompress(done: Future[list[Tensor]]) -> Tensor:
             return gradients.copy_(done.value()[0]).div_(ranks)
 
-        averaged: Future[Tensor] = work.get_future().then(bring_back)
+        averaged: Future[Tensor] = work.get_future().then(decompress)
         return averaged
 
-    def forget(self) -> None:
-        """What rounding took from gradients that were no numbers is none either."""
-        self.left_over.clear()
+    def reset(self) -> None:
+        """Drop the rounding errors of gradients that contained NaN or Inf."""
+        self.residuals.clear()
 
 
-HOOKS = {"none": CommClock, "bf16": Bf16Gradients}
+HOOKS = {"none": AllReduceHook, "bf16": Bf16AllReduceHook}

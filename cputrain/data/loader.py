@@ -28,8 +28,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from affinity.bind import bound_worker
 from affinity.errors import InputError, RunError
+from affinity.kernel.bound_plan import bound_worker
 from affinity.ranks.rank import discover
 from cputrain.data.batches import Batch, decoded_batches
 from cputrain.data.formats.block_reader import BlockReader, images_per_block

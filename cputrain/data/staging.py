@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
-from cputrain.comm.group import gather
+from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.shards import Shards
 from cputrain.files import write_with
@@ -40,7 +40,7 @@ def staged(dataset: Dataset, where: str | None, rank: Rank, cpus: tuple[int, ...
     paths = [path for split in shards for path in split.paths]
     folder = Path(where) / copies_folder_name(paths)
     copies = rank.local_rank == 0
-    problem = next((text for text in gather(_make_folder(paths, folder) if copies else "") if text), "")
+    problem = next((text for text in all_gather(_make_folder(paths, folder) if copies else "") if text), "")
     if problem:
         raise InputError(problem)
     for split in shards:

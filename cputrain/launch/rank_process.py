@@ -38,10 +38,10 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
 def run_rank(rank: Rank, act: Callable[[], None]) -> None:
     """Do a rank's work. One that fails leaves at once, as its libraries' threads may be stuck in a collective for good,
     and as others, who lose their connections to it, would be blamed if they ended before it."""
-    from cputrain.comm.group import naming_lost_peers  # torch: after the binding is read back
+    from cputrain.comm.group import convert_lost_peer_errors  # torch: after the binding is read back
 
     try:
-        with naming_lost_peers(rank.rank):
+        with convert_lost_peer_errors(rank.rank):
             act()
     except Exception as error:  # noqa: BLE001  all are told, and the rank ends
         status = tell(error)

@@ -1,4 +1,4 @@
-"""A recipe's network."""
+"""The network of a recipe."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -8,23 +8,22 @@ import torch
 from torch import nn
 
 from affinity.errors import InputError
-from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
+from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
 from cputrain.models.freeze import freeze
 from cputrain.models.networks import LeNet, Linear, MnistCnn, alexnet_bn
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import ModelSection
 from cputrain.recipe.schema.model import RESNETS, TORCHVISION
 
-PLAIN: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
-STATISTICS = {"local": PartsBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
+OWN_NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
+BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
 
 
 def build_model(section: ModelSection, classes: int, side: int, features: int | None = None) -> nn.Module:
-    """The network of a recipe for `classes` outputs and images of side x side pixels, its batch-norm as asked.
+    """The network of a recipe, with its batch-norm, for `classes` outputs and images of side x side pixels.
 
     Input (N, 3, side, side) float32, output (N, classes) logits; with `features` a linear layer from (N, features).
-    Raises InputError for a network that torchvision has not, that cannot take images so small, or that classifies
-    nothing.
+    Raises InputError for a network that torchvision does not have, that needs larger images, or that is no classifier.
     """
     if section.classes is not None and section.classes < classes:
         raise InputError(
@@ -33,8 +32,8 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
     outputs = section.classes or classes
     if features is not None:
         model: nn.Module = Linear(outputs, side, features)
-    elif section.name in PLAIN:
-        model = PLAIN[section.name](outputs, side)
+    elif section.name in OWN_NETWORKS:
+        model = OWN_NETWORKS[section.name](outputs, side)
     elif section.name == "alexnet-bn":
         model = alexnet_bn(_torchvision("alexnet"), outputs)
     else:
@@ -45,29 +44,29 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
         layer.momentum = 1 - section.bn_decay
     if section.bn_stats != "local" or section.bn_stats_batch is not None:
         for layer in batchnorms(model):
-            layer.__class__ = STATISTICS[section.bn_stats]
-            if isinstance(layer, PartsBatchNorm2d):
-                layer.part = section.bn_stats_batch or 0
+            layer.__class__ = BATCHNORMS[section.bn_stats]
+            if isinstance(layer, GhostBatchNorm2d):
+                layer.ghost_batch = section.bn_stats_batch or 0
     if section.freeze_to is not None:
         freeze(model, section.freeze_to)
     if features is None:
-        _try(model, section.name, outputs, side)
+        _check_forward(model, section.name, outputs, side)
     return model
 
 
-def _try(model: nn.Module, name: str, outputs: int, side: int) -> None:
-    """One image through the network: what it cannot take is found before the training's first step."""
+def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None:
+    """Pass one image through the network, to find an unsuitable size before the training's first step."""
     model.eval()
     try:
         with torch.inference_mode():
             logits = model(torch.zeros(1, 3, side, side))
     except (RuntimeError, AssertionError, ValueError) as error:
         why = str(error).splitlines()[0]
-        raise InputError(f"data.crop={side}: {name} cannot take images of {side} x {side} pixels: {why}") from None
+        raise InputError(f"data.crop={side}: {name} does not accept images of {side} x {side} pixels: {why}") from None
     finally:
         model.train()
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, outputs):
-        raise InputError(f"model.name={name} gives no row of {outputs} logits an image: name a classifier")
+        raise InputError(f"model.name={name} does not return {outputs} logits per image: choose a classifier")
 
 
 def _torchvision(name: str) -> Callable[..., nn.Module]:
@@ -78,19 +77,19 @@ def _torchvision(name: str) -> Callable[..., nn.Module]:
         advice = f"nearest are {', '.join(near)}" if near else f"it has {', '.join(known[:5])} and others"
         raise InputError(f"model.name: torchvision has no classifier {name!r}: {advice}")
     build: Callable[..., nn.Module] = models.get_model_builder(name)
-    # two networks of 2014 and 2015 have further heads in the middle, whose losses are added
+    # these two have auxiliary classifiers, whose losses the original papers add
     return partial(build, aux_logits=False) if name in ("googlenet", "inception_v3") else build
 
 
 def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
-    """Stride and starting gamma of a torchvision ResNet's blocks."""
+    """Set the stride and the initial gamma of a torchvision ResNet's blocks."""
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         blocks = list(stage.children())  # type: ignore[union-attr]
         first = blocks[0]
         if section.stride == "v1":
             first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
-        quiet = {"none": [], "last_of_block": blocks, "last_of_stage": blocks[-1:]}[section.zero_gamma]
-        for block in quiet:
+        zeroed = {"none": [], "last_of_block": blocks, "last_of_stage": blocks[-1:]}[section.zero_gamma]
+        for block in zeroed:
             nn.init.zeros_((block.bn3 if hasattr(block, "bn3") else block.bn2).weight)
 
 

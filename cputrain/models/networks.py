@@ -1,4 +1,4 @@
-"""Networks that torchvision has not."""
+"""Networks that torchvision does not have."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,9 @@ DROPOUT = 0.5
 
 
 def alexnet_bn(alexnet: Callable[..., nn.Module], classes: int) -> nn.Module:
-    """AlexNet with batch-norm after each convolution: the network of the 32K runs (You et al. 2018, 4; B. Ginsburg's).
+    """AlexNet with batch-norm after each convolution: B. Ginsburg's network for batches of 32K (You et al. 2018, 4).
 
-    Its convolutions and layers have the names and shapes of torchvision's inside their nn.Sequential, shifted by the
-    layers between.
+    Its layers are torchvision's; their indexes in `features` are shifted by the batch-norm layers between them.
     """
     model = alexnet(num_classes=classes)
     layers: list[nn.Module] = []
@@ -24,7 +23,7 @@ def alexnet_bn(alexnet: Callable[..., nn.Module], classes: int) -> nn.Module:
 
 
 class LeNet(nn.Module):
-    """LeCun et al. 1998 as Caffe has it: 5 x 5 convolutions of 20 and 50 channels, 500 units, no batch-norm."""
+    """LeNet (LeCun et al. 1998) as in Caffe: 5 x 5 convolutions of 20 and 50 channels, 500 units, no batch-norm."""
 
     def __init__(self, classes: int, side: int) -> None:
         super().__init__()
@@ -43,12 +42,12 @@ class LeNet(nn.Module):
 
 
 def lenet_side(side: int) -> int:
-    """Side of the last maps: 4 of 28."""
+    """Side of the last feature maps: 4 for images of 28 x 28."""
     return ((side - 4) // 2 - 4) // 2
 
 
 class MnistCnn(nn.Module):
-    """Two 5 x 5 convolutions of 32 and 64 channels, each halved, 1,024 units, dropout (TensorFlow's "Deep MNIST")."""
+    """5 x 5 convolutions of 32 and 64 channels with pooling, 1,024 units, dropout (TensorFlow's "Deep MNIST")."""
 
     def __init__(self, classes: int, side: int) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class MnistCnn(nn.Module):
 
 
 class Linear(nn.Module):
-    """One layer from pixels to classes (softmax regression), or from `features` numbers to outputs."""
+    """A single linear layer from pixels to classes (softmax regression), or from `features` values to outputs."""
 
     def __init__(self, classes: int, side: int, features: int | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes of the networks, for plans and predictions that must not load torch. The tests measure each again."""
+"""Sizes of the networks, for plans and predictions without torch. Tests measure each one on the real network."""
 
 from dataclasses import dataclass, replace
 
@@ -6,13 +6,15 @@ from affinity.planner.workload import RESNET50, Workload
 from cputrain.recipe.schema import OptimSection, Recipe
 from cputrain.recipe.schema.data import LINE
 
-SIDE, CLASSES = 224, 1000  # what the figures below are for
+SIDE, CLASSES = 224, 1000  # of the sizes below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """parameters with 1000 classes, features before the last layer; per image at 224 x 224: operations of forward and
-    backward pass in 1e9, bytes kept for the backward pass."""
+class NetworkSize:
+    """A network's parameters with 1000 classes, and the input features of its last layer.
+
+    Per image of 224 x 224: the GFLOP of forward and backward pass, and the bytes kept for the backward pass.
+    """
 
     parameters: int
     features: int
@@ -21,15 +23,15 @@ class Size:
 
 
 SIZES = {
-    "resnet18": Size(parameters=11_689_512, features=512, gflop=10.65, activation_bytes=22_200_000),
-    "resnet34": Size(parameters=21_797_672, features=512, gflop=21.75, activation_bytes=32_300_000),
-    "resnet50": Size(parameters=25_557_032, features=2048, gflop=24.30, activation_bytes=86_100_000),
-    "resnet101": Size(parameters=44_549_160, features=2048, gflop=46.57, activation_bytes=127_300_000),
-    "resnet152": Size(parameters=60_192_808, features=2048, gflop=68.85, activation_bytes=178_000_000),
-    "alexnet": Size(parameters=61_100_840, features=4096, gflop=4.14, activation_bytes=3_740_000),
-    "alexnet-bn": Size(parameters=61_103_144, features=4096, gflop=4.14, activation_bytes=5_690_000),
+    "resnet18": NetworkSize(parameters=11_689_512, features=512, gflop=10.65, activation_bytes=22_200_000),
+    "resnet34": NetworkSize(parameters=21_797_672, features=512, gflop=21.75, activation_bytes=32_300_000),
+    "resnet50": NetworkSize(parameters=25_557_032, features=2048, gflop=24.30, activation_bytes=86_100_000),
+    "resnet101": NetworkSize(parameters=44_549_160, features=2048, gflop=46.57, activation_bytes=127_300_000),
+    "resnet152": NetworkSize(parameters=60_192_808, features=2048, gflop=68.85, activation_bytes=178_000_000),
+    "alexnet": NetworkSize(parameters=61_100_840, features=4096, gflop=4.14, activation_bytes=3_740_000),
+    "alexnet-bn": NetworkSize(parameters=61_103_144, features=4096, gflop=4.14, activation_bytes=5_690_000),
 }
-# Copies of the weights that an optimizer keeps.
+# Tensors of the weights' size that an optimizer keeps.
 COPIES = {
     "sgd": 0,
     "momentum": 1,
@@ -45,9 +47,9 @@ COPIES = {
 
 
 def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
-    """What one worker computes under a recipe; operations and activations grow with the area of the crop.
+    """The computation of one worker under a recipe; FLOPs and activations grow with the area of the crop.
 
-    A network of torchvision's whose size is not known here is taken for a ResNet-50, and said to be.
+    A torchvision network without a size above counts as ResNet-50, and the workload's name says so.
     """
     name, side = recipe.model.name, recipe.data.crop
     classes = recipe.model.classes or classes
@@ -75,7 +77,7 @@ def _network(name: str, side: int, classes: int) -> Workload:
         return Workload(
             name=label,
             parameters=76 * 32 + 801 * 64 + (flat + 1) * 1024 + 1025 * classes,
-            gflop=(4 * first + 6 * (second + dense)) / 1e9,  # nobody wants the gradients of the images
+            gflop=(4 * first + 6 * (second + dense)) / 1e9,  # without the gradients of the images
             activation_bytes=round(364 * side**2),
         )
     if name == "lenet":
@@ -94,7 +96,7 @@ def _network(name: str, side: int, classes: int) -> Workload:
         return Workload(
             name=label, parameters=weights, gflop=4 * inputs * classes / 1e9, activation_bytes=round(4 * inputs)
         )
-    return replace(RESNET50, name=f"{label}, its size taken for ResNet-50's")
+    return replace(RESNET50, name=f"{label}, size assumed as ResNet-50's")
 
 
 def _copies(optim: OptimSection) -> int:

@@ -1,4 +1,4 @@
-"""torchvision on a CPU build of torch."""
+"""Import of torchvision with a CPU build of torch."""
 
 import importlib
 import sys
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import library
 
-# torchvision's wheels for CUDA cannot load their operators into a CPU torch; its Python side then fails to import
-# because it describes operators that nobody has defined. None of them is needed for training a classifier.
+# torchvision's CUDA wheels cannot load their operators into a CPU build of torch; the import then fails because it
+# refers to operators that are not defined. Training a classifier needs none of them.
 MISSING = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_declared: list[library.Library] = []  # what is declared lives as long as the object
+_declared: list[library.Library] = []  # an operator is declared as long as its Library object lives
 
 
 def import_torchvision(part: str) -> ModuleType:
-    """`torchvision.PART`, also where torchvision was built for CUDA and torch was not."""
+    """Import `torchvision.PART`, even where torchvision was built for CUDA and torch was not."""
     name = f"torchvision.{part}"
     try:
         return importlib.import_module(name)
@@ -26,7 +26,7 @@ def import_torchvision(part: str) -> ModuleType:
         if "torchvision::" not in str(error):
             raise
     for known in [known for known in sys.modules if known.split(".")[0] == "torchvision"]:
-        del sys.modules[known]  # what the failed import left half-made
+        del sys.modules[known]  # the failed import left incomplete modules
     declared: Any = library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator, schema in MISSING.items():
         if not hasattr(torch.ops.torchvision, operator):

@@ -1,4 +1,4 @@
-"""Weights to start from."""
+"""Reading of saved weights, and of a recipe's initial weights."""
 
 from pathlib import Path
 from typing import Any
@@ -11,47 +11,52 @@ from affinity.errors import InputError
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """What torch.save wrote, without running any code in it; `mapped` reads only what is used, for as long as the file
-    stays as it is. Raises InputError."""
+    """Read a dict that torch.save wrote, without running code in it. Raises InputError.
+
+    `mapped` reads only the tensors that are used; the file must not change as long as they are.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
-    except Exception as error:  # noqa: BLE001  a file of something else makes the unpickler raise anything
+    except Exception as error:  # noqa: BLE001  the unpickler may raise anything on a file of another format
         raise InputError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(state, dict):
-        raise InputError(f"{path} holds no weights but a {type(state).__name__}: save a state dict")
+        raise InputError(f"{path} contains a {type(state).__name__}, no weights: save a state dict")
     return state
 
 
-def start_from(model: nn.Module, path: Path) -> list[str]:
-    """Load the weights of a checkpoint of ours or a state dict; returns the names that start anew.
+def load_initial_weights(model: nn.Module, path: Path) -> list[str]:
+    """Load the weights of a checkpoint or a state dict; return the names of those that keep their initial values.
 
-    Only the last layer may differ in shape, as the head of other classes does. Raises InputError naming the keys.
+    Only the last layer may differ in shape, for other classes. Raises InputError that names the differing keys.
     """
     state = read_state(path)
     weights = state["model"] if isinstance(state.get("model"), dict) else state
     head = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
-    ours = model.state_dict()
-    # how many steps batch-norm has counted decides nothing here, and old files lack it
-    given = {name: value for name, value in ours.items() if name.endswith("num_batches_tracked")}
-    given |= {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    other = [name for name in ours if name in given and given[name].shape != ours[name].shape]
-    anew = [name for name in other if name.rpartition(".")[0] == head]
-    differing = sorted(set(ours.keys() ^ given.keys()) | set(other) - set(anew))
+    initial = model.state_dict()
+    # batch-norm's step counters have no effect here, and old files lack them
+    saved = {name: value for name, value in initial.items() if name.endswith("num_batches_tracked")}
+    saved |= {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    reshaped = [name for name in initial if name in saved and saved[name].shape != initial[name].shape]
+    reinitialized = [name for name in reshaped if name.rpartition(".")[0] == head]
+    differing = sorted(set(initial.keys() ^ saved.keys()) | set(reshaped) - set(reinitialized))
     if differing:
-        raise InputError(f"model.weights={path}: " + difference(differing, shapes(given), shapes(ours)))
-    model.load_state_dict({**given, **{name: ours[name] for name in anew}})
-    return anew
+        raise InputError(f"model.weights={path}: {describe_difference(differing, shapes(saved), shapes(initial))}")
+    model.load_state_dict({**saved, **{name: initial[name] for name in reinitialized}})
+    return reinitialized
 
 
-def shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Each weight's shape."""
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes(state: dict[str, Tensor]) -> Shapes:
+    """The shape of each weight."""
     return {name: tuple(value.shape) for name, value in state.items()}
 
 
-def difference(names: list[str], theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> str:
-    """What distinguishes two state dicts, in words."""
+def describe_difference(names: list[str], saved: Shapes, model: Shapes) -> str:
+    """A line about the weights `names`, which differ between a file and a model."""
     name = names[0]
     return (
-        f"another model: {len(names)} keys differ, first {name}: "
-        f"{theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
+        f"weights of another model: {len(names)} keys differ, first {name}: "
+        f"{saved.get(name, 'absent')} in the file, {model.get(name, 'absent')} in the model"
     )

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a rate for each layer."""
+"""LAMB: Adam with a learning rate for each layer."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,40 +6,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cputrain.optim.groups import GroupOptimizer
+from cputrain.optim.groups import GroupOptimizer, check_not_negative
 
 
 class Lamb(GroupOptimizer):
     """Layer-wise adaptive moments (You et al. 2020, arXiv:1904.00962, Algorithm 2), phi(z) = z.
 
-    m and v are Adam's bias-corrected means of gradients and of their squares, u = m / (sqrt(v) + epsilon)
-    + weight_decay w, and w -= rate t u with the trust ratio t = |w| / |u|, 1 where a norm is 0. Parameter groups with
-    adapt=False have t = 1.
+    With Adam's bias-corrected averages m of the gradients and v of their squares, u = m / (sqrt(v) + eps)
+    + weight_decay w, and w -= lr t u with the trust ratio t = |w| / |u|, 1 where a norm is 0.
+
+    Options are kept in `param_groups`, as torch's optimizers do; a group may have its own, e.g.
+    {"params": ..., "adapt": False} for biases and batch-norm, which sets t = 1.
+
+    Args:
+        params: parameters, or parameter groups with options of their own.
+        lr: learning rate.
+        betas: decay rates of the averages m and v.
+        weight_decay: decoupled weight decay.
+        eps: added to the root of v.
+
+    Raises:
+        ValueError: if an option is negative.
     """
 
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.0,
+        lr: float,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        epsilon: float = 1e-6,
+        eps: float = 1e-6,
     ) -> None:
-        self.betas, self.epsilon = betas, epsilon
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "adapt": True, "steps": 0})
+        check_not_negative(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "adapt": True, "step": 0}
+        super().__init__(params, defaults)
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        group["steps"] += 1
-        beta1, beta2 = self.betas
-        means, squares = (self._state_of(params, name, torch.zeros_like) for name in ("mean", "square"))
-        torch._foreach_lerp_(means, grads, 1 - beta1)
+        group["step"] += 1
+        beta1, beta2 = group["betas"]
+        averages, squares = (self._state_of(params, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(averages, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        scale = torch._foreach_div(squares, 1 - beta2 ** group["steps"])
+        scale = torch._foreach_div(squares, 1 - beta2 ** group["step"])
         torch._foreach_sqrt_(scale)
-        torch._foreach_add_(scale, self.epsilon)
-        updates = torch._foreach_div(means, 1 - beta1 ** group["steps"])
+        torch._foreach_add_(scale, group["eps"])
+        updates = torch._foreach_div(averages, 1 - beta1 ** group["step"])
         torch._foreach_div_(updates, scale)
         torch._foreach_add_(updates, params, alpha=group["weight_decay"])
         if group["adapt"]:

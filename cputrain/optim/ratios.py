@@ -1,4 +1,4 @@
-"""Each layer's norms: the table that shows why large batches need a rate for each layer."""
+"""Weight and gradient norms of each layer: the table that shows why large batches need a rate for each layer."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cputrain.optim.lars import Lars
+from cputrain.optim.lars import Lars, trust_ratios
 
 
 @torch.no_grad()
 def layer_ratios(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each trained parameter, in the model's order, before its update: |w|, |g|, |w| / |g| and LARS' trust ratio.
+    """|w|, |g|, |w| / |g| and LARS' trust ratio of each trained parameter before its update, in the model's order.
 
-    You et al. 2018, Table 3. `ratio` is None where |g| is 0, `trust` where the optimizer is not LARS.
+    As in You et al. 2018, Table 3. `ratio` is None where |g| is 0, `trust` where the optimizer is not LARS.
     """
     named = {p: name for name, p in model.named_parameters() if p.grad is not None}
     trust: dict[Any, float] = {}
     if isinstance(optimizer, Lars):
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            trust |= dict(zip(params, optimizer.trust_ratios(group, params, [p.grad for p in params]), strict=True))
+            trust |= dict(zip(params, trust_ratios(group, params, [p.grad for p in params]), strict=True))
     rows = []
     for p, name in named.items():
         weights, gradients = float(p.norm()), float(p.grad.norm())  # type: ignore[union-attr]

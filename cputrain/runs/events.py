@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 FILE = "events.jsonl"
 
@@ -22,6 +22,20 @@ class TimeSpent:
     training_s: float
     wall_s: float
     starts: int
+
+
+class EventLog(Protocol):
+    """A log that takes a run's events."""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append an event with its fields."""
+
+
+class SilentEvents:
+    """The event log of ranks other than 0, which writes nothing."""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Ignore the event."""
 
 
 class Events:

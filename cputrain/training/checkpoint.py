@@ -1,4 +1,4 @@
-"""Training state on disk: written beside, synced, renamed; read back without running any code in it."""
+"""Checkpoints: the training state in a file, replaced atomically, read without running code in it."""
 
 import os
 from dataclasses import dataclass
@@ -10,86 +10,83 @@ from torch import nn
 
 from affinity.errors import InputError
 from cputrain.files import write_with
-from cputrain.models.weights import difference, read_state, shapes
+from cputrain.models.weights import describe_difference, read_state, shapes
 from cputrain.runs.folder import BEST, list_checkpoints
-from cputrain.training.step import Learner
+from cputrain.training.state import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
-    """How far a training was: updates done, and the best Accuracy.score so far, NaN before any."""
+class ResumePoint:
+    """The progress of a training at a checkpoint: steps done, and the best Accuracy.score so far, NaN before any."""
 
     step: int
-    top1: float
+    best_score: float
 
 
-def save_checkpoint(folder: Path, learner: Learner, *, step: int, top1: float, keep: int, best: bool) -> Path:
-    """Write step-N.pt, keep the newest `keep`, and the best one besides as best.pt.
-
-    `step` counts the updates done; `top1` is the best Accuracy.score so far, NaN before any.
-    """
-    path = folder / f"step-{step:07d}.pt"
-    state = {
-        "model": learner.network.state_dict(),
-        "optimizer": learner.optimizer.state_dict(),
-        "step": step,
-        "top1": top1,
+def save_checkpoint(folder: Path, state: TrainState, point: ResumePoint, *, keep: int, best: bool) -> Path:
+    """Write step-N.pt and keep the newest `keep` of them; a best one is kept as best.pt too."""
+    path = folder / f"step-{point.step:07d}.pt"
+    content = {
+        "model": state.network.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "step": point.step,
+        "best_score": point.best_score,
     }
-    if learner.mean is not None:
-        state["mean"] = learner.judged().state_dict()
-    write_with(path, lambda file: _write(state, file))
+    if state.ema_model is not None:
+        content["ema_model"] = state.eval_model().state_dict()
+    write_with(path, lambda file: _write(content, file))
     if best:
-        # A second name for the same bytes: costs nothing, and outlives the first.
-        beside = folder / f".{BEST}.partial"
-        beside.unlink(missing_ok=True)
-        os.link(path, beside)
-        beside.rename(folder / BEST)
+        # A hard link takes no space, and stays when the numbered file is removed.
+        partial = folder / f".{BEST}.partial"
+        partial.unlink(missing_ok=True)
+        os.link(path, partial)
+        partial.rename(folder / BEST)
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink()
     return path
 
 
-def _write(state: dict[str, Any], file: BinaryIO) -> None:
+def _write(content: dict[str, Any], file: BinaryIO) -> None:
     try:
-        torch.save(state, file)
-    except RuntimeError as error:  # of the archive's end, which hides what the file system has said before
+        torch.save(content, file)
+    except RuntimeError as error:  # about the end of the archive, which hides the file system's error
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
 
 
-def load_checkpoint(path: Path, learner: Learner) -> Progressed:
-    """Restore weights, their mean and the optimizer. Raises InputError when file or network do not fit."""
-    state = _state(path)
-    _load(path, state, "model", learner.network)
-    if learner.mean is not None:
-        _load(path, state, "mean", learner.mean)
-    learner.optimizer.load_state_dict(state["optimizer"])
-    return Progressed(step=state["step"], top1=state["top1"])
+def load_checkpoint(path: Path, state: TrainState) -> ResumePoint:
+    """Restore the network, the EMA model and the optimizer. Raises InputError for an unsuitable file."""
+    content = _read(path)
+    _load_weights(path, content, "model", state.network)
+    if state.ema_model is not None:
+        _load_weights(path, content, "ema_model", state.ema_model)
+    state.optimizer.load_state_dict(content["optimizer"])
+    return ResumePoint(step=content["step"], best_score=content["best_score"])
 
 
-def load_judged(path: Path, network: nn.Module) -> int:
-    """Restore the weights that a training evaluates: their mean where it keeps one; the updates done before.
+def load_eval_model(path: Path, network: nn.Module) -> int:
+    """Restore the weights to evaluate, of the EMA model if the file has one; return the steps done.
 
-    Raises InputError likewise.
+    Raises InputError for an unsuitable file.
     """
-    state = _state(path, mapped=True)
-    _load(path, state, "mean" if "mean" in state else "model", network)
-    return int(state["step"])
+    content = _read(path, mapped=True)
+    _load_weights(path, content, "ema_model" if "ema_model" in content else "model", network)
+    return int(content["step"])
 
 
-def _state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    state = read_state(path, mapped=mapped)
-    if not {"model", "optimizer", "step", "top1"} <= state.keys():
-        raise InputError(f"{path} is no checkpoint of a training: model.weights starts from such files")
-    return state
+def _read(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    content = read_state(path, mapped=mapped)
+    if not {"model", "optimizer", "step", "best_score"} <= content.keys():
+        raise InputError(f"{path} is not a training checkpoint: to start from its weights, set model.weights")
+    return content
 
 
-def _load(path: Path, state: dict[str, Any], what: str, network: nn.Module) -> None:
-    if what not in state:
-        raise InputError(f"checkpoint {path} holds no {what} of the weights: set ema_decay=null, as it was trained")
-    ours, theirs = shapes(network.state_dict()), shapes(state[what])
-    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+def _load_weights(path: Path, content: dict[str, Any], name: str, network: nn.Module) -> None:
+    if name not in content:
+        raise InputError(f"checkpoint {path} has no {name}: it was trained with ema_decay=null, set that again")
+    model, saved = shapes(network.state_dict()), shapes(content[name])
+    differing = sorted(key for key in model.keys() | saved.keys() if model.get(key) != saved.get(key))
     if differing:
-        raise InputError(f"checkpoint {path} is of {difference(differing, theirs, ours)}")
-    network.load_state_dict(state[what])
+        raise InputError(f"checkpoint {path} has {describe_difference(differing, saved, model)}")
+    network.load_state_dict(content[name])

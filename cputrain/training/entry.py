@@ -1,8 +1,9 @@
-"""What a rank does for `train`, from its process group to its last line."""
+"""The entry of a rank for `train`: from joining the process group to the last line of output."""
 
 import json
 import os
 import resource
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,18 +11,20 @@ from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
-from affinity.units import GIB
-from cputrain.comm.group import end_group, gather, on_rank_0
+from cputrain.comm.group import all_gather, end_group, run_on_main_rank
 from cputrain.data.staging import staged
 from cputrain.files import write_atomic
 from cputrain.launch.in_use import start_lines
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import Events, time_spent
+from cputrain.runs.events import Events, SilentEvents, time_spent
 from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
 from cputrain.runs.resume import Facts
-from cputrain.training.loop import Outcome, begin, train
-from cputrain.training.sampling import sampled
-from cputrain.training.session import Session, binding_record, describe_environment, start_session
+from cputrain.training.environment import binding_record, describe_environment
+from cputrain.training.loop import TrainResult
+from cputrain.training.sampling import sample_usage
+from cputrain.training.session import Session, start_session
+from cputrain.training.start import start_training
+from cputrain.training.summary import summary_lines
 
 
 def train_rank(
@@ -37,114 +40,102 @@ def train_rank(
 ) -> None:
     """Train as one rank.
 
-    With `prepared` the launcher has made the run's folder and samples the ranks' use of resources; else rank 0 checks
-    and makes the folder, and each rank samples itself.
+    With `prepared`, the launcher has made the run's folder and samples the ranks' use of resources; otherwise rank 0
+    checks and makes the folder, and each rank samples itself.
     """
-    session = start_session(recipe, rank, worker, observed, check=check)
-    done = None if prepared else on_rank_0(lambda: _make_run(session, resume=resume, overwrite=overwrite))
-    if said := gather(done)[0]:
-        if session.leads:
-            print(said, flush=True)
-        end_group(session.group)
+    env = os.environ
+    session = start_session(recipe, rank, worker, observed, env, check=check)
+    is_main_rank, loader_pus = session.ranks.is_main_rank, session.binding.loader_pus
+    message = None
+    if not prepared:
+        message = run_on_main_rank(lambda: _make_run(session, env, resume=resume, overwrite=overwrite))
+    if finished_run := all_gather(message)[0]:
+        if is_main_rank:
+            print(finished_run, flush=True)
+        end_group(session.ranks.group)
         return
-    sampling = nullcontext() if prepared else sampled(recipe.folder, rank, session.loader_pus)
-    with sampling, staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
-        outcome = _train(session, resume=resume)
-    peaks = gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    if session.leads:
-        _say_end(session, outcome, max(peaks))
-    end_group(session.group)
+    sampling = nullcontext() if prepared else sample_usage(recipe.folder, rank, loader_pus)
+    with sampling, staged(session.data.dataset, recipe.data.stage, rank, loader_pus):
+        result = _train(session, env, resume=resume)
+    peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    if is_main_rank:
+        _print_summary(session, result, max(peaks))
+    end_group(session.ranks.group)
 
 
-def _train(session: Session, *, resume: bool) -> Outcome:
+def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainResult:
     recipe = session.recipe
-    bindings = gather(binding_record(session))
-    if not session.leads:
-        return train(begin(session, None, resume=resume))
-    environment = describe_environment(session)
+    bindings = all_gather(binding_record(session))
+    if not session.ranks.is_main_rank:
+        return start_training(session, SilentEvents(), env, resume=resume).run()
+    environment = describe_environment(session, env)
     write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
-    parts = {name: environment[name] for name in ("backend", "backend_why", "decoder", "allocator")}
-    print("\n".join(start_lines(**parts, ranks=session.rank.world_size)), flush=True)
+    in_use = {name: environment[name] for name in ("backend", "backend_why", "decoder", "allocator")}
+    print("\n".join(start_lines(**in_use, ranks=session.ranks.this.world_size)), flush=True)
     with Events(recipe.folder) as events:
-        training = begin(session, events, resume=resume)
+        training = start_training(session, events, env, resume=resume)
         events.write(
             "start",
             recipe=recipe.name,
             data=recipe.data.kind,
-            backend=session.group.backend,
+            backend=session.ranks.group.backend,
             bindings=bindings,
             **_facts(session).as_fields(),
         )
-        outcome = train(training)
-        accuracy, test, spent = outcome.accuracy, outcome.test, time_spent(recipe.folder, outcome.ended)
-        events.write(
-            "end",
-            step=outcome.step,
-            data=recipe.data.kind,
-            top1=accuracy.top1 if accuracy else None,
-            top5=accuracy.top5 if accuracy else None,
-            val_loss=accuracy.loss if accuracy else None,
-            test_top1=test.top1 if test else None,
-            test_top5=test.top5 if test else None,
-            steps=outcome.step,
-            images=session.numbers.images_until(outcome.step),
-            time_to_train_s=spent.training_s,
-            wall_time_s=spent.wall_s,
-            starts=spent.starts,
-            trained_until=outcome.ended,
-            status="done" if accuracy else "stopped",
-        )
-    return outcome
+        result = training.run()
+        _write_end(events, session, result)
+    return result
+
+
+def _write_end(events: Events, session: Session, result: TrainResult) -> None:
+    accuracy, test = result.accuracy, result.test
+    spent = time_spent(session.recipe.folder, result.ended)
+    events.write(
+        "end",
+        step=result.step,
+        data=session.recipe.data.kind,
+        top1=accuracy.top1 if accuracy else None,
+        top5=accuracy.top5 if accuracy else None,
+        val_loss=accuracy.loss if accuracy else None,
+        test_top1=test.top1 if test else None,
+        test_top5=test.top5 if test else None,
+        steps=result.step,
+        images=session.sizes.images_until(result.step),
+        time_to_train_s=spent.training_s,
+        wall_time_s=spent.wall_s,
+        starts=spent.starts,
+        trained_until=result.ended,
+        status="done" if accuracy else "stopped",
+    )
 
 
 def _facts(session: Session) -> Facts:
     return Facts(
-        workers=session.rank.world_size,
-        global_batch=session.numbers.global_batch,
-        train_images=len(session.dataset.train),
-        classes=len(session.dataset.classes),
+        workers=session.ranks.this.world_size,
+        global_batch=session.sizes.global_batch,
+        train_images=len(session.data.dataset.train),
+        classes=len(session.data.dataset.classes),
     )
 
 
-def _make_run(session: Session, *, resume: bool, overwrite: bool) -> str | None:
-    """Check and make the run's folder; of a run that is finished what to say of it, and nothing is written."""
+def _make_run(session: Session, env: Mapping[str, str], *, resume: bool, overwrite: bool) -> str | None:
+    """Check and make the run's folder; for a finished run return a message about it and write nothing."""
     recipe = session.recipe
     resumption = check_folder(recipe, _facts(session), resume=resume, overwrite=overwrite)
-    if resume and (said := finished(recipe.folder, session.numbers.last_step(recipe.max_steps))):
-        return said
+    if resume and (message := finished(recipe.folder, session.sizes.last_step(recipe.max_steps))):
+        return message
     if resumption:
         print(resumption, flush=True)
     make_folder(recipe, None, overwrite=overwrite)
-    write_atomic(recipe.folder / PLAN, Path(os.environ[PLAN_VARIABLE]).read_bytes())
+    write_atomic(recipe.folder / PLAN, Path(env[PLAN_VARIABLE]).read_bytes())
     return None
 
 
-def _say_end(session: Session, outcome: Outcome, peak_bytes: int) -> None:
-    from cputrain.report.page import write_report  # matplotlib: a second that only the end needs
+def _print_summary(session: Session, result: TrainResult, peak_bytes: int) -> None:
+    from cputrain.report.page import write_report  # imports matplotlib, which takes a second
 
-    accuracy = outcome.accuracy
-    if accuracy is None:
-        print(f"stopped by SIGUSR1    after step {outcome.step}, which is saved: --resume goes on from there")
-        return
-    spent = time_spent(session.recipe.folder)
-    several = spent.starts > 1
-    print(f"total training time  {outcome.trained_s:.1f} s (updates only{', of the last start' if several else ''})")
-    over = f" over {spent.starts} starts" if several else ""
-    print(f"time to train        {spent.training_s:.1f} s{over} (with evaluations and checkpoints)")
-    if several:
-        print(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, waits included)")
-    kind = session.recipe.data.kind
-    if accuracy.top1 is not None:
-        print(f"top-1                {accuracy.top1:.2f} %")
-        print(f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} {kind}, each once)")
-    elif accuracy.images:
-        print(f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)")
-    else:
-        print(f"data                 {kind}: nothing to evaluate")
-    if (test := outcome.test) and test.top1 is not None:
-        print(f"test top-1           {test.top1:.2f} %")
-        print(f"test top-5           {test.top5:.2f} %  ({test.images} {kind}, each once, with the last weights)")
-    estimate = session.worker.memory_bytes
-    beside = f" (estimated {estimate / GIB:.2f})" if estimate else ""
-    print(f"peak memory          {peak_bytes / GIB:.2f} GiB per worker{beside}")
-    print(f"report               {write_report(session.recipe.folder)}")
+    folder = session.recipe.folder
+    estimate = session.binding.worker.memory_bytes
+    print("\n".join(summary_lines(result, time_spent(folder), session.recipe.data.kind, peak_bytes, estimate)))
+    if result.accuracy is not None:
+        print(f"report               {write_report(folder)}")

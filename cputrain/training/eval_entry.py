@@ -1,7 +1,8 @@
-"""What a rank does for `eval`, from its process group to its last line."""
+"""The entry of a rank for `eval`: from joining the process group to the last line of output."""
 
 import json
 import math
+import os
 import sys
 import time
 from contextlib import closing
@@ -15,22 +16,23 @@ from affinity.errors import InputError
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
-from cputrain.comm.group import end_group, gather
+from cputrain.comm.group import all_gather, end_group
 from cputrain.data.formats.survey import Survey
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.sweep import columns
-from cputrain.training.checkpoint import load_judged
+from cputrain.training.checkpoint import load_eval_model
 from cputrain.training.engine import prepare_model
-from cputrain.training.evaluation import Accuracy, evaluate
+from cputrain.training.evaluation import evaluate
 from cputrain.training.feed import evaluation_batch, evaluation_steps
+from cputrain.training.metrics import Accuracy
 from cputrain.training.progress import EvaluationProgress
 from cputrain.training.session import Session, start_session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """A checkpoint's accuracy over all ranks and how many seconds that took; `damaged` are all ranks' images."""
+class EvalResult:
+    """A checkpoint's accuracy over all ranks, the damaged images of all ranks, and the seconds of the evaluation."""
 
     checkpoint: Path
     step: int
@@ -40,10 +42,10 @@ class Evaluated:
 
 
 def check_checkpoints(paths: tuple[Path, ...], recipe: Recipe, found: Survey) -> None:
-    """Raise InputError where one of the files is no checkpoint or its weights are not those of the recipe's network."""
+    """Raise InputError for a file that is not a checkpoint, or not of the recipe's network."""
     network = build_model(recipe.model, len(found.classes), recipe.data.crop, found.features)
     for path in paths:
-        load_judged(path, network)
+        load_eval_model(path, network)
 
 
 def eval_rank(
@@ -58,48 +60,48 @@ def eval_rank(
     bar: bool,
 ) -> None:
     """Evaluate checkpoints one after another as one rank; rank 0 prints."""
-    session = start_session(recipe, rank, worker, observed, check=check)
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
+    session = start_session(recipe, rank, worker, observed, os.environ, check=check)
+    network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
     prepare_model(network, recipe.engine, recipe.precision)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
     for path in checkpoints:
-        if session.leads and len(checkpoints) > 1 and not as_json:
+        if session.ranks.is_main_rank and len(checkpoints) > 1 and not as_json:
             print(path, flush=True)
-        results.append(_evaluated(path, network, session, **progress))
-        if session.leads and not as_json:
-            print(said(results[-1], recipe.data.kind), flush=True)
-    if session.leads and as_json:
-        print(json.dumps(as_data(session, results), indent=1), flush=True)
-    elif session.leads and len(results) > 1:
-        print("\n" + columns([HEAD, *map(row, results)]), flush=True)
-    end_group(session.group)
+        results.append(_evaluate(path, network, session, **progress))
+        if session.ranks.is_main_rank and not as_json:
+            print(result_text(results[-1], recipe.data.kind), flush=True)
+    if session.ranks.is_main_rank and as_json:
+        print(json.dumps(results_as_json(session, results), indent=1), flush=True)
+    elif session.ranks.is_main_rank and len(results) > 1:
+        print("\n" + columns([TABLE_HEAD, *map(table_row, results)]), flush=True)
+    end_group(session.ranks.group)
 
 
-def _evaluated(path: Path, network: nn.Module, session: Session, *, bar: bool, lines: TextIO) -> Evaluated:
-    step = load_judged(path, network)
-    if len(set(gather((path, step)))) > 1:
-        raise InputError(f"ranks find different checkpoints in {path}: put it where all hosts see it, unchanged")
+def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, lines: TextIO) -> EvalResult:
+    step = load_eval_model(path, network)
+    if len(set(all_gather((path, step)))) > 1:
+        raise InputError(f"the ranks find different files at {path}: copy it to a file system that all hosts share")
     started = time.perf_counter()
-    shown = EvaluationProgress(evaluation_steps(session), shown=session.leads, bar=bar, lines=lines)
-    with closing(shown):
-        accuracy = evaluate(network, session, step=shown.step)
-    damaged = tuple(sorted(name for names in gather(accuracy.damaged) for name in names))
+    progress = EvaluationProgress(evaluation_steps(session), shown=session.ranks.is_main_rank, bar=bar, lines=lines)
+    with closing(progress):
+        accuracy = evaluate(network, session, on_batch=progress.step)
+    damaged = tuple(sorted(name for names in all_gather(accuracy.damaged) for name in names))
     seconds = time.perf_counter() - started
-    return Evaluated(checkpoint=path, step=step, accuracy=accuracy, damaged=damaged, seconds=seconds)
+    return EvalResult(checkpoint=path, step=step, accuracy=accuracy, damaged=damaged, seconds=seconds)
 
 
-HEAD = ("checkpoint", "step", "top-1 %", "top-5 %", "loss", "s")
+TABLE_HEAD = ("checkpoint", "step", "top-1 %", "top-5 %", "loss", "s")
 
 
-def row(one: Evaluated) -> tuple[str, ...]:
-    """A line of the table of several checkpoints."""
+def table_row(one: EvalResult) -> tuple[str, ...]:
+    """A line of the table for several checkpoints."""
     percents = ("" if value is None else f"{value:.2f}" for value in (one.accuracy.top1, one.accuracy.top5))
     return (str(one.checkpoint), f"{one.step:,}", *percents, f"{one.accuracy.loss:.4f}", f"{one.seconds:.1f}")
 
 
-def said(one: Evaluated, kind: str) -> str:
-    """What came of one checkpoint; `kind` is the recipe's data.kind."""
+def result_text(one: EvalResult, kind: str) -> str:
+    """The lines about one checkpoint; `kind` is the recipe's data.kind."""
     accuracy = one.accuracy
     percents = {"top-1": accuracy.top1, "top-5": accuracy.top5}
     figures = [f"{name} {value:.2f} %" for name, value in percents.items() if value is not None]
@@ -108,14 +110,14 @@ def said(one: Evaluated, kind: str) -> str:
         f"{accuracy.images:,} {kind}, each once, {one.seconds:.1f} s ({accuracy.images / one.seconds:.1f} a second)",
     ]
     if one.damaged:
-        lines.insert(0, f"warning: {len(one.damaged)} damaged image(s) left out: {'; '.join(one.damaged[:3])}")
+        lines.insert(0, f"warning: {len(one.damaged)} damaged image(s) skipped: {'; '.join(one.damaged[:3])}")
     return "\n".join(lines)
 
 
-def as_data(session: Session, results: list[Evaluated]) -> dict[str, object]:
-    """For machines: accuracies in percent; `batch` counts the images of one worker's forward pass."""
+def results_as_json(session: Session, results: list[EvalResult]) -> dict[str, object]:
+    """The JSON output: accuracies in percent; `batch` is the number of images of one worker's forward pass."""
     return {
-        "workers": session.rank.world_size,
+        "workers": session.ranks.this.world_size,
         "batch": evaluation_batch(session),
         "results": [
             {

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
+from affinity.errors import RunError
 from cputrain.data.batches import Batch, point_batches
 from cputrain.data.formats.generated import Points, SyntheticImages
 from cputrain.data.loader import ImageLoader
@@ -18,24 +19,37 @@ CROPS: dict[str, Literal["random_resized", "random"]] = {"scale_aspect": "random
 
 
 def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
-    """This rank's batches for the updates from `first` to before `stop`, which are in one epoch."""
-    sizes = session.numbers
+    """This rank's batches for the steps from `first` to before `stop`, all of one epoch.
+
+    The iterator raises RunError at a damaged image with data.on_error=raise.
+    """
+    sizes = session.sizes
     sampler = ShuffledSampler(
-        images=len(session.dataset.train),
+        images=len(session.data.dataset.train),
         used=sizes.used,
         steps=sizes.steps_per_epoch,
         seed=session.recipe.seed,
-        shares=session.batches,
-        rank=session.rank.rank,
+        shares=session.ranks.local_batches,
+        rank=session.ranks.this.rank,
         passes=sizes.passes,
-        block_length=session.block_length,
+        block_length=session.data.block_length,
     )
     begin = first % sizes.steps_per_epoch
     steps = begin, begin + stop - first
-    if isinstance(session.dataset.train, Points):
-        return point_batches(session.dataset.train, sampler.batches(epoch, *steps))
+    if isinstance(session.data.dataset.train, Points):
+        return point_batches(session.data.dataset.train, sampler.batches(epoch, *steps))
     transform = training_transform(session.recipe, epoch)
-    return _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
+    batches = _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
+    return _refuse_damaged(batches, session.ranks.this.rank) if session.recipe.data.on_error == "raise" else batches
+
+
+def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
+    for batch in batches:
+        if batch.damaged:
+            raise RunError(
+                f"rank {rank}: damaged image {batch.damaged[0]}: repair it, remove it, or set data.on_error=skip"
+            )
+        yield batch
 
 
 def training_transform(recipe: Recipe, epoch: int) -> Transform:
@@ -53,18 +67,18 @@ def training_transform(recipe: Recipe, epoch: int) -> Transform:
 
 
 def evaluation_batch(session: Session) -> int:
-    """How many images a rank evaluates in one forward pass."""
+    """Images of one forward pass of an evaluation."""
     return session.recipe.evaluate.batch or session.recipe.batch.local
 
 
 def evaluation_steps(session: Session, split: str = "val") -> int:
-    """How many batches this rank evaluates; no other rank has more than rank 0."""
+    """The number of batches that this rank evaluates; no rank has more than rank 0."""
     return len(_evaluation_sampler(session, split))
 
 
 def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
-    """This rank's share of a split: over all ranks each image exactly once, without padding."""
-    images, sampler = session.dataset.splits[split], _evaluation_sampler(session, split)
+    """This rank's share of a split, each image on one rank, without padding."""
+    images, sampler = session.data.dataset.splits[split], _evaluation_sampler(session, split)
     if isinstance(images, Points):
         return point_batches(images, sampler.batches())
     data = session.recipe.data
@@ -74,23 +88,23 @@ def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
 
 def _evaluation_sampler(session: Session, split: str) -> SequentialSampler:
     return SequentialSampler(
-        images=len(session.dataset.splits[split]),
+        images=len(session.data.dataset.splits[split]),
         batch_size=evaluation_batch(session),
-        rank=session.rank.rank,
-        world_size=session.rank.world_size,
+        rank=session.ranks.this.rank,
+        world_size=session.ranks.this.world_size,
     )
 
 
 def _loader(session: Session, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
-    images = session.dataset.splits[split]
+    images = session.data.dataset.splits[split]
     return ImageLoader(
-        session.dataset,
+        session.data.dataset,
         split,
         sampler=sampler,
         transform=transform,
-        decode=images.decode if isinstance(images, SyntheticImages) else session.decode,
-        normalize=session.normalize,
+        decode=images.decode if isinstance(images, SyntheticImages) else session.data.decode,
+        normalize=session.data.normalize,
         seed=session.recipe.seed,
-        threads=session.loader_threads,
-        cpus=session.loader_pus,
+        threads=session.binding.loader_threads,
+        cpus=session.binding.loader_pus,
     )

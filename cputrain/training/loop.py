@@ -1,61 +1,36 @@
-"""The training loop: every rank its share of each global batch, gradients averaged by DDP while they are computed."""
+"""The training loop: steps, evaluations and checkpoints, epoch by epoch, until the last step or a preemption."""
 
 import gc
-import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
 
-from affinity.errors import InputError, RunError
-from cputrain.comm.group import gather, on_rank_0, total
-from cputrain.models.build import build_model
-from cputrain.models.weights import start_from
-from cputrain.optim.build import build_optimizer
+from cputrain.comm.group import all_gather, all_reduce_sum
 from cputrain.optim.schedules import rate_of
 from cputrain.recipe.phases import now_at
 from cputrain.recipe.rates import rate_warning
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import Events
-from cputrain.runs.folder import CHECKPOINTS, list_checkpoints
-from cputrain.training.checkpoint import Progressed, load_checkpoint, save_checkpoint
-from cputrain.training.engine import bf16_speedup, prepare_model
-from cputrain.training.evaluation import Accuracy, average_batchnorm, evaluate
+from cputrain.runs.folder import CHECKPOINTS
+from cputrain.training.checkpoint import ResumePoint, save_checkpoint
+from cputrain.training.engine import bf16_speedup
+from cputrain.training.evaluation import average_batchnorm, evaluate
 from cputrain.training.feed import training_batches
-from cputrain.training.preemption import Notice
-from cputrain.training.progress import Progress
+from cputrain.training.log import TrainingLog
+from cputrain.training.metrics import Accuracy, EpochMetrics
+from cputrain.training.non_finite import DivergenceCheck, NonFiniteHandler
+from cputrain.training.preemption import Preemption
 from cputrain.training.session import Session
-from cputrain.training.step import Learner, Step, Sums, make_learner, update
-
-EXPLODED = 10  # times the first loss
-MOST_ROLLBACKS = 3  # to one checkpoint
-
-
-@dataclass(slots=True, kw_only=True)
-class Training:
-    """All that changes while training; `step` counts the updates done, `best_top1` is the best Accuracy.score."""
-
-    session: Session
-    learner: Learner
-    progress: Progress
-    events: Events | None
-    notice: Notice
-    step: int
-    best_top1: float
-    stopped: bool = False
-    first_loss: float | None = None
-    exploded: bool = False
-    rollbacks: dict[str, int] = field(default_factory=dict)
+from cputrain.training.state import TrainState
+from cputrain.training.step import StepSettings, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a training ended: `trained_s` counts the updates since its start only; `accuracy` is None where a notice has
-    stopped it, `test` also where the data has no test images. `ended` is when it did, in unix seconds, before the test
-    images were evaluated.
+class TrainResult:
+    """The end of a training: steps done, and accuracies on validation and test images.
+
+    `accuracy` is None after a preemption, `test` also without test images. `trained_s` are the seconds of steps since
+    this start; `ended` is the unix time before the test images were evaluated.
     """
 
     accuracy: Accuracy | None
@@ -65,249 +40,174 @@ class Outcome:
     ended: float
 
 
-def train(training: Training) -> Outcome:
-    """Train as the recipe says.
+@dataclass(slots=True, kw_only=True)
+class TrainingLoop:
+    """A training in progress: `step` counts the steps done, `best_score` is the best Accuracy.score so far.
 
-    Raises RunError when the loss is no longer finite, or at a damaged image where the recipe wants that.
+    `preempted` is set once the ranks have to stop before the last step.
     """
-    session = training.session
-    if warning := rate_warning(session.recipe, global_batch=session.numbers.global_batch):
-        _warn(training, warning)
-    if session.recipe.precision == "bf16" and session.leads and (speedup := bf16_speedup()) < 1:
-        _warn(training, f"a convolution takes {1 / speedup:.1f} times longer in bf16 than in float32 on this CPU")
-    gc.freeze()  # what the libraries have made stays: looking through it again and again takes the loader's time
-    with closing(training.progress):
-        accuracy, trained_s = _train_epochs(training, session.numbers.last_step(session.recipe.max_steps))
-    if training.stopped:
-        accuracy = None
-    elif accuracy is None:  # resumed where nothing was left to do
-        accuracy = evaluate(training.learner.judged(), session)
-    ended = time.time()
-    test = _evaluate_test(training) if accuracy is not None and session.dataset.test is not None else None
-    return Outcome(accuracy=accuracy, test=test, step=training.step, trained_s=trained_s, ended=ended)
 
+    session: Session
+    state: TrainState
+    log: TrainingLog
+    preemption: Preemption
+    step: int
+    best_score: float
+    preempted: bool = False
+    non_finite: NonFiniteHandler = field(init=False)
+    divergence: DivergenceCheck = field(init=False)
 
-def _evaluate_test(training: Training) -> Accuracy:
-    """The test images are looked at this once, with the last weights: nothing has been chosen by them."""
-    accuracy = evaluate(training.learner.judged(), training.session, "test")
-    names = sorted(name for rank_names in gather(accuracy.damaged) for name in rank_names)
-    if names:
-        _warn_of_damaged(training, names)
-    return accuracy
+    def __post_init__(self) -> None:
+        rank = self.session.ranks.this.rank
+        self.non_finite = NonFiniteHandler(recipe=self.session.recipe, rank=rank, state=self.state, log=self.log)
+        self.divergence = DivergenceCheck(log=self.log)
 
+    def run(self) -> TrainResult:
+        """Train to the last step or a preemption, then evaluate the test images.
 
-def _train_epochs(training: Training, last_step: int) -> tuple[Accuracy | None, float]:
-    """Train to the last step or a notice; the last evaluation, and the seconds of updates."""
-    session, recipe, numbers = training.session, training.session.recipe, training.session.numbers
-    trained_s, accuracy = 0.0, None
-    for epoch in range(training.step // numbers.steps_per_epoch, recipe.epochs):
-        if training.step >= last_step:
-            break
-        epoch_started, first = time.perf_counter(), training.step
-        sums = _train_epoch(training, epoch, min(last_step, (epoch + 1) * numbers.steps_per_epoch))
-        seconds = time.perf_counter() - epoch_started
-        trained_s += seconds
-        average_batchnorm(training.learner.network)
-        if training.stopped:
-            if session.leads:
-                _save(training, best=False)
-            dist.barrier()
-            break
-        ends = training.step >= last_step
-        accuracy = (
-            evaluate(training.learner.judged(), session) if ends or due(epoch, recipe.evaluate.every_epochs) else None
-        )
-        _report_epoch(
-            training, epoch, sums, accuracy, seconds, numbers.images_until(training.step) - numbers.images_until(first)
-        )
-        better = accuracy is not None and accuracy.images > 0 and not accuracy.score <= training.best_top1
-        if accuracy is not None and better:
-            training.best_top1 = accuracy.score
-        training.stopped = not ends and training.notice.is_last(training.step)
-        if session.leads and (ends or better or training.stopped or due(epoch, recipe.checkpoint.every_epochs)):
-            _save(training, best=better)
-        dist.barrier()  # nobody runs ahead of rank 0's writing
-        if training.stopped:
-            break
-    return accuracy, trained_s
+        Raises RunError for NaN or Inf with on_nan=stop, and for a damaged image with data.on_error=raise.
+        """
+        self._warn_of_settings()
+        gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
+        with closing(self.log.progress):
+            accuracy, trained_s = self._run_epochs()
+        if self.preempted:
+            accuracy = None
+        elif accuracy is None:  # resumed after the last step
+            accuracy = self._evaluate()
+        ended = time.time()
+        has_test = accuracy is not None and self.session.data.dataset.test is not None
+        test = self._evaluate_test() if has_test else None
+        return TrainResult(accuracy=accuracy, test=test, step=self.step, trained_s=trained_s, ended=ended)
 
+    def _warn_of_settings(self) -> None:
+        recipe = self.session.recipe
+        if warning := rate_warning(recipe, global_batch=self.session.sizes.global_batch):
+            self.log.warn(self.step, warning)
+        if recipe.precision == "bf16" and self.session.ranks.is_main_rank and (speedup := bf16_speedup()) < 1:
+            slower = f"a convolution takes {1 / speedup:.1f} times as long in bf16 as in float32 on this CPU"
+            self.log.warn(self.step, f"{slower}: set precision=float32")
 
-def due(epoch: int, every: int | None) -> bool:
-    """Whether something that happens after every so many epochs happens after this one (counted from 0)."""
-    return every is not None and (epoch + 1) % every == 0
+    def _run_epochs(self) -> tuple[Accuracy | None, float]:
+        """Train epoch by epoch; the last epoch's accuracy, None if not evaluated, and the seconds of all steps."""
+        recipe, sizes = self.session.recipe, self.session.sizes
+        last_step = sizes.last_step(recipe.max_steps)
+        trained_s, accuracy = 0.0, None
+        for epoch in range(self.step // sizes.steps_per_epoch, recipe.epochs):
+            if self.step >= last_step or self.preempted:
+                break
+            accuracy, seconds = self._run_epoch(epoch, last_step)
+            trained_s += seconds
+        return accuracy, trained_s
 
-
-def begin(session: Session, events: Events | None, *, resume: bool) -> Training:
-    """The network and all that changes with it, from the run's last checkpoint or anew. `events` is rank 0's alone."""
-    recipe, numbers = session.recipe, session.numbers
-    saved = list_checkpoints(recipe.folder / CHECKPOINTS) if resume else []
-    network = build_model(recipe.model, len(session.dataset.classes), recipe.data.crop, session.features)
-    if recipe.model.weights is not None and not saved:
-        _start_from(network, Path(recipe.model.weights), session)
-    prepare_model(network, recipe.engine, recipe.precision)
-    learner = make_learner(session, network, build_optimizer(network, recipe.optim))
-    done = load_checkpoint(saved[-1], learner) if saved else Progressed(step=0, top1=math.nan)
-    if len(set(gather(done.step))) > 1:
-        raise InputError(
-            f"--resume: ranks find different checkpoints in {recipe.folder}: put it where all hosts see it"
-        )
-    last_step = numbers.last_step(recipe.max_steps)
-    return Training(
-        session=session,
-        learner=learner,
-        progress=Progress(
-            numbers.images_until(done.step),
-            numbers.images_until(last_step),
-            unit="points" if recipe.data.unit == "points" else "img",
-            shown=session.leads,
-        ),
-        events=events,
-        notice=Notice(session.group.store, leads=session.leads),
-        step=done.step,
-        best_top1=done.top1,
-    )
-
-
-def _start_from(network: nn.Module, path: Path, session: Session) -> None:
-    """Weights of a file, read by rank 0 alone: DDP sends its weights to all."""
-    anew = on_rank_0(lambda: start_from(network, path))
-    if session.leads:
-        told = f"; new: {', '.join(anew)}" if anew else ""
-        print(f"weights of {path}{told}", flush=True)
-
-
-def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
-    """Update until step `stop`, all of it inside one epoch's permutation, or until a notice."""
-    session = training.session
-    recipe, numbers, decay = session.recipe, session.numbers, now_at(session.recipe, epoch).weight_decay
-    loaded = training_batches(session, epoch, training.step, stop)
-    sums = Sums()
-    while training.step < stop:
-        started = time.perf_counter()
-        rate = rate_of(training.step, recipe, numbers)
-        done = update(training.learner, session, loaded, sums, step=training.step, rate=rate, decay=decay)
-        if not done.finite:
-            _lost_numbers(training, done, rate)
-        images = numbers.images_until(training.step + 1) - numbers.images_until(training.step)
-        training.step += 1
+    def _run_epoch(self, epoch: int, last_step: int) -> tuple[Accuracy | None, float]:
+        """Train, evaluate and save one epoch, counted from 0; its accuracy if evaluated, and the seconds of steps."""
+        recipe, sizes = self.session.recipe, self.session.sizes
+        started, first = time.perf_counter(), self.step
+        metrics = self._run_steps(epoch, min(last_step, (epoch + 1) * sizes.steps_per_epoch))
         seconds = time.perf_counter() - started
-        training.progress.step(f"epoch {epoch + 1}/{recipe.epochs}", images, loss=done.loss, rate=rate)
-        if training.events:
-            training.events.write(
-                "step",
-                step=training.step,
-                epoch=training.step / numbers.steps_per_epoch,
-                loss=done.loss,
-                rate=rate,
-                images_per_s=images / seconds,
-                data_wait_s=done.data_wait_s,
-                comm_wait_s=done.comm_wait_s,
+        average_batchnorm(self.state.network)
+        if self.preempted:
+            self._save(best=False)
+            return None, seconds
+        ends = self.step >= last_step
+        accuracy = self._evaluate() if ends or is_due(epoch, recipe.evaluate.every_epochs) else None
+        images = sizes.images_until(self.step) - sizes.images_until(first)
+        self._log_epoch(epoch, metrics, accuracy, seconds, images)
+        best = accuracy is not None and accuracy.images > 0 and not accuracy.score <= self.best_score
+        if accuracy is not None and best:
+            self.best_score = accuracy.score
+        self.preempted = not ends and self.preemption.should_stop_after(self.step)
+        if ends or best or self.preempted or is_due(epoch, recipe.checkpoint.every_epochs):
+            self._save(best=best)
+        return accuracy, seconds
+
+    def _run_steps(self, epoch: int, stop: int) -> EpochMetrics:
+        """Train until step `stop` of this epoch or a preemption."""
+        session, sizes = self.session, self.session.sizes
+        recipe, data = session.recipe, session.data
+        weight_decay = now_at(recipe, epoch).weight_decay
+        batches = training_batches(session, epoch, self.step, stop)
+        metrics = EpochMetrics()
+        while self.step < stop and not self.preempted:
+            started = time.perf_counter()
+            lr = rate_of(self.step, recipe, sizes)
+            images = sizes.images_until(self.step + 1) - sizes.images_until(self.step)
+            settings = StepSettings(
+                images_per_rank=images / session.ranks.this.world_size,
+                passes=sizes.passes,
+                lr=lr,
+                weight_decay=weight_decay,
+                measure_layers=session.ranks.is_main_rank and is_due(self.step, recipe.ratios_every),
             )
-            if done.ratios:
-                training.events.write("ratios", step=training.step, rate=rate, layers=done.ratios)
-        _watch_loss(training, done.loss, rate)
-        if training.notice.is_last(training.step) and training.step < stop:
-            training.stopped = True
-            break
-    return sums
+            result = train_step(self.state, batches, settings, recipe, data.normalize)
+            metrics.add(result.metrics)
+            if not result.finite:
+                self.non_finite.handle(result, step=self.step, lr=lr)
+            self.step += 1
+            seconds, per_epoch = time.perf_counter() - started, sizes.steps_per_epoch
+            self.log.step(result, step=self.step, steps_per_epoch=per_epoch, lr=lr, images=images, seconds=seconds)
+            self.divergence.check(result.loss, step=self.step, lr=lr)
+            self.preempted = self.preemption.should_stop_after(self.step) and self.step < stop
+        return metrics
 
-
-def _lost_numbers(training: Training, done: Step, rate: float) -> None:
-    """A step's gradients are no numbers: do as the recipe says. Raises RunError on the rank where it began."""
-    session, recipe = training.session, training.session.recipe
-    where = gather((done.loss, done.lost))
-    rank, (loss, lost) = next(((r, w) for r, w in enumerate(where) if w[1]), (0, where[0]))
-    what = f"loss {loss:g} at step {training.step}{lost or ', its gradients are no numbers'}"
-    told = f"rank {rank}: {what}, learning rate {rate:g}"
-    saved = list_checkpoints(recipe.folder / CHECKPOINTS)
-    if recipe.on_nan == "skip":
-        _warn(training, f"{told}: the step is left out")
-        return
-    if recipe.on_nan == "rollback" and saved and training.rollbacks.get(saved[-1].name, 0) < MOST_ROLLBACKS:
-        load_checkpoint(saved[-1], training.learner)
-        training.rollbacks[saved[-1].name] = training.rollbacks.get(saved[-1].name, 0) + 1
-        _warn(training, f"{told}: back to the weights of {saved[-1].name}, on with the next images")
-        return
-    if session.rank.rank == rank:
-        kept = f"; {saved[-1]} is kept" if saved else ""
-        raise RunError(f"{told}: lower the peak rate, or see on_nan{kept}")
-    dist.barrier()  # the rank that has told of it ends, and with it this wait
-
-
-def _watch_loss(training: Training, loss: float, rate: float) -> None:
-    """Warn once of a loss that explodes: a learning rate is too high long before numbers end."""
-    if training.first_loss is None:
-        training.first_loss = loss
-    elif loss > EXPLODED * training.first_loss and not training.exploded:
-        training.exploded = True
-        _warn(
-            training,
-            f"the loss is {loss:.3g} at step {training.step}, {loss / training.first_loss:.0f} times the first step's, "
-            f"learning rate {rate:g}: lower the peak rate, or warm up for longer",
+    def _log_epoch(
+        self, epoch: int, metrics: EpochMetrics, accuracy: Accuracy | None, seconds: float, images: int
+    ) -> None:
+        """Add up an epoch's metrics over the ranks and log them."""
+        data = self.session.data
+        loss, correct, readable, damaged = all_reduce_sum(
+            metrics.loss, metrics.correct, metrics.images, len(metrics.damaged)
         )
-
-
-def _warn(training: Training, what: str) -> None:
-    training.progress.line(f"warning: {what}")
-    if training.events:
-        training.events.write("warning", step=training.step, what=what)
-
-
-def _warn_of_damaged(training: Training, names: list[str]) -> None:
-    training.progress.line(f"warning: {len(names)} damaged image(s) left out: {'; '.join(names[:3])}")
-    if training.events:
-        training.events.write("warning", step=training.step, what="damaged images", images=names)
-
-
-def _report_epoch(
-    training: Training, epoch: int, sums: Sums, accuracy: Accuracy | None, seconds: float, images: int
-) -> None:
-    """Add up over the ranks, then one line for people and one event for machines."""
-    loss, hits, readable, skipped = total(sums.loss, sums.hits, sums.images, len(sums.damaged))
-    if skipped or (accuracy and accuracy.images < len(training.session.dataset.val)):
-        mine = sums.damaged + list(accuracy.damaged if accuracy else ())
-        names = sorted(name for rank_names in gather(mine) for name in rank_names)
-        _warn_of_damaged(training, names)
-    train_loss = loss / max(readable, 1.0)
-    train_top1 = 100 * hits / max(readable, 1.0) if training.session.features is None else None
-    val_loss, val_top1 = (accuracy.loss, accuracy.top1) if accuracy and accuracy.images else (None, None)
-    told = {"loss": (train_loss, 4), "acc": (train_top1, 2), "val loss": (val_loss, 4), "val acc": (val_top1, 2)}
-    figures = [f"{name} {value:.{digits}f}" for name, (value, digits) in told.items() if value is not None]
-    training.progress.line(
-        f"epoch {epoch + 1}/{training.session.recipe.epochs}  {'  '.join(figures)}"
-        f"  {seconds:.1f} s  ({_speed(training.session.recipe, images / seconds)})"
-    )
-    if training.events:
-        training.events.write(
-            "epoch",
-            step=training.step,
+        if damaged or (accuracy and accuracy.images < len(data.dataset.val)):
+            self._warn_of_damaged([*metrics.damaged, *(accuracy.damaged if accuracy else ())])
+        self.log.epoch(
+            step=self.step,
             epoch=epoch + 1,
-            train_loss=train_loss,
-            train_top1=train_top1,
-            val_loss=val_loss,
-            val_top1=val_top1,
-            val_top5=accuracy.top5 if accuracy else None,
+            train_loss=loss / max(readable, 1.0),
+            train_top1=100 * correct / max(readable, 1.0) if data.features is None else None,
+            accuracy=accuracy,
             seconds=seconds,
-            images_per_s=images / seconds,
+            images=images,
+        )
+
+    def _evaluate(self, split: str = "val") -> Accuracy:
+        return evaluate(self.state.eval_model(), self.session, split)
+
+    def _evaluate_test(self) -> Accuracy:
+        """Evaluate the test images, once and with the last weights: nothing was chosen by them."""
+        accuracy = self._evaluate("test")
+        self._warn_of_damaged(accuracy.damaged)
+        return accuracy
+
+    def _warn_of_damaged(self, names: list[str] | tuple[str, ...]) -> None:
+        if of_all_ranks := sorted(name for of_rank in all_gather(names) for name in of_rank):
+            self.log.warn_of_damaged_images(self.step, of_all_ranks)
+
+    def _save(self, *, best: bool) -> None:
+        """Save a checkpoint on rank 0, while the other ranks wait."""
+        if self.session.ranks.is_main_rank:
+            self._write_checkpoint(best=best)
+        dist.barrier()
+
+    def _write_checkpoint(self, *, best: bool) -> None:
+        recipe = self.session.recipe
+        path = save_checkpoint(
+            recipe.folder / CHECKPOINTS,
+            self.state,
+            ResumePoint(step=self.step, best_score=self.best_score),
+            keep=recipe.checkpoint.keep,
+            best=best,
+        )
+        self.log.events.write(
+            "checkpoint",
+            step=self.step,
+            epoch=self.step / self.session.sizes.steps_per_epoch,
+            path=str(path.relative_to(recipe.folder)),  # so that a run's folder can be moved
+            best=best,
         )
 
 
-def _speed(recipe: Recipe, per_s: float) -> str:
-    """Samples per second, and of what where they are not images that were read."""
-    unit = {"images": "img/s", "points": "points/s"}.get(recipe.data.kind, f"img/s, {recipe.data.kind}")
-    return f"{per_s:.1f} {unit}"
-
-
-def _save(training: Training, *, best: bool) -> None:
-    recipe, epoch = training.session.recipe, training.step / training.session.numbers.steps_per_epoch
-    path = save_checkpoint(
-        recipe.folder / CHECKPOINTS,
-        training.learner,
-        step=training.step,
-        top1=training.best_top1,
-        keep=recipe.checkpoint.keep,
-        best=best,
-    )
-    if training.events:
-        here = str(path.relative_to(recipe.folder))  # good wherever the run is moved
-        training.events.write("checkpoint", step=training.step, epoch=epoch, path=here, best=best)
+def is_due(number: int, every: int | None) -> bool:
+    """Whether something that happens after every so many steps or epochs happens after this one, counted from 0."""
+    return every is not None and (number + 1) % every == 0

@@ -1,4 +1,4 @@
-"""The notice that a job's time is nearly up: all ranks stop after the same step, and its checkpoint is saved."""
+"""Preemption: SIGUSR1, sent when a job's time is nearly up, stops all ranks after the same step."""
 
 import signal
 from types import FrameType
@@ -10,27 +10,27 @@ from mpi.supervise.signals import PREEMPTION_SIGNAL
 KEY = "last_step"
 
 
-class Notice:
-    """Listens for SIGUSR1 in every rank; rank 0's counts. Made once a rank, in its first thread."""
+class Preemption:
+    """Handles SIGUSR1 in every rank; the signal of rank 0 counts. To be created once, in the main thread."""
 
-    def __init__(self, store: Store, *, leads: bool) -> None:
+    def __init__(self, store: Store, *, is_main_rank: bool) -> None:
         self._store = store
-        self._leads = leads
-        self._given = False
+        self._is_main_rank = is_main_rank
+        self._signaled = False
         self._last_step: int | None = None
-        signal.signal(PREEMPTION_SIGNAL, self._take)
+        signal.signal(PREEMPTION_SIGNAL, self._handle)
 
-    def _take(self, _number: int, _frame: FrameType | None) -> None:
-        self._given = True
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._signaled = True
 
-    def is_last(self, step: int) -> bool:
-        """Whether all ranks stop after this step; asked by each after every step.
+    def should_stop_after(self, step: int) -> bool:
+        """Whether all ranks stop after this step. To be called by every rank after every step.
 
-        Rank 0 announces the step after the one at which it was told. Nobody gets past that step's all-reduce before
-        rank 0 has begun it, so all have the announcement by its end.
+        After the signal, rank 0 announces the next step as the last one. No rank completes that step's all-reduce
+        before rank 0 has started it, so that all ranks have the announcement by its end.
         """
         if self._last_step is None:
-            if self._leads and self._given:
+            if self._is_main_rank and self._signaled:
                 self._store.set(KEY, str(step + 1))
             if self._store.check([KEY]):
                 self._last_step = int(self._store.get(KEY))

@@ -1,21 +1,20 @@
-"""How far rank 0 is, while it trains or evaluates."""
+"""Progress bars of a training and an evaluation, on rank 0."""
 
-import os
 import sys
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-REDRAWN_S = 0.5
+REDRAW_S = 0.5
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
-LINES = 10  # of an evaluation, where there is no terminal
+LINES = 10  # printed during an evaluation without a terminal
 FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {remaining} left"
 
 
 class Progress:
-    """Images, or points, done of all; silent on other ranks."""
+    """A bar of the images, or points, trained on; silent on other ranks."""
 
-    def __init__(self, done: int, images: int, *, unit: str, shown: bool) -> None:
+    def __init__(self, done: int, images: int, *, unit: str, shown: bool, redraw_s: float = REDRAW_S) -> None:
         self.shown = shown
         self._bar: Any = tqdm(
             total=images,
@@ -25,28 +24,28 @@ class Progress:
             unit=unit,
             file=sys.stderr,
             bar_format=FORMAT,
-            mininterval=float(os.environ.get("TQDM_MININTERVAL", REDRAWN_S)),
+            mininterval=redraw_s,
             leave=False,
         )
 
-    def step(self, where: str, images: int, *, loss: float, rate: float) -> None:
-        """One update is done."""
-        self._bar.set_description_str(f"{where}  loss {loss:.4f}  lr {rate:.4g}", refresh=False)
+    def step(self, where: str, images: int, *, loss: float, lr: float) -> None:
+        """Advance by one step of so many images."""
+        self._bar.set_description_str(f"{where}  loss {loss:.4f}  lr {lr:.4g}", refresh=False)
         self._bar.update(images)
 
     def line(self, text: str) -> None:
-        """Print a line that stays, above the bar."""
+        """Print a permanent line above the bar."""
         if self.shown:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
 
 class EvaluationProgress:
-    """Batches done of all: a bar on a terminal, else a line after every tenth of them; silent on other ranks."""
+    """The batches evaluated: a bar on a terminal, else a line after each tenth of them; silent on other ranks."""
 
     def __init__(self, steps: int, *, shown: bool, bar: bool, lines: TextIO) -> None:
         self._done, self._steps = 0, steps
@@ -57,17 +56,17 @@ class EvaluationProgress:
             desc="Evaluation",
             file=sys.stderr,
             bar_format=EVALUATION,
-            mininterval=REDRAWN_S,
+            mininterval=REDRAW_S,
             leave=False,
         )
 
     def step(self) -> None:
-        """One batch is done."""
+        """Advance by one batch."""
         self._bar.update()
         before, self._done = self._done, self._done + 1
         if self._lines and self._done * LINES // self._steps > before * LINES // self._steps:
             print(f"Evaluation [{self._done}/{self._steps}]", file=self._lines, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()

@@ -1,4 +1,4 @@
-"""A rank that samples what it uses itself: nobody else does where mpirun, srun or torchrun has started it."""
+"""Sampling of a rank's use of CPU and memory by the rank itself, where mpirun, srun or torchrun has started it."""
 
 import os
 import threading
@@ -10,21 +10,21 @@ from affinity.ranks.rank import Rank
 from mpi.usage.file import FOLDER as USAGE
 from mpi.usage.sampler import Sampler
 
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 @contextmanager
-def sampled(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[None]:
-    """Sample this rank, and its host where it is the first there, into a run's folder, by a thread on these PUs."""
+def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[None]:
+    """Sample this rank, and its host if it is the first rank there, into a run's folder, in a thread on these PUs."""
     sampler = Sampler(folder / USAGE, {rank.rank: os.getpid()}, whole_host=rank.local_rank == 0)
     done = threading.Event()
 
-    def watch() -> None:
+    def sample() -> None:
         os.sched_setaffinity(0, pus)
-        while not done.wait(LOOK_S):
+        while not done.wait(POLL_S):
             sampler.tick()
 
-    thread = threading.Thread(target=watch, name="cputrain-usage", daemon=True)
+    thread = threading.Thread(target=sample, name="cputrain-usage", daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The size of the pieces in which gradients are sent."""
+"""The size of gradient buckets."""
 
 import math
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.comm.buckets import LEAST_BYTES, MOST_BYTES, bucket_bytes, fit_alpha_beta
+from cputrain.comm.buckets import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES, bucket_bytes, fit_alpha_beta
 
 
 @given(alpha=st.floats(1e-6, 1e-2), beta=st.floats(1e-12, 1e-7))
-def test_the_fit_finds_the_line_it_was_made_from(alpha: float, beta: float) -> None:
+def test_the_fit_finds_the_line_of_its_points(alpha: float, beta: float) -> None:
     points = [(float(size), alpha + beta * size) for size in (1 << 14, 1 << 18, 1 << 20, 1 << 24)]
     found = fit_alpha_beta(points)
     assert found[0] == pytest.approx(alpha, rel=1e-6, abs=1e-9) and found[1] == pytest.approx(beta, rel=1e-6)
@@ -22,9 +22,9 @@ def test_no_other_bucket_exposes_less(gradient: int, alpha: float, beta: float) 
         return alpha * gradient / bucket + beta * bucket
 
     chosen = bucket_bytes(gradient, alpha, beta)
-    assert LEAST_BYTES <= chosen <= MOST_BYTES
-    for other in (LEAST_BYTES, chosen / 2, chosen * 2, MOST_BYTES):
-        if LEAST_BYTES <= other <= MOST_BYTES:
+    assert MIN_BUCKET_BYTES <= chosen <= MAX_BUCKET_BYTES
+    for other in (MIN_BUCKET_BYTES, chosen / 2, chosen * 2, MAX_BUCKET_BYTES):
+        if MIN_BUCKET_BYTES <= other <= MAX_BUCKET_BYTES:
             assert exposed(chosen) <= exposed(other) * (1 + 1e-6)
 
 

@@ -22,7 +22,7 @@ from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings, transport_of
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
-from cputrain.training.session import misplaced_comm
+from cputrain.training.binding import misplaced_comm_threads
 from tests.support.commands import cputrain
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, launcher="env")
@@ -60,7 +60,10 @@ def one_ccl(root: Path, version: str, *, library: bool = True) -> None:
     ("make", "told"),
     [
         (lambda root: None, "oneCCL is not installed"),
-        (lambda root: one_ccl(root, "2021.17", library=False), "oneCCL 2021.17 in .* is none of those up to 2021.13"),
+        (
+            lambda root: one_ccl(root, "2021.17", library=False),
+            "oneCCL 2021.17 in .* cannot be used, only 2021.9 to 2021.13",
+        ),
         (lambda root: one_ccl(root, "2022.0"), "oneCCL 2022.0 in"),
         (lambda root: one_ccl(root, "2021.13"), r"needs libmpi.so.12 of Intel MPI's runtime"),
     ],
@@ -97,7 +100,7 @@ def test_the_transport_follows_the_launcher(env: dict[str, str], transport: str)
 
 
 @pytest.mark.parametrize("env", [with_rank(RANK, {}), {**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}])
-def test_mpi_where_ranks_cannot_meet_over_it_is_refused(env: dict[str, str]) -> None:
+def test_mpi_is_refused_where_it_cannot_connect_the_ranks(env: dict[str, str]) -> None:
     with pytest.raises(InputError, match=r"CCL_ATL_TRANSPORT=mpi, but this rank was started by .*: start it with"):
         transport_of({**env, "CCL_ATL_TRANSPORT": "mpi"}, 4)
 
@@ -111,21 +114,21 @@ LIBRARIES = Libraries(
 )
 
 
-def test_nothing_that_the_user_has_set_is_touched() -> None:
+def test_variables_set_by_the_user_are_kept() -> None:
     names = {name for name, _, _ in settings(LIBRARIES, RANK, {})}
     assert {"I_MPI_ROOT", "CCL_ROOT", "FI_PROVIDER_PATH", "CCL_LOCAL_RANK", "CCL_WORKER_OFFLOAD"} <= names
     kept = dict.fromkeys(names, "mine") | {"CCL_ATL_TRANSPORT": "ofi"}
     assert settings(LIBRARIES, RANK, kept) == ()
 
 
-def test_comm_cores_get_oneccl_s_threads_and_others_none() -> None:
+def test_oneccl_s_threads_run_on_comm_cores_only() -> None:
     planned = {"CCL_WORKER_COUNT": "1", "CCL_WORKER_AFFINITY": "3,7,11,15"}
     assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in settings(LIBRARIES, RANK, planned)}
     assert ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}
     there = (Thread(tid=1, name="python", pus=(4, 5, 6, 7)), Thread(tid=2, name="python", pus=(7,)))
-    assert misplaced_comm(1, planned, there) == []
-    assert misplaced_comm(2, planned, there) == ["oneCCL's threads planned on PUs 11, none on 11"]
-    assert misplaced_comm(1, {}, there) == []
+    assert misplaced_comm_threads(1, planned, there) == []
+    assert misplaced_comm_threads(2, planned, there) == ["oneCCL threads planned on CPUs 11, none found on 11"]
+    assert misplaced_comm_threads(1, {}, there) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mount)")
@@ -147,13 +150,13 @@ def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
     said = subprocess.run(command, capture_output=True, text=True)
-    assert "/dev/shm has 64 MiB, 4 ranks that share memory need 128: enlarge it" in said.stderr
+    assert "/dev/shm has 64 MiB, 4 ranks that share memory need 128 MiB: enlarge it" in said.stderr
 
 
 def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.resource, "getrlimit", lambda _what: (64 << 10, 64 << 10))
     check_host(RANK, {"FI_PROVIDER": "tcp"})
-    with pytest.raises(InputError, match=r"FI_PROVIDER=psm3 registers memory, but this process may lock 64 KiB only"):
+    with pytest.raises(InputError, match=r"FI_PROVIDER=psm3 registers memory, but this process may lock only 64 KiB"):
         check_host(RANK, {"FI_PROVIDER": "psm3"})
 
 
@@ -174,7 +177,8 @@ def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> No
 def test_what_does_not_compile_says_why_and_leaves_nothing_half_made(tmp_path: Path) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]}
     with pytest.raises(
-        RunError, match=r"cannot compile the oneCCL backend for torch .*: .*oneapi/ccl.hpp.*; its whole output is in .*\.log"
+        RunError,
+        match=r"cannot compile the oneCCL backend for torch .*: .*oneapi/ccl.hpp.*; its whole output is in .*\.log",
     ):
         ensure_built(LIBRARIES, env)
     assert [path.suffix for path in built_path(LIBRARIES, env).parent.iterdir()] == [".log"]
@@ -263,7 +267,7 @@ def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_does_not_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "cputrain_ccl.so").write_text("no library")
-    with pytest.raises(RunError, match=r"does not load: .*: remove it"):
+    with pytest.raises(RunError, match=r"cannot load .*: .*: remove it"):
         load(tmp_path / "cputrain_ccl.so")
 
 

@@ -1,4 +1,4 @@
-"""All ranks take the same backend, and none waits for one that has failed."""
+"""All ranks choose the same backend, and none waits for one that has failed."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,33 +8,33 @@ import torch.distributed as dist
 from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
 from cputrain.comm import ccl
-from cputrain.comm.choice import choose
-from cputrain.comm.group import naming_lost_peers
+from cputrain.comm.choice import choose_backend
+from cputrain.comm.group import convert_lost_peer_errors
 
 RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, launcher="env") for i in range(3)]
 
 
-def chosen(asked: str) -> list[tuple[str, str] | str]:
-    """What each of three ranks takes, or its error."""
+def chosen(requested: str) -> list[tuple[str, str] | str]:
+    """The choice of each of three ranks, or its error."""
     store = dist.HashStore()
 
-    def take(rank: Rank) -> tuple[str, str] | str:
+    def choose(rank: Rank) -> tuple[str, str] | str:
         try:
-            return choose(asked, rank, store)
+            return choose_backend(requested, rank, store)
         except (InputError, RunError) as error:
             return f"{type(error).__name__}: {error}"
 
     with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(take, RANKS))
+        return list(pool.map(choose, RANKS))
 
 
-def test_all_take_oneccl_where_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_choose_oneccl_if_all_can_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ccl, "extension", lambda _rank: None)
     assert chosen("auto") == [("ccl", "every rank can use oneCCL")] * 3
     assert chosen("gloo") == [("gloo", "comm.backend=gloo")] * 3
 
 
-def test_one_that_cannot_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_use_oneccl_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def extension(rank: Rank) -> None:
         if rank.rank == 1:
             raise InputError("comm.backend=ccl: no C++ compiler: install one")
@@ -46,18 +46,18 @@ def test_one_that_cannot_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "ccl: rank 1 on n2 has gone\nmore",
         "Got the following error when running the callback: RuntimeError: ccl: rank 1 on n2 has gone\n\nAt: hooks.py",
     ],
 )
-def test_the_end_of_a_group_is_one_line_wherever_it_is_met(said: str) -> None:
-    with pytest.raises(RunError, match=r"^rank 0: rank 1 on n2 has gone$"), naming_lost_peers(0):
-        raise RuntimeError(said)
+def test_a_lost_peer_is_an_error_of_one_line_wherever_it_is_raised(message: str) -> None:
+    with pytest.raises(RunError, match=r"^rank 0: rank 1 on n2 has gone$"), convert_lost_peer_errors(0):
+        raise RuntimeError(message)
 
 
-def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shape") as caught, naming_lost_peers(0):
+def test_other_errors_are_not_converted() -> None:
+    with pytest.raises(RuntimeError, match="shape") as caught, convert_lost_peer_errors(0):
         raise RuntimeError("shape mismatch")
     assert not isinstance(caught.value, RunError)

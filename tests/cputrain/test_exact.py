@@ -43,7 +43,7 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
-def test_one_rank_and_two_come_to_the_same_weights(tmp_path: Path) -> None:
+def test_one_rank_and_two_train_the_same_weights(tmp_path: Path) -> None:
     """Batch 64 as one pass of 64, as two passes of 32, and as a pass of 32 on each of two ranks."""
     write_images(tmp_path / "images", train=44, val=2)
     wide, half, all_ = "precision=float64", "batch.local=32", "batch.local=64"

@@ -1,4 +1,4 @@
-"""LARS against its plainest form, step by step, and what makes it LARS."""
+"""LARS against its definition, step by step; its options, and its state."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ STEPS = 100
 
 
 class Plain:
-    """One layer's LARS as it is written down, in float64 and without any library's optimizer."""
+    """LARS of one layer as defined, in float64 and without a library's optimizer."""
 
     def __init__(self, family: Family, **how: float | bool) -> None:
         self.family, self.how, self.v, self.last = family, how, 0.0, None
@@ -24,11 +24,11 @@ class Plain:
         w_norm, g_norm = float(w.norm()), float(g.norm())
         t = 1.0
         if adapt and w_norm > 0 and g_norm > 0:
-            t = how["trust"] * w_norm / (g_norm + decay * w_norm + how["epsilon"])
-        if adapt and how["clip"]:
+            t = how["trust_coefficient"] * w_norm / (g_norm + decay * w_norm + how["eps"])
+        if adapt and how["trust_clip"]:
             t = min(t / rate, 1.0)
         d = g + decay * w
-        if how["correct"] and self.family == "caffe" and self.last:
+        if how["momentum_correction"] and self.family == "caffe" and self.last:
             momentum = momentum * rate / self.last
         self.last = rate
         if self.family == "caffe":
@@ -48,17 +48,17 @@ class Plain:
     [
         {},
         {"nesterov": True},
-        {"clip": True, "trust": 0.5},
-        {"correct": True},
-        {"correct": True, "nesterov": True},
-        {"epsilon": 0.3, "weight_decay": 0.0},
+        {"trust_clip": True, "trust_coefficient": 0.5},
+        {"momentum_correction": True},
+        {"momentum_correction": True, "nesterov": True},
+        {"eps": 0.3, "weight_decay": 0.0},
     ],
     ids=str,
 )
-def test_every_form_is_the_plain_one_s_over_100_steps(kind: torch.dtype, family: Family, how: dict) -> None:
+def test_every_family_follows_its_definition_over_100_steps(kind: torch.dtype, family: Family, how: dict) -> None:
     options = {
-        **{"momentum": 0.9, "weight_decay": 0.01, "trust": 0.01, "epsilon": 0.0},
-        **{"nesterov": False, "clip": False, "correct": False, **how},
+        **{"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01, "eps": 0.0},
+        **{"nesterov": False, "trust_clip": False, "momentum_correction": False, **how},
     }
     torch.manual_seed(0)
     weights = [torch.randn(4, 3, 3, 3), torch.randn(7, 5), torch.zeros(6, 2), torch.randn(5)]
@@ -68,7 +68,7 @@ def test_every_form_is_the_plain_one_s_over_100_steps(kind: torch.dtype, family:
     expected = [w.double() for w in weights]
     plain = [Plain(family, **options) for _ in weights]
     groups = [{"params": ours[:3]}, {"params": ours[3:], "adapt": False, "weight_decay": 0.0}]
-    optimizer = Lars(groups, family=family, **options)
+    optimizer = Lars(groups, lr=0.0, family=family, **options)
     for step in range(STEPS):
         rate = 0.5 * (1 + math.cos(math.pi * step / STEPS)) + 0.01
         for i, p in enumerate(ours):
@@ -85,21 +85,22 @@ def test_every_form_is_the_plain_one_s_over_100_steps(kind: torch.dtype, family:
         assert float((p.detach().double() - exact).abs().max()) < scale * (2e-5 if kind == torch.float32 else 1e-12)
 
 
-def test_a_layer_s_step_does_not_depend_on_its_gradient_s_size() -> None:
-    """The point of it: |step| = rate x trust x |w| for the first step, whatever the loss is multiplied by."""
+def test_a_layer_s_step_does_not_depend_on_its_gradient_norm() -> None:
+    """|step| = rate x trust x |w| for the first step, whatever factor the loss has."""
     for factor in (1e-3, 1.0, 1e3):
         p = nn.Parameter(torch.full((10, 10), 2.0))
         p.grad = factor * torch.ones(10, 10)
         before = p.detach().clone()
-        Lars([p], lr=3.0, trust=0.001, momentum=0.9).step()
+        Lars([p], lr=3.0, trust_coefficient=0.001, momentum=0.9).step()
         assert float((p.detach() - before).norm()) == pytest.approx(3.0 * 0.001 * 20.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["caffe", "timm", "nus"])
-def test_saved_and_restored_it_goes_on_exactly(family: Family) -> None:
+def test_a_restored_optimizer_continues_bit_for_bit(family: Family) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    optimizer = Lars(model.parameters(), lr=1.0, family=family, trust=0.1, weight_decay=1e-3, correct=True)
+    options = {"family": family, "trust_coefficient": 0.1, "weight_decay": 1e-3, "momentum_correction": True}
+    optimizer = Lars(model.parameters(), lr=1.0, **options)
 
     def train(model: nn.Module, optimizer: Lars, first: int, last: int) -> None:
         for step in range(first, last):
@@ -111,8 +112,38 @@ def test_saved_and_restored_it_goes_on_exactly(family: Family) -> None:
 
     train(model, optimizer, 0, 5)
     other = copy.deepcopy(model)
-    resumed = Lars(other.parameters(), lr=0.0, family=family, trust=0.1, weight_decay=1e-3, correct=True)
+    resumed = Lars(other.parameters(), lr=0.0)  # the state dict carries the options
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, 5, 10)
     train(other, resumed, 5, 10)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_parameter_group_may_have_options_of_its_own() -> None:
+    """Each group steps as an optimizer of its own with those options would."""
+    torch.manual_seed(2)
+    weights, gradients = torch.randn(2, 6, 5), torch.randn(2, 6, 5)
+    options = ({"family": "nus", "trust_coefficient": 0.3, "momentum": 0.5}, {"nesterov": True, "weight_decay": 0.1})
+
+    def stepped(*groups: dict, **shared: object) -> list[torch.Tensor]:
+        optimizer = Lars(list(groups), lr=0.5, **shared)
+        for _ in range(3):
+            optimizer.step()
+        return [group["params"][0].detach() for group in groups]
+
+    def parameter(i: int) -> nn.Parameter:
+        made = nn.Parameter(weights[i].clone())
+        made.grad = gradients[i].clone()
+        return made
+
+    together = stepped(*({"params": [parameter(i)], **options[i]} for i in (0, 1)))
+    for i in (0, 1):
+        (alone,) = stepped({"params": [parameter(i)]}, **options[i])
+        assert torch.equal(together[i], alone)
+    assert not torch.equal(together[0], stepped({"params": [parameter(0)]})[0])
+
+
+@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"lr": 1.0, "momentum": -0.9}, {"lr": 1.0, "family": "lars"}], ids=str)
+def test_wrong_options_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=r"lr=-1.0|momentum=-0.9|must be one of caffe, timm, nus"):
+        Lars([nn.Parameter(torch.ones(2))], **wrong)

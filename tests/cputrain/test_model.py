@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from affinity.errors import InputError
 from affinity.planner.workload import footprint
-from cputrain.comm.hooks import CommClock
+from cputrain.comm.hooks import AllReduceHook
 from cputrain.data.pixels.normalize import Normalize, choose_normalize
 from cputrain.models.build import batchnorms, build_model
 from cputrain.models.sizes import SIZES, workload_of
-from cputrain.optim.build import build_optimizer, set_rate
+from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
-from cputrain.training.checkpoint import BEST, Progressed, list_checkpoints, load_checkpoint, save_checkpoint
+from cputrain.training.checkpoint import BEST, ResumePoint, list_checkpoints, load_checkpoint, save_checkpoint
 from cputrain.training.engine import prepare_model
-from cputrain.training.evaluation import in_top
-from cputrain.training.step import Learner
+from cputrain.training.metrics import in_top
+from cputrain.training.state import TrainState
 
 
 def test_resnet50_is_the_real_one() -> None:
@@ -39,7 +39,7 @@ def test_zero_gamma_makes_blocks_identities() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_the_engine_lays_weights_out_channels_last() -> None:
+def test_the_engine_converts_weights_to_channels_last() -> None:
     model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10, side=32), "native", "float32")
     assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -64,7 +64,7 @@ def test_normalize_is_the_formula_and_channels_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decay_all", [True, False])
-def test_momentum_steps_beside_a_plain_reference(decay_all: bool) -> None:
+def test_momentum_follows_a_plain_reference(decay_all: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
     optimizer = build_optimizer(model, OptimSection(momentum=0.9, weight_decay=0.01, decay_bn_and_bias=decay_all))
@@ -79,7 +79,7 @@ def test_momentum_steps_beside_a_plain_reference(decay_all: bool) -> None:
             decay = 0.01 if decay_all or w.ndim > 1 else 0.0
             v.mul_(0.9).add_(p.grad + decay * w)
             w.sub_(rate * v)
-        set_rate(optimizer, rate, 0.01)
+        set_lr_and_decay(optimizer, rate, 0.01)
         optimizer.step()
     for w, p in zip(weights, model.parameters(), strict=True):
         assert torch.allclose(w, p, rtol=1e-4, atol=1e-6)
@@ -94,15 +94,15 @@ def test_in_top_counts_like_sorting() -> None:
         assert in_top(logits, labels, k).tolist() == expected
 
 
-def learner(model: nn.Module, mean: nn.Module | None = None) -> Learner:
+def state_of(model: nn.Module) -> TrainState:
     optimizer = build_optimizer(model, OptimSection())
-    return Learner(network=model, model=model, optimizer=optimizer, clock=CommClock(), mean=mean)
+    return TrainState(network=model, ddp=model, optimizer=optimizer, all_reduce=AllReduceHook(), ema_model=None)
 
 
-def small(mean: nn.Module | None = None) -> Learner:
-    made = learner(nn.Linear(3, 2), mean)
+def small() -> TrainState:
+    made = state_of(nn.Linear(3, 2))
     made.network(torch.randn(4, 3)).sum().backward()
-    set_rate(made.optimizer, 0.1, 0.0)
+    set_lr_and_decay(made.optimizer, 0.1, 0.0)
     made.optimizer.step()
     return made
 
@@ -110,28 +110,28 @@ def small(mean: nn.Module | None = None) -> Learner:
 def test_checkpoints_restore_everything_and_are_pruned(tmp_path: Path) -> None:
     made = small()
     for step in (5, 10, 15):
-        save_checkpoint(tmp_path, made, step=step, top1=float(step), keep=2, best=step == 5)
+        save_checkpoint(tmp_path, made, ResumePoint(step=step, best_score=float(step)), keep=2, best=step == 5)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-0000010.pt", "step-0000015.pt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, "step-0000010.pt", "step-0000015.pt"]
-    fresh = learner(nn.Linear(3, 2))
-    assert load_checkpoint(tmp_path / BEST, fresh) == Progressed(step=5, top1=5.0)
+    fresh = state_of(nn.Linear(3, 2))
+    assert load_checkpoint(tmp_path / BEST, fresh) == ResumePoint(step=5, best_score=5.0)
     assert torch.equal(fresh.network.weight, made.network.weight)
     ours, theirs = made.optimizer.state_dict()["state"], fresh.optimizer.state_dict()["state"]
     assert all(torch.equal(ours[k]["momentum_buffer"], theirs[k]["momentum_buffer"]) for k in ours)
 
 
 def test_a_checkpoint_of_another_model_names_the_keys(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, small(), step=1, top1=math.nan, keep=1, best=False)
-    with pytest.raises(InputError, match=r"2 keys differ, first bias: \(2,\) there, \(4,\) here"):
-        load_checkpoint(path, learner(nn.Linear(3, 4)))
+    path = save_checkpoint(tmp_path, small(), ResumePoint(step=1, best_score=math.nan), keep=1, best=False)
+    with pytest.raises(InputError, match=r"2 keys differ, first bias: \(2,\) in the file, \(4,\) in the model"):
+        load_checkpoint(path, state_of(nn.Linear(3, 4)))
 
 
 def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, small(), step=1, top1=1.0, keep=1, best=False)
+    path = save_checkpoint(tmp_path, small(), ResumePoint(step=1, best_score=1.0), keep=1, best=False)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="cannot read "):
-        load_checkpoint(path, learner(nn.Linear(3, 2)))
+        load_checkpoint(path, state_of(nn.Linear(3, 2)))
 
     class Hostile:
         def __reduce__(self):
@@ -139,7 +139,7 @@ def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
 
     torch.save(Hostile(), path)
     with pytest.raises(InputError, match="cannot read "):
-        load_checkpoint(path, learner(nn.Linear(3, 2)))
+        load_checkpoint(path, state_of(nn.Linear(3, 2)))
     assert not (tmp_path / "ran").exists()
 
 

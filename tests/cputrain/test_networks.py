@@ -1,4 +1,4 @@
-"""Networks and their variants: built as asked, or refused with what would do."""
+"""Networks and their variants: built as requested, or refused with a remedy."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from affinity.errors import InputError
-from cputrain.models.batchnorm import PartsBatchNorm2d, RunningBatchNorm2d
+from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
 from cputrain.models.build import batchnorms, build_model
 from cputrain.models.vision import import_torchvision
-from cputrain.models.weights import start_from
+from cputrain.models.weights import load_initial_weights
 from cputrain.recipe.schema import ModelSection
 from mpi.supervise.local import free_port
 
@@ -25,7 +25,7 @@ def made(labels: int = 10, side: int = 64, **options: object) -> nn.Module:
     return build_model(ModelSection(**options), labels, side)
 
 
-def test_strides_are_where_each_version_has_them() -> None:
+def test_each_resnet_version_has_its_strides() -> None:
     for version, strides in (("v1", [(2, 2), (1, 1)]), ("v1.5", [(1, 1), (2, 2)])):
         model = made(name="resnet50", stride=version)
         for stage in (model.layer2, model.layer3, model.layer4):
@@ -36,7 +36,7 @@ def test_strides_are_where_each_version_has_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
-def test_gammas_are_zero_where_they_are_asked_to_be(name: str, last: str) -> None:
+def test_gammas_are_zero_where_requested(name: str, last: str) -> None:
     def quiet(model: nn.Module) -> list[str]:
         return [n for n, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d) and not layer.weight.any()]
 
@@ -78,16 +78,16 @@ def test_any_classifier_of_torchvision_trains(name: str) -> None:
         (
             {"name": "torchvision:vit_b_16"},
             64,
-            "data.crop=64: torchvision:vit_b_16 cannot take images of 64 x 64",
+            "data.crop=64: torchvision:vit_b_16 does not accept images of 64 x 64",
         ),
-        ({"name": "alexnet"}, 32, "data.crop=32: alexnet cannot take images of 32 x 32 pixels"),
+        ({"name": "alexnet"}, 32, "data.crop=32: alexnet does not accept images of 32 x 32 pixels"),
         ({"name": "resnet18", "classes": 9}, 64, "model.classes=9, but the data has 10 classes: set it to 10 or null"),
         (
             {"name": "resnet18", "freeze_to": "layer5"},
             64,
-            "has no such layer: conv1, bn1, relu, maxpool, layer1, layer2",
+            "has no such layer: choose conv1, bn1, relu, maxpool, layer1, layer2",
         ),
-        ({"name": "resnet18", "freeze_to": "fc"}, 64, "leaves nothing to train"),
+        ({"name": "resnet18", "freeze_to": "fc"}, 64, "leaves no layer to train"),
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict, side: int, told: str) -> None:
@@ -100,7 +100,7 @@ def test_a_head_may_be_larger_than_the_data() -> None:
     assert build_model(ModelSection(name="resnet18", classes=12), 10, 64).fc.out_features == 12
 
 
-def test_frozen_layers_stay_and_their_statistics_too() -> None:
+def test_frozen_layers_keep_their_weights_and_statistics() -> None:
     model = made(name="resnet18", freeze_to="layer2.0")
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert "layer2.1.conv1.weight" in trained and "fc.weight" in trained
@@ -111,10 +111,10 @@ def test_frozen_layers_stay_and_their_statistics_too() -> None:
     assert changed and all(name.startswith(("layer2.1", "layer3", "layer4")) for name in changed)
 
 
-def test_parts_of_a_batch_are_normalised_each_by_itself() -> None:
+def test_ghost_batches_are_normalized_each_by_itself() -> None:
     torch.manual_seed(0)
-    layer, plain = PartsBatchNorm2d(5, momentum=0.3), nn.BatchNorm2d(5, momentum=0.3)
-    layer.part = 4
+    layer, plain = GhostBatchNorm2d(5, momentum=0.3), nn.BatchNorm2d(5, momentum=0.3)
+    layer.ghost_batch = 4
     images = torch.randn(10, 5, 3, 3) * 2 + 1
     pieces = images.tensor_split(3)  # 4, 3, 3
     assert torch.allclose(layer(images), torch.cat([plain(piece) for piece in pieces]))
@@ -123,10 +123,10 @@ def test_parts_of_a_batch_are_normalised_each_by_itself() -> None:
     assert torch.allclose(layer.running_mean, 0.3 * means)
     assert torch.allclose(layer.running_var, 0.7 + 0.3 * variances)
     layer.eval()
-    assert torch.allclose(layer(images)[3], layer(images[3:4])[0]), "evaluation knows no parts"
+    assert torch.allclose(layer(images)[3], layer(images[3:4])[0]), "evaluation has no ghost batches"
 
 
-def test_running_statistics_are_used_and_left() -> None:
+def test_running_statistics_are_used_and_not_updated() -> None:
     layer = made(name="resnet18", bn_stats="running").bn1
     assert isinstance(layer, RunningBatchNorm2d) and layer.training
     images = torch.randn(3, 64, 4, 4)
@@ -182,7 +182,7 @@ def test_sync_batchnorm_is_batchnorm_over_all_ranks() -> None:
     assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 7] * 2
 
 
-def test_weights_are_taken_over_and_a_head_of_other_classes_starts_anew(tmp_path: Path) -> None:
+def test_initial_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path) -> None:
     source = made(labels=7, name="resnet18")
     torch.save(source.state_dict(), tmp_path / "state.pt")
     torch.save({"model": source.state_dict(), "step": 3}, tmp_path / "checkpoint.pt")
@@ -190,11 +190,11 @@ def test_weights_are_taken_over_and_a_head_of_other_classes_starts_anew(tmp_path
         torch.manual_seed(5)
         model = build_model(ModelSection(name="resnet18"), 10, 64)
         head = model.fc.weight.clone()
-        assert start_from(model, tmp_path / name) == ["fc.weight", "fc.bias"]
+        assert load_initial_weights(model, tmp_path / name) == ["fc.weight", "fc.bias"]
         assert torch.equal(model.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
         assert torch.equal(model.fc.weight, head)
     same = build_model(ModelSection(name="resnet18"), 7, 64)
-    assert start_from(same, tmp_path / "state.pt") == [] and torch.equal(same.fc.weight, source.fc.weight)
+    assert load_initial_weights(same, tmp_path / "state.pt") == [] and torch.equal(same.fc.weight, source.fc.weight)
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
@@ -202,11 +202,11 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no weights")
     for name, told in (
-        ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) there, absent here"),
-        ("list.pt", "holds no weights but a list"),
+        ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) in the file, absent in the model"),
+        ("list.pt", "contains a list, no weights"),
         ("text.pt", "cannot read"),
         ("absent.pt", "cannot read"),
     ):
         with pytest.raises(InputError) as error:
-            start_from(made(name="resnet18"), tmp_path / name)
+            load_initial_weights(made(name="resnet18"), tmp_path / name)
         assert told in str(error.value)

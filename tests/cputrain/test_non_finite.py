@@ -1,4 +1,4 @@
-"""NaN, infinity and exploding losses: named, and what the recipe wants then."""
+"""NaN, Inf and diverging losses: they are reported, and handled as on_nan requests."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.support.images import write_images
 from tests.support.trainings import trained
 
 pytestmark = pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
-WHERE = "rank 1: loss nan at step 2, no number first in the output of relu.1, learning rate "
+WHERE = "rank 1: loss nan at step 2, first NaN or Inf in the output of relu.1, learning rate "
 
 
 @pytest.fixture
@@ -30,13 +30,14 @@ def warnings(run: Path) -> list[str]:
     return [event["what"] for event in read_events(run) if event["event"] == "warning"]
 
 
-def test_lost_numbers_are_named_and_the_recipe_says_what_then(place: Path) -> None:
-    """Rank 1 of two loses all numbers in the third of four steps: left out, rolled back, and the end of it."""
+def test_nan_is_reported_and_handled_as_on_nan_requests(place: Path) -> None:
+    """Rank 1 of two gets NaN in the third of four steps: the step is skipped, rolled back, or the training stops."""
     result = trained(place, 2, lossy("skip"), lossy("rollback"), lossy("stop"), poison=3)
     assert result.returncode == 1
-    assert f"{WHERE}0.01: lower the peak rate, or see on_nan; stop/checkpoints/step-0000002.pt is kept" in result.stderr
-    assert warnings(place / "skip") == [f"{WHERE}0.01: the step is left out"]
-    back = f"{WHERE}0.01: back to the weights of step-0000002.pt, on with the next images"
+    stopped = f"{WHERE}0.01: lower schedule.peak_rate, or set on_nan to skip or rollback; checkpoint "
+    assert f"{stopped}stop/checkpoints/step-0000002.pt is kept" in result.stderr
+    assert warnings(place / "skip") == [f"{WHERE}0.01: the step is skipped"]
+    back = f"{WHERE}0.01: restored step-0000002.pt, training continues with the next images"
     assert warnings(place / "rollback") == [back]
     for run in ("skip", "rollback"):
         assert read_events(place / run)[-1]["status"] == "done" and read_events(place / run)[-1]["steps"] == 4
@@ -50,7 +51,7 @@ def test_rollback_without_a_checkpoint_stops(place: Path) -> None:
     assert result.returncode == 1 and "rank 1: loss nan at step 0" in result.stderr
 
 
-def test_a_loss_that_explodes_is_warned_of_once(place: Path) -> None:
+def test_a_loss_that_diverges_is_reported_once(place: Path) -> None:
     """A linear model at a rate that is far too high, on images whose labels mean nothing."""
     train = place / "images/train"
     for i in range(0, 9, 2):
@@ -58,16 +59,16 @@ def test_a_loss_that_explodes_is_warned_of_once(place: Path) -> None:
         kept = one.read_bytes()
         one.write_bytes(other.read_bytes())
         other.write_bytes(kept)
-    explosive = (
+    diverging = (
         "model.name=linear",
         "model.zero_gamma=none",
         "schedule.start_rate=3",
         "schedule.peak_rate=3",
         "epochs=4",
     )
-    result = cputrain("train", "imagefolder", *SMALL, *explosive, cwd=place)
+    result = cputrain("train", "imagefolder", *SMALL, *diverging, cwd=place)
     assert result.returncode == 0, result.stderr
     (warned,) = warnings(place / "run")
     assert warned.startswith("the loss is ")
-    assert "times the first step's, learning rate 3: lower the peak rate, or warm up for longer" in warned
+    assert "times that of the first step, learning rate 3: lower schedule.peak_rate, or lengthen the warm-up" in warned
     assert warned in (place / "run/report.html").read_text().replace("&#39;", "'")

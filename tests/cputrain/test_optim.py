@@ -1,6 +1,8 @@
-"""torch's optimizers as a recipe sets them, and LAMB: each against its plainest form, step by step."""
+"""The optimizers of recipes, torch's and LAMB: each against its definition, step by step; the public names."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cputrain.optim.adagrad_da import AdagradDA
-from cputrain.optim.build import build_optimizer, set_rate
+import cputrain.optim
+from cputrain.optim import AdagradDA, Lamb, Lars
+from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.optim.ratios import layer_ratios
 from cputrain.recipe.schema import OptimSection
 from cputrain.recipe.schema.optim import SERVES, OptimizerName
@@ -105,7 +108,7 @@ def network(dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay_all", [True, False])
 @pytest.mark.parametrize(("plain", "options", "peak"), CASES, ids=lambda value: getattr(value, "__name__", None))
-def test_each_is_the_plain_one_s_over_100_steps(
+def test_each_follows_its_definition_over_100_steps(
     plain: Update, options: dict[str, Any], peak: float, decay_all: bool, dtype: torch.dtype
 ) -> None:
     """The gradients of each step are of the optimizer's own weights: what is compared is the optimizer alone."""
@@ -121,7 +124,7 @@ def test_each_is_the_plain_one_s_over_100_steps(
         for i, p in enumerate(model.parameters()):
             decay = optim.weight_decay if decay_all or p.ndim > 1 else 0.0
             weights[i] = plain(optim, states[i], weights[i], p.grad.double(), rate, decay, step + 1)
-        set_rate(optimizer, rate, optim.weight_decay)
+        set_lr_and_decay(optimizer, rate, optim.weight_decay)
         optimizer.step()
     closeness = {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-5}
     for w, p in zip(weights, model.parameters(), strict=True):
@@ -129,13 +132,13 @@ def test_each_is_the_plain_one_s_over_100_steps(
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))
-def test_resumed_in_the_middle_all_go_on_as_if_unbroken(name: str) -> None:
+def test_a_resumed_optimizer_continues_bit_for_bit(name: str) -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, stop: int) -> None:
         for step in range(first, stop):
             torch.manual_seed(100 + step)
             optimizer.zero_grad()
             model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-            set_rate(optimizer, 0.01 / (step + 1), 0.01)
+            set_lr_and_decay(optimizer, 0.01 / (step + 1), 0.01)
             optimizer.step()
 
     whole, broken = network(torch.float32), network(torch.float32)
@@ -156,7 +159,7 @@ def test_resumed_in_the_middle_all_go_on_as_if_unbroken(name: str) -> None:
 def test_dual_averaging_from_zero_at_one_rate_is_the_paper_s_closed_form() -> None:
     """Duchi et al. 2011, equation 3 with phi = weight_decay / 2 |x|^2: the gradients' plain sum, the rate outside."""
     rate, decay, w = 0.3, 0.05, torch.zeros(7, dtype=torch.float64, requires_grad=True)
-    optimizer = AdagradDA([w], rate, weight_decay=decay, epsilon=0.1)
+    optimizer = AdagradDA([w], rate, weight_decay=decay, eps=0.1)
     grads = torch.randn(20, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for t, g in enumerate(grads, 1):
         w.grad = g.clone()
@@ -165,19 +168,19 @@ def test_dual_averaging_from_zero_at_one_rate_is_the_paper_s_closed_form() -> No
         assert torch.allclose(w.detach(), -rate * grads[:t].sum(0) / (h + rate * t * decay), rtol=1e-12)
 
 
-def test_frozen_parameters_are_left_out_and_a_phase_s_penalty_spares_what_the_recipe_spares() -> None:
+def test_frozen_parameters_are_skipped_and_weight_decay_applies_to_decaying_groups_only() -> None:
     model = network(torch.float32)
     model[0].requires_grad_(False)
     optimizer = build_optimizer(model, OptimSection(decay_bn_and_bias=False))
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
-    set_rate(optimizer, 0.5, 0.25)
+    set_lr_and_decay(optimizer, 0.5, 0.25)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25), (0.5, 0.0)]
 
 
-def test_the_table_of_ratios_is_the_norms() -> None:
+def test_layer_ratios_are_ratios_of_norms() -> None:
     model = network(torch.float32)
     optimizer = build_optimizer(model, OptimSection(name="lars", weight_decay=0.1))
-    set_rate(optimizer, 1.0, 0.1)
+    set_lr_and_decay(optimizer, 1.0, 0.1)
     model(torch.randn(8, 3, 8, 8)).square().mean().backward()
     rows = layer_ratios(model, optimizer)
     assert [row["layer"] for row in rows] == [name for name, _ in model.named_parameters()]
@@ -199,3 +202,41 @@ def test_the_table_of_ratios_is_the_norms() -> None:
 def test_every_option_of_the_schema_says_whom_it_serves() -> None:
     always = {"name", "scale_rate_by", "weight_decay", "decay_bn_and_bias", "clip_norm"}
     assert SERVES.keys() | always == OptimSection.model_fields.keys()
+
+
+def test_the_public_optimizers_keep_their_names() -> None:
+    assert cputrain.optim.__all__ == ["AdagradDA", "Lamb", "Lars"]
+    weight = nn.Parameter(torch.ones(3, 2))
+    weight.grad = torch.ones(3, 2)
+    for optimizer in (Lars([weight], lr=0.1), Lamb([weight], lr=0.1), AdagradDA([weight], lr=0.1)):
+        optimizer.step()
+        copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+    with pytest.raises(AttributeError, match="Adam"):
+        _ = cputrain.optim.Adam
+
+
+def test_lamb_and_adagrad_da_carry_their_options_in_their_state() -> None:
+    torch.manual_seed(0)
+    for kind, options in ((Lamb, {"betas": (0.8, 0.9), "eps": 0.01}), (AdagradDA, {"eps": 0.5})):
+        model, gradient = nn.Linear(3, 2, bias=False), torch.randn(2, 3)
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        model.weight.grad = gradient
+        optimizer.step()
+        other = copy.deepcopy(model)
+        resumed = kind(other.parameters(), lr=0.0)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        other.weight.grad = gradient.clone()
+        for each in (optimizer, resumed):
+            each.step()
+        assert torch.equal(model.weight, other.weight)
+
+
+def test_importing_an_optimizer_loads_torch_and_no_recipe() -> None:
+    code = """
+import sys
+import cputrain.optim
+assert "torch" not in sys.modules
+from cputrain.optim import Lars
+assert "torch" in sys.modules and "cputrain.recipe" not in sys.modules and "pydantic" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

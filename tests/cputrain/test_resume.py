@@ -167,7 +167,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
         ("run", "--last", "--checkpoint", "junk.pt"): "exclude each other",
         ("run", "--checkpoint", "images"): "checkpoint images is not there",
         ("run", "--checkpoint", "junk.pt"): "cannot read junk.pt",
-        ("run", "model.name=linear"): "checkpoint run/checkpoints/best.pt is of another model: ",
+        ("run", "model.name=linear"): "checkpoint run/checkpoints/best.pt has weights of another model: ",
     }
     for arguments, told in asked.items():
         assert told in refused(cputrain("eval", *arguments, cwd=place))

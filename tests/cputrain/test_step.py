@@ -1,23 +1,21 @@
-"""One update against its plainest form: clipping, label smoothing, the mean of the weights, lost numbers, phases."""
-
-from types import SimpleNamespace
-from typing import Any
+"""A training step against its definition: clipping, label smoothing, the EMA model, NaN and Inf; phases."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from affinity.ranks.rank import Rank
-from cputrain.comm.hooks import Bf16Gradients, CommClock
+from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
 from cputrain.data.batches import Batch
 from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import rate_at, rate_of
 from cputrain.recipe.derivation import Numbers
 from cputrain.recipe.phases import Now, now_at
 from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
-from cputrain.training.engine import bf16_speedup, computing, prepare_model
-from cputrain.training.step import Learner, Sums, update
+from cputrain.training.engine import autocast, bf16_speedup, prepare_model
+from cputrain.training.metrics import EpochMetrics, StepResult
+from cputrain.training.state import TrainState
+from cputrain.training.step import StepSettings, train_step
 
 IMAGES, CLASSES, RATE = 6, 4, 0.5
 NUMBERS = Numbers(
@@ -32,18 +30,23 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(3 * 4 * 4, CLASSES)
-        self.poison = 0.0
+        self.shift = 0.0
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.fc((self.norm(images) + self.poison).flatten(1))
+        return self.fc((self.norm(images) + self.shift).flatten(1))
 
 
-def learner(recipe: Recipe, clock: CommClock | None = None) -> Learner:
-    """A network as DDP hands it on with one rank: its gradients are their own mean."""
+def state_of(recipe: Recipe, all_reduce: AllReduceHook | None = None) -> TrainState:
+    """The state of one rank, without DDP: the gradients are their own average."""
     network = prepare_model(Plain(), "native", recipe.precision)
-    mean = prepare_model(Plain(), "native", recipe.precision).requires_grad_(False) if recipe.ema_decay else None
-    optimizer = build_optimizer(network, recipe.optim)
-    return Learner(network=network, model=network, optimizer=optimizer, clock=clock or CommClock(), mean=mean)
+    ema_model = prepare_model(Plain(), "native", recipe.precision).requires_grad_(False) if recipe.ema_decay else None
+    return TrainState(
+        network=network,
+        ddp=network,
+        optimizer=build_optimizer(network, recipe.optim),
+        all_reduce=all_reduce or AllReduceHook(),
+        ema_model=ema_model,
+    )
 
 
 def batch() -> Batch:
@@ -56,20 +59,19 @@ def batch() -> Batch:
     )
 
 
-def normalised(images: Tensor) -> Tensor:
+def normalized(images: Tensor) -> Tensor:
     return images.permute(0, 3, 1, 2).float() / 128 - 1
 
 
-def step(made: Learner, recipe: Recipe, sums: Sums | None = None) -> Any:
-    rank = Rank(launcher="env", rank=0, world_size=1, local_rank=0, local_world_size=1)
-    session = SimpleNamespace(recipe=recipe, numbers=NUMBERS, rank=rank, leads=True, normalize=normalised)
-    return update(made, session, iter([batch()]), sums or Sums(), step=0, rate=RATE, decay=recipe.optim.weight_decay)
+def step(state: TrainState, recipe: Recipe) -> StepResult:
+    settings = StepSettings(images_per_rank=IMAGES, passes=1, lr=RATE, weight_decay=recipe.optim.weight_decay)
+    return train_step(state, iter([batch()]), settings, recipe, normalized)
 
 
 def plain(smoothing: float = 0.0) -> tuple[Plain, Tensor]:
     """The network with the gradients of the batch, and its loss written out."""
     network, data = Plain(), batch()
-    logs = functional.log_softmax(network(normalised(data.images)), dim=1)
+    logs = functional.log_softmax(network(normalized(data.images)), dim=1)
     hit = logs[torch.arange(IMAGES), data.labels]
     loss = -((1 - smoothing) * hit + smoothing * logs.mean(1)).mean()
     loss.backward()
@@ -82,96 +84,95 @@ SGD = OptimSection(name="sgd", weight_decay=0.0)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_step_is_the_gradient_of_the_mean_loss(smoothing: float) -> None:
     recipe = Recipe(optim=SGD, label_smoothing=smoothing)
-    made, (reference, loss) = learner(recipe), plain(smoothing)
-    sums = Sums()
-    done = step(made, recipe, sums)
-    assert done.finite and done.loss == pytest.approx(float(loss)) and sums.images == IMAGES
-    for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
+    state, (reference, loss) = state_of(recipe), plain(smoothing)
+    result = step(state, recipe)
+    assert result.finite and result.loss == pytest.approx(float(loss)) and result.metrics.images == IMAGES
+    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_mean_squared_error_is_to_the_label_s_one_hot_vector(smoothing: float) -> None:
     recipe = Recipe(optim=SGD, loss="mse", label_smoothing=smoothing)
-    made, reference, data, sums = learner(recipe), Plain(), batch(), Sums()
-    done = step(made, recipe, sums)
+    state, reference, data = state_of(recipe), Plain(), batch()
+    result = step(state, recipe)
     wanted = torch.full((IMAGES, CLASSES), smoothing / CLASSES)
     wanted[torch.arange(IMAGES), data.labels] += 1 - smoothing
-    loss = nn.MSELoss()(reference(normalised(data.images)), wanted)
+    loss = nn.MSELoss()(reference(normalized(data.images)), wanted)
     loss.backward()
-    assert done.loss == pytest.approx(float(loss.detach())) and sums.images == IMAGES
-    for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
+    assert result.loss == pytest.approx(float(loss.detach())) and result.metrics.images == IMAGES
+    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p, q - RATE * q.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize(("limit", "clipped"), [(0.01, True), (1e6, False)])
 def test_gradients_are_scaled_to_the_norm_where_theirs_is_larger(limit: float, clipped: bool) -> None:
     recipe = Recipe(optim=SGD.model_copy(update={"clip_norm": limit}))
-    made, (reference, _) = learner(recipe), plain()
-    step(made, recipe)
+    state, (reference, _) = state_of(recipe), plain()
+    step(state, recipe)
     norm = float(nn.utils.clip_grad_norm_(reference.parameters(), limit))
     assert (norm > limit) == clipped
-    for p, q in zip(made.network.parameters(), reference.parameters(), strict=True):
+    for p, q in zip(state.network.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p, q - RATE * q.grad, atol=1e-5 * limit + 1e-7)
 
 
-def test_the_mean_follows_the_weights_and_is_judged_with_the_network_s_statistics() -> None:
+def test_the_ema_model_follows_the_weights_and_is_evaluated_with_the_network_s_statistics() -> None:
     recipe = Recipe(optim=SGD, ema_decay=0.75)
-    made = learner(recipe)
-    expected = [p.detach().clone() for p in made.network.parameters()]
+    state = state_of(recipe)
+    expected = [p.detach().clone() for p in state.network.parameters()]
     for _ in range(3):
-        step(made, recipe)
-        expected = [0.75 * e + 0.25 * p.detach() for e, p in zip(expected, made.network.parameters(), strict=True)]
-    judged = made.judged()
-    assert judged is made.mean
-    assert all(torch.allclose(e, p, atol=1e-6) for e, p in zip(expected, judged.parameters(), strict=True))
-    assert torch.equal(judged.norm.running_mean, made.network.norm.running_mean) and judged.norm.running_mean.any()
+        step(state, recipe)
+        expected = [0.75 * e + 0.25 * p.detach() for e, p in zip(expected, state.network.parameters(), strict=True)]
+    model = state.eval_model()
+    assert model is state.ema_model
+    assert all(torch.allclose(e, p, atol=1e-6) for e, p in zip(expected, model.parameters(), strict=True))
+    assert torch.equal(model.norm.running_mean, state.network.norm.running_mean) and model.norm.running_mean.any()
 
 
 @pytest.mark.parametrize("on_nan", ["skip", "stop"])
-def test_a_step_without_numbers_changes_nothing_that_is_kept(on_nan: str) -> None:
+def test_a_step_with_nan_or_inf_changes_no_weights_and_no_metrics(on_nan: str) -> None:
     recipe = Recipe(optim=SGD, ema_decay=0.5, on_nan=on_nan)
-    clock = Bf16Gradients(left_over={0: torch.full((3,), torch.nan)})
-    made = learner(recipe, clock)
-    before = {name: value.clone() for name, value in made.network.state_dict().items()}
-    made.network.poison = torch.inf
-    sums = Sums()
-    done = step(made, recipe, sums)
-    assert not done.finite and done.lost == ", no number first in the output of fc"
-    after = made.network.state_dict()
+    all_reduce = Bf16AllReduceHook(residuals={0: torch.full((3,), torch.nan)})
+    state = state_of(recipe, all_reduce)
+    before = {name: value.clone() for name, value in state.network.state_dict().items()}
+    state.network.shift = torch.inf
+    result = step(state, recipe)
+    assert not result.finite and result.non_finite == "first NaN or Inf in the output of fc"
+    after = state.network.state_dict()
     kept = before.keys() if on_nan == "skip" else [name for name in before if name.startswith("fc")]
     assert all(torch.equal(before[name], after[name]) for name in kept)
-    assert sums == Sums() and clock.left_over == {}
-    assert all(p.grad is None for p in made.network.parameters())
+    assert result.metrics == EpochMetrics() and all_reduce.residuals == {}
+    assert all(p.grad is None for p in state.network.parameters())
 
 
-def test_a_loss_that_is_no_number_makes_the_gradients_none_for_all() -> None:
-    """Cross-entropy's gradient can be finite where its sum over a batch is not: other ranks have to hear of it."""
+def test_an_infinite_loss_makes_the_gradients_of_all_ranks_nan() -> None:
+    """Cross-entropy's gradients can be finite where its sum over a batch is not: other ranks need to learn of it."""
     recipe = Recipe(optim=SGD)
-    made = learner(recipe)
+    state = state_of(recipe)
     with torch.no_grad():
-        made.network.fc.bias[0] = 3e38  # images of other classes lose that much each
-    done = step(made, recipe)
-    assert done.loss == torch.inf and not done.finite and done.lost == ", none in any layer"
+        state.network.fc.bias[0] = 3e38  # images of other classes lose that much each
+    result = step(state, recipe)
+    assert result.loss == torch.inf and not result.finite
+    assert result.non_finite == "the outputs of all layers are finite"
 
 
 def test_float64_is_float64_throughout() -> None:
     recipe = Recipe(optim=SGD, precision="float64")
-    made = learner(recipe)
-    step(made, recipe)
-    assert {p.dtype for p in made.network.parameters()} == {torch.float64}
+    state = state_of(recipe)
+    step(state, recipe)
+    assert {p.dtype for p in state.network.parameters()} == {torch.float64}
 
 
 def test_bf16_computes_in_bfloat16_and_keeps_float32_weights() -> None:
     recipe = Recipe(optim=SGD, precision="bf16")
-    made, (_, loss) = learner(recipe), plain()
-    done = step(made, recipe)
-    assert {p.dtype for p in made.network.parameters()} == {torch.float32}
-    assert done.loss == pytest.approx(float(loss), rel=0.02) and done.loss != pytest.approx(float(loss), rel=1e-6)
-    with computing("bf16"):
-        assert made.network(normalised(batch().images)).dtype == torch.bfloat16
-    with computing("float32"):
-        assert made.network(normalised(batch().images)).dtype == torch.float32
+    state, (_, loss) = state_of(recipe), plain()
+    result = step(state, recipe)
+    assert {p.dtype for p in state.network.parameters()} == {torch.float32}
+    assert result.loss == pytest.approx(float(loss), rel=0.02) and result.loss != pytest.approx(float(loss), rel=1e-6)
+    with autocast("bf16"):
+        assert state.network(normalized(batch().images)).dtype == torch.bfloat16
+    with autocast("float32"):
+        assert state.network(normalized(batch().images)).dtype == torch.float32
 
 
 def test_the_self_test_times_a_real_convolution() -> None:

@@ -161,24 +161,25 @@ def test_a_damaged_image_can_end_the_training(place: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(place: Path) -> None:
+def test_a_loss_of_nan_ends_the_training(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "schedule.peak_rate=1e30", "schedule.start_rate=1e30", cwd=place)
     assert result.returncode == 1
-    told = r"rank \d: loss nan at step 1, no number first in the output of \S+, learning rate 1e\+30: lower the peak"
-    assert re.search(told, result.stderr), result.stderr
+    where = r"first NaN or Inf in the output of \S+"
+    message = rf"rank \d: loss nan at step 1, {where}, learning rate 1e\+30: lower schedule.peak_rate"
+    assert re.search(message, result.stderr), result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_accumulation_sees_the_same_images(place: Path) -> None:
+def test_accumulation_trains_on_the_same_images(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "batch.local=3", "batch.accumulation=2", cwd=place)
     assert result.returncode == 0, result.stderr
     end = read_events(place / "run")[-1]
     assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
 
 
-def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
-    """Under a polynomial, with a mean of the weights, sync batch-norm and images that grow in the second epoch; stopped
-    after the first and resumed it ends with an unbroken run's very losses and means."""
+def test_lars_training_resumes_bit_for_bit(place: Path) -> None:
+    """With polynomial decay, an EMA model, sync batch-norm and larger images in the second epoch: stopped after the
+    first epoch and resumed, it has the losses and weights of an unbroken run."""
     import torch
 
     lars = (*SMALL, "optim.name=lars", "optim.trust=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
@@ -194,12 +195,12 @@ def test_lars_trains_and_goes_on_where_it_was(place: Path) -> None:
     assert [event["loss"] for event in events] == unbroken
     assert unbroken[-1] < unbroken[0]
     a, b = final_weights(place, "run"), final_weights(place, "parts")
-    for what in ("model", "mean"):
+    for what in ("model", "ema_model"):
         assert all(torch.equal(a[what][name], b[what][name]) for name in a[what])
-    assert not torch.equal(a["mean"]["fc.weight"], a["model"]["fc.weight"])
+    assert not torch.equal(a["ema_model"]["fc.weight"], a["model"]["fc.weight"])
     judged = cputrain("eval", "run/recipe.yaml", "--checkpoint", "run/checkpoints/best.pt", cwd=place)
     best = max(event["val_top1"] for event in read_events(place / "run") if event["event"] == "epoch")
-    assert f"top-1 {best:.2f} %" in judged.stdout, "what is judged is the mean"
+    assert f"top-1 {best:.2f} %" in judged.stdout, "the EMA model is evaluated"
 
 
 def test_shards_are_read_in_blocks(place: Path) -> None:
@@ -277,7 +278,7 @@ from affinity.kernel.observe import threads_of
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from cputrain.comm.group import end_group, gather, start_group
+from cputrain.comm.group import end_group, all_gather, start_group
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import ModelSection
 from affinity.ranks.rank import Rank
@@ -287,7 +288,7 @@ worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
 group = start_group(rank, worker, sys.argv[1], 60.0)
 model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3, 32))
 model(torch.zeros(2, 3, 32, 32)).sum().backward()
-gather(1)
+all_gather(1)
 del model
 end_group(group)
 def left():
@@ -321,7 +322,7 @@ def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ccl"])
-def test_more_workers_than_cores_train_and_say_that_they_share(place: Path, backend: str) -> None:
+def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str) -> None:
     cores, ppn = len(this_machine().allowed_cores), len(this_machine().allowed_cores) + 1
     settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
     result = cputrain("train", "imagefolder", *SMALL[:3], *settings, *SMALL[4:6], "output=run", cwd=place)
@@ -348,7 +349,7 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
 
-def test_a_notice_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
+def test_sigusr1_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
     """The losses of the interrupted training, step by step, are those of one that was left alone."""
     arguments = ("train", "imagefolder", *SMALL, "epochs=4", "checkpoint.every_epochs=4", "evaluate.every_epochs=4")
     alone = cputrain(*arguments, "output=alone", cwd=place)

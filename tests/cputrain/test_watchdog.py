@@ -1,4 +1,4 @@
-"""Who is silent, who is absent: the watchdog's judgement from beats."""
+"""The watchdog: silent and absent ranks found from their heartbeats, and the end of a rank whose peer is lost."""
 
 import os
 import subprocess
@@ -6,17 +6,17 @@ import sys
 from contextlib import ExitStack
 
 from affinity.ranks.rank import Rank, rendezvous
-from cputrain.comm.watchdog import Beat, Heard, absent_ranks, silent_rank
+from cputrain.comm.watchdog import Heartbeat, LastHeartbeat, absent_ranks, silent_rank
 from mpi.supervise.local import free_port
 
 STUCK = """
 import threading, time
 from torch.distributed import HashStore
-from cputrain.comm.watchdog import Waiting, Watchdog
+from cputrain.comm.watchdog import PendingCollective, Watchdog
 never = threading.Event()
 Watchdog(
-    HashStore(), rank=0, world_size=1, note=print,
-    waits_in=lambda: Waiting("ALLREDUCE #3", 3, overdue_s=12.3), fail=lambda why: never.wait(),
+    HashStore(), rank=0, world_size=1, set_absent_ranks=print,
+    pending=lambda: PendingCollective("ALLREDUCE #3", 3, overdue_s=12.3), abort=lambda reason: never.wait(),
 )
 never.wait()
 """
@@ -25,56 +25,57 @@ import os, signal
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from cputrain.comm.group import end_group, gather, naming_lost_peers, start_group
+from cputrain.comm.group import end_group, all_gather, convert_lost_peer_errors, start_group
 from affinity.ranks.rank import discover
 rank = discover(os.environ)
 group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0)
-gather(1)
+all_gather(1)
 if rank.rank == int(os.environ["LOST"]):
     os.kill(os.getpid(), signal.Signals[os.environ["BY"]])
-with naming_lost_peers(rank.rank):
+with convert_lost_peer_errors(rank.rank):
     end_group(group)
 """
 
 
-def heard(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> Heard:
-    return Heard(beat=Beat(count=1, host="n1", waits_in=waits_in, sequence=sequence, left=left), at=at)
+def last(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> LastHeartbeat:
+    heartbeat = Heartbeat(count=1, host="n1", waits_in=waits_in, sequence=sequence, left=left)
+    return LastHeartbeat(heartbeat=heartbeat, at=at)
 
 
-def test_the_longest_silent_rank_is_named_with_where_it_was() -> None:
-    seen = {0: heard(99.0), 1: heard(80.0, "ALLREDUCE #4 (Float[3])", 4), 2: heard(84.0)}
+def test_the_longest_silent_rank_is_named_with_its_last_collective() -> None:
+    seen = {0: last(99.0), 1: last(80.0, "ALLREDUCE #4 (Float[3])", 4), 2: last(84.0)}
     assert silent_rank(seen, 100.0, 15.0) == (
-        "rank 1 on n1 has given no sign of life for 20 s: it was in ALLREDUCE #4 (Float[3]) when last heard of"
+        "rank 1 on n1 has sent no heartbeat for 20 s: it was last in ALLREDUCE #4 (Float[3])"
     )
     assert silent_rank(seen, 100.0, 25.0) is None
 
 
-def test_a_rank_that_has_left_is_not_missed() -> None:
-    assert silent_rank({0: heard(99.0), 1: heard(10.0, left=True)}, 100.0, 15.0) is None
+def test_a_rank_that_has_left_does_not_count_as_silent() -> None:
+    assert silent_rank({0: last(99.0), 1: last(10.0, left=True)}, 100.0, 15.0) is None
 
 
-def test_who_has_not_joined_the_newest_collective_is_named() -> None:
-    seen = {0: heard(0, "ALLREDUCE #5", 5), 1: heard(0, "BROADCAST #4", 4), 2: heard(0), 3: heard(0, left=True)}
+def test_ranks_that_have_not_joined_the_newest_collective_are_named() -> None:
+    seen = {0: last(0, "ALLREDUCE #5", 5), 1: last(0, "BROADCAST #4", 4), 2: last(0), 3: last(0, left=True)}
     assert absent_ranks(seen) == (
         "not joined by rank 1 on n1 (in BROADCAST #4), rank 2 on n1 (in no collective), rank 3 on n1 (has left)"
     )
-    assert absent_ranks({0: heard(0), 1: heard(0)}) == ""
-    assert "not all in the same one" in absent_ranks({0: heard(0, "ALLREDUCE #5", 5), 1: heard(0, "BROADCAST #5", 5)})
-    many = {0: heard(0, "ALLREDUCE #1", 1), **{i: heard(0) for i in range(1, 20)}}
+    assert absent_ranks({0: last(0), 1: last(0)}) == ""
+    assert "not all in the same one" in absent_ranks({0: last(0, "ALLREDUCE #5", 5), 1: last(0, "BROADCAST #5", 5)})
+    many = {0: last(0, "ALLREDUCE #1", 1), **{i: last(0) for i in range(1, 20)}}
     assert absent_ranks(many).endswith("rank 5 on n1 (in no collective) and 14 more")
 
 
-def test_a_backend_that_never_returns_does_not_keep_its_rank() -> None:
+def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
     """Neither from a collective that is overdue nor from failing it."""
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert (
         done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
-        "it should have ended 12 s ago, and the backend does not return\n"
+        "its timeout was 12 s ago, and the backend does not return\n"
     )
 
 
-def test_a_rank_that_is_lost_at_the_end_of_a_job_of_gloo_s_ends_the_other() -> None:
+def test_a_rank_lost_at_the_end_of_a_gloo_job_ends_the_other() -> None:
     """Three jobs at once, as all mostly wait: rank 0 stops, rank 1 stops, rank 1 is killed."""
     cases = {
         (0, "SIGSTOP"): ("cputrain: rank 1 waits in gloo's collective", "the job's store"),
@@ -93,7 +94,7 @@ def test_a_rank_that_is_lost_at_the_end_of_a_job_of_gloo_s_ends_the_other() -> N
                 stack.callback(process.kill)
                 if number != lost:
                     waits.append(process)
-        told = [process.communicate(timeout=90)[1] for process in waits]
-    for says, process, text in zip(cases.values(), waits, told, strict=True):
+        errors = [process.communicate(timeout=90)[1] for process in waits]
+    for expected, process, text in zip(cases.values(), waits, errors, strict=True):
         assert process.returncode == 1, text
-        assert all(said in text for said in says), text
+        assert all(part in text for part in expected), text

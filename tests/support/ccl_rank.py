@@ -208,7 +208,7 @@ def users() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from cputrain.comm.hooks import Bf16Gradients
+    from cputrain.comm.hooks import Bf16AllReduceHook
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -234,15 +234,15 @@ def users() -> None:
     assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, state["model"].values(), strict=True))
 
     hooked = DistributedDataParallel(torch.nn.Linear(6, 4))
-    hook = Bf16Gradients()
+    hook = Bf16AllReduceHook()
     hooked.register_comm_hook(None, hook.hook)
     hooked(images[: rank.rank + 1]).sum().backward()
     exact = torch.stack([images[: i + 1].sum(0) for i in range(dist.get_world_size())]).mean(0).expand(4, 6)
     torch.testing.assert_close(hooked.module.weight.grad, exact, rtol=2e-2, atol=2e-2)
-    assert max(float(kept.abs().max()) for kept in hook.left_over.values()) > 0
+    assert max(float(kept.abs().max()) for kept in hook.residuals.values()) > 0
     # What rounding takes from a step arrives later: over many steps of a rank alone nothing is lost.
     alone = [dist.new_group([i]) for i in range(dist.get_world_size())][rank.rank]
-    single, hook, total = DistributedDataParallel(torch.nn.Linear(6, 4), process_group=alone), Bf16Gradients(), 0.0
+    single, hook, total = DistributedDataParallel(torch.nn.Linear(6, 4), process_group=alone), Bf16AllReduceHook(), 0.0
     single.register_comm_hook(alone, hook.hook)
     for _ in range(256):
         single.zero_grad()
@@ -320,7 +320,7 @@ def meet() -> None:
     total = torch.tensor([1.0])
     dist.all_reduce(total)
     threads = [(thread.name, thread.pus) for thread in threads_of(os.getpid())]
-    transport = next(value for name, value, _ in ccl.chosen if name == "CCL_ATL_TRANSPORT")
+    transport = next(value for name, value, _ in ccl.applied if name == "CCL_ATL_TRANSPORT")
     say(sum=total.item(), transport=transport, pus=sorted(os.sched_getaffinity(0)), threads=threads)
 
 

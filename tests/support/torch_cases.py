@@ -2,7 +2,7 @@
 
     BACKEND=ccl python -m tests.support.torch_cases RESULTS [CASE...]
 
-appends a JSON line for each case to RESULTS: its name, "pass", "skip" or "fail", and what it said. TEMP_DIR is a new
+appends a JSON line for each case to RESULTS: its name, "pass", "skip" or "fail", and its message. TEMP_DIR is a new
 folder that all ranks share.
 """
 
@@ -42,7 +42,7 @@ class Cases(distributed_test.TestDistBackend, distributed_test.DistributedTest._
 
 
 def run(name: str, file_name: str) -> tuple[str, str]:
-    """The outcome of one case on this rank, and its last words."""
+    """The outcome of one case on this rank, and its message."""
     case = Cases(name)
     case.rank, case.file_name = rank.rank, file_name
     try:
@@ -70,13 +70,13 @@ def main() -> None:
         with results.open("a") as file:
             file.write(json.dumps({"rank": rank.rank, "case": name, "outcome": "begun"}) + "\n")
         torch.manual_seed(0)
-        outcome, said = run(name, f"{os.environ['TEMP_DIR']}/{name}")
+        outcome, message = run(name, f"{os.environ['TEMP_DIR']}/{name}")
         with results.open("a") as file:
             took = round(time.monotonic() - started, 2)
-            told = {"rank": rank.rank, "case": name, "outcome": outcome, "said": said, "seconds": took}
-            file.write(json.dumps(told) + "\n")
+            result = {"rank": rank.rank, "case": name, "outcome": outcome, "message": message, "seconds": took}
+            file.write(json.dumps(result) + "\n")
         if outcome == "fail":
-            os._exit(3)  # the other rank may wait for this one for ever
+            os._exit(3)  # the other rank may wait for this one forever
         dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""Several trainings one after another in the same ranks, which start but once: python -m tests.support.trainings JSON.
+"""Several trainings one after another in the same ranks, which start once: python -m tests.support.trainings JSON.
 
-JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 loses all
-numbers, 0 for none. To be started by `cputrain launch`; `trained` does.
+JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 gets NaN, 0 for
+none. `trained` starts this with `cputrain launch`.
 """
 
 import faulthandler
@@ -21,8 +21,8 @@ from tests.support.commands import cputrain
 
 def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
     """Train (recipe, setting, ...) each in turn, by `ppn` ranks of a thread each in the folder `place`."""
-    told = [{"recipe": t[0], "settings": t[1:], "port": str(free_port()), "poison": poison} for t in trainings]
-    ranks = ("--", sys.executable, "-m", "tests.support.trainings", json.dumps(told))
+    specs = [{"recipe": t[0], "settings": t[1:], "port": str(free_port()), "poison": poison} for t in trainings]
+    ranks = ("--", sys.executable, "-m", "tests.support.trainings", json.dumps(specs))
     return cputrain(
         "launch", "--ppn", str(ppn), "--threads", "1", *ranks, cwd=place, PYTHONPATH=str(Path(__file__).parents[2])
     )
@@ -45,27 +45,27 @@ def main(trainings: list[dict[str, Any]]) -> None:
 
 
 def poison(step: int) -> None:
-    """From now on networks lose all numbers on rank 1 in that forward pass of a training, if any, behind their relu."""
+    """Make networks return NaN on rank 1 in that forward pass of a training, if any, after their relu."""
     import torch
     from torch import nn
 
     from cputrain.models.build import build_model
-    from cputrain.training import loop as train
+    from cputrain.training import start
 
     class Poison(nn.Module):
         passes = 0
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             self.passes += self.training
-            lost = self.training and self.passes in (step, step + 1)  # once more for who looks for the layer
-            return images + (torch.nan if lost and os.environ["RANK"] == "1" else 0.0)
+            poisoned = self.training and self.passes in (step, step + 1)  # the second pass searches for the layer
+            return images + (torch.nan if poisoned and os.environ["RANK"] == "1" else 0.0)
 
     def poisoned(*arguments: Any) -> nn.Module:
         model = build_model(*arguments)
         model.relu = nn.Sequential(model.relu, Poison())
         return model
 
-    train.build_model = poisoned if step else build_model
+    start.build_model = poisoned if step else build_model
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // The c10d backend "ccl": PyTorch's collectives on CPU tensors over oneCCL. Each method lays out buffers and hands one
-// operation to the engine; what oneCCL lacks is made of what it has, or refused by name.
+// operation to the engine; what oneCCL lacks is composed from what it has, or refused by name.
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -53,7 +53,7 @@ ccl::datatype datatype_of(at::ScalarType type) {
     case at::kDouble:
       return ccl::datatype::float64;
     default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "ccl reduces no ", type, ": convert it first");
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "ccl cannot reduce ", type, ": convert the tensor first");
   }
 }
 
@@ -63,7 +63,7 @@ const char* name_of(ReduceOp::RedOpType op) {
 }
 
 void check_one(const Tensors& tensors) {
-  TORCH_CHECK(tensors.size() == 1, "ccl takes one tensor for each rank, found ", tensors.size());
+  TORCH_CHECK(tensors.size() == 1, "ccl takes one tensor per rank, found ", tensors.size());
 }
 
 void check_dense(const Tensor& tensor) {
@@ -83,8 +83,8 @@ Tensor bytes_of(const Tensor& contiguous) {
   return at::from_blob(contiguous.data_ptr(), {static_cast<int64_t>(contiguous.nbytes())}, at::kByte);
 }
 
-// oneCCL's own bfloat16 sums and products are truncated on processors without AVX512-BF16. These are rounded to nearest,
-// ties to even, on all; oneCCL takes them for all-reduces over libfabric alone.
+// oneCCL truncates bfloat16 sums and products on processors without AVX512-BF16. These functions round to nearest, ties
+// to even, on every processor; oneCCL accepts custom functions for all-reduces over libfabric only.
 inline float widened(uint16_t bits) {
   return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
@@ -118,11 +118,11 @@ void reduce_bfloat16(
   }
 }
 
-// A tensor as it travels through a reduction, and what is done with it on the way and after it.
+// A tensor in the form in which it is reduced, the reduction, and the divisor of the result.
 struct Reduction {
   Tensor values;
   ccl::reduction op;
-  ccl::reduction_fn function;  // where op is custom
+  ccl::reduction_fn function;  // set where op is custom
   double divisor;
 
   ccl::allreduce_attr attributes() const {
@@ -134,18 +134,20 @@ struct Reduction {
   }
 };
 
-// How bfloat16 is added and multiplied, each rounded to nearest.
-enum class Brain { ours, theirs, as_float32 };
+// Who adds and multiplies bfloat16 values: the functions above, oneCCL, or oneCCL after widening them to float32.
+enum class Bf16Reduction { own, oneccl, as_float32 };
 
-// The wire form of a tensor for a reduction: complex numbers as pairs, truth as 0 and 1.
-Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size, Brain brain) {
+// Converts a tensor for a reduction: complex numbers become pairs, booleans 0 and 1.
+Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size, Bf16Reduction bf16) {
   const auto type = tensor.scalar_type();
   const bool adds = op == ReduceOp::SUM || op == ReduceOp::AVG;
-  TORCH_CHECK(op <= ReduceOp::MAX, "ccl does not reduce by ", name_of(op), " here: use sum, avg, product, min or max");
-  TORCH_CHECK(!tensor.is_complex() || adds, "complex numbers have no ", name_of(op), " in ccl: reduce their parts");
+  TORCH_CHECK(op <= ReduceOp::MAX, "ccl cannot reduce by ", name_of(op), " here: use sum, avg, product, min or max");
+  TORCH_CHECK(
+      !tensor.is_complex() || adds, "ccl cannot reduce complex numbers by ", name_of(op),
+      ": reduce their real and imaginary parts");
   TORCH_CHECK(
       op != ReduceOp::AVG || tensor.is_floating_point() || tensor.is_complex(),
-      "ccl averages no ", type, ": sum and divide as you want it rounded");
+      "ccl cannot average ", type, ": sum, then divide with the rounding that you need");
   auto values = tensor.contiguous();
   if (tensor.is_complex()) {
     values = at::view_as_real(values);
@@ -158,18 +160,18 @@ Reduction reduction_of(const Tensor& tensor, ReduceOp::RedOpType op, int size, B
   if (type == at::kBool) {
     how = op == ReduceOp::SUM || op == ReduceOp::MAX ? ccl::reduction::max : ccl::reduction::min;
   } else if (type == at::kBFloat16 && (adds || op == ReduceOp::PRODUCT)) {
-    if (brain == Brain::ours) {
+    if (bf16 == Bf16Reduction::own) {
       how = ccl::reduction::custom;
       function = adds ? reduce_bfloat16<add_bfloat16> : reduce_bfloat16<multiply_bfloat16>;
-    } else if (brain == Brain::as_float32) {
+    } else if (bf16 == Bf16Reduction::as_float32) {
       values = values.to(at::kFloat);
     }
   }
   return {values, how, function, op == ReduceOp::AVG ? static_cast<double>(size) : 1.0};
 }
 
-// Brings reduced values back to where the caller wants them.
-void bring_back(const Tensor& target, Tensor values, double divisor) {
+// Copies reduced values to the caller's tensor.
+void copy_back(const Tensor& target, Tensor values, double divisor) {
   if (divisor != 1.0) {
     values.div_(divisor);
   }
@@ -206,8 +208,8 @@ std::vector<void*> addresses_of(const Tensors& tensors) {
   return addresses;
 }
 
-// A finish that copies the wire's buffers to where the caller wants them, where they are not those already.
-std::function<void()> copies_back(Tensors targets, Tensors buffers) {
+// Returns a function that copies the buffers to the caller's tensors, unless they are the same memory.
+std::function<void()> copier(Tensors targets, Tensors buffers) {
   return [targets = std::move(targets), buffers = std::move(buffers)] {
     for (size_t i = 0; i < targets.size(); i++) {
       if (!targets[i].is_same(buffers[i]) && targets[i].data_ptr() != buffers[i].data_ptr()) {
@@ -231,17 +233,17 @@ std::string shape_of(const Tensors& tensors) {
   return text;
 }
 
-// Where the ranks of a communicator tell each other their addresses: the job's own store.
+// The key-value store through which the ranks of a communicator exchange addresses: the job's c10d store.
 class StoreKvs : public ccl::kvs_interface {
  public:
   StoreKvs(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout)
       : store_(std::move(store)), timeout_(timeout), deadline_(Clock::now() + timeout) {}
 
-  // Nothing where nobody has set it: oneCCL asks again, for as long as ranks are missing.
+  // Returns nothing for a key that is not set yet; oneCCL retries until all ranks have joined.
   ccl::vector_class<char> get(const ccl::string_class& key) override {
     TORCH_CHECK(
         left_ || Clock::now() < deadline_, "ccl: Timed out after ", timeout_.count() / 1000.0,
-        " s of making a group: not all of its ranks have come");
+        " s while a group was created: not all of its ranks joined");
     const auto name = "kvs/" + std::string(key.c_str());
     if (left_ || !store_->check({name})) {
       return {};
@@ -256,7 +258,7 @@ class StoreKvs : public ccl::kvs_interface {
     }
   }
 
-  // A communicator clears its entries as it goes; the store may have gone before it.
+  // A communicator clears its entries when it is destroyed; the store may be closed by then.
   void leave() { left_ = true; }
 
  private:
@@ -273,43 +275,43 @@ class CclBackend : public c10d::Backend {
   CclBackend(
       c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout, std::string name)
       : Backend(rank, size),
-        meeting_(std::make_shared<StoreKvs>(store, timeout)),
+        kvs_(std::make_shared<StoreKvs>(store, timeout)),
         name_(std::move(name)),
         process_(getpid()),
         options_(c10::make_intrusive<Options>("ccl", timeout)) {
     const auto lock = Engine::instance().enter();
-    Engine::instance().tell({"the making of group " + name_, 0, Clock::now() + timeout});
+    Engine::instance().publish({"the creation of group " + name_, 0, Clock::now() + timeout});
     ccl::init();
-    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, meeting_));
-    uint8_t all_round = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
-    ccl::allreduce(&all_round, &all_round, 1, ccl::datatype::uint8, ccl::reduction::min, *comm_).wait();
+    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, kvs_));
+    uint8_t all_have_bf16 = __builtin_cpu_supports("avx512bf16") ? 1 : 0;
+    ccl::allreduce(&all_have_bf16, &all_have_bf16, 1, ccl::datatype::uint8, ccl::reduction::min, *comm_).wait();
     const char* transport = std::getenv("CCL_ATL_TRANSPORT");
     const bool over_ofi = transport != nullptr && std::string(transport) == "ofi";
-    brain_ = all_round ? Brain::theirs : Brain::as_float32;
-    brain_of_allreduce_ = over_ofi ? Brain::ours : brain_;
-    Engine::instance().tell_oldest();
-    Engine::instance().mind_exit();
+    bf16_reduction_ = all_have_bf16 ? Bf16Reduction::oneccl : Bf16Reduction::as_float32;
+    bf16_allreduce_ = over_ofi ? Bf16Reduction::own : bf16_reduction_;
+    Engine::instance().publish_oldest();
+    Engine::instance().register_exit_handler();
   }
 
-  // A communicator whose operations will never end cannot be taken down either: it is left behind.
+  // A communicator with operations that never end cannot be destroyed: it is leaked.
   ~CclBackend() override {
-    std::optional<pybind11::gil_scoped_release> unheld;  // oneCCL may wait for other ranks here
+    std::optional<pybind11::gil_scoped_release> released;  // oneCCL may wait for other ranks here
     if (Py_IsInitialized() && PyGILState_Check()) {
-      unheld.emplace();
+      released.emplace();
     }
-    meeting_->leave();
+    kvs_->leave();
     if (Engine::instance().idle() && getpid() == process_) {
       const auto lock = Engine::instance().enter();
-      Engine::instance().tell({"the end of group " + name_, sequence_, Clock::now() + options_->timeout});
+      Engine::instance().publish({"the destruction of group " + name_, sequence_, Clock::now() + options_->timeout});
       comm_.reset();
-      Engine::instance().tell_oldest();
+      Engine::instance().publish_oldest();
     } else {
       static_cast<void>(comm_.release());
     }
   }
 
   const std::string getBackendName() const override { return "ccl"; }
-  // These two override nothing in torch 2.8.
+  // torch 2.8 has no virtual functions of these two names.
   c10::intrusive_ptr<Options> getBackendOptions() { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) { options_->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
@@ -335,14 +337,14 @@ class CclBackend : public c10d::Backend {
           return one(ccl::broadcast(
               buffer.data_ptr(), buffer.nbytes(), ccl::datatype::uint8, static_cast<int>(opts.rootRank), *comm_));
         },
-        copies_back(tensors, {buffer}));
+        copier(tensors, {buffer}));
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     check_one(tensors);
     check_dense(tensors);
     const auto tensor = tensors[0];
-    const auto plan = reduction_of(tensor, opts.reduceOp, size_, brain_);
+    const auto plan = reduction_of(tensor, opts.reduceOp, size_, bf16_reduction_);
     const bool receives = rank_ == opts.rootRank;
     const auto result = receives ? plan.values : at::empty_like(plan.values);
     return submit(
@@ -354,7 +356,7 @@ class CclBackend : public c10d::Backend {
         },
         [=] {
           if (receives) {
-            bring_back(tensor, result, plan.divisor);
+            copy_back(tensor, result, plan.divisor);
           }
         });
   }
@@ -369,7 +371,7 @@ class CclBackend : public c10d::Backend {
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     std::vector<Tensors> by_input(inputs.size());
     for (const auto& of_rank : outputs) {
-      TORCH_CHECK(of_rank.size() == inputs.size(), "as many outputs of each rank as inputs are needed");
+      TORCH_CHECK(of_rank.size() == inputs.size(), "all_gather_coalesced needs one output per input for each rank");
       for (size_t i = 0; i < inputs.size(); i++) {
         by_input[i].push_back(of_rank[i]);
       }
@@ -391,7 +393,7 @@ class CclBackend : public c10d::Backend {
     const bool receives = rank_ == opts.rootRank;
     TORCH_CHECK(
         receives ? outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_) : outputs.empty(),
-        "gather needs a list of ", size_, " output tensors on the root, none elsewhere");
+        "gather needs a list of ", size_, " output tensors on the root and none on other ranks");
     return exchange(
         OpType::GATHER, receives ? outputs[0] : Tensors(size_), only(inputs[0], opts.rootRank), opts.timeout);
   }
@@ -401,7 +403,7 @@ class CclBackend : public c10d::Backend {
     const bool sends = rank_ == opts.rootRank;
     TORCH_CHECK(
         sends ? inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_) : inputs.empty(),
-        "scatter needs a list of ", size_, " input tensors on the root, none elsewhere");
+        "scatter needs a list of ", size_, " input tensors on the root and none on other ranks");
     return exchange(
         OpType::SCATTER, only(outputs[0], opts.rootRank), sends ? inputs[0] : Tensors(size_), opts.timeout);
   }
@@ -416,7 +418,8 @@ class CclBackend : public c10d::Backend {
       check_dense(input);
       TORCH_CHECK(
           input.numel() == outputs[0].numel() && input.scalar_type() == outputs[0].scalar_type(),
-          "reduce_scatter's tensors must be alike: found ", shape_of(inputs[0]), " for ", shape_of(outputs));
+          "reduce_scatter needs tensors of one size and type, found ", shape_of(inputs[0]), " for ",
+          shape_of(outputs));
     }
     Tensors flat;
     for (const auto& input : inputs[0]) {
@@ -438,7 +441,7 @@ class CclBackend : public c10d::Backend {
       Tensor& output, Tensor& input, std::vector<int64_t>& output_rows, std::vector<int64_t>& input_rows,
       const c10d::AllToAllOptions& opts) override {
     check_dense({output, input});
-    TORCH_CHECK(output.scalar_type() == input.scalar_type(), "all_to_all needs one type, found two");
+    TORCH_CHECK(output.scalar_type() == input.scalar_type(), "all_to_all needs inputs and outputs of one type");
     const auto from = input.contiguous();
     const auto to = output.contiguous();
     return exchange_bytes(
@@ -454,28 +457,28 @@ class CclBackend : public c10d::Backend {
 
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     check_point_to_point(tensors, to);
-    const auto letter = at::cat({envelope_of(tensors[0], tag), bytes_of(tensors[0].contiguous())});
+    const auto message = at::cat({header_of(tensors[0], tag), bytes_of(tensors[0].contiguous())});
     return submit(
         OpType::SEND, tensors, c10d::kUnsetTimeout, tensors,
-        [=, this] { return one(ccl::send(letter.data_ptr(), letter.nbytes(), ccl::datatype::uint8, to, *comm_)); },
+        [=, this] { return one(ccl::send(message.data_ptr(), message.nbytes(), ccl::datatype::uint8, to, *comm_)); },
         [] {});
   }
 
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     check_point_to_point(tensors, from);
-    const auto wanted = envelope_of(tensors[0], tag);
-    const auto letter = at::empty({wanted.numel() + static_cast<int64_t>(tensors[0].nbytes())}, at::kByte);
+    const auto wanted = header_of(tensors[0], tag);
+    const auto message = at::empty({wanted.numel() + static_cast<int64_t>(tensors[0].nbytes())}, at::kByte);
     return submit(
         OpType::RECV, tensors, c10d::kUnsetTimeout, tensors,
-        [=, this] { return one(ccl::recv(letter.data_ptr(), letter.nbytes(), ccl::datatype::uint8, from, *comm_)); },
-        [tensor = tensors[0], wanted, letter, tag, from] {
-          const auto* found = static_cast<const int64_t*>(letter.const_data_ptr());
+        [=, this] { return one(ccl::recv(message.data_ptr(), message.nbytes(), ccl::datatype::uint8, from, *comm_)); },
+        [tensor = tensors[0], wanted, message, tag, from] {
+          const auto* found = static_cast<const int64_t*>(message.const_data_ptr());
           TORCH_CHECK(
-              letter.slice(0, 0, wanted.numel()).equal(wanted), "recv of ", tensor.nbytes(), " bytes with tag ", tag,
+              message.slice(0, 0, wanted.numel()).equal(wanted), "recv of ", tensor.nbytes(), " bytes with tag ", tag,
               " from rank ", from, " met ", found[1], " bytes with tag ", found[0],
-              ": oneCCL delivers in the order of sending");
+              ": oneCCL delivers messages in the order in which they were sent");
           const auto whole = at::empty(tensor.sizes(), tensor.options());
-          bytes_of(whole).copy_(letter.slice(0, wanted.numel()));
+          bytes_of(whole).copy_(message.slice(0, wanted.numel()));
           tensor.copy_(whole);
         });
   }
@@ -493,16 +496,16 @@ class CclBackend : public c10d::Backend {
 
  private:
   WorkPtr submit(
-      OpType type, const Tensors& told, std::chrono::milliseconds timeout, Tensors outputs,
+      OpType type, const Tensors& described, std::chrono::milliseconds timeout, Tensors outputs,
       std::function<Events()> launch, std::function<void()> finish) {
     TORCH_CHECK(
         getpid() == process_,
-        "this process was forked after the ccl group was made: oneCCL and MPI do not survive that; start threads, or "
-        "processes with the spawn method before the group");
+        "this process was forked after the ccl group was created, which oneCCL and MPI do not support: use threads, or "
+        "start processes with the spawn method before the group");
     const auto number = ++sequence_;
     auto operation = c10::make_intrusive<Operation>(
         rank_, type, "ccl:" + c10d::opTypeToString(type),
-        c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(told), ")"), number,
+        c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(described), ")"), number,
         timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
     Engine::instance().submit(operation, std::move(launch), std::move(finish));
     return operation;
@@ -515,7 +518,7 @@ class CclBackend : public c10d::Backend {
     }
     std::vector<Reduction> plans;
     for (const auto& tensor : tensors) {
-      plans.push_back(reduction_of(tensor, op, size_, brain_of_allreduce_));
+      plans.push_back(reduction_of(tensor, op, size_, bf16_allreduce_));
     }
     return submit(
         type, tensors, timeout, tensors,
@@ -530,16 +533,16 @@ class CclBackend : public c10d::Backend {
         },
         [=] {
           for (size_t i = 0; i < tensors.size(); i++) {
-            bring_back(tensors[i], plans[i].values, plans[i].divisor);
+            copy_back(tensors[i], plans[i].values, plans[i].divisor);
           }
         });
   }
 
-  // oneCCL has no bitwise reductions: everybody's values are gathered and reduced here.
+  // oneCCL has no bitwise reductions: the values of all ranks are gathered and reduced here.
   WorkPtr reduce_bits(OpType type, const Tensors& tensors, ReduceOp::RedOpType op, std::chrono::milliseconds timeout) {
     Tensors sent, gathered;
     for (const auto& tensor : tensors) {
-      TORCH_CHECK(at::isIntegralType(tensor.scalar_type(), true), "bitwise reductions are for integers and truth");
+      TORCH_CHECK(at::isIntegralType(tensor.scalar_type(), true), "ccl reduces only integers and booleans bitwise");
       sent.push_back(tensor.contiguous());
       gathered.push_back(at::empty({size_, tensor.numel()}, tensor.options()));
     }
@@ -568,7 +571,7 @@ class CclBackend : public c10d::Backend {
         });
   }
 
-  // Input i of every rank is gathered into outputs[i], a tensor for each rank.
+  // Gathers input i of every rank into outputs[i], which has one tensor per rank.
   WorkPtr gather_lists(
       OpType type, const std::vector<Tensors>& outputs, const Tensors& inputs, std::chrono::milliseconds timeout) {
     check_dense(inputs);
@@ -580,11 +583,11 @@ class CclBackend : public c10d::Backend {
           outputs[i].size());
       check_dense(outputs[i]);
       for (const auto& output : outputs[i]) {
-        TORCH_CHECK(output.scalar_type() == inputs[i].scalar_type(), "all_gather needs one type, found two");
+        TORCH_CHECK(output.scalar_type() == inputs[i].scalar_type(), "all_gather needs inputs and outputs of one type");
       }
       TORCH_CHECK(
           outputs[i][rank_].numel() == inputs[i].numel(), "all_gather: output ", rank_, " holds ",
-          outputs[i][rank_].numel(), " values, this rank gives ", inputs[i].numel());
+          outputs[i][rank_].numel(), " values, this rank's input ", inputs[i].numel());
       received.push_back(contiguous(outputs[i]));
       targets.insert(targets.end(), outputs[i].begin(), outputs[i].end());
     }
@@ -601,7 +604,7 @@ class CclBackend : public c10d::Backend {
         },
         [=] {
           for (size_t i = 0; i < sent.size(); i++) {
-            copies_back(outputs[i], received[i])();
+            copier(outputs[i], received[i])();
           }
         });
   }
@@ -621,7 +624,7 @@ class CclBackend : public c10d::Backend {
           }
           return events;
         },
-        copies_back(outputs, received));
+        copier(outputs, received));
   }
 
   WorkPtr scatter_sums(
@@ -631,7 +634,7 @@ class CclBackend : public c10d::Backend {
     std::vector<Reduction> plans;
     Tensors results;
     for (const auto& input : inputs) {
-      plans.push_back(reduction_of(input, op, size_, brain_));
+      plans.push_back(reduction_of(input, op, size_, bf16_reduction_));
       results.push_back(at::empty({plans.back().values.numel() / size_}, plans.back().values.options()));
     }
     return submit(
@@ -651,34 +654,34 @@ class CclBackend : public c10d::Backend {
             if (outputs[i].is_complex()) {
               shape.push_back(2);
             }
-            bring_back(outputs[i], results[i].view(shape), plans[i].divisor);
+            copy_back(outputs[i], results[i].view(shape), plans[i].divisor);
           }
         });
   }
 
-  // As many whole tensors as parts, each of them the group's size times its part.
+  // Checks that there is one whole tensor per part, each with the group's size times the values of its part.
   void check_pairs(const char* what, const Tensors& wholes, const Tensors& parts) const {
     check_dense(wholes);
     check_dense(parts);
     TORCH_CHECK(
-        !wholes.empty() && wholes.size() == parts.size(), what, ": as many outputs as inputs are needed, found ",
+        !wholes.empty() && wholes.size() == parts.size(), what, ": needs as many outputs as inputs, found ",
         wholes.size(), " and ", parts.size());
     for (size_t i = 0; i < wholes.size(); i++) {
       TORCH_CHECK(
           wholes[i].scalar_type() == parts[i].scalar_type() && wholes[i].numel() == parts[i].numel() * size_, what,
-          ": one side must have ", size_, " times the other's values, found ", shape_of({wholes[i]}), " and ",
+          ": one tensor must have ", size_, " times the values of the other, found ", shape_of({wholes[i]}), " and ",
           shape_of({parts[i]}));
     }
   }
 
-  // A tensor from or for one rank alone.
+  // A list with a tensor for one rank and undefined tensors for all others.
   Tensors only(const Tensor& tensor, int64_t rank) const {
     Tensors tensors(size_);
     tensors[rank] = tensor;
     return tensors;
   }
 
-  // Tensor i of `inputs` goes to rank i, tensor i of `outputs` comes from there; undefined ones are nothing.
+  // Sends tensor i of `inputs` to rank i and receives tensor i of `outputs` from it; undefined tensors are skipped.
   WorkPtr exchange(OpType type, const Tensors& outputs, const Tensors& inputs, std::chrono::milliseconds timeout) {
     Tensors targets, received, sent;
     std::vector<size_t> receive, give;
@@ -729,34 +732,34 @@ class CclBackend : public c10d::Backend {
           return one(ccl::alltoallv(
               from[0].data_ptr(), give, to[0].data_ptr(), receive, ccl::datatype::uint8, *comm_));
         },
-        copies_back(outputs, to));
+        copier(outputs, to));
   }
 
   static Tensors sent_or_received(const Tensors& inputs, const Tensors& outputs) {
-    Tensors told;
+    Tensors described;
     for (const auto& tensor : inputs) {
       if (tensor.defined()) {
-        told.push_back(tensor);
+        described.push_back(tensor);
       }
     }
     for (const auto& tensor : outputs) {
-      if (told.empty() && tensor.defined()) {
-        told.push_back(tensor);
+      if (described.empty() && tensor.defined()) {
+        described.push_back(tensor);
       }
     }
-    return told;
+    return described;
   }
 
-  // The bytes of each rank's rows of a contiguous tensor; equal parts where no rows are given.
+  // The bytes of each rank's rows of a contiguous tensor; equal parts without `rows`.
   std::vector<size_t> parts(const Tensor& tensor, const std::vector<int64_t>& rows) const {
     const auto all = tensor.dim() == 0 ? 1 : tensor.size(0);
     if (rows.empty()) {
-      TORCH_CHECK(all % size_ == 0, "all_to_all: ", all, " rows cannot be cut into ", size_, " equal parts");
+      TORCH_CHECK(all % size_ == 0, "all_to_all: ", all, " rows cannot be split into ", size_, " equal parts");
       return std::vector<size_t>(size_, tensor.nbytes() / size_);
     }
     TORCH_CHECK(
         rows.size() == static_cast<size_t>(size_) && std::accumulate(rows.begin(), rows.end(), int64_t{0}) == all,
-        "all_to_all: split sizes must be ", size_, " that add up to ", all);
+        "all_to_all: needs ", size_, " split sizes with a sum of ", all);
     const auto row = all == 0 ? 0 : tensor.nbytes() / all;
     std::vector<size_t> bytes;
     for (const auto count : rows) {
@@ -771,18 +774,18 @@ class CclBackend : public c10d::Backend {
     TORCH_CHECK(other != rank_, "rank ", rank_, " can neither send to nor receive from itself");
   }
 
-  // oneCCL's messages have no tag: it goes before the bytes, with their number, for the receiver to compare.
-  static Tensor envelope_of(const Tensor& tensor, int tag) {
+  // oneCCL's messages have no tag: this header with the tag and the number of bytes precedes the data.
+  static Tensor header_of(const Tensor& tensor, int tag) {
     return at::tensor({static_cast<int64_t>(tag), static_cast<int64_t>(tensor.nbytes())}, at::kLong).view(at::kByte);
   }
 
-  const std::shared_ptr<StoreKvs> meeting_;
+  const std::shared_ptr<StoreKvs> kvs_;
   const std::string name_;
   const pid_t process_;
   const c10::intrusive_ptr<Options> options_;
   std::unique_ptr<ccl::communicator> comm_;
-  Brain brain_;
-  Brain brain_of_allreduce_;
+  Bf16Reduction bf16_reduction_;
+  Bf16Reduction bf16_allreduce_;
   std::atomic<uint64_t> sequence_{0};
 };
 
@@ -799,13 +802,15 @@ PYBIND11_MODULE(cputrain_ccl, module) {
             return c10::make_intrusive<CclBackend>(store, rank, size, timeout, name);
           }),
           py::call_guard<py::gil_scoped_release>());
-  // The oldest collective in flight, its number, and for how many seconds it should have ended; "" where there is none.
-  module.def("waits_in", [] {
-    const auto waiting = cputrain::Engine::instance().waits_in();
-    const std::chrono::duration<double> overdue = cputrain::Clock::now() - waiting.until;
-    return std::make_tuple(waiting.in, waiting.sequence, waiting.in.empty() ? 0.0 : overdue.count());
+  // The oldest collective in flight ("": none), its number, and by how many seconds it is past its timeout.
+  module.def("pending_collective", [] {
+    const auto current = cputrain::Engine::instance().current();
+    const std::chrono::duration<double> overdue = cputrain::Clock::now() - current.deadline;
+    return std::make_tuple(current.collective, current.sequence, current.collective.empty() ? 0.0 : overdue.count());
   });
-  module.def("note", [](std::string absent) { cputrain::Engine::instance().note(std::move(absent)); });
+  module.def("set_absent_ranks", [](std::string absent) {
+    cputrain::Engine::instance().set_absent_ranks(std::move(absent));
+  });
   module.def(
       "abort", [](const std::string& reason) { cputrain::Engine::instance().abort(reason); },
       py::call_guard<py::gil_scoped_release>());

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def part(libraries: Libraries) -> NativeExtension:
-    """What is to be compiled against these libraries."""
+    """The extension to compile against these libraries."""
     return NativeExtension(
         title=f"the oneCCL backend for torch {torch.__version__}",
         requested_by="comm.backend=ccl",
@@ -32,9 +32,9 @@ def part(libraries: Libraries) -> NativeExtension:
 
 
 def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...]:
-    """The tokens that compile and link the extension."""
+    """The command that compiles and links the extension."""
     torch_root = Path(torch.__file__).parent
-    # Searched before LD_LIBRARY_PATH: beside the CPU build lies oneCCL's GPU build of the same name.
+    # Searched before LD_LIBRARY_PATH, which may name oneCCL's GPU build: its library has the same name.
     rpath = tuple(f"-Wl,-rpath,{folder}" for folder in (libraries.ccl.parent, torch_root / "lib"))
     return (
         *(cxx, "-std=c++20", "-O2", "-fPIC", "-shared", "-Wl,--disable-new-dtags"),
@@ -49,14 +49,14 @@ def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...
 
 
 def _pybind11_flags() -> tuple[str, ...]:
-    """What pybind11 before version 3 compares to know torch's classes in ours: the names that torch was built with."""
+    """Torch's build names, which pybind11 before version 3 compares before it shares classes between extensions."""
     names = ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
-    had = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
-    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in had if value is not None)
+    known = ((name, getattr(torch._C, f"_PYBIND11_{name}", None)) for name in names)
+    return tuple(f'-DPYBIND11_{name}="{value}"' for name, value in known if value is not None)
 
 
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
-    """Where the compiled extension lies: a name made of all that it depends on."""
+    """The path of the compiled extension; its name is a hash of all that the extension depends on."""
     source = "".join((HERE / name).read_text() for name in SOURCES)
     parts = (source, torch.__version__, sys.version, platform.machine(), *command_line("c++", libraries, Path(NAME)))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -64,7 +64,7 @@ def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
 
 
 def ensure_built(libraries: Libraries, env: Mapping[str, str]) -> Path:
-    """The compiled extension, built here or awaited. Raises InputError or RunError as ensure_compiled does."""
+    """The path of the extension, compiled by this process or another. Raises as ensure_compiled does."""
     return ensure_compiled(part(libraries), built_path(libraries, env), env)
 
 
@@ -76,7 +76,5 @@ def load(path: Path) -> ModuleType:
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise RunError(
-            f"comm.backend=ccl: {path} does not load: {error}: remove it, or set comm.backend=gloo"
-        ) from None
+        raise RunError(f"comm.backend=ccl: cannot load {path}: {error}: remove it, or set comm.backend=gloo") from None
     return module

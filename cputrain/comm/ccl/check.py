@@ -1,4 +1,4 @@
-"""Two ranks of this host over oneCCL: is a sum right, and how long does it take? For cputrain doctor."""
+"""The oneCCL check of cputrain doctor: two ranks on this host sum tensors, which verifies and times all-reduces."""
 
 import json
 import os
@@ -17,21 +17,21 @@ from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
 from cputrain.comm import ccl
 from mpi.supervise.local import free_port
 
-SIZES = (1 << 10, 1 << 20, 25 << 20)
-ROUNDS, LIMIT_S = 9, 120.0
+SIZES = (1 << 10, 1 << 20, 25 << 20)  # bytes
+ROUNDS, TIMEOUT_S = 9, 120.0
 
 
-def two_ranks() -> dict[int, float]:
-    """Median seconds of an all-reduce by its bytes. Raises RunError with the ranks' last line where it fails."""
+def time_two_ranks() -> dict[int, float]:
+    """Median seconds of an all-reduce by its size in bytes. Raises RunError with the ranks' last line of output."""
     port = free_port()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         ranks = []
         for i in (0, 1):
             rank = Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, launcher="env")
             env = {**os.environ, **rendezvous(rank, LOOPBACK, port)}
             command = [sys.executable, "-m", "cputrain.comm.ccl.check"]
-            ranks.append(subprocess.Popen(command, env=env, stdout=said, stderr=said))
-        deadline = time.monotonic() + LIMIT_S
+            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
+        deadline = time.monotonic() + TIMEOUT_S
         try:
             statuses = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in ranks]
         except subprocess.TimeoutExpired:
@@ -40,18 +40,19 @@ def two_ranks() -> dict[int, float]:
             for process in ranks:
                 process.kill()
                 process.wait()
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
     if any(statuses):
-        raise RunError(f"two ranks here cannot sum over oneCCL: {lines[-1] if lines else 'they say nothing'}")
+        last = lines[-1] if lines else "no output"
+        raise RunError(f"an all-reduce of two ranks on this host failed over oneCCL: {last}")
     return {int(size): seconds for line in lines if line.startswith("{") for size, seconds in json.loads(line).items()}
 
 
 def main() -> None:
-    """One of the two."""
+    """Run one of the two ranks."""
     torch.set_num_threads(1)
     dist.init_process_group(ccl.BACKEND)
-    found = {}
+    medians = {}
     for size in SIZES:
         seconds = []
         for _ in range(ROUNDS):
@@ -61,10 +62,10 @@ def main() -> None:
             dist.all_reduce(values)
             seconds.append(time.perf_counter() - started)
             if not bool((values == 3.0).all()):
-                raise RunError(f"a sum of {size} bytes is wrong")
-        found[size] = median(seconds)
+                raise RunError(f"an all-reduce of {size} bytes returned a wrong sum")
+        medians[size] = median(seconds)
     if dist.get_rank() == 0:
-        os.write(1, json.dumps(found).encode() + b"\n")
+        os.write(1, json.dumps(medians).encode() + b"\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,12 +13,12 @@ namespace cputrain {
 
 namespace {
 
-constexpr auto kShortestRest = std::chrono::microseconds(20);
-constexpr auto kLongestRest = std::chrono::microseconds(500);
-constexpr auto kLeave = std::chrono::seconds(1);  // for operations that nobody has waited for
-constexpr int kSpins = 2000;  // looks of a waiting caller before it gives way between two of them
+constexpr auto kMinSleep = std::chrono::microseconds(20);
+constexpr auto kMaxSleep = std::chrono::microseconds(500);
+constexpr auto kExitGrace = std::chrono::seconds(1);  // for operations in flight that no caller waits for
+constexpr int kPolls = 2000;  // of a waiting caller before it yields the CPU between two polls
 
-// Looks once; events that have ended are taken out.
+// Polls once and removes the events that have ended; whether any is left.
 bool in_flight(Events& events) {
   while (!events.empty() && events.back().test()) {
     events.pop_back();
@@ -74,10 +74,10 @@ uint64_t Operation::getSequencenumber() const {
 bool Operation::wait(std::chrono::milliseconds timeout) {
   auto& engine = Engine::instance();
   const auto deadline = timeout == kNoTimeout ? deadline_ : std::min(deadline_, Clock::now() + timeout);
-  engine.waiting_++;
-  for (int looks = 0; !future_->completed(); looks++) {
+  engine.waiting_callers_++;
+  for (int polls = 0; !future_->completed(); polls++) {
     engine.drive();
-    if (looks > kSpins) {
+    if (polls > kPolls) {
       std::this_thread::yield();
       if (Clock::now() > deadline) {
         engine.time_out(*this);
@@ -86,9 +86,9 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
     }
   }
   {
-    // Under the lock, or the engine's thread could see a caller that drives, and miss that there is none any more.
+    // Under the lock: the engine's thread could otherwise miss that the last waiting caller has gone.
     const std::lock_guard lock(engine.mutex_);
-    engine.waiting_--;
+    engine.waiting_callers_--;
   }
   engine.work_.notify_one();
   if (future_->hasError()) {
@@ -97,7 +97,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-// Never destroyed: its thread runs to the process's end.
+// Never destroyed: its thread runs until the process exits.
 Engine& Engine::instance() {
   static Engine* engine = new Engine();
   return *engine;
@@ -114,16 +114,16 @@ void Engine::submit(
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(aborted_.empty(), aborted_);
-    TORCH_CHECK(!left_, "ccl: ", operation->description_, " at the end of the process: it has no ranks any more");
+    TORCH_CHECK(!exiting_, "ccl: ", operation->description_, " was called while the process exits");
     operation->launch_ = std::move(launch);
     operation->finish_ = std::move(finish);
     pending_.push_back(operation);
-    tell_oldest();  // before the call, which may take as long as a rank is late
+    publish_oldest();  // before the call, which may take as long as a rank is late
     try {
       operation->events_ = operation->launch_();
     } catch (const std::exception& error) {
       pending_.pop_back();
-      tell_oldest();
+      publish_oldest();
       TORCH_CHECK(false, "oneCCL refused ", operation->description_, ": ", error.what());
     }
   }
@@ -135,7 +135,7 @@ bool Engine::drive() {
   std::string error;
   {
     const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock() || left_) {
+    if (!lock.owns_lock() || exiting_) {
       return false;
     }
     try {
@@ -150,10 +150,10 @@ bool Engine::drive() {
       error = failure.what();
     }
     if (!done.empty()) {
-      tell_oldest();
+      publish_oldest();
     }
   }
-  // Outside the lock: what waits for a future may submit the next operation.
+  // Outside the lock: a future's callback may submit the next operation.
   for (const auto& operation : done) {
     try {
       const at::NoGradGuard unrecorded;
@@ -176,20 +176,20 @@ bool Engine::drive() {
 
 void Engine::run() {
   pthread_setname_np(pthread_self(), "cputrain-ccl");
-  auto rest = kShortestRest;
+  auto sleep = kMinSleep;
   while (true) {
     {
       std::unique_lock lock(mutex_);
-      work_.wait(lock, [this] { return !pending_.empty() && waiting_ == 0; });
+      work_.wait(lock, [this] { return !pending_.empty() && waiting_callers_ == 0; });
     }
     const auto before = time_out_late();
     drive();
-    rest = time_out_late() < before ? kShortestRest : std::min(2 * rest, kLongestRest);
-    std::this_thread::sleep_for(rest);
+    sleep = time_out_late() < before ? kMinSleep : std::min(2 * sleep, kMaxSleep);
+    std::this_thread::sleep_for(sleep);
   }
 }
 
-// Ends what has been in flight for too long, as those who wait for a future do not look themselves; how many are left.
+// Times out the oldest operation if it is overdue, since waiting for a future does not poll; the number in flight.
 size_t Engine::time_out_late() {
   c10::intrusive_ptr<Operation> late;
   size_t count = 0;
@@ -206,34 +206,34 @@ size_t Engine::time_out_late() {
   return count;
 }
 
-void Engine::tell_oldest() {
+void Engine::publish_oldest() {
   if (pending_.empty() || !aborted_.empty()) {
-    tell({});
+    publish({});
   } else {
     const auto& oldest = *pending_.front();
-    tell({oldest.description_, oldest.sequence_, oldest.deadline_});
+    publish({oldest.description_, oldest.sequence_, oldest.deadline_});
   }
 }
 
-void Engine::tell(Waiting waiting) {
-  const std::lock_guard lock(told_mutex_);
-  waiting_for_ = std::move(waiting);
+void Engine::publish(CurrentCollective current) {
+  const std::lock_guard lock(published_mutex_);
+  published_ = std::move(current);
 }
 
-Waiting Engine::waits_in() {
-  const std::lock_guard lock(told_mutex_);
-  return waiting_for_;
+CurrentCollective Engine::current() {
+  const std::lock_guard lock(published_mutex_);
+  return published_;
 }
 
-void Engine::note(std::string absent) {
-  const std::lock_guard lock(told_mutex_);
+void Engine::set_absent_ranks(std::string absent) {
+  const std::lock_guard lock(published_mutex_);
   absent_ = std::move(absent);
 }
 
 void Engine::time_out(const Operation& operation) {
   std::string absent;
   {
-    const std::lock_guard lock(told_mutex_);
+    const std::lock_guard lock(published_mutex_);
     absent = absent_.empty() ? "" : "; " + absent_;
   }
   const auto waited = std::chrono::duration<double>(Clock::now() - operation.started_).count();
@@ -241,17 +241,17 @@ void Engine::time_out(const Operation& operation) {
 }
 
 void Engine::abort(const std::string& reason) {
-  std::list<c10::intrusive_ptr<Operation>> lost;
+  std::list<c10::intrusive_ptr<Operation>> failed;
   {
     const std::lock_guard lock(mutex_);
     if (!aborted_.empty()) {
       return;
     }
     aborted_ = reason;
-    lost = pending_;  // they stay there too: their buffers may still be written to
-    tell_oldest();
+    failed = pending_;  // they stay in pending_: oneCCL may still write to their buffers
+    publish_oldest();
   }
-  for (const auto& operation : lost) {
+  for (const auto& operation : failed) {
     operation->future_->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error(reason)));
   }
 }
@@ -262,26 +262,26 @@ std::unique_lock<std::mutex> Engine::enter() {
 
 bool Engine::idle() {
   const std::lock_guard lock(mutex_);
-  return pending_.empty() && !left_;
+  return pending_.empty() && !exiting_;
 }
 
-void Engine::mind_exit() {
-  static const int registered = on_exit([](int status, void*) { instance().leave(status); }, nullptr);
+void Engine::register_exit_handler() {
+  static const int registered = on_exit([](int status, void*) { instance().on_process_exit(status); }, nullptr);
   TORCH_CHECK(registered == 0, "on_exit failed");
 }
 
-// Before oneCCL's own parts are destroyed: no thread of ours calls it from here on, and nobody hears of what ends now.
-// Where an operation does not end, those parts stay in use, and would crash or wait for ever: they are left to the kernel.
-void Engine::leave(int status) {
-  const auto until = Clock::now() + kLeave;
+// Runs before oneCCL's own exit handlers: no thread calls oneCCL from here on. Where an operation is still in flight
+// after a grace period, oneCCL's handlers would crash or hang, so the process exits without them.
+void Engine::on_process_exit(int status) {
+  const auto deadline = Clock::now() + kExitGrace;
   bool busy = true;
   for (bool given_up = false; busy && !given_up; std::this_thread::yield()) {
-    given_up = Clock::now() > until;
+    given_up = Clock::now() > deadline;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) {
       continue;
     }
-    left_ = true;
+    exiting_ = true;
     given_up = given_up || !aborted_.empty();
     try {
       busy = std::ranges::any_of(pending_, [](const auto& operation) { return in_flight(operation->events_); });

@@ -1,4 +1,4 @@
-// Operations in flight: who submitted them, who drives them on, how they end. oneCCL is entered under one lock only.
+// Collective operations in flight: their submission, progress and end. One lock guards every call into oneCCL.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ namespace cputrain {
 using Clock = std::chrono::steady_clock;
 using Events = std::vector<ccl::event>;
 
-// One collective as its caller sees it. It ends when all its oneCCL events have, or with an error.
+// One collective operation. It ends when all its oneCCL events have ended, or with an error.
 class Operation : public c10d::Work {
  public:
   Operation(
@@ -54,53 +54,53 @@ class Operation : public c10d::Work {
   const Clock::time_point deadline_;
   const std::vector<at::Tensor> outputs_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
-  // Set and cleared under the engine's lock alone.
+  // Set and cleared under the engine's lock.
   Events events_;
-  std::function<Events()> launch_;  // holds the buffers that oneCCL reads
-  std::function<void()> finish_;  // copies results to where the caller wants them; holds the buffers it copies from
+  std::function<Events()> launch_;  // owns the buffers that oneCCL reads
+  std::function<void()> finish_;  // copies results to the caller's tensors; owns the buffers it copies from
 };
 
-// What this process waits for: nothing where `in` is empty. `until` is when it should have ended, one way or another.
-struct Waiting {
-  std::string in;
+// The collective that this process waits in, "" for none, and the end of its timeout.
+struct CurrentCollective {
+  std::string collective;
   uint64_t sequence = 0;
-  Clock::time_point until;
+  Clock::time_point deadline;
 };
 
-// Drives all operations of this process. A waiting caller drives them itself; what nobody waits for, a thread of the
-// engine's does, resting longer and longer while nothing ends.
+// Drives all operations of this process. A waiting caller drives them itself; the engine's thread drives those that no
+// caller waits for, and sleeps longer and longer while none ends.
 class Engine {
  public:
   static Engine& instance();
 
-  // Submits one operation: `launch` calls oneCCL and returns its events; `finish` runs once, after the last of them.
+  // Submits an operation: `launch` calls oneCCL and returns its events; `finish` runs once, after the last event.
   void submit(
       const c10::intrusive_ptr<Operation>& operation,
       std::function<Events()> launch,
       std::function<void()> finish);
 
-  // Looks once at all operations in flight; false where another thread is just doing so.
+  // Polls all operations in flight once; false where another thread does so at the moment.
   bool drive();
 
-  // Fails all operations in flight and all to come: what oneCCL still does is of no use then.
+  // Fails all operations in flight and all later ones.
   void abort(const std::string& reason);
 
-  // What the message of a timeout adds: who has not joined.
-  void note(std::string absent);
+  // Sets the text about ranks that have not joined, which the message of a timeout includes.
+  void set_absent_ranks(std::string absent);
 
-  // Calls into oneCCL that are no operations: making communicators. Those may take as long as a rank is late.
+  // Locks oneCCL for calls that are no operations: creating and destroying communicators. Those wait for late ranks.
   std::unique_lock<std::mutex> enter();
 
-  // The oldest operation in flight, or what else this process waits for. Never waits itself.
-  Waiting waits_in();
-  void tell(Waiting waiting);
-  void tell_oldest();  // with the engine entered
+  // The oldest operation in flight, or the creation or destruction of a communicator. Never blocks.
+  CurrentCollective current();
+  void publish(CurrentCollective current);
+  void publish_oldest();  // needs the engine's lock
 
-  // Whether oneCCL has nothing to do, and may still be called.
+  // Whether oneCCL has no operation in flight and may still be called.
   bool idle();
 
-  // To be called once oneCCL has set up all that it takes down at the process's end: until then nobody may be inside.
-  void mind_exit();
+  // Registers the engine's exit handler. Must be called after oneCCL has registered its own, so that it runs first.
+  void register_exit_handler();
 
  private:
   friend class Operation;
@@ -109,17 +109,17 @@ class Engine {
   void run();
   void time_out(const Operation& operation);
   size_t time_out_late();
-  void leave(int status);
+  void on_process_exit(int status);
 
   std::mutex mutex_;
   std::condition_variable work_;
   std::list<c10::intrusive_ptr<Operation>> pending_;
   std::string aborted_;
-  bool left_ = false;
-  std::mutex told_mutex_;  // held for a moment only, and while mutex_ may be held
+  bool exiting_ = false;
+  std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is
   std::string absent_;
-  Waiting waiting_for_;
-  std::atomic<int> waiting_{0};  // callers that drive by themselves
+  CurrentCollective published_;
+  std::atomic<int> waiting_callers_{0};  // these drive operations themselves
 };
 
 }  // namespace cputrain

@@ -1,4 +1,4 @@
-"""What oneCCL, Intel MPI and libfabric read from the environment, decided before they load; the user's own stays."""
+"""The environment variables of oneCCL, Intel MPI and libfabric, set before they load; the user's values are kept."""
 
 import os
 import resource
@@ -14,97 +14,95 @@ from mpi.fabric import Setting
 
 SHM = Path("/dev/shm")
 SHM_BYTES_PER_RANK = 32 << 20
-# Providers that register memory with the network card.
+# Providers that register (lock) memory with the network card.
 PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
 LOCKED_BYTES = 64 << 20
-# Its ranks only: affinity.bind gives OMPI_COMM_WORLD_RANK and PMI_RANK to scripts that no MPI has started, too.
+# A variable that only this MPI's launcher sets: affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts.
 OTHER_MPI = {"OMPI_UNIVERSE_SIZE": "Open MPI's mpirun"}
 
 
 def transport_of(env: Mapping[str, str], world_size: int) -> tuple[str, str]:
-    """ "mpi" or "ofi", and why. Raises InputError where the user wants MPI and its ranks cannot meet.
+    """The transport "mpi" or "ofi", and the reason. Raises InputError where MPI is requested but cannot be used.
 
-    MPI is there for ranks that a process manager of its own kind has started: Intel MPI's and MPICH's mpirun, srun with
-    PMI-2. All others meet through the job's store and talk over libfabric.
+    MPI needs ranks that a PMI process manager has started: mpirun of Intel MPI or MPICH, or srun with PMI-2. All other
+    ranks find each other through the job's store and communicate over libfabric.
     """
-    asked = env.get("CCL_ATL_TRANSPORT")
+    requested = env.get("CCL_ATL_TRANSPORT")
     other = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
     connected = "PMI_RANK" in env and any(name in env for name in PMI_CONNECTIONS)
     managed = other is None and connected and env.get("PMI_SIZE", "") == str(world_size)
-    if asked == "mpi" and not managed:
+    if requested == "mpi" and not managed:
         starter = other or "a launcher without Intel MPI's process manager (PMI)"
         raise InputError(
             f"CCL_ATL_TRANSPORT=mpi, but this rank was started by {starter}: start it with Intel MPI's mpirun or "
             "srun --mpi=pmi2, or unset the variable"
         )
-    if asked:
-        return asked, "CCL_ATL_TRANSPORT is set"
+    if requested:
+        return requested, "CCL_ATL_TRANSPORT is set"
     if managed:
-        return "mpi", "the launcher speaks PMI"
-    return "ofi", f"started by {other}" if other else "no process manager (PMI) has started this rank"
+        return "mpi", "the launcher supports PMI"
+    return "ofi", f"started by {other}" if other else "not started by a PMI process manager"
 
 
 def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Variable, value and reason of all that is not set yet."""
+    """Variables that the environment does not set yet, each with its value and the reason."""
     transport, why = transport_of(env, rank.world_size)
     root = libraries.mpi.parent.parent
     found: list[Setting] = [
         ("CCL_ATL_TRANSPORT", transport, why),
-        ("CCL_ROOT", str(libraries.include.parent), "where oneCCL lies"),
-        ("I_MPI_ROOT", str(root), "where Intel MPI lies"),
+        ("CCL_ROOT", str(libraries.include.parent), "oneCCL's folder"),
+        ("I_MPI_ROOT", str(root), "Intel MPI's folder"),
         ("FI_PROVIDER_PATH", str(libraries.fabric.parent), "libfabric's providers come with Intel MPI"),
-        ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "not whichever libmpi is found first"),
-        ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric that the providers belong to"),
-        ("CCL_LOG_LEVEL", "error", "each variable set here would be warned of; this one still is"),
+        ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "this libmpi, not the first one on the library path"),
+        ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric of these providers"),
+        ("CCL_LOG_LEVEL", "error", "without it, oneCCL warns about each variable that is set here"),
         ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "one libfabric in a process"),
         ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "one libfabric in a process"),
     ]
     if transport == "ofi":
         found += [
-            ("CCL_PROCESS_LAUNCHER", "none", "ranks meet through the job's store"),
-            ("CCL_LOCAL_RANK", str(rank.local_rank), "told by the launcher"),
-            ("CCL_LOCAL_SIZE", str(rank.local_world_size), "told by the launcher"),
+            ("CCL_PROCESS_LAUNCHER", "none", "ranks find each other through the job's store"),
+            ("CCL_LOCAL_RANK", str(rank.local_rank), "given by the launcher"),
+            ("CCL_LOCAL_SIZE", str(rank.local_world_size), "given by the launcher"),
         ]
     else:
         found += [
-            ("CCL_PROCESS_LAUNCHER", "hydra", "ranks are told by PMI"),
-            ("I_MPI_THREAD_SPLIT", "0", "oneCCL is entered by one thread at a time"),
+            ("CCL_PROCESS_LAUNCHER", "hydra", "PMI numbers the ranks"),
+            ("I_MPI_THREAD_SPLIT", "0", "one thread at a time calls oneCCL"),
         ]
     if "CCL_WORKER_AFFINITY" not in env:
-        found.append(
-            ("CCL_WORKER_OFFLOAD", "0", "no comm cores: oneCCL's spinning threads would take turns with the computing")
-        )
+        found.append(("CCL_WORKER_OFFLOAD", "0", "no comm cores: oneCCL's spinning threads would slow the computation"))
     if "MALLOC_TRIM_THRESHOLD_" in env or "malloc" in env.get("LD_PRELOAD", ""):
         found.append(
             (
                 "CCL_BUFFER_CACHE",
                 "0",
-                "the allocator keeps memory; oneCCL would keep a buffer of each size it saw",
+                "the allocator caches memory; oneCCL would cache one more buffer of each size",
             )
         )
     if rank.local_world_size == rank.world_size:
-        # libfabric would take any interface, a container's too, and wait for ever once that has gone.
+        # libfabric would choose any interface, even a container's, and hang once that is removed.
         found.append(("FI_TCP_IFACE", LOOPBACK_INTERFACE, "all ranks are on this host"))
     elif interface := interface_to(env.get("MASTER_ADDR", "")):
-        found.append(("FI_TCP_IFACE", interface, "the way to rank 0's host"))
+        found.append(("FI_TCP_IFACE", interface, "the interface that reaches rank 0's host"))
     return tuple(setting for setting in found if setting[0] not in env)
 
 
 def check_host(rank: Rank, env: Mapping[str, str]) -> None:
-    """Raise InputError where this host lets oneCCL and MPI fail later, and without a reason."""
+    """Raise InputError for limits of this host that would make oneCCL or MPI fail later without a clear message."""
     if rank.local_world_size > 1:
         space = os.statvfs(SHM) if SHM.is_dir() else None
         found = space.f_blocks * space.f_frsize if space else 0
         if found < rank.local_world_size * SHM_BYTES_PER_RANK:
             raise InputError(
                 f"{SHM} has {found >> 20} MiB, {rank.local_world_size} ranks that share memory need "
-                f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20}: enlarge it (docker --shm-size=2g), or set "
+                f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20} MiB: enlarge it (docker --shm-size=2g), or set "
                 "comm.backend=gloo"
             )
     provider = next((name for name in PINNING if name in env.get("FI_PROVIDER", "")), None)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if provider and limit != resource.RLIM_INFINITY and limit < LOCKED_BYTES:
         raise InputError(
-            f"FI_PROVIDER={provider} registers memory, but this process may lock {limit >> 10} KiB only: raise the "
+            f"FI_PROVIDER={provider} registers memory, but this process may lock only {limit >> 10} KiB: raise the "
             "limit (ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK), or use FI_PROVIDER=tcp"
         )

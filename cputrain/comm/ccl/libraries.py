@@ -1,4 +1,4 @@
-"""Where oneCCL's CPU build and Intel MPI's runtime lie: from PyPI, or from a module that was loaded."""
+"""The search for oneCCL's CPU build and Intel MPI's runtime: in a loaded module or in packages from PyPI."""
 
 import re
 import sys
@@ -11,12 +11,12 @@ from affinity.errors import InputError
 
 INSTALL = 'pip install "cputrain[ccl]"'
 CCL, HEADER, MPI, FABRIC = "libccl.so.1", "oneapi/ccl.hpp", "libmpi.so.12", "libfabric.so.1"
-OLDEST, NEWEST = (2021, 9), (2021, 13)  # with a shared CPU build and this C++ API
+OLDEST, NEWEST = (2021, 9), (2021, 13)  # these have a shared CPU library and this C++ API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """oneCCL's shared CPU library, its headers and version, and the libmpi and libfabric that it is to load."""
+    """oneCCL's shared CPU library, headers and version, and the libmpi and libfabric for it to load."""
 
     ccl: Path
     include: Path
@@ -26,9 +26,9 @@ class Libraries:
 
 
 def find_libraries(env: Mapping[str, str]) -> Libraries:
-    """The first of each under CCL_ROOT and I_MPI_ROOT, in this Python's packages, under this Python's prefix.
+    """Find each library under CCL_ROOT or I_MPI_ROOT, then in this Python's packages, then under its prefix.
 
-    Raises InputError where one is missing or oneCCL is of a version without a shared CPU build.
+    Raises InputError where one is missing, or where this version of oneCCL has no shared CPU library.
     """
     roots = [*_roots(env, "CCL_ROOT", "oneccl-devel", HEADER, 2)]
     include = next((root / "include" for root in roots if (root / "include" / HEADER).is_file()), None)
@@ -38,10 +38,10 @@ def find_libraries(env: Mapping[str, str]) -> Libraries:
     folders = ("lib/ccl/cpu/lib", "lib/cpu", "lib/cpu_icx")
     ccl = next((path for folder in folders if (path := include.parent / folder / CCL).is_file()), None)
     if ccl is None or not OLDEST <= version <= NEWEST:
-        found, newest = (".".join(map(str, numbers)) for numbers in (version, NEWEST))
+        found, oldest, newest = (".".join(map(str, numbers)) for numbers in (version, OLDEST, NEWEST))
         raise InputError(
-            f"comm.backend=ccl: oneCCL {found} in {include.parent} is none of those up to {newest} that have a shared "
-            f"CPU library: {INSTALL}"
+            f"comm.backend=ccl: oneCCL {found} in {include.parent} cannot be used, only {oldest} to {newest} with "
+            f"their shared CPU library: {INSTALL}"
         )
     return Libraries(ccl=ccl, include=include, version=version, mpi=_library(env, MPI), fabric=_library(env, FABRIC))
 
@@ -51,12 +51,12 @@ def _library(env: Mapping[str, str], name: str) -> Path:
     roots = _roots(env, "I_MPI_ROOT", "impi-rt", MPI, 1)
     path = next((path for root in roots for folder in folders if (path := root / folder / name).is_file()), None)
     if path is None:
-        raise InputError(f"comm.backend=ccl: oneCCL needs {name} of Intel MPI's runtime: {INSTALL}")
+        raise InputError(f"comm.backend=ccl: oneCCL needs {name} of Intel MPI's runtime, found none: {INSTALL}")
     return path
 
 
 def _roots(env: Mapping[str, str], variable: str, package: str, landmark: str, depth: int) -> Iterator[Path]:
-    """Folders that may hold lib/ and include/; a package's is the one `depth` above the folder of its landmark."""
+    """Folders that may contain lib/ and include/; a package's is `depth` levels above the folder of its landmark."""
     if variable in env:
         yield Path(env[variable])
     try:
@@ -71,5 +71,5 @@ def _version(header: Path) -> tuple[int, int]:
     text = header.read_text() if header.is_file() else ""
     numbers = re.findall(r"CCL_(?:MAJOR|MINOR)_VERSION\s+(\d+)", text)
     if len(numbers) != 2:
-        raise InputError(f"comm.backend=ccl: {header} tells no version of oneCCL: {INSTALL}")
+        raise InputError(f"comm.backend=ccl: {header} contains no version of oneCCL: {INSTALL}")
     return int(numbers[0]), int(numbers[1])
