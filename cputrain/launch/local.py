@@ -12,7 +12,7 @@ from affinity.planner.plan import Plan
 from affinity.planner.runtime import find_runtime, target_of
 from cputrain.data.survey import Survey, survey_recipe
 from cputrain.launch.planning import request_of
-from cputrain.recipe.derivation import Numbers, derive
+from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, PLAN, RECIPE, check_folder, make_folder
 from cputrain.runs.resume import Facts
@@ -28,7 +28,7 @@ class Planned:
     recipe: Recipe
     plan: Plan
     found: Survey
-    numbers: Numbers
+    numbers: TrainingSizes
 
     @property
     def ppn(self) -> int:

@@ -43,11 +43,11 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
         _shape_blocks(model, section)
     for layer in batchnorms(model):
         layer.momentum = 1 - section.bn_decay
-    if section.bn_stats != "local" or section.bn_stats_batch is not None:
+    if section.bn_stats != "local" or section.bn_ghost_batch is not None:
         for layer in batchnorms(model):
             layer.__class__ = STATISTICS[section.bn_stats]
             if isinstance(layer, PartsBatchNorm2d):
-                layer.part = section.bn_stats_batch or 0
+                layer.part = section.bn_ghost_batch or 0
     if section.freeze_to is not None:
         freeze(model, section.freeze_to)
     if features is None:
@@ -87,7 +87,7 @@ def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         blocks = list(stage.children())  # type: ignore[union-attr]
         first = blocks[0]
-        if section.stride == "v1":
+        if section.resnet_version == "v1":
             first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
         quiet = {"none": [], "last_of_block": blocks, "last_of_stage": blocks[-1:]}[section.zero_gamma]
         for block in quiet:

@@ -42,8 +42,8 @@ def _lars(groups: Groups, optim: OptimSection) -> Optimizer:
     return Lars(
         groups,
         momentum=optim.momentum,
-        family=optim.family,
-        trust=optim.trust,
+        family=optim.lars_variant,
+        trust=optim.trust_coefficient,
         nesterov=optim.nesterov,
         clip=optim.trust_clip,
         correct=optim.momentum_correction,
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Groups, OptimSection], Optimizer]] = {
     "adam": lambda groups, o: Adam(**_adam(groups, o), **_epsilon(o), fused=True),
     "adamw": lambda groups, o: AdamW(**_adam(groups, o), **_epsilon(o), fused=True),
     "rmsprop": lambda groups, o: RMSprop(
-        groups, lr=0.0, alpha=o.smoothing, momentum=o.momentum, foreach=True, **_epsilon(o)
+        groups, lr=0.0, alpha=o.alpha, momentum=o.momentum, foreach=True, **_epsilon(o)
     ),
     "adagrad": lambda groups, o: Adagrad(groups, lr=0.0, fused=True, **_epsilon(o)),
     "adadelta": lambda groups, o: Adadelta(groups, lr=0.0, rho=o.rho, foreach=True, **_epsilon(o)),

@@ -48,7 +48,7 @@ def train_rank(
         end_group(session.group)
         return
     sampling = nullcontext() if prepared else sampled(recipe.folder, rank, session.loader_pus)
-    with sampling, staged(session.dataset, recipe.data.stage, rank, session.loader_pus):
+    with sampling, staged(session.dataset, recipe.data.stage_dir, rank, session.loader_pus):
         outcome = _train(session, resume=resume)
     peaks = gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if session.leads:

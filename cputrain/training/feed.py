@@ -13,22 +13,22 @@ from cputrain.data.loader import Batch, batches
 from cputrain.data.order import Order, epoch_order, evaluation_share, rank_share, sample_generator
 from cputrain.data.shards import Shards
 from cputrain.data.views import Look, evaluation_look, plain_look, training_look
-from cputrain.recipe.phases import now_at
+from cputrain.recipe.phases import settings_at
 from cputrain.training.session import Session
 
 
 def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
     """This rank's batches for the updates from `first` to before `stop`, which lie in one epoch."""
     recipe, numbers, rank = session.recipe, session.numbers, session.rank
-    data, seed, now = recipe.data, recipe.seed, now_at(recipe, epoch)
+    data, seed, now = recipe.data, recipe.seed, settings_at(recipe, epoch)
     images, steps = session.dataset.train, numbers.steps_per_epoch
     length = session.block_length
     if length:
-        order = block_order(len(images), seed, epoch, length=length, used=numbers.used, steps=steps)
+        order = block_order(len(images), seed, epoch, length=length, used=numbers.used_images_per_epoch, steps=steps)
     else:
-        order = epoch_order(len(images), seed, epoch)[: numbers.used]
+        order = epoch_order(len(images), seed, epoch)[: numbers.used_images_per_epoch]
     shares = [rank_share(order, step % steps, steps, session.batches, rank.rank) for step in range(first, stop)]
-    passes = (part for share in shares for part in np.array_split(share, numbers.passes))
+    passes = (part for share in shares for part in np.array_split(share, numbers.accumulation_steps))
     if isinstance(images, Points):
         return images.batches(passes)
     if length and isinstance(images, Shards):
@@ -39,9 +39,11 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
         def draw() -> Random:
             return sample_generator(seed, epoch, image)
 
-        if now.part == "plain":
+        if now.train_crop == "random":
             return plain_look(short_side, now.crop, draw, flip=data.flip)
-        return training_look(now.crop, draw, min_area=data.min_area, max_aspect=data.max_aspect, flip=data.flip)
+        return training_look(
+            now.crop, draw, min_area=data.min_crop_area, max_aspect=data.max_crop_aspect, flip=data.flip
+        )
 
     def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: Pixels) -> list[str | None]:
         if isinstance(images, SyntheticImages):

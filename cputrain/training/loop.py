@@ -15,8 +15,8 @@ from cputrain.comm.group import gather, on_rank_0, total
 from cputrain.models.build import build_model
 from cputrain.models.weights import start_from
 from cputrain.optim.build import build_optimizer
-from cputrain.optim.schedules import rate_of
-from cputrain.recipe.phases import now_at
+from cputrain.optim.schedules import lr_at
+from cputrain.recipe.phases import settings_at
 from cputrain.recipe.rates import rate_warning
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import Events
@@ -179,12 +179,12 @@ def _start_from(network: nn.Module, path: Path, session: Session) -> None:
 def _train_epoch(training: Training, epoch: int, stop: int) -> Sums:
     """Update until step `stop`, all of it inside one epoch's permutation, or until a notice."""
     session = training.session
-    recipe, numbers, decay = session.recipe, session.numbers, now_at(session.recipe, epoch).weight_decay
+    recipe, numbers, decay = session.recipe, session.numbers, settings_at(session.recipe, epoch).weight_decay
     loaded = training_batches(session, epoch, training.step, stop)
     sums = Sums()
     while training.step < stop:
         started = time.perf_counter()
-        rate = rate_of(training.step, recipe, numbers)
+        rate = lr_at(training.step, recipe, numbers)
         done = update(training.learner, session, loaded, sums, step=training.step, rate=rate, decay=decay)
         if not done.finite:
             _lost_numbers(training, done, rate)

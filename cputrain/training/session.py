@@ -26,7 +26,7 @@ from cputrain.data.normalize import choose_normalize
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_data
 from cputrain.launch.in_use import planned_allocator
-from cputrain.recipe.derivation import Numbers, derive
+from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
@@ -50,7 +50,7 @@ class Session:
     decode: Decode
     decoder: str
     normalize: Callable[[torch.Tensor], torch.Tensor]
-    numbers: Numbers
+    numbers: TrainingSizes
     block_length: int
     group: Group
     batches: tuple[int, ...]
@@ -160,7 +160,7 @@ def touch(values: torch.Tensor) -> None:
     values.fill_(1.0)
 
 
-def _batches(recipe: Recipe, worker: WorkerPlan, numbers: Numbers) -> tuple[int, ...]:
+def _batches(recipe: Recipe, worker: WorkerPlan, numbers: TrainingSizes) -> tuple[int, ...]:
     """Every rank's local batch: the recipe's, or the plan's share where the recipe wants them balanced."""
     mine = recipe.batch.local if recipe.plan.balance == "equal" else worker.local_batch or 0
     batches = tuple(gather(mine))
@@ -168,11 +168,11 @@ def _batches(recipe: Recipe, worker: WorkerPlan, numbers: Numbers) -> tuple[int,
         raise InputError(
             f"the plan's local batches {batches} are not {recipe.batch.local} on average: plan with this recipe"
         )
-    images = numbers.used // numbers.steps_per_epoch
-    if images * min(batches) // sum(batches) < numbers.passes:
+    images = numbers.used_images_per_epoch // numbers.steps_per_epoch
+    if images * min(batches) // sum(batches) < numbers.accumulation_steps:
         raise InputError(
-            f"{images} images a step, shared as {batches}, leave a rank without one for each of {numbers.passes} "
-            "pass(es): set plan.balance=equal"
+            f"{images} images a step, shared as {batches}, leave a rank without one for each of "
+            f"{numbers.accumulation_steps} pass(es): set plan.balance=equal"
         )
     return batches
 
@@ -213,7 +213,7 @@ def describe_environment(session: Session) -> dict[str, Any]:
 def _local_batch(session: Session) -> int:
     """Images of this rank's backward pass, rounded where its shares of the steps or their passes differ."""
     share = session.batches[session.rank.rank] / sum(session.batches)
-    return round(session.numbers.global_batch * share / session.numbers.passes)
+    return round(session.numbers.global_batch * share / session.numbers.accumulation_steps)
 
 
 def binding_record(session: Session) -> dict[str, Any]:

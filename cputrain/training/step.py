@@ -106,8 +106,8 @@ def make_learner(session: Session, network: nn.Module, optimizer: Optimizer) -> 
 
 def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
     """MiB of a bucket of gradients; measured where the recipe leaves it open."""
-    if comm.bucket_mb != "auto":
-        return comm.bucket_mb
+    if comm.bucket_mib != "auto":
+        return comm.bucket_mib
     gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
     return bucket_bytes(gradients, *measure_alpha_beta()) / (1 << 20)
 
@@ -144,7 +144,7 @@ def update(
         sums.add(done.sums)
         if recipe.optim.clip_norm is not None and norm > recipe.optim.clip_norm:
             torch._foreach_mul_(gradients, recipe.optim.clip_norm / norm)
-        if session.leads and recipe.ratios_every and (step + 1) % recipe.ratios_every == 0:
+        if session.leads and recipe.log_norms_every_steps and (step + 1) % recipe.log_norms_every_steps == 0:
             ratios = layer_ratios(network, optimizer)
         optimizer.step()
         learner.follow(recipe.ema_decay)
@@ -168,7 +168,7 @@ def update(
 def _backward(learner: Learner, session: Session, loaded: Iterator[Batch], step: int) -> _Passes:
     """The gradients of the next batches, averaged over the ranks; a loss that is no number makes them none, for all."""
     recipe, numbers = session.recipe, session.numbers
-    passes, images = numbers.passes, numbers.images_until(step + 1) - numbers.images_until(step)
+    passes, images = numbers.accumulation_steps, numbers.images_until(step + 1) - numbers.images_until(step)
     done = _Passes()
     for number in range(passes):
         asked = time.perf_counter()
