@@ -101,8 +101,8 @@ def all_keys(section: type[Section] = Recipe, above: Keys = ()) -> list[str]:
 
 
 def similar_keys(keys: Keys, value: Any) -> list[str]:
-    """At most three keys that an unknown key may stand for: keys of the same name in other sections, keys that have that
-    name in other trainers, or keys of similar spelling, first in the same section."""
+    """Up to three keys that an unknown key may stand for: keys of the same name in other sections, keys with that name
+    in other trainers, or keys of similar spelling, first in the same section."""
     *above, last = keys
     every = all_keys()
     found = [key for key in every if key.rpartition(".")[2] == last]

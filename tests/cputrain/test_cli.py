@@ -49,7 +49,7 @@ def test_plan_shows_this_machine() -> None:
 def test_plan_of_the_256_node_run(golden) -> None:
     result = cputrain("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
     golden("plan-resnet50-skx-256node.txt", result.stdout.rstrip("\n").replace(sys.executable, "PYTHON"))
-    for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, halved to 4.8", "mpirun -np 512 -ppn 2 "):
+    for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, x 0.5 = 4.8", "mpirun -np 512 -ppn 2 "):
         assert shown in result.stdout
 
 
@@ -77,7 +77,7 @@ def test_plan_options_win_over_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("plan", "demo-digit"), "recipe 'demo-digit' is not known: nearest are demo-digits"),
+        (("plan", "demo-digit"), "unknown recipe 'demo-digit': the nearest names are demo-digits"),
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "ppn=64 needs 64 cores; host skx-8160-2s lends 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
@@ -137,7 +137,7 @@ def test_a_rate_for_another_batch_is_warned_of_by_plan_and_by_a_dry_run() -> Non
     small = ("model.name=resnet18", "data.crop=32", "plan.ppn=1", "batch.global=32768")
     whole = cputrain("train", *lars, *small, "--dry-run")
     assert whole.returncode == 0 and "warning: schedule" not in whole.stdout
-    assert "32768 images on each of 1 worker(s), in 512 passes of at most 64 (batch.local=64)" in whole.stdout
+    assert "32768 images on 1 worker, in 512 accumulation steps of at most 64 images (batch.local=64)" in whole.stdout
 
 
 def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ class Recipe(Section):
             raise misfit(f"phases start at epochs {starts}: list them in order, each from a later epoch", "phases")
         if starts and starts[-1] >= self.epochs:
             raise misfit(
-                f"the last phase starts at epoch {starts[-1]} (counted from 0), but epochs={self.epochs}: remove it, or "
-                f"set epochs to {starts[-1] + 1} or more",
+                f"the last phase starts at epoch {starts[-1]} (counted from 0), but epochs={self.epochs}: remove it, "
+                f"or set epochs to {starts[-1] + 1} or more",
                 "epochs",
                 "phases",
             )

@@ -37,9 +37,11 @@ class DataSection(Section):
     path: str | None = None
     """Folder of the images: train/CLASS/* and val/CLASS/*, shards of `cputrain prepare`, or TFRecords. Two words stand
     for generated data: synthetic (random pixels, neither decoded nor evaluated, to measure throughput) and line (points
-    of y = 2 x + 1 with noise, for linear regression); a folder of that name is ./synthetic or ./line."""
+    of y = 2 x + 1 with noise, for linear regression); a folder of that name is ./synthetic or ./line; null: set it on
+    the command line."""
     prepare: str | None = None
-    """Command that creates the data, printed where data.path is missing. {path} in it stands for data.path."""
+    """Command that creates the data, printed where data.path is missing. {path} in it stands for data.path; null: no
+    command."""
     crop: Positive = 224
     """Side of the square images that the network gets, in pixels."""
     resize: Positive | None = None

@@ -37,7 +37,7 @@ class ModelSection(Section):
     zero_gamma: Literal["none", "last_of_block", "last_of_stage"] = "none"
     """Batch-norm layers of a resnet whose gamma starts at 0, so that their blocks start as identities. last_of_block:
     the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only that of each stage's last
-    block."""
+    block; none: no layer."""
     weights: str | None = None
     """File of the initial weights: a checkpoint of cputrain, or a state dict. A last layer of another size keeps its
     random weights; null: all weights start random."""
