@@ -84,7 +84,8 @@ class PlanSection(Section):
     """Published set of choices to use wherever this section has auto. bkm-2018: SURFsara and Intel's best-known
     methods; mlperf-spr: Intel's MLPerf v2.1 submission; auto: the planner's own rules."""
     openmp: Literal["auto", "libgomp", "libiomp5"] = "auto"
-    """OpenMP runtime to plan for. auto takes the profile's, or else the one that this Python loads."""
+    """OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto takes the profile's, or else the one that
+    this Python loads."""
     oversubscribe: bool = False
     """Whether ppn may exceed the number of cores, so that workers share them. For trials only: timings mean nothing."""
     share: bool = False
