@@ -28,10 +28,13 @@ DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML with YAML 1.2's floats, so that 5e-5 is a number."""
+    """PyYAML with YAML 1.2's floats and booleans, so that 5e-5 is a number and "on" is text."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+0123456789.")
 )

@@ -209,6 +209,15 @@ def test_mistakes_in_settings_are_reported(tmp_path: Path, setting: str, expecte
     assert expected in refusal(tmp_path, "epochs: 5\n", setting)
 
 
+def test_on_and_off_are_words_as_in_yaml_1_2(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("plan: {smt: on}\ndata: {flip: false}\n")
+    recipe = load_recipe(str(tmp_path / "r.yaml"))
+    assert (recipe.plan.smt, recipe.data.flip) == ("on", False)
+    (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+    assert load_recipe("imagefolder", ["plan.smt=off"]).plan.smt == "off"
+
+
 def test_contradicting_values_are_reported_at_the_setting_that_contradicts() -> None:
     for settings, expected in (
         (("data.path=x", "epochs=4"), "setting 'epochs=4': schedule.warmup_epochs=5 is longer than epochs=4"),

@@ -21,7 +21,13 @@ from cputrain.training.step import Learner, Sums, update
 
 IMAGES, CLASSES, RATE = 6, 4, 0.5
 NUMBERS = TrainingSizes(
-    global_batch=IMAGES, images=60, used=60, steps_per_epoch=10, warmup_steps=0, total_steps=40, peak_rate=RATE
+    global_batch=IMAGES,
+    images_per_epoch=60,
+    used_images_per_epoch=60,
+    steps_per_epoch=10,
+    warmup_steps=0,
+    total_steps=40,
+    peak_rate=RATE,
 )
 
 
