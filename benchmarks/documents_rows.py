@@ -145,12 +145,12 @@ ROWS = (
         document=YOU,
         experiment="AlexNet at 32,768, 2,048 CPUs; Table 3: norms of weights and gradients by layer",
         full=(
-            "cputrain job slurm alexnet-bn-32k ratios_every=40 --nodes 1024 --time 00:30:00 --submit",
+            "cputrain job slurm alexnet-bn-32k log_norms_every_steps=40 --nodes 1024 --time 00:30:00 --submit",
             "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
         ),
         small=(
             "cputrain train alexnet-bn-32k data.path=data/photos data.crop=67 data.resize=67 batch.local=16 epochs=1 "
-            "schedule.warmup_epochs=1 ratios_every=5",
+            "schedule.warmup_epochs=1 log_norms_every_steps=5",
             "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
         ),
         shows=(r"^(features.0.weight .*)$", r"^(classifier.6.weight .*)$"),
@@ -206,7 +206,7 @@ ROWS = (
         full=("cputrain sweep gist-sweep",),
         small=(
             f"cputrain sweep gist-sweep {PHOTOS} epochs=1 batch.local=16 --run optim.name=momentum "
-            "--run 'optim.name=sgd schedule.rate_factor=10.0' --run 'optim.name=adam schedule.peak_rate=0.001' "
+            "--run 'optim.name=sgd schedule.auto_rate_factor=10.0' --run 'optim.name=adam schedule.peak_rate=0.001' "
             "--run 'optim.name=adagrad_da schedule.peak_rate=0.01'",
         ),
         shows=(r"^(momentum .*)$", r"^(sgd .*)$", r"^(adam .*)$", r"^(adagrad_da .*)$"),

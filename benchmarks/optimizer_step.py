@@ -32,9 +32,9 @@ def main() -> None:
         "torch SGD, foreach": lambda model: torch.optim.SGD(
             model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True
         ),
-        "ours, caffe": lambda model: build_optimizer(model, OptimSection(name="lars", family="caffe")),
-        "ours, timm": lambda model: build_optimizer(model, OptimSection(name="lars", family="timm")),
-        "ours, nus": lambda model: build_optimizer(model, OptimSection(name="lars", family="nus")),
+        "ours, caffe": lambda model: build_optimizer(model, OptimSection(name="lars", lars_variant="caffe")),
+        "ours, timm": lambda model: build_optimizer(model, OptimSection(name="lars", lars_variant="timm")),
+        "ours, nus": lambda model: build_optimizer(model, OptimSection(name="lars", lars_variant="nus")),
         "ours, caffe, Nesterov": lambda model: build_optimizer(model, OptimSection(name="lars", nesterov=True)),
         **by_timm(),
     }

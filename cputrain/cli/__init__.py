@@ -78,7 +78,7 @@ def _no_such_option(error: click.NoSuchOption) -> str:
     ]
     near = [name for name in known if name.startswith(typed)] or get_close_matches(typed, known, n=1, cutoff=0.75)
     if not near and any(param.name == "settings" for param in params):
-        from cputrain.recipe.errors import all_keys  # pydantic: only for this
+        from cputrain.recipe.keys import all_keys  # pydantic: only for this
 
         last = typed.lstrip("-").replace("-", "_")
         near = [f"{key}=VALUE" for key in all_keys() if key.rpartition(".")[2] == last][:3]

@@ -21,13 +21,13 @@ def command() -> None:
 def optimizer(run: Path, step: int | None) -> None:
     """Each layer's norms of weights and gradients, their ratio, and LARS' trust ratio, as RUN's events have them.
 
-    A run writes them where its recipe says so: ratios_every=100. You et al. 2018, Table 3.
+    A run writes them where its recipe says so: log_norms_every_steps=100. You et al. 2018, Table 3.
     """
     if not (run / FILE).is_file():
         raise InputError(f"{run} holds no run: give a run's output folder")
     written = {event["step"]: event for event in read_events(run) if event["event"] == "ratios"}
     if not written:
-        raise InputError(f"{run} has no ratios: train with ratios_every=N")
+        raise InputError(f"{run} has no ratios: train with log_norms_every_steps=N")
     chosen = max(written) if step is None else step
     if chosen not in written:
         raise InputError(f"{run} has no ratios of step {chosen}: it has {', '.join(map(str, sorted(written)))}")

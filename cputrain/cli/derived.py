@@ -6,8 +6,9 @@ from affinity.planner.reasons import Reason
 from cputrain.cli.text_chart import curve, sampled
 from cputrain.data.formats.survey import survey
 from cputrain.data.from_recipe import survey_recipe
-from cputrain.optim.schedules import rate_of
-from cputrain.recipe.derivation import derive, explain
+from cputrain.optim.schedules import lr_at
+from cputrain.recipe.derivation import derive
+from cputrain.recipe.explanation import explain
 from cputrain.recipe.rates import rate_warning
 from cputrain.recipe.schema import Recipe
 
@@ -33,7 +34,7 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
     if warning := rate_warning(recipe, global_batch=numbers.global_batch):
         told += f"\nwarning: {warning}"
     if drawn:
-        rates = sampled(lambda step: rate_of(step, recipe, numbers), numbers.total_steps)
+        rates = sampled(lambda step: lr_at(step, recipe, numbers), numbers.total_steps)
         told += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return told
 

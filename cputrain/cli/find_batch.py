@@ -84,7 +84,7 @@ def _most(smallest: Planned, error: InputError) -> int:
     """The largest local batch, given why a larger one was refused: by its memory, or by what an epoch holds."""
     if isinstance(error, DoesNotFitError):
         return error.largest
-    return smallest.numbers.images // smallest.numbers.global_batch  # whose local batch is 1
+    return smallest.numbers.images_per_epoch // smallest.numbers.global_batch  # whose local batch is 1
 
 
 def _refused(batch: int, smallest: Planned, error: InputError) -> Trial:

@@ -48,7 +48,7 @@ def training(asked: Asked, words: tuple[str, ...], array: str | None, stage: str
         data=None if recipe.data.generated else recipe.data.path,
         stage=stage,
         sweep=None if array is None else parse_sweep(array),
-        paths=tuple(path for path in (recipe.data.stage, recipe.model.weights) if path is not None),
+        paths=tuple(path for path in (recipe.data.stage_dir, recipe.model.weights) if path is not None),
     )
     return Wanted(work=work, name=recipe.name, ppn=ppn, cpus=cpus)
 

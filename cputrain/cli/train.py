@@ -6,7 +6,7 @@ from affinity.views.text import plan_to_text
 from cputrain.cli.derived import aligned
 from cputrain.launch.local import planned_here, train_here
 from cputrain.launch.rank_process import bound_here, run_rank, this_rank
-from cputrain.recipe.derivation import explain
+from cputrain.recipe.explanation import explain
 from cputrain.recipe.rates import rate_warning
 from cputrain.runs.folder import check_folder, finished, load_training
 

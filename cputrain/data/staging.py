@@ -35,7 +35,7 @@ def staged(dataset: Dataset, where: str | None, rank: Rank, cpus: tuple[int, ...
         return
     splits = (dataset.train, dataset.val)
     if not all(isinstance(split, Shards) for split in splits):
-        raise InputError("data.stage copies shards, which data.path does not hold: cputrain prepare makes them")
+        raise InputError("data.stage_dir copies shards, which data.path does not hold: cputrain prepare makes them")
     shards = [split for split in splits if isinstance(split, Shards)]
     paths = [path for split in shards for path in split.paths]
     folder = Path(where) / copies_folder_name(paths)
@@ -71,11 +71,11 @@ def _make_folder(paths: Sequence[Path], folder: Path) -> str:
         needed = sum(path.stat().st_size for path in paths if not (folder / path.name).is_file())
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return f"data.stage: {os.uname().nodename}: {error}"
+        return f"data.stage_dir: {os.uname().nodename}: {error}"
     if needed > free:
         return (
-            f"data.stage={folder.parent}: {os.uname().nodename} has {free / 1e9:.1f} GB free there, the shards need "
-            f"{needed / 1e9:.1f}: make room, or set data.stage=null"
+            f"data.stage_dir={folder.parent}: {os.uname().nodename} has {free / 1e9:.1f} GB free there, the shards "
+            f"need {needed / 1e9:.1f}: make room, or set data.stage_dir=null"
         )
     return ""
 
@@ -91,7 +91,7 @@ def _copy_all(paths: Sequence[Path], folder: Path, cpus: tuple[int, ...], stop: 
         try:
             copy(path, folder / path.name, stop)
         except OSError as error:
-            logger.warning("warning: data.stage: %s is not copied, but read in place: %s", path.name, error)
+            logger.warning("warning: data.stage_dir: %s is not copied, but read in place: %s", path.name, error)
 
 
 def copy(source: Path, target: Path, stop: threading.Event) -> None:

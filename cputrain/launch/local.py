@@ -13,7 +13,7 @@ from affinity.planner.runtime import find_runtime, target_of
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.planning import request_of
-from cputrain.recipe.derivation import Numbers, derive
+from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, PLAN, RECIPE, check_folder, make_folder
 from cputrain.runs.resume import Facts
@@ -29,7 +29,7 @@ class Planned:
     recipe: Recipe
     plan: Plan
     found: Survey
-    numbers: Numbers
+    numbers: TrainingSizes
 
     @property
     def ppn(self) -> int:

@@ -2,7 +2,7 @@
 
 from affinity.planner.plan import Request
 from cputrain.models.sizes import workload_of
-from cputrain.recipe.derivation import pass_batch
+from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import BatchSection, Recipe
 
 
@@ -26,7 +26,7 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
         openmp=section.openmp,
         oversubscribe=section.oversubscribe,
         balance=section.balance,
-        local_batch=recipe.batch.local if section.balance == "batch" else pass_batch(recipe.batch, workers),
+        local_batch=recipe.batch.local if section.balance == "batch" else largest_local_batch(recipe.batch, workers),
         workload=workload_of(recipe),
     )
 
@@ -36,7 +36,7 @@ def for_evaluation(recipe: Recipe) -> Recipe:
     changes = {
         "batch": BatchSection(local=1),
         "evaluate": recipe.evaluate.model_copy(update={"batch": recipe.evaluate.batch or recipe.batch.local}),
-        "data": recipe.data.model_copy(update={"images_per_epoch": None, "remainder": "drop", "block_mib": 0.0}),
+        "data": recipe.data.model_copy(update={"images_per_epoch": None, "last_batch": "drop", "block_mib": 0.0}),
         "plan": recipe.plan.model_copy(update={"balance": "equal"}),
     }
     return recipe.model_copy(update=changes)

@@ -42,11 +42,11 @@ def build_model(section: ModelSection, classes: int, side: int, features: int | 
         _shape_blocks(model, section)
     for layer in batchnorms(model):
         layer.momentum = 1 - section.bn_decay
-    if section.bn_stats != "local" or section.bn_stats_batch is not None:
+    if section.bn_stats != "local" or section.bn_ghost_batch is not None:
         for layer in batchnorms(model):
             layer.__class__ = BATCHNORMS[section.bn_stats]
             if isinstance(layer, GhostBatchNorm2d):
-                layer.ghost_batch = section.bn_stats_batch or 0
+                layer.ghost_batch = section.bn_ghost_batch or 0
     if section.freeze_to is not None:
         freeze(model, section.freeze_to)
     if features is None:
@@ -86,7 +86,7 @@ def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         blocks = list(stage.children())  # type: ignore[union-attr]
         first = blocks[0]
-        if section.stride == "v1":
+        if section.resnet_version == "v1":
             first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
         zeroed = {"none": [], "last_of_block": blocks, "last_of_stage": blocks[-1:]}[section.zero_gamma]
         for block in zeroed:

@@ -43,8 +43,8 @@ def _lars(groups: ParamGroups, optim: OptimSection) -> Optimizer:
         groups,
         lr=0.0,
         momentum=optim.momentum,
-        family=optim.family,
-        trust_coefficient=optim.trust,
+        family=optim.lars_variant,
+        trust_coefficient=optim.trust_coefficient,
         nesterov=optim.nesterov,
         trust_clip=optim.trust_clip,
         momentum_correction=optim.momentum_correction,
@@ -68,9 +68,7 @@ OPTIMIZERS: dict[str, Callable[[ParamGroups, OptimSection], Optimizer]] = {
     "lamb": lambda groups, o: Lamb(**_adam(groups, o)),
     "adam": lambda groups, o: Adam(**_adam(groups, o), fused=True),
     "adamw": lambda groups, o: AdamW(**_adam(groups, o), fused=True),
-    "rmsprop": lambda groups, o: RMSprop(
-        groups, lr=0.0, alpha=o.smoothing, momentum=o.momentum, foreach=True, **_eps(o)
-    ),
+    "rmsprop": lambda groups, o: RMSprop(groups, lr=0.0, alpha=o.alpha, momentum=o.momentum, foreach=True, **_eps(o)),
     "adagrad": lambda groups, o: Adagrad(groups, lr=0.0, fused=True, **_eps(o)),
     "adadelta": lambda groups, o: Adadelta(groups, lr=0.0, rho=o.rho, foreach=True, **_eps(o)),
     "adagrad_da": lambda groups, o: AdagradDA(groups, lr=0.0, **_eps(o)),

@@ -1,8 +1,8 @@
-"""How files and key=value settings become a recipe, and what is wrong with one in one line."""
+"""Reading recipes from files and key=value settings, and writing them."""
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,29 @@ from pydantic import ValidationError
 
 from affinity.errors import InputError
 from affinity.topology.catalog import shipped
-from cputrain.recipe.errors import complaint
+from cputrain.recipe.errors import explain_error
+from cputrain.recipe.keys import Keys
 from cputrain.recipe.schema import Recipe
 
 RECIPES = shipped(Path(__file__).parents[1], "recipes")
 
-# What a file says that belongs to another of its values, and the new values of that with which it has no meaning: it
-# goes where a setting gives one of those alone.
-BELONGS_TO: dict[tuple[str, str], tuple[tuple[str, str], Callable[[Any], bool]]] = {
+# Keys of a file that belong to another key's value there: a setting that replaces only that value drops them. Dependent
+# key -> the other key, and whether its new value makes the dependent key meaningless.
+DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
     ("schedule", "reference_batch"): (("schedule", "peak_rate"), lambda rate: True),
-    ("schedule", "rate_factor"): (("schedule", "peak_rate"), lambda rate: rate != "auto"),
+    ("schedule", "auto_rate_factor"): (("schedule", "peak_rate"), lambda rate: rate != "auto"),
     ("batch", "accumulation"): (("batch", "global"), lambda batch: batch is not None),
 }
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML with YAML 1.2's floats, so that 5e-5 is a number."""
+    """PyYAML with YAML 1.2's floats and booleans, so that 5e-5 is a number and "on" is text."""
 
 
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+0123456789.")
 )
@@ -39,7 +43,7 @@ _Loader.add_implicit_resolver(
 def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
     """The recipe of a file or a shipped name, with key=value settings on top.
 
-    Raises InputError with file and line (or the setting), and the nearest key or name.
+    Raises InputError with file and line, or the setting, and the nearest key or name.
     """
     path = find_recipe(spec)
     try:
@@ -53,19 +57,24 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise InputError(f"recipe {path}:1 holds no keys: a recipe is key: value lines")
-    given: dict[tuple[str, ...], str] = {}
+        raise InputError(f"recipe {path}:1 contains no keys: write one `key: value` per line")
+    by_keys: dict[Keys, str] = {}
     for setting in settings:
         keys, value = parse_setting(setting)
         put(values, keys, value, setting)
-        given[keys] = setting
-    for (section, key), (replaced, excludes) in BELONGS_TO.items():
-        if replaced in given and (section, key) not in given and excludes(values[section][replaced[1]]):
-            values[section].pop(key, None)
+        by_keys[keys] = setting
+    _drop_dependent_keys(values, by_keys)
     try:
         return Recipe.model_validate(tuples(values))
     except ValidationError as error:
-        raise InputError(complaint(error, path, tree, given)) from None
+        raise InputError(explain_error(error, path, tree, by_keys)) from None
+
+
+def _drop_dependent_keys(values: dict[str, Any], settings: Mapping[Keys, str]) -> None:
+    """Remove, in place, the keys of the file that belong to a value which a setting has replaced."""
+    for (section, key), (replaced, is_meaningless) in DEPENDENT_KEYS.items():
+        if replaced in settings and (section, key) not in settings and is_meaningless(values[section][replaced[1]]):
+            values[section].pop(key, None)
 
 
 def find_recipe(spec: str) -> Path:
@@ -73,49 +82,50 @@ def find_recipe(spec: str) -> Path:
     path = Path(spec)
     if path.suffix in (".yaml", ".yml") or "/" in spec:
         if not path.is_file():
-            raise InputError(f"recipe {spec} is not there: give a file, or a name: {', '.join(recipe_names())}")
+            names = ", ".join(recipe_names())
+            raise InputError(f"recipe file {spec} not found: give an existing file, or one of the names {names}")
         return path
     if spec not in recipe_names():
         near = get_close_matches(spec, recipe_names(), n=3, cutoff=0.3) or recipe_names()
-        raise InputError(f"recipe {spec!r} is not known: nearest are {', '.join(near)}; or give a .yaml file")
+        raise InputError(f"unknown recipe {spec!r}: the nearest names are {', '.join(near)}; or give a .yaml file")
     return RECIPES / f"{spec}.yaml"
 
 
 def recipe_names() -> list[str]:
-    """The shipped recipes."""
+    """The names of the shipped recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load_recipe` reads back to the same value."""
+    """The complete recipe as YAML, which `load_recipe` reads back to the same value."""
     return str(yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False))
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe, to be read from any folder."""
+    """The recipe with absolute paths, for use in any folder."""
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(Path(path).absolute())
 
     path = recipe.data.path if recipe.data.generated else absolute(recipe.data.path)
-    data = recipe.data.model_copy(update={"path": path, "stage": absolute(recipe.data.stage)})
+    data = recipe.data.model_copy(update={"path": path, "stage_dir": absolute(recipe.data.stage_dir)})
     model = recipe.model.model_copy(update={"weights": absolute(recipe.model.weights)})
     return recipe.model_copy(update={"data": data, "model": model, "output": str(recipe.folder.absolute())})
 
 
 def input_settings(recipe: Recipe) -> tuple[str, ...]:
-    """KEY=VALUE for each file or folder that the recipe reads by a relative path, for a command in any folder."""
-    there = with_absolute_paths(recipe)
+    """KEY=VALUE with the absolute path of each input that the recipe names by a relative one, for use in any folder."""
+    absolute = with_absolute_paths(recipe)
     paths = (
-        ("data.path", recipe.data.path, there.data.path),
-        ("data.stage", recipe.data.stage, there.data.stage),
-        ("model.weights", recipe.model.weights, there.model.weights),
+        ("data.path", recipe.data.path, absolute.data.path),
+        ("data.stage_dir", recipe.data.stage_dir, absolute.data.stage_dir),
+        ("model.weights", recipe.model.weights, absolute.model.weights),
     )
     moved = ((key, new) for key, old, new in paths if new != old)
     return tuple(f"{key}={new if parse_setting(f'{key}={new}')[1] == new else json.dumps(new)}" for key, new in moved)
 
 
-def parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
+def parse_setting(setting: str) -> tuple[Keys, Any]:
     """ "batch.local=16" -> (("batch", "local"), 16)."""
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
@@ -123,11 +133,11 @@ def parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
     try:
         return tuple(key.split(".")), yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        return tuple(key.split(".")), text  # a path with a colon or a quote in it: taken as it stands
+        return tuple(key.split(".")), text  # text that is not YAML, such as a path with a colon or a quote
 
 
-def put(values: dict[str, Any], keys: tuple[str, ...], value: Any, setting: str) -> None:
-    """Set a nested key in place. Raises InputError where the path runs through a value."""
+def put(values: dict[str, Any], keys: Keys, value: Any, setting: str) -> None:
+    """Set a nested key in place. Raises InputError where a part of the path is a value."""
     for key in keys[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
@@ -136,7 +146,7 @@ def put(values: dict[str, Any], keys: tuple[str, ...], value: Any, setting: str)
 
 
 def tuples(value: Any) -> Any:
-    """YAML's lists as tuples, which strict validation wants."""
+    """YAML's lists as tuples, which strict validation requires."""
     if isinstance(value, dict):
         return {key: tuples(item) for key, item in value.items()}
     return tuple(tuples(item) for item in value) if isinstance(value, list) else value

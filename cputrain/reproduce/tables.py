@@ -162,7 +162,7 @@ def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
         "global batch": numbers.global_batch,
         "batch a worker": numbers.global_batch / (ppn * hosts),
         "workers": ppn * hosts,
-        "images per epoch": numbers.images,
+        "images per epoch": numbers.images_per_epoch,
         "epochs": recipe.epochs,
         "steps per epoch": numbers.steps_per_epoch,
         "warm-up steps": numbers.warmup_steps,
@@ -172,7 +172,7 @@ def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
         "weight decay": recipe.optim.weight_decay,
         "batch-norm decay": recipe.model.bn_decay,
     }
-    return found | ({"trust coefficient": recipe.optim.trust} if recipe.optim.name == "lars" else {})
+    return found | ({"trust coefficient": recipe.optim.trust_coefficient} if recipe.optim.name == "lars" else {})
 
 
 def told(quantity: str, value: float | None) -> str:

@@ -170,7 +170,7 @@ def _given_paths(recipe: Recipe) -> str:
     """A comment with the paths that the recipe has as relative ones, and the folder they were given in."""
     given = {
         "data.path": None if recipe.data.generated else recipe.data.path,
-        "data.stage": recipe.data.stage,
+        "data.stage_dir": recipe.data.stage_dir,
         "model.weights": recipe.model.weights,
         "output": str(recipe.folder),
     }

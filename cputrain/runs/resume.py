@@ -12,7 +12,7 @@ from cputrain.recipe.schema import Recipe
 MAY_CHANGE = (
     "name",
     "data.path",
-    "data.stage",
+    "data.stage_dir",
     "data.decoder",
     "data.on_error",
     "data.train_images",
@@ -20,12 +20,12 @@ MAY_CHANGE = (
     "batch",
     "max_steps",
     "on_nan",
-    "ratios_every",
+    "log_norms_every_steps",
     "evaluate",
     "checkpoint",
     "comm.backend",
     "comm.timeout_s",
-    "comm.bucket_mb",
+    "comm.bucket_mib",
     "engine",
     "plan",
     "sweep",
@@ -80,7 +80,7 @@ def _yaml(value: Any) -> str:
 
 def changes_training(found: Differences, new: Recipe) -> Differences:
     """Those differences that would change what a training computes from here on."""
-    endless = new.schedule.name in ENDLESS and all(phase.rate is None for phase in new.phases)
+    endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
     free = (*MAY_CHANGE, *(("epochs",) if endless else ()))
     return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in free)}
 
@@ -111,9 +111,9 @@ def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: F
             f"--resume: {now.workers} worker(s) make a global batch of {now.global_batch:,}, the run in {folder} has "
             f"{before.global_batch:,} ({before.workers} workers): set batch.global={before.global_batch}"
         )
-    if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
+    if new.schedule.rate_scaling == "workers" and now.workers != before.workers:
         return (
-            f"--resume: optim.scale_rate_by=workers, and {now.workers} worker(s) instead of {before.workers} would "
+            f"--resume: schedule.rate_scaling=workers, and {now.workers} worker(s) instead of {before.workers} would "
             f"change the learning rate of the run in {folder}: start {before.workers} workers again"
         )
     return None

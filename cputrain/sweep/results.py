@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from cputrain.launch.local import Planned
-from cputrain.recipe.derivation import pass_batch
+from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events, written_events
 from cputrain.sweep.endings import DIVERGED, DONE, STOPPED
@@ -102,7 +102,7 @@ def setup_of(planned: Planned) -> Setup:
     recipe, numbers = planned.recipe, planned.numbers
     return Setup(
         workers=planned.ppn,
-        local_batch=pass_batch(recipe.batch, planned.ppn),
+        local_batch=largest_local_batch(recipe.batch, planned.ppn),
         global_batch=numbers.global_batch,
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
@@ -124,7 +124,7 @@ def refused_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
         weight_decay=recipe.optim.weight_decay,
-        peak_rate=number(recipe.schedule.peak_rate) if recipe.optim.scale_rate_by in ("auto", "none") else None,
+        peak_rate=number(recipe.schedule.peak_rate) if recipe.schedule.rate_scaling in ("auto", "none") else None,
     )
     return Result(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
 

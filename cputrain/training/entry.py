@@ -55,7 +55,7 @@ def train_rank(
         end_group(session.ranks.group)
         return
     sampling = nullcontext() if prepared else sample_usage(recipe.folder, rank, loader_pus)
-    with sampling, staged(session.data.dataset, recipe.data.stage, rank, loader_pus):
+    with sampling, staged(session.data.dataset, recipe.data.stage_dir, rank, loader_pus):
         result = _train(session, env, resume=resume)
     peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if is_main_rank:

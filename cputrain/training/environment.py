@@ -55,4 +55,4 @@ def _mean_local_batch(session: Session) -> int:
     """Images of one of this rank's backward passes, rounded where passes or steps differ."""
     batches = session.ranks.local_batches
     share = batches[session.ranks.this.rank] / sum(batches)
-    return round(session.sizes.global_batch * share / session.sizes.passes)
+    return round(session.sizes.global_batch * share / session.sizes.accumulation_steps)

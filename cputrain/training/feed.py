@@ -1,7 +1,6 @@
 """The trainer's image pipelines: one rank's training batches step by step, and its share of an evaluation."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from affinity.errors import RunError
 from cputrain.data.batches import Batch, point_batches
@@ -10,12 +9,9 @@ from cputrain.data.loader import ImageLoader
 from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels.augment import Augmentation
 from cputrain.data.pixels.transform import Transform
-from cputrain.recipe.phases import now_at
+from cputrain.recipe.phases import settings_at
 from cputrain.recipe.schema import Recipe
 from cputrain.training.session import Session
-
-CROPS: dict[str, Literal["random_resized", "random"]] = {"scale_aspect": "random_resized", "plain": "random"}
-"""The values of data.part, and the pipeline's names for them."""
 
 
 def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
@@ -26,12 +22,12 @@ def training_batches(session: Session, epoch: int, first: int, stop: int) -> Ite
     sizes = session.sizes
     sampler = ShuffledSampler(
         images=len(session.data.dataset.train),
-        used=sizes.used,
+        used=sizes.used_images_per_epoch,
         steps=sizes.steps_per_epoch,
         seed=session.recipe.seed,
         shares=session.ranks.local_batches,
         rank=session.ranks.this.rank,
-        passes=sizes.passes,
+        passes=sizes.accumulation_steps,
         block_length=session.data.block_length,
     )
     begin = first % sizes.steps_per_epoch
@@ -54,13 +50,13 @@ def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
 
 def training_transform(recipe: Recipe, epoch: int) -> Transform:
     """The crops and augmentation of the training images in an epoch."""
-    data, now = recipe.data, now_at(recipe, epoch)
+    data, now = recipe.data, settings_at(recipe, epoch)
     return Transform(
         image_size=now.crop,
         short_side=round(data.short_side * now.crop / data.crop),
-        crop=CROPS[now.part],
-        min_area=data.min_area,
-        max_aspect=data.max_aspect,
+        crop=now.train_crop,
+        min_area=data.min_crop_area,
+        max_aspect=data.max_crop_aspect,
         flip=data.flip,
         augmentation=Augmentation(**data.augment.model_dump()),
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from cputrain.comm.group import all_gather, all_reduce_sum
-from cputrain.optim.schedules import rate_of
-from cputrain.recipe.phases import now_at
+from cputrain.optim.schedules import lr_at
+from cputrain.recipe.phases import settings_at
 from cputrain.recipe.rates import rate_warning
 from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.checkpoint import ResumePoint, save_checkpoint
@@ -126,19 +126,19 @@ class TrainingLoop:
         """Train until step `stop` of this epoch or a preemption."""
         session, sizes = self.session, self.session.sizes
         recipe, data = session.recipe, session.data
-        weight_decay = now_at(recipe, epoch).weight_decay
+        weight_decay = settings_at(recipe, epoch).weight_decay
         batches = training_batches(session, epoch, self.step, stop)
         metrics = EpochMetrics()
         while self.step < stop and not self.preempted:
             started = time.perf_counter()
-            lr = rate_of(self.step, recipe, sizes)
+            lr = lr_at(self.step, recipe, sizes)
             images = sizes.images_until(self.step + 1) - sizes.images_until(self.step)
             settings = StepSettings(
                 images_per_rank=images / session.ranks.this.world_size,
-                passes=sizes.passes,
+                passes=sizes.accumulation_steps,
                 lr=lr,
                 weight_decay=weight_decay,
-                measure_layers=session.ranks.is_main_rank and is_due(self.step, recipe.ratios_every),
+                measure_layers=session.ranks.is_main_rank and is_due(self.step, recipe.log_norms_every_steps),
             )
             result = train_step(self.state, batches, settings, recipe, data.normalize)
             metrics.add(result.metrics)

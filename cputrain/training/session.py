@@ -16,7 +16,7 @@ from cputrain.data.formats.generated import Points
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.pixels.decode import Decode, choose_decoder
 from cputrain.data.pixels.normalize import choose_normalize
-from cputrain.recipe.derivation import Numbers, derive
+from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.training.binding import Binding, check_comm_threads, start_threads
 
@@ -63,7 +63,7 @@ class Session:
     """A rank that is bound, has its data open and has joined the process group."""
 
     recipe: Recipe
-    sizes: Numbers
+    sizes: TrainingSizes
     ranks: Ranks
     data: SessionData
     binding: Binding
@@ -104,7 +104,7 @@ def start_session(
     return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, binding=binding)
 
 
-def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: Numbers) -> tuple[int, ...]:
+def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> tuple[int, ...]:
     """Every rank's local batch: the recipe's, or with plan.balance the plan's. Raises InputError."""
     own = recipe.batch.local if recipe.plan.balance == "equal" else worker.local_batch or 0
     batches = tuple(all_gather(own))
@@ -112,10 +112,10 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: Numbers) -> tuple[
         raise InputError(
             f"the plan's local batches {batches} are not {recipe.batch.local} on average: plan with this recipe"
         )
-    images = sizes.used // sizes.steps_per_epoch
-    if images * min(batches) // sum(batches) < sizes.passes:
+    images = sizes.used_images_per_epoch // sizes.steps_per_epoch
+    if images * min(batches) // sum(batches) < sizes.accumulation_steps:
         raise InputError(
             f"a step's {images} images, split in proportion to {batches}, leave a rank without an image in each of "
-            f"{sizes.passes} backward pass(es): set plan.balance=equal"
+            f"{sizes.accumulation_steps} backward pass(es): set plan.balance=equal"
         )
     return batches

@@ -67,7 +67,7 @@ def make_train_state(recipe: Recipe, network: nn.Module, optimizer: Optimizer) -
 
 def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
     """MiB of a gradient bucket: the recipe's, or the best one for measured all-reduce times."""
-    if comm.bucket_mb != "auto":
-        return comm.bucket_mb
+    if comm.bucket_mib != "auto":
+        return comm.bucket_mib
     gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
     return bucket_bytes(gradients, *measure_alpha_beta()) / (1 << 20)

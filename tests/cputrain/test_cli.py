@@ -49,7 +49,7 @@ def test_plan_shows_this_machine() -> None:
 def test_plan_of_the_256_node_run(golden) -> None:
     result = cputrain("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
     golden("plan-resnet50-skx-256node.txt", result.stdout.rstrip("\n").replace(sys.executable, "PYTHON"))
-    for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, halved to 4.8", "mpirun -np 512 -ppn 2 "):
+    for shown in ("96 x 256 = 24,576", "1,280,000 / 24,576 = 52.08", "= 9.6, x 0.5 = 4.8", "mpirun -np 512 -ppn 2 "):
         assert shown in result.stdout
 
 
@@ -77,7 +77,7 @@ def test_plan_options_win_over_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("plan", "demo-digit"), "recipe 'demo-digit' is not known: nearest are demo-digits"),
+        (("plan", "demo-digit"), "unknown recipe 'demo-digit': the nearest names are demo-digits"),
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
@@ -104,7 +104,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         ),
         (("train", "imagefolder", "data.path=images", "epochs=ten"), "epochs must be a whole number, not ten"),
         (("train", "imagefolder", "data.path=images", "optim.name=lars"), "set schedule.peak_rate to a rate for"),
-        (("train", "imagefolder", "data.path=images", "batch.global=9999"), "batch.global=9,999, but an epoch has 36"),
+        (("train", "imagefolder", "data.path=images", "batch.global=9999"), "batch.global=9,999 is more than the 36"),
         (("train", "demo-digits"), "make it with `cputrain prepare digits data/digits-folder data/digits`"),
         (("eval", "imagefolder", "data.path=synthetic", "--checkpoint", "x.pt"), "has random labels"),
         (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
@@ -132,12 +132,12 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tu
 def test_a_rate_for_another_batch_is_warned_of_by_plan_and_by_a_dry_run() -> None:
     lars = ("resnet50-mlperf-32768", "data.path=synthetic")
     planned = cputrain("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
-    told = "tuned for a global batch of 32,768 images, this job's is 512: set batch.global=32768, or schedule.peak_rate"
+    told = "tuned for a global batch of 32,768 images, but this job's is 512: set batch.global=32768, or tune schedule"
     assert planned.returncode == 0 and f"\nwarning: schedule.peak_rate=21.2 was {told}" in planned.stdout
     small = ("model.name=resnet18", "data.crop=32", "plan.ppn=1", "batch.global=32768")
     whole = cputrain("train", *lars, *small, "--dry-run")
     assert whole.returncode == 0 and "warning: schedule" not in whole.stdout
-    assert "32768 images on each of 1 worker(s), in 512 passes of at most 64 (batch.local=64)" in whole.stdout
+    assert "32768 images on 1 worker, in 512 accumulation steps of at most 64 images (batch.local=64)" in whole.stdout
 
 
 def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "images", classes=1, train=1, val=1)
     told = refused(cputrain("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
-    assert "2 workers need 2 images; train/ holds 1" in told or "ppn=2 needs 2 cores" in told
+    assert "2 workers need at least 2 images, but train/ has 1" in told or "ppn=2 needs 2 cores" in told
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

@@ -5,26 +5,27 @@ from hypothesis import strategies as st
 
 from affinity.errors import InputError
 from cputrain.data.order.permutations import rank_share
-from cputrain.optim.schedules import rate_at
-from cputrain.recipe.derivation import Numbers, derive, explain
+from cputrain.optim.schedules import scheduled_lr
+from cputrain.recipe.derivation import TrainingSizes, derive
+from cputrain.recipe.explanation import explain
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.rates import rate_warning
 from cputrain.recipe.schema import BatchSection, DataSection, Recipe, ScheduleSection
 
 
-def test_the_256_node_numbers() -> None:
+def test_the_sizes_of_the_256_node_run() -> None:
     recipe = load_recipe("resnet50-skx-256node")
-    numbers = derive(recipe, ppn=2, nodes=256, images=1_281_167)
-    assert (numbers.global_batch, numbers.steps_per_epoch) == (24_576, 52)
-    assert (numbers.warmup_steps, numbers.total_steps) == (260, 4_680)
-    assert numbers.peak_rate == pytest.approx(4.8)
-    text = "\n".join(f"{r.value}: {r.why}" for r in explain(recipe, numbers, ppn=2, nodes=256))
+    sizes = derive(recipe, ppn=2, nodes=256, images=1_281_167)
+    assert (sizes.global_batch, sizes.steps_per_epoch) == (24_576, 52)
+    assert (sizes.warmup_steps, sizes.total_steps) == (260, 4_680)
+    assert sizes.peak_rate == pytest.approx(4.8)
+    text = "\n".join(f"{r.value}: {r.why}" for r in explain(recipe, sizes, ppn=2, nodes=256))
     for shown in (
         "96 x 256 = 24,576",
         "1,280,000 / 24,576 = 52.08",
         "260",
         "4,680",
-        "0.1 x 24,576 / 256 = 9.6, halved to 4.8",
+        "0.1 x 24,576 / 256 = 9.6, x 0.5 = 4.8 (schedule.auto_rate_factor=0.5)",
     ):
         assert shown in text
 
@@ -32,13 +33,13 @@ def test_the_256_node_numbers() -> None:
 def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
     """The peak rate of imagefolder with settings, and why."""
     recipe = load_recipe("imagefolder", settings)
-    numbers = derive(recipe, ppn=ppn, nodes=nodes, images=100_000)
-    why = next(r.why for r in explain(recipe, numbers, ppn=ppn, nodes=nodes) if r.what == "peak rate")
-    return numbers.peak_rate, why
+    sizes = derive(recipe, ppn=ppn, nodes=nodes, images=100_000)
+    why = next(r.why for r in explain(recipe, sizes, ppn=ppn, nodes=nodes) if r.what == "peak rate")
+    return sizes.peak_rate, why
 
 
 @pytest.mark.parametrize(
-    ("settings", "rate", "told"),
+    ("settings", "rate", "expected"),
     [
         ((), 0.1 / 8, "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 32 / 256"),
         (("optim.name=sgd",), 0.1 / 8, "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 32 / 256"),
@@ -47,14 +48,18 @@ def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
         (("optim.name=rmsprop", "optim.momentum=0"), 1e-3 / 8**0.5, "0.001 x sqrt(32 / 256)"),
         (("optim.name=rmsprop",), 1e-4 / 8**0.5, "0.001 x (1 - 0.9) x sqrt(32 / 256)"),
         (("optim.name=lamb",), 0.04 / 32, "square-root scaling (You et al. 2020): 0.04 x sqrt(32 / 32768)"),
-        (("optim.name=adam", "schedule.rate_factor=3"), 3e-3 / 8**0.5, "= 0.0003536, times 3 to 0.00106066 in"),
-        (("optim.scale_rate_by=none",), 0.1, "0.1, not scaled (optim.scale_rate_by=none)"),
         (
-            ("optim.scale_rate_by=workers",),
-            0.1 / 8,
-            "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 16 / 256 x 2 worker(s)",
+            ("optim.name=adam", "schedule.auto_rate_factor=3"),
+            3e-3 / 8**0.5,
+            "= 0.0003536, x 3 = 0.00106066 (schedule.auto_rate_factor=3)",
         ),
-        (("optim.name=adam", "optim.scale_rate_by=workers"), 2e-3 / 16**0.5, "0.001 x sqrt(16 / 256) x 2 worker(s)"),
+        (("schedule.rate_scaling=none",), 0.1, "0.1, not scaled (schedule.rate_scaling=none)"),
+        (
+            ("schedule.rate_scaling=workers",),
+            0.1 / 8,
+            "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 16 / 256 x 2 workers",
+        ),
+        (("optim.name=adam", "schedule.rate_scaling=workers"), 2e-3 / 16**0.5, "0.001 x sqrt(16 / 256) x 2 workers"),
         (("optim.name=lars", "schedule.peak_rate=3"), 3.0, "set in the recipe"),
         (
             ("schedule.peak_rate=3", "schedule.reference_batch=64"),
@@ -62,12 +67,12 @@ def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
             "set in the recipe for a global batch of 64",
         ),
         (
-            ("optim.name=adam", "schedule.peak_rate=0.1", "optim.scale_rate_by=workers"),
+            ("optim.name=adam", "schedule.peak_rate=0.1", "schedule.rate_scaling=workers"),
             0.2,
-            "0.1 x 2 worker(s) (optim.scale_rate_by=workers)",
+            "0.1 x 2 workers (schedule.rate_scaling=workers)",
         ),
         (
-            ("schedule.peak_rate=3", "schedule.reference_batch=64", "optim.scale_rate_by=batch"),
+            ("schedule.peak_rate=3", "schedule.reference_batch=64", "schedule.rate_scaling=batch"),
             1.5,
             "linear scaling (Goyal et al. 2017, 2.1): 3 x 32 / 64",
         ),
@@ -76,19 +81,19 @@ def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
                 "optim.name=adam",
                 "schedule.peak_rate=3",
                 "schedule.reference_batch=128",
-                "optim.scale_rate_by=batch",
+                "schedule.rate_scaling=batch",
             ),
             1.5,
             "square-root scaling (Malladi et al. 2022): 3 x sqrt(32 / 128)",
         ),
     ],
 )
-def test_each_optimizer_has_its_own_rule_and_the_explanation_names_it(
-    settings: tuple[str, ...], rate: float, told: str
+def test_each_optimizer_has_its_own_scaling_rule_which_the_explanation_names(
+    settings: tuple[str, ...], rate: float, expected: str
 ) -> None:
     found, why = peak(*settings)
-    assert found == pytest.approx(rate) and told in why
-    assert ("linear" in why) == ("linear" in told)
+    assert found == pytest.approx(rate) and expected in why
+    assert ("linear" in why) == ("linear" in expected)
 
 
 def test_untuned_lamb_is_the_paper_s_table() -> None:
@@ -98,33 +103,33 @@ def test_untuned_lamb_is_the_paper_s_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["lars", "adagrad", "adadelta", "adagrad_da"])
-def test_an_optimizer_without_a_rule_asks_for_its_rate(name: str) -> None:
+def test_an_optimizer_without_a_scaling_rule_needs_a_numeric_rate(name: str) -> None:
     with pytest.raises(InputError, match=f"none for optim.name={name}, only for sgd, .*: set schedule.peak_rate to"):
         peak(f"optim.name={name}")
-    with pytest.raises(InputError, match=r"optim\.scale_rate_by=batch needs a rule"):
-        peak(f"optim.name={name}", "schedule.peak_rate=1", "optim.scale_rate_by=batch")
+    with pytest.raises(InputError, match=r"schedule\.rate_scaling=batch needs a scaling rule"):
+        peak(f"optim.name={name}", "schedule.peak_rate=1", "schedule.rate_scaling=batch")
 
 
-def test_a_rate_cannot_be_scaled_from_a_batch_that_nobody_names() -> None:
-    with pytest.raises(InputError, match=r"which global batch schedule\.peak_rate=3 is for: set schedule"):
-        peak("schedule.peak_rate=3", "optim.scale_rate_by=batch")
+def test_a_rate_cannot_be_scaled_from_an_unknown_batch() -> None:
+    with pytest.raises(InputError, match=r"global batch that schedule\.peak_rate=3 was tuned for: set schedule"):
+        peak("schedule.peak_rate=3", "schedule.rate_scaling=batch")
 
 
-def test_a_rate_that_belongs_to_another_batch_is_warned_of() -> None:
+def test_a_rate_tuned_for_another_batch_gives_a_warning() -> None:
     recipe = load_recipe("resnet50-mlperf-32768")
     assert rate_warning(recipe, global_batch=32_768) == ""
     assert rate_warning(recipe, global_batch=4096) == (
-        "schedule.peak_rate=21.2 was tuned for a global batch of 32,768 images, this job's is 4,096: set "
-        "batch.global=32768, or schedule.peak_rate for 4,096"
+        "schedule.peak_rate=21.2 was tuned for a global batch of 32,768 images, but this job's is 4,096: set "
+        "batch.global=32768, or tune schedule.peak_rate for 4,096"
     )
     momentum = load_recipe("caltech256-finetune")
-    assert rate_warning(momentum, global_batch=4096).endswith("batch.global=64, or optim.scale_rate_by=batch")
-    assert rate_warning(load_recipe("caltech256-finetune", ["optim.scale_rate_by=batch"]), global_batch=4096) == ""
+    assert rate_warning(momentum, global_batch=4096).endswith("batch.global=64, or schedule.rate_scaling=batch")
+    assert rate_warning(load_recipe("caltech256-finetune", ["schedule.rate_scaling=batch"]), global_batch=4096) == ""
     assert rate_warning(load_recipe("imagefolder"), global_batch=4096) == ""
 
 
 @given(batch=st.integers(1, 500), local=st.integers(1, 40), workers=st.integers(1, 60), spare=st.integers(0, 900))
-def test_a_fixed_global_batch_is_shared_out_whole_in_passes_that_are_not_too_large(
+def test_a_fixed_global_batch_is_divided_into_accumulation_steps_of_at_most_the_local_batch(
     batch: int, local: int, workers: int, spare: int
 ) -> None:
     recipe = Recipe(batch=BatchSection.model_validate({"global": batch, "local": local}))
@@ -132,54 +137,72 @@ def test_a_fixed_global_batch_is_shared_out_whole_in_passes_that_are_not_too_lar
     if images < workers:
         return
     try:
-        numbers = derive(recipe, ppn=workers, nodes=1, images=images)
+        sizes = derive(recipe, ppn=workers, nodes=1, images=images)
     except InputError:
         assert batch < workers or (local == 1 and batch % workers)
         return
-    assert numbers.global_batch == batch and numbers.used % batch == 0
-    order = np.arange(numbers.used)
-    shares = [rank_share(order, 0, numbers.steps_per_epoch, (local,) * workers, rank) for rank in range(workers)]
+    assert sizes.global_batch == batch and sizes.used_images_per_epoch % batch == 0
+    order = np.arange(sizes.used_images_per_epoch)
+    shares = [rank_share(order, 0, sizes.steps_per_epoch, (local,) * workers, rank) for rank in range(workers)]
     assert np.array_equal(np.concatenate(shares), order[:batch])
-    sizes = [len(part) for share in shares for part in np.array_split(share, numbers.passes)]
-    assert min(sizes) >= 1 and max(sizes) <= local
+    passes = [len(part) for share in shares for part in np.array_split(share, sizes.accumulation_steps)]
+    assert min(passes) >= 1 and max(passes) <= local
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
-    if numbers.passes > 1:
-        assert max(lengths) > (numbers.passes - 1) * local, "no more passes than are needed"
+    if sizes.accumulation_steps > 1:
+        assert max(lengths) > (sizes.accumulation_steps - 1) * local, "no more accumulation steps than needed"
 
 
 @pytest.mark.parametrize(
     ("settings", "ppn", "value", "why"),
     [
-        (("batch.global=64",), 2, "64", "32 images on each of 2 worker(s), in 2 passes of at most 16 (batch.local=16)"),
-        (("batch.global=64",), 3, "64", "21 or 22 images on each of 3 worker(s), in 2 passes of at most 11 (b"),
-        (("batch.global=64",), 8, "64", "8 images on each of 8 worker(s), in one pass (batch.local=16)"),
-        ((), 2, "32 x 1 = 32", "16 images x 2 workers a host, 1 host(s)"),
+        (
+            ("batch.global=64",),
+            2,
+            "64",
+            "32 images on each of 2 workers, in 2 accumulation steps of at most 16 images (batch.local=16)",
+        ),
+        (
+            ("batch.global=64",),
+            3,
+            "64",
+            "21 or 22 images on each of 3 workers, in 2 accumulation steps of at most 11 images (b",
+        ),
+        (("batch.global=64",), 8, "64", "8 images on each of 8 workers, in 1 backward pass (batch.local=16)"),
+        ((), 2, "32 x 1 = 32", "16 images x 2 workers per host, 1 host"),
     ],
 )
 def test_the_global_batch_is_explained(settings: tuple[str, ...], ppn: int, value: str, why: str) -> None:
     recipe = load_recipe("imagefolder", settings)
-    told = explain(recipe, derive(recipe, ppn=ppn, nodes=1, images=640), ppn=ppn, nodes=1)[0]
-    assert told.value == value and why in told.why
+    reason = explain(recipe, derive(recipe, ppn=ppn, nodes=1, images=640), ppn=ppn, nodes=1)[0]
+    assert reason.value == value and why in reason.why
 
 
 @pytest.mark.parametrize(
-    ("settings", "images", "told"),
+    ("settings", "images", "expected"),
     [
         (
             ["batch.local=16"],
             20,
-            "batch.local=16 on 2 worker.s. needs 32 images a step; an epoch has 20: .* 10 or fewer",
+            "batch.local=16 on 2 workers needs 32 images per step, but an epoch has 20: set batch.local to 10 or less",
         ),
-        ([], 1, "2 workers need 2 images; train/ holds 1"),
+        ([], 1, "2 workers need at least 2 images, but train/ has 1: set plan.ppn to 1 or less"),
         (["batch.global=1"], 40, "batch.global=1 leaves some of 2 workers without an image: set batch.global to 2 or"),
-        (["batch.global=41"], 40, "batch.global=41, but an epoch has 40 images: set batch.global to 40 or less"),
+        (
+            ["batch.global=41"],
+            40,
+            "batch.global=41 is more than the 40 images of an epoch: set batch.global to 40 or less",
+        ),
         (["batch.global=5", "batch.local=1"], 40, "batch.global=5 does not divide .* set batch.local to 2 or more"),
-        (["data.images_per_epoch=50"], 40, "images_per_epoch=50 but train/ holds 40"),
+        (
+            ["data.images_per_epoch=50"],
+            40,
+            "images_per_epoch=50 is more than the 40 images in train/: lower it, or remove it",
+        ),
     ],
 )
-def test_too_few_images_are_refused(settings: list[str], images: int, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_too_few_images_are_refused(settings: list[str], images: int, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
         derive(load_recipe("imagefolder", settings), ppn=2, nodes=1, images=images)
 
 
@@ -196,12 +219,18 @@ def test_the_schedule_is_two_straight_lines(
     total = warmup + rest
 
     schedule = ScheduleSection(start_rate=start)
-    numbers = Numbers(
-        global_batch=1, images=1, used=1, steps_per_epoch=1, warmup_steps=warmup, total_steps=total, peak_rate=peak
+    sizes = TrainingSizes(
+        global_batch=1,
+        images_per_epoch=1,
+        used_images_per_epoch=1,
+        steps_per_epoch=1,
+        warmup_steps=warmup,
+        total_steps=total,
+        peak_rate=peak,
     )
 
     def rate(step: int) -> float:
-        return rate_at(step, schedule, numbers)
+        return scheduled_lr(step, schedule, sizes)
 
     assert rate(0) == (start if warmup else peak)
     assert rate(warmup) == peak
@@ -214,68 +243,73 @@ def test_the_schedule_is_two_straight_lines(
 
 def test_the_256_node_schedule() -> None:
     recipe = load_recipe("resnet50-skx-256node")
-    numbers = derive(recipe, ppn=2, nodes=256, images=1_281_167)
-    assert rate_at(130, recipe.schedule, numbers) == pytest.approx(2.45)
-    assert rate_at(2_470, recipe.schedule, numbers) == pytest.approx(2.4)
+    sizes = derive(recipe, ppn=2, nodes=256, images=1_281_167)
+    assert scheduled_lr(130, recipe.schedule, sizes) == pytest.approx(2.45)
+    assert scheduled_lr(2_470, recipe.schedule, sizes) == pytest.approx(2.4)
 
 
-def numbers_of(**how: object) -> Numbers:
-    known = {"global_batch": 1, "images": 1, "used": 1, "steps_per_epoch": 100, "warmup_steps": 400}
-    return Numbers(**{**known, "total_steps": 4000, "peak_rate": 32.0, **how})
+def sizes_of(**how: object) -> TrainingSizes:
+    known = {"global_batch": 1, "images_per_epoch": 1, "used_images_per_epoch": 1, "steps_per_epoch": 100}
+    return TrainingSizes(**{**known, "warmup_steps": 400, "total_steps": 4000, "peak_rate": 32.0, **how})
 
 
-def test_every_way_down_against_its_source() -> None:
+def test_every_decay_is_that_of_its_source() -> None:
     """Rates worked out by hand from the published formulas."""
-    caffe = ScheduleSection(name="poly_of_all", start_rate=1.0)  # AlexNet-BN at 32K: 32 (1 - step / 4000)^2
+    caffe = ScheduleSection(name="poly_from_start", start_rate=1.0)  # AlexNet-BN at 32K: 32 (1 - step / 4000)^2
     expected = {0: 1.0, 200: 16.5, 400: 32 * 0.9**2, 2000: 8.0, 3999: 32 * (1 / 4000) ** 2, 4000: 0.0}
-    assert {step: rate_at(step, caffe, numbers_of()) for step in expected} == pytest.approx(expected)
+    assert {step: scheduled_lr(step, caffe, sizes_of()) for step in expected} == pytest.approx(expected)
     mlperf = ScheduleSection(name="poly", end_rate=1e-4)
     expected = {400: 32.0, 2200: 1e-4 + (32 - 1e-4) / 4, 4000: 1e-4, 9000: 1e-4}
-    assert {step: rate_at(step, mlperf, numbers_of()) for step in expected} == pytest.approx(expected)
+    assert {step: scheduled_lr(step, mlperf, sizes_of()) for step in expected} == pytest.approx(expected)
     goyal = ScheduleSection(name="steps", milestones=(30.0, 60.0, 80.0))
     expected = {2999: 32.0, 3000: 3.2, 5999: 3.2, 6000: 0.32, 8000: 0.032}
-    found = {step: rate_at(step, goyal, numbers_of(total_steps=9000)) for step in expected}
+    found = {step: scheduled_lr(step, goyal, sizes_of(total_steps=9000)) for step in expected}
     assert found == pytest.approx(expected)
     cosine = ScheduleSection(name="cosine")
     expected = {400: 32.0, 1300: 16 * (1 + 2**-0.5), 2200: 16.0, 4000: 0.0}
-    assert {step: rate_at(step, cosine, numbers_of()) for step in expected} == pytest.approx(expected)
+    assert {step: scheduled_lr(step, cosine, sizes_of()) for step in expected} == pytest.approx(expected)
     constant = ScheduleSection(name="constant")
-    assert rate_at(3999, constant, numbers_of()) == rate_at(10**6, constant, numbers_of()) == 32.0
+    assert scheduled_lr(3999, constant, sizes_of()) == scheduled_lr(10**6, constant, sizes_of()) == 32.0
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "expected"),
     [
-        ("name=linear", "0 -> 0.0125 -> 0 linear over steps 0-10, then linear to 0 at step 20"),
-        ("name=poly", "then to 0 at step 20 by the power of 2"),
-        ("name=poly_of_all", "by the power of 2 of what is left of all steps"),
-        ("name=steps", "0 -> 0.0125 linear over steps 0-10, then times 0.1 after epochs 30, 60, 80"),
-        ("name=cosine", "then half a cosine to 0 at step 20"),
+        ("name=linear", "0 -> 0.0125 -> 0 linear warm-up in steps 0-10, then linear decay to 0 at step 20"),
+        ("name=poly", "then polynomial decay (power 2) to 0 at step 20"),
+        ("name=poly_from_start", "then polynomial decay (power 2, counted from step 0) to 0 at step 20"),
+        ("name=steps", "0 -> 0.0125 linear warm-up in steps 0-10, then multiplied by 0.1 after epochs 30, 60, 80"),
+        ("name=cosine", "then cosine decay to 0 at step 20"),
         ("name=constant", "then constant"),
         (
-            "rate_factor=0.5",
-            "2017, 2.1): 0.1 x 32 / 256 = 0.0125, halved to 0.00625 in the recipe",
+            "auto_rate_factor=0.5",
+            "2017, 2.1): 0.1 x 32 / 256 = 0.0125, x 0.5 = 0.00625 (schedule.auto_rate_factor=0.5)",
         ),
     ],
 )
-def test_schedules_are_explained(how: str, told: str) -> None:
+def test_schedules_are_explained(how: str, expected: str) -> None:
     settings = ["epochs=10", "schedule.start_rate=0", "schedule.warmup_epochs=5", f"schedule.{how}"]
     recipe = load_recipe("imagefolder", settings)
-    numbers = derive(recipe, ppn=2, nodes=1, images=64)
-    assert told in "\n".join(f"{r.value} {r.why}" for r in explain(recipe, numbers, ppn=2, nodes=1))
+    sizes = derive(recipe, ppn=2, nodes=1, images=64)
+    assert expected in "\n".join(f"{r.value} {r.why}" for r in explain(recipe, sizes, ppn=2, nodes=1))
 
 
-def test_a_remainder_is_dropped_or_spread() -> None:
-    recipe = Recipe(data=DataSection(remainder="spread"), batch=BatchSection(local=8), epochs=6)
-    numbers = derive(recipe, ppn=2, nodes=1, images=100)
-    assert (numbers.steps_per_epoch, numbers.used, numbers.total_steps) == (7, 100, 42)
-    each = [numbers.images_until(step + 1) - numbers.images_until(step) for step in range(14)]
+def test_a_partial_last_batch_is_dropped_or_spread() -> None:
+    recipe = Recipe(data=DataSection(last_batch="spread"), batch=BatchSection(local=8), epochs=6)
+    sizes = derive(recipe, ppn=2, nodes=1, images=100)
+    assert (sizes.steps_per_epoch, sizes.used_images_per_epoch, sizes.total_steps) == (7, 100, 42)
+    each = [sizes.images_until(step + 1) - sizes.images_until(step) for step in range(14)]
     assert sum(each) == 200 and set(each) == {14, 15}
-    told = explain(recipe, numbers, ppn=2, nodes=1)[1]
-    assert told.value == "100 / 16 = 6.25 -> 7" and told.why == "images / global batch, all of them: 14 a step"
+    reason = explain(recipe, sizes, ppn=2, nodes=1)[1]
+    assert (
+        reason.value == "100 / 16 = 6.25 -> 7"
+        and reason.why == "images / global batch, spread over one step more: 14 per step"
+    )
     dropped = derive(recipe.model_copy(update={"data": DataSection()}), ppn=2, nodes=1, images=100)
-    assert (dropped.steps_per_epoch, dropped.used, dropped.images_until(7)) == (6, 96, 112)
+    assert (dropped.steps_per_epoch, dropped.used_images_per_epoch, dropped.images_until(7)) == (6, 96, 112)
     whole = derive(recipe, ppn=2, nodes=1, images=96)
-    assert (whole.steps_per_epoch, whole.used) == (6, 96)
-    with pytest.raises(InputError, match="leaves a step 5 images, too few for 8 worker"):
+    assert (whole.steps_per_epoch, whole.used_images_per_epoch) == (6, 96)
+    with pytest.raises(
+        InputError, match="leaves 5 images per step, too few for 8 workers with 1 accumulation step: set"
+    ):
         derive(recipe.model_copy(update={"batch": BatchSection(local=1)}), ppn=8, nodes=1, images=10)

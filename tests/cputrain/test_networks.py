@@ -27,7 +27,7 @@ def made(labels: int = 10, side: int = 64, **options: object) -> nn.Module:
 
 def test_each_resnet_version_has_its_strides() -> None:
     for version, strides in (("v1", [(2, 2), (1, 1)]), ("v1.5", [(1, 1), (2, 2)])):
-        model = made(name="resnet50", stride=version)
+        model = made(name="resnet50", resnet_version=version)
         for stage in (model.layer2, model.layer3, model.layer4):
             assert [stage[0].conv1.stride, stage[0].conv2.stride] == strides
             assert stage[1].conv1.stride == stage[1].conv2.stride == (1, 1)
@@ -50,7 +50,13 @@ def test_gammas_are_zero_where_requested(name: str, last: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"stride": "v1"}, {"bn_stats": "sync"}, {"bn_stats_batch": 4}, {"bn_stats": "running"}, {"freeze_to": "layer1"}],
+    [
+        {"resnet_version": "v1"},
+        {"bn_stats": "sync"},
+        {"bn_ghost_batch": 4},
+        {"bn_stats": "running"},
+        {"freeze_to": "layer1"},
+    ],
     ids=str,
 )
 def test_variants_keep_torchvision_s_state_dict(options: dict) -> None:

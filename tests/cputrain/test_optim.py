@@ -15,7 +15,7 @@ from cputrain.optim import AdagradDA, Lamb, Lars
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.optim.ratios import layer_ratios
 from cputrain.recipe.schema import OptimSection
-from cputrain.recipe.schema.optim import SERVES, OptimizerName
+from cputrain.recipe.schema.optim import OPTIMIZERS_WITH, OptimizerName
 
 STEPS = 100
 State = dict[str, Any]
@@ -54,7 +54,7 @@ def lamb(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: fl
 
 def rmsprop(o: OptimSection, s: State, w: Tensor, g: Tensor, rate: float, decay: float, _n: int) -> Tensor:
     d = g + decay * w
-    s["q"] = o.smoothing * s.get("q", 0.0) + (1 - o.smoothing) * d * d
+    s["q"] = o.alpha * s.get("q", 0.0) + (1 - o.alpha) * d * d
     s["v"] = o.momentum * s.get("v", 0.0) + d / (s["q"].sqrt() + 1e-8)
     return w - rate * s["v"]
 
@@ -91,7 +91,7 @@ CASES: list[tuple[Update, dict[str, Any], float]] = [
     (lamb, {}, 0.01),
     (lamb, {"adapt_bn_and_bias": True}, 0.01),
     (rmsprop, {"momentum": 0.5}, 0.01),
-    (rmsprop, {"momentum": 0.0, "smoothing": 0.9}, 0.01),
+    (rmsprop, {"momentum": 0.0, "alpha": 0.9}, 0.01),
     (adagrad, {}, 0.05),
     (adadelta, {}, 1.0),
     (adadelta, {"rho": 0.95}, 0.5),
@@ -200,8 +200,8 @@ def test_layer_ratios_are_ratios_of_norms() -> None:
 
 
 def test_every_option_of_the_schema_says_whom_it_serves() -> None:
-    always = {"name", "scale_rate_by", "weight_decay", "decay_bn_and_bias", "clip_norm"}
-    assert SERVES.keys() | always == OptimSection.model_fields.keys()
+    always = {"name", "weight_decay", "decay_bn_and_bias", "clip_norm"}
+    assert OPTIMIZERS_WITH.keys() | always == OptimSection.model_fields.keys()
 
 
 def test_the_public_optimizers_keep_their_names() -> None:

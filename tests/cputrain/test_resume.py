@@ -190,7 +190,7 @@ def test_paths_are_compared_as_what_they_name(tmp_path: Path, monkeypatch: pytes
         (("epochs=8",), ("epochs=9",), {"epochs"}),
         (("epochs=8", "schedule.name=constant"), ("epochs=9", "schedule.name=constant"), set()),
         ((), ("data.augment.rotate=0.1", "data.decoder=pillow"), {"data.augment.rotate"}),
-        ((), ("comm.compression=bf16", "comm.bucket_mb=4"), {"comm.compression"}),
+        ((), ("comm.compression=bf16", "comm.bucket_mib=4"), {"comm.compression"}),
         ((), ("plan.ppn=1", "engine=compile", "max_steps=3", "evaluate.batch=5", "checkpoint.keep=9"), set()),
         ((), ("phases=[{from_epoch: 1, crop: 64}]",), {"phases"}),
         ((), ("seed=2", "data.path=staged", "on_nan=skip"), {"seed"}),

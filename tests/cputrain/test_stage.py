@@ -94,11 +94,11 @@ def test_what_cannot_be_staged_is_refused_before(
 def test_a_training_stages_augments_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
     settings = (
         f"data.path={data}",
-        f"data.stage={tmp_path / 'scratch'}",
+        f"data.stage_dir={tmp_path / 'scratch'}",
         *("data.crop=32", "batch.local=6", "epochs=1", "schedule.warmup_epochs=0", f"plan.ppn={PPN}", "output=run"),
-        *("model.name=resnet18", "data.part=plain", "data.augment.rotate=0.05", "data.augment.zoom=0.2"),
+        *("model.name=resnet18", "data.train_crop=random", "data.augment.rotate=0.05", "data.augment.zoom=0.2"),
         *("data.augment.shift=0.2", "data.augment.lighting=0.1", "data.augment.saturation=0.4"),
-        "data.remainder=spread",
+        "data.last_batch=spread",
     )
     result = cputrain("train", "imagefolder", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -8,9 +8,9 @@ from torch.nn import functional
 from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
 from cputrain.data.batches import Batch
 from cputrain.optim.build import build_optimizer
-from cputrain.optim.schedules import rate_at, rate_of
-from cputrain.recipe.derivation import Numbers
-from cputrain.recipe.phases import Now, now_at
+from cputrain.optim.schedules import lr_at, scheduled_lr
+from cputrain.recipe.derivation import TrainingSizes
+from cputrain.recipe.phases import EpochSettings, settings_at
 from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.training.engine import autocast, bf16_speedup, prepare_model
 from cputrain.training.metrics import EpochMetrics, StepResult
@@ -18,8 +18,14 @@ from cputrain.training.state import TrainState
 from cputrain.training.step import StepSettings, train_step
 
 IMAGES, CLASSES, RATE = 6, 4, 0.5
-NUMBERS = Numbers(
-    global_batch=IMAGES, images=60, used=60, steps_per_epoch=10, warmup_steps=0, total_steps=40, peak_rate=RATE
+NUMBERS = TrainingSizes(
+    global_batch=IMAGES,
+    images_per_epoch=60,
+    used_images_per_epoch=60,
+    steps_per_epoch=10,
+    warmup_steps=0,
+    total_steps=40,
+    peak_rate=RATE,
 )
 
 
@@ -182,7 +188,7 @@ def test_the_self_test_times_a_real_convolution() -> None:
 PHASES = (
     PhaseSection(from_epoch=0, crop=128),
     PhaseSection(from_epoch=2, crop=160, weight_decay=0.0),
-    PhaseSection(from_epoch=3, part="plain", rate=0.25, power=2),
+    PhaseSection(from_epoch=3, train_crop="random", restart_rate=0.25, restart_power=2),
 )
 
 
@@ -190,17 +196,17 @@ def test_each_value_is_that_of_the_last_phase_that_has_it() -> None:
     recipe = Recipe(
         epochs=4, phases=PHASES, data=DataSection(crop=224), schedule=ScheduleSection(warmup_epochs=0), optim=SGD
     )
-    assert [now_at(recipe, epoch) for epoch in range(4)] == [
-        Now(crop=128, part="scale_aspect", weight_decay=0.0),
-        Now(crop=128, part="scale_aspect", weight_decay=0.0),
-        Now(crop=160, part="scale_aspect", weight_decay=0.0),
-        Now(crop=160, part="plain", weight_decay=0.0),
+    assert [settings_at(recipe, epoch) for epoch in range(4)] == [
+        EpochSettings(crop=128, train_crop="random_resized", weight_decay=0.0),
+        EpochSettings(crop=128, train_crop="random_resized", weight_decay=0.0),
+        EpochSettings(crop=160, train_crop="random_resized", weight_decay=0.0),
+        EpochSettings(crop=160, train_crop="random", weight_decay=0.0),
     ]
-    assert now_at(Recipe(), 50) == Now(crop=224, part="scale_aspect", weight_decay=5e-5)
+    assert settings_at(Recipe(), 50) == EpochSettings(crop=224, train_crop="random_resized", weight_decay=5e-5)
 
 
 def test_a_phase_may_begin_the_rate_anew() -> None:
     recipe = Recipe(epochs=4, phases=PHASES, schedule=ScheduleSection(warmup_epochs=0))
-    schedule = [rate_of(step, recipe, NUMBERS) for step in range(41)]
-    assert schedule[:30] == [rate_at(step, recipe.schedule, NUMBERS) for step in range(30)]
+    schedule = [lr_at(step, recipe, NUMBERS) for step in range(41)]
+    assert schedule[:30] == [scheduled_lr(step, recipe.schedule, NUMBERS) for step in range(30)]
     assert schedule[30:] == pytest.approx([0.25 * ((40 - step) / 10) ** 2 for step in range(30, 41)])

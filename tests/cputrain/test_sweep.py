@@ -451,7 +451,13 @@ def test_a_training_that_the_kernel_kills_for_its_memory_is_a_row(place: Path, m
 
 
 def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> None:
-    lars = ("optim.name=lars", "schedule.peak_rate=0.005", "ratios_every=3", "output=run", "data.remainder=drop")
+    lars = (
+        "optim.name=lars",
+        "schedule.peak_rate=0.005",
+        "log_norms_every_steps=3",
+        "output=run",
+        "data.last_batch=drop",
+    )
     trained = cputrain("train", "imagefolder", *SMALL, *lars, cwd=place)
     assert trained.returncode == 0, trained.stderr
     shown = cputrain("bench", "optimizer", "--ratios", "run", cwd=place)

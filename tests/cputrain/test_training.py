@@ -182,10 +182,10 @@ def test_lars_training_resumes_bit_for_bit(place: Path) -> None:
     first epoch and resumed, it has the losses and weights of an unbroken run."""
     import torch
 
-    lars = (*SMALL, "optim.name=lars", "optim.trust=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
+    lars = (*SMALL, "optim.name=lars", "optim.trust_coefficient=0.01", "schedule.name=poly", "schedule.peak_rate=2.0")
     lars += ("ema_decay=0.5", "model.bn_stats=sync", "phases=[{from_epoch: 1, crop: 40, weight_decay: 0.01}]")
     whole = cputrain("train", "imagefolder", *lars, cwd=place)
-    assert whole.returncode == 0 and "by the power of 2" in whole.stdout, whole.stderr
+    assert whole.returncode == 0 and "polynomial decay (power 2)" in whole.stdout, whole.stderr
     unbroken = [event["loss"] for event in read_events(place / "run") if event["event"] == "step"]
     steps = len(unbroken) // 2
     part = (*lars, "output=parts")

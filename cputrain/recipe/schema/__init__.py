@@ -1,4 +1,4 @@
-"""A training as data: what a recipe may hold. The text under a field is its manual."""
+"""The schema of a recipe: every key with its type, range, default and description."""
 
 from math import ceil
 from pathlib import Path
@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 from cputrain.recipe.schema.base import Fraction, NotNegative, Positive, Section, misfit
 from cputrain.recipe.schema.data import LINE, AugmentSection, DataSection
 from cputrain.recipe.schema.model import ModelSection
-from cputrain.recipe.schema.optim import OptimSection, ScheduleSection
+from cputrain.recipe.schema.optim import OptimSection
 from cputrain.recipe.schema.phase import PhaseSection
 from cputrain.recipe.schema.run import BatchSection, CheckpointSection, CommSection, EvaluateSection, PlanSection
+from cputrain.recipe.schema.schedule import ScheduleSection
 from cputrain.recipe.schema.sweep import SweepSection
 
 __all__ = [
@@ -32,47 +33,52 @@ __all__ = [
 
 
 class Recipe(Section):
-    """Everything that decides what a training computes."""
+    """A training: everything that decides what it computes, and how it runs."""
 
     name: str = "training"
-    """What the run is called."""
+    """Name of the training, in outputs, reports and the default output folder."""
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     optim: OptimSection = OptimSection()
     schedule: ScheduleSection = ScheduleSection()
     phases: tuple[PhaseSection, ...] = ()
-    """What is otherwise from an epoch on, in their order."""
+    """Changes of crops, weight decay and learning rate from given epochs on; empty: the same settings in all epochs."""
     epochs: Positive = 90
-    """Passes over the training images."""
+    """Number of passes over the training images."""
     max_steps: Positive | None = None
-    """Stop after this many steps, for trials; the schedule stays that of all epochs."""
+    """Number of steps after which the training stops early, for trials. The learning-rate schedule stays that of all
+    epochs; null: no limit."""
     seed: NotNegative = 1
-    """Decides initial weights, order and augmentation."""
+    """Random seed of the initial weights, the order of the images and their augmentation."""
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
-    """What is minimized. cross_entropy: the negative log-likelihood of the label under the softmax of the network's
-    outputs; mse: the mean squared difference between the outputs and the label's one-hot vector, or, for
-    data.path=line, between the output and y."""
+    """Loss that the training minimizes. cross_entropy: softmax cross-entropy with the label; mse: mean squared
+    difference between the outputs and the label's one-hot vector, or y for data.path=line."""
     label_smoothing: Fraction = 0.0
-    """Share of each label that is spread over all classes (Szegedy et al. 2016, 7)."""
+    """Fraction of each label that is spread evenly over all classes (Szegedy et al. 2016, section 7). 0: no
+    smoothing."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Evaluate and keep a mean of the weights too, of which each step keeps this share; null: none."""
+    """Decay factor of an exponential moving average (EMA) of the weights, per step. The averaged weights are evaluated
+    and saved besides the others; null: no average."""
     precision: Literal["float32", "bf16", "float64"] = "float32"
-    """bf16: convolutions and matrix products in bfloat16 (autocast), weights in float32; float64 is for proofs."""
+    """Number format of the computation. bf16: convolutions and matrix products in bfloat16 (autocast), weights in
+    float32; float64 is for checks of exactness."""
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    """What a loss or gradient that is no number does: end the training, leave the step out, or go back to the last
-    checkpoint's weights and on with the images after the step."""
-    ratios_every: Positive | None = None
-    """Write every layer's norms of weights and gradients to the events after so many steps; null: never."""
+    """What to do when a loss or gradient becomes NaN or infinite. stop: end the training with an error; skip: make no
+    update in this step; rollback: reload the last checkpoint's weights and continue with the next images."""
+    log_norms_every_steps: Positive | None = None
+    """Number of steps between records of every layer's weight norm, gradient norm and trust ratio in events.jsonl;
+    null: no records."""
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()
     engine: Literal["auto", "native", "compile"] = "auto"
-    """native: eager, channels-last, oneDNN; compile: torch.compile on top; auto: native."""
+    """How torch runs the network. native: eager mode, channels-last, with oneDNN; compile: torch.compile in addition;
+    auto: native."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""
-    """The run's folder; empty: runs/NAME."""
+    """Folder of the run: its events, checkpoints, logs and report; empty: runs/NAME."""
 
     @model_validator(mode="after")
     def _epochs_fit(self) -> "Recipe":
@@ -86,11 +92,11 @@ class Recipe(Section):
             )
         starts = [phase.from_epoch for phase in self.phases]
         if starts != sorted(set(starts)):
-            raise misfit(f"phases begin at epochs {starts}: put them in order, each from a later epoch", "phases")
+            raise misfit(f"phases start at epochs {starts}: list them in order, each from a later epoch", "phases")
         if starts and starts[-1] >= self.epochs:
             raise misfit(
-                f"the last of phases begins at epoch {starts[-1]} (counted from 0), but epochs={self.epochs}: take it "
-                f"out, or set epochs to {starts[-1] + 1} or more",
+                f"the last phase starts at epoch {starts[-1]} (counted from 0), but epochs={self.epochs}: remove it, "
+                f"or set epochs to {starts[-1] + 1} or more",
                 "epochs",
                 "phases",
             )
@@ -99,16 +105,16 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _loss_fits(self) -> "Recipe":
         regression = self.data.path == LINE
-        wanted: dict[str, tuple[object, object]] = {
+        required: dict[str, tuple[object, object]] = {
             "model.name": (self.model.name, "linear"),
             "model.classes": (self.model.classes or 1, 1),
             "loss": (self.loss, "mse"),
             "label_smoothing": (self.label_smoothing, 0.0),
         }
-        for key, (value, right) in wanted.items():
+        for key, (value, right) in required.items():
             if regression and value != right:
                 raise misfit(
-                    f"data.path={LINE} is linear regression, which {key}={value} does not do: set {key}={right}",
+                    f"data.path={LINE} is linear regression, which does not work with {key}={value}: set {key}={right}",
                     "data.path",
                     key,
                 )

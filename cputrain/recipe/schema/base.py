@@ -1,4 +1,4 @@
-"""What all sections of a recipe are, and the kinds of values in them."""
+"""The base class of a recipe's sections and the types of values that several sections use."""
 
 from typing import Annotated, Literal
 
@@ -14,14 +14,18 @@ MISFIT = "misfit"
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and nothing in it that is not in the schema."""
+    """A group of recipe keys: frozen, and without keys that are not in the schema.
+
+    The docstring under a field is its description in the reference and in error messages. Its first sentence says what
+    the value is, with its unit, and stands alone.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 def misfit(message: str, *keys: str) -> PydanticCustomError:
-    """The error for values that are each valid and do not go together.
+    """The error for values that are valid one by one but contradict each other.
 
-    `keys` are the dotted keys that are involved: a message is located at the first of them that the user has set.
+    `keys` are the dotted keys involved; the message is located at the first of them that the user has set.
     """
     return PydanticCustomError(MISFIT, "{message}", {"message": message, "keys": keys})

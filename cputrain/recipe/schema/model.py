@@ -1,4 +1,4 @@
-"""The network."""
+"""The network and its initial weights."""
 
 import re
 from difflib import get_close_matches
@@ -14,31 +14,36 @@ TORCHVISION = "torchvision:"
 
 
 class ModelSection(Section):
-    """The network."""
+    """The network, its batch-norm and the weights that it starts from."""
 
     name: str = "resnet50"
-    """resnet18, 34, 50, 101, 152 and alexnet: torchvision's; alexnet-bn: with batch-norm after each convolution;
-    lenet and mnist-cnn: two convolutions and two layers, small and wider; linear: one layer; or torchvision:NAME, any
-    of its classifiers."""
+    """Name of the network. resnet18, resnet34, resnet50, resnet101, resnet152 and alexnet are torchvision's; alexnet-bn
+    adds batch-norm after each convolution; lenet and mnist-cnn: two convolutions and two linear layers, mnist-cnn with
+    more channels; linear: one layer; torchvision:NAME: any other classifier of torchvision."""
     classes: Positive | None = None
-    """Outputs; null: as many as the data has classes."""
-    stride: Literal["v1.5", "v1"] = "v1.5"
-    """Of resnet50 and deeper, where a block halves the image: in its 3 x 3 convolution (v1.5, torchvision's) or in its
-    first 1 x 1 (v1, He et al. 2016)."""
+    """Number of outputs of the network; null: the number of classes in the data. It cannot be smaller than that."""
+    resnet_version: Literal["v1.5", "v1"] = "v1.5"
+    """Where a block of resnet50, resnet101 or resnet152 halves the image. v1.5: in its 3 x 3 convolution (torchvision);
+    v1: in its first 1 x 1 convolution (He et al. 2016)."""
     bn_decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Share of the running statistics that a step keeps (torch's momentum is 1 - this); published: 0.95."""
+    """Fraction of batch-norm's running statistics kept in each step: 1 minus torch's momentum. Published runs use 0.9
+    or 0.95."""
     bn_stats: Literal["local", "sync", "running"] = "local"
-    """What batch-norm normalises by in training: each worker's own images, all workers', or the running statistics as
-    they are, which then stay."""
-    bn_stats_batch: Positive | None = None
-    """Of bn_stats=local: a worker's images are cut into parts of so many, each normalised by itself; null: not."""
+    """Statistics by which batch-norm normalizes in training. local: of each worker's own images; sync: of all workers'
+    images (SyncBatchNorm); running: the running statistics, which then stay frozen."""
+    bn_ghost_batch: Positive | None = None
+    """Images in a ghost batch: the part of a worker's batch that batch-norm normalizes by itself (Hoffer et al. 2017).
+    For bn_stats=local; null: the worker's whole batch."""
     zero_gamma: Literal["none", "last_of_block", "last_of_stage"] = "none"
-    """Of resnets: start the last batch-norm of each residual block (Goyal et al. 2017, 5.1), or of each stage's last
-    block, at 0: they begin as identities."""
+    """Batch-norm layers of a resnet whose gamma starts at 0, so that their blocks start as identities. last_of_block:
+    the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only that of each stage's last
+    block; none: no layer."""
     weights: str | None = None
-    """A file of weights to start from: a checkpoint of ours or a state dict; a head of another size starts anew."""
+    """File of the initial weights: a checkpoint of cputrain, or a state dict. A last layer of another size keeps its
+    random weights; null: all weights start random."""
     freeze_to: str | None = None
-    """All layers up to and with the one of this name (as in layer3 or layer4.0) stay as they are."""
+    """Name of the last frozen layer, as in layer3 or layer4.0. All layers up to and including it keep their initial
+    weights; null: all layers are trained."""
 
     @field_validator("name")
     @classmethod
@@ -47,7 +52,7 @@ class ModelSection(Section):
             return name
         near = get_close_matches(name, OWN, n=1, cutoff=0.5)
         known = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OWN)}, {TORCHVISION}NAME"
-        raise ValueError(f"no such network: {known}")
+        raise ValueError(f"unknown network: {known}")
 
     @model_validator(mode="after")
     def _options_fit(self) -> "ModelSection":
@@ -58,18 +63,18 @@ class ModelSection(Section):
                 "model.name",
                 "model.zero_gamma",
             )
-        if self.stride != "v1.5" and self.name not in RESNETS[2:]:
+        if self.resnet_version != "v1.5" and self.name not in RESNETS[2:]:
             raise misfit(
-                f"model.stride={self.stride} is an option of {', '.join(RESNETS[2:])}, not of {self.name}: "
-                "set model.stride=v1.5",
+                f"model.resnet_version={self.resnet_version} is an option of {', '.join(RESNETS[2:])}, not of "
+                f"{self.name}: set model.resnet_version=v1.5",
                 "model.name",
-                "model.stride",
+                "model.resnet_version",
             )
-        if self.bn_stats_batch is not None and self.bn_stats != "local":
+        if self.bn_ghost_batch is not None and self.bn_stats != "local":
             raise misfit(
-                f"model.bn_stats_batch={self.bn_stats_batch} is an option of model.bn_stats=local, not of "
-                f"{self.bn_stats}: set model.bn_stats_batch=null",
+                f"model.bn_ghost_batch={self.bn_ghost_batch} is an option of model.bn_stats=local, not of "
+                f"{self.bn_stats}: set model.bn_ghost_batch=null",
                 "model.bn_stats",
-                "model.bn_stats_batch",
+                "model.bn_ghost_batch",
             )
         return self

@@ -1,4 +1,4 @@
-"""Batch, evaluation, checkpoints, communication, plan: how a training is run."""
+"""How a training runs: batch, evaluation, checkpoints, communication, plan."""
 
 from typing import Annotated, Literal
 
@@ -8,23 +8,23 @@ from cputrain.recipe.schema.base import Auto, NotNegative, Positive, Section, mi
 
 
 class BatchSection(Section):
-    """Images per step: local x workers x accumulation, or a fixed global batch whatever the workers."""
+    """Images per step: either local x workers x accumulation, or a fixed global batch for any number of workers."""
 
     local: Positive = 32
-    """The images of one worker's backward pass; with batch.global, the most that a pass may have."""
+    """Images in one backward pass of one worker. With batch.global it is the largest allowed number instead."""
     accumulation: Positive = 1
-    """The backward passes of a step, whose gradients are added up before the update."""
+    """Gradient accumulation steps: backward passes of each worker whose gradients are summed before one update."""
     global_: Positive | None = Field(default=None, alias="global")
-    """The images of a step over all workers, whatever their number: shares differ by at most one image, and a worker
-    makes as many backward passes as keep each within batch.local. null makes it local x workers x accumulation. Setting
-    it on the command line drops the recipe's batch.accumulation."""
+    """Images in one step over all workers. Workers get equal shares (one image more or less where it does not divide)
+    and accumulate gradients as often as batch.local requires; null: local x workers x accumulation. Set on the command
+    line, it replaces the recipe's batch.accumulation."""
 
     @model_validator(mode="after")
-    def _passes_are_decided_once(self) -> "BatchSection":
+    def _accumulation_is_decided_once(self) -> "BatchSection":
         if self.global_ is not None and self.accumulation != 1:
             raise misfit(
-                f"batch.global={self.global_} decides how many passes a step has: leave "
-                f"batch.accumulation={self.accumulation} out",
+                f"batch.global={self.global_} already decides the gradient accumulation steps: remove "
+                f"batch.accumulation={self.accumulation}",
                 "batch.accumulation",
                 "batch.global",
             )
@@ -32,58 +32,64 @@ class BatchSection(Section):
 
 
 class EvaluateSection(Section):
-    """Exact top-1 and top-5 over the validation images."""
+    """Evaluation on all validation images: exact loss, top-1 and top-5 accuracy."""
 
     every_epochs: Positive | None = 1
-    """Evaluate after this many epochs; null: at the end only."""
+    """Number of epochs between evaluations; null: once, after the last epoch."""
     batch: Positive | None = None
-    """Images per worker and forward pass of an evaluation; null: batch.local."""
+    """Images in one forward pass of one worker during evaluation; null: batch.local."""
 
 
 class CheckpointSection(Section):
-    """What is kept of the training state."""
+    """Checkpoints of the training state, from which `cputrain train --resume` continues."""
 
     every_epochs: Positive | None = 1
-    """Write one after this many epochs; null: at the end only."""
+    """Number of epochs between checkpoints; null: one, after the last epoch."""
     keep: Positive = 2
-    """How many of the newest to keep; the best is kept besides."""
+    """Number of checkpoints to keep: the newest ones. The best one (best.pt) is kept in addition."""
 
 
 class CommSection(Section):
-    """How gradients travel."""
+    """Communication of gradients between the workers."""
 
     backend: Literal["auto", "ccl", "gloo"] = "auto"
-    """The c10d backend; auto: ccl (oneCCL) where every rank can use it, else gloo."""
+    """Backend of torch.distributed: ccl (oneCCL) or gloo. auto takes ccl where every rank can use it, otherwise
+    gloo."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long a rank waits in a collective for the others."""
-    bucket_mb: Annotated[float, Field(gt=0)] | Auto = "auto"
-    """MiB of gradients sent at a time; auto: from what all-reduces take at the start."""
+    """Seconds that a rank waits for the others in a collective operation before it fails."""
+    bucket_mib: Annotated[float, Field(gt=0)] | Auto = "auto"
+    """Size in MiB of the gradient buckets that DDP all-reduces at a time. auto computes it from all-reduce times
+    measured at the start of the training."""
     compression: Literal["none", "bf16"] = "none"
-    """bf16: gradients travel as bfloat16, with the rounding carried over to the next step."""
+    """Number format of the gradients in transit. bf16 halves the traffic: it sends bfloat16 and adds the rounding error
+    to the next step's gradients; none sends them as they are."""
 
 
 class PlanSection(Section):
-    """What is asked of the planner; auto: it decides."""
+    """Requests to the planner of workers, threads and cores; auto leaves a choice to the planner."""
 
     ppn: Positive | Auto = "auto"
-    """Workers per host."""
+    """Number of workers per host (processes per node)."""
     threads: Positive | Auto = "auto"
-    """Intra-op threads per worker."""
+    """Number of intra-op threads per worker: the OpenMP threads that compute."""
     inter_op: Positive | Auto = "auto"
-    """Inter-op threads per worker."""
+    """Number of inter-op threads per worker, for operators that torch runs at the same time."""
     comm_cores: NotNegative | Auto = "auto"
-    """Cores per worker kept for communication."""
+    """Number of cores per worker reserved for communication threads; 0 reserves none."""
     loader_cores: NotNegative | Auto = "auto"
-    """Cores per worker kept for loading images."""
+    """Number of cores per worker reserved for decoding images; 0 decodes on the compute cores."""
     smt: Literal["auto", "on", "off"] = "auto"
-    """Whether second hardware threads compute; auto: off."""
+    """Whether to compute on the second hardware thread of each core too; auto: off."""
     profile: Literal["auto", "bkm-2018", "mlperf-spr"] = "auto"
-    """Published practice that decides what is auto here; auto: the planner's own rules."""
+    """Published set of choices to use wherever this section has auto. bkm-2018: SURFsara and Intel's best-known
+    methods; mlperf-spr: Intel's MLPerf v2.1 submission; auto: the planner's own rules."""
     openmp: Literal["auto", "libgomp", "libiomp5"] = "auto"
-    """The OpenMP runtime to plan for; auto: the profile's, else the one that this Python loads."""
+    """OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto takes the profile's, or else the one that
+    this Python loads."""
     oversubscribe: bool = False
-    """Whether ppn may exceed the cores, which workers then share: a trial, no measure of speed."""
+    """Whether ppn may exceed the number of cores, so that workers share them. For trials only: timings mean nothing."""
     share: bool = False
-    """Whether cores of running processes that other plans have bound are left to them."""
+    """Whether to leave out cores to which other plans have bound running processes, to share the host with them."""
     balance: Literal["equal", "batch"] = "equal"
-    """batch: workers of a host get their images in proportion to their cores, batch.local on average."""
+    """How a host's images are divided among its workers. equal: the same number each; batch: in proportion to each
+    worker's cores, with batch.local as the average."""

@@ -1,4 +1,4 @@
-"""What `cputrain sweep` varies."""
+"""The settings that `cputrain sweep` combines."""
 
 from pydantic import Field
 
@@ -6,9 +6,11 @@ from cputrain.recipe.schema.base import Section
 
 
 class SweepSection(Section):
-    """Trainings of one recipe with other settings; `cputrain train` takes no notice of it."""
+    """The trainings of `cputrain sweep`: this recipe with other settings. `cputrain train` ignores the section."""
 
     grid: dict[str, tuple[str | int | float | bool | None, ...]] = Field(default={})
-    """Key -> values, as in batch.local: [32, 64]: every combination of them is trained."""
+    """Values to try for each key, as in {batch.local: [32, 64]}. Every combination of the values is trained; empty: no
+    grid."""
     runs: tuple[str, ...] = ()
-    """Settings that belong together, as in "optim.name=sgd schedule.peak_rate=0.5": each is combined with the grid."""
+    """Settings to use together, as in "optim.name=sgd schedule.peak_rate=0.5". Each entry is combined with every point
+    of the grid; empty: the recipe's own settings."""

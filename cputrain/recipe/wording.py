@@ -1,0 +1,15 @@
+"""Numbers and lists of words in messages."""
+
+from collections.abc import Sequence
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 worker", "2,048 workers"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def either(words: Sequence[str]) -> str:
+    """ "lars", "momentum or lars", "momentum, lars or rmsprop"; ", or" throughout where a word has a comma itself."""
+    if any("," in word for word in words):
+        return ", or ".join(words)
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
