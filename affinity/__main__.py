@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from affinity import bind
-from affinity.errors import InputError, RunError
+from affinity.errors import InputError
+from affinity.exit_status import exit_status
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
 from affinity.kernel.running import look_at, planned_pids, report
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, read_plan
 from affinity.planner.profiles import PROFILES
 from affinity.planner.request import BALANCES, OPENMP
-from affinity.planner.runtime import Runtime, find_runtime, target_of
+from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
 from affinity.views.diff import plan_differences
 from affinity.views.svg import picture_svg
@@ -33,9 +34,8 @@ def main(arguments: list[str]) -> int:
     options = vars(_parser().parse_args(arguments))
     try:
         return COMMANDS[options.pop("command")](options)
-    except (InputError, RunError) as error:
-        print(f"affinity: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, "affinity")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def _plan(options: dict[str, Any]) -> int:
     spec, form, explain, share = (options.pop(name) for name in ("machine", "format", "explain", "share"))
     request = Request(**options)
     if spec == "this":
-        plan = plan_beside(request, find_runtime(target_of(()), os.environ, openmp=request.openmp), share=share)
+        plan = plan_beside(request, os.environ, share=share)
     elif share:
         raise InputError(NOT_SHARED)
     else:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from affinity.errors import InputError, RunError
+from affinity.exit_status import exit_status
 from affinity.kernel.mempolicy import set_memory_policy
 from affinity.kernel.observe import launcher_differences, refuse, verify
 from affinity.planner.openmp import reconciled
-from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
+from affinity.planner.plan import Plan, Request, WorkerPlan
 from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, request_from_json, worker_from_dict
-from affinity.planner.runtime import find_runtime, target_of, with_libiomp5
+from affinity.planner.runtime import with_libiomp5
+from affinity.planner.this_machine import plan_this_machine
 from affinity.ranks.rank import LOCAL_RANK_VARIABLES, Rank, discover, local_rank_of
 from affinity.ranks.rendezvous import with_rank
 from affinity.topology.cpuset import format_list
@@ -140,9 +142,7 @@ def become(
 
 def plan_here(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Path:
     """Plan this host and keep the plan in memory. Every worker of a host makes the same plan: planning is pure."""
-    return in_memory(
-        plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
-    )
+    return in_memory(plan_this_machine(request, env, command))
 
 
 def in_memory(plan: Plan) -> Path:
@@ -162,8 +162,7 @@ def plan_of_rank(request: Request, rank: Rank, command: tuple[str, ...]) -> tupl
     bound = _bound_as(rank, os.environ) or set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
     ppn, index = (1, 0) if bound else (rank.local_world_size, rank.local_rank)
     asked = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
-    runtime = find_runtime(target_of(command), os.environ, openmp=asked.openmp)
-    return plan_machine(machine, asked, runtime), index
+    return plan_this_machine(asked, os.environ, command, machine=machine), index
 
 
 def main(arguments: list[str]) -> int:
@@ -196,9 +195,8 @@ def main(arguments: list[str]) -> int:
             keep_env=options.keep_env,
             bound=options.bound,
         )
-    except (InputError, RunError) as error:
-        print(f"affinity.bind: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, "affinity.bind")
     return 0
 
 

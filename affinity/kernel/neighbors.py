@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from affinity.bind import PLAN_VARIABLE
 from affinity.errors import InputError
 from affinity.kernel.running import planned_pids, planned_worker_of, variables_of
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
+from affinity.planner.plan import Plan, Request
+from affinity.planner.this_machine import plan_this_machine
 from affinity.topology.cpuset import format_list
-from affinity.topology.sysfs import this_machine
 
 NAMED = 4  # processes that a warning names
 # What is the same for the ranks of a job on a host, and for what they start. Plans in memory have all the same path,
@@ -27,14 +26,14 @@ class Neighbor:
     pus: tuple[int, ...]
 
 
-def plan_beside(request: Request, runtime: Runtime, *, share: bool) -> Plan:
+def plan_beside(request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, share: bool) -> Plan:
     """Plan this host. With `share` the cores of running processes of other plans are left to them; without, a plan that
     takes them warns. Raises InputError where the request does not fit, or no core is left."""
-    machine, neighbors = this_machine(), find_neighbors(os.environ)
+    neighbors = find_neighbors(env)
     if share:
         taken = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
-        return plan_machine(machine, replace(request, taken=taken), runtime)
-    plan = plan_machine(machine, request, runtime)
+        return plan_this_machine(replace(request, taken=taken), env, command)
+    plan = plan_this_machine(request, env, command)
     return replace(plan, warnings=plan.warnings + contention(plan, neighbors))
 
 

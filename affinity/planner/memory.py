@@ -8,8 +8,8 @@ from affinity.planner.domains import Domain
 from affinity.planner.profiles import is_phi
 from affinity.planner.workload import Workload, footprint, largest_batch
 from affinity.topology.machine import Machine
+from affinity.units import GIB
 
-GIB = 1 << 30
 USABLE = 0.95  # of a node's memory; the kernel and the page cache of the images keep some
 
 

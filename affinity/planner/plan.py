@@ -7,7 +7,7 @@ from affinity.errors import InputError
 from affinity.planner import rules
 from affinity.planner.core_roles import TOO_SLOW, USUAL_BATCH, Split, Unused, split_domain
 from affinity.planner.domains import Cut, cut_host
-from affinity.planner.memory import GIB, Memory, batches_of, check_fit, memory_name, need, place
+from affinity.planner.memory import Memory, batches_of, check_fit, memory_name, need, place
 from affinity.planner.oneccl import ccl_environment
 from affinity.planner.openmp import environment, explain, planned_runtime
 from affinity.planner.oversubscribe import cut_shared
@@ -17,6 +17,7 @@ from affinity.planner.runtime import Runtime
 from affinity.planner.workload import footprint
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine
+from affinity.units import GIB
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 

@@ -12,8 +12,7 @@ from affinity.topology.hwloc import read_synthetic
 from affinity.topology.lstopo import read_lstopo
 from affinity.topology.machine import Core, Machine, NumaNode, ordered
 from affinity.topology.sysfs import read_machine, this_machine
-
-GIB = 1 << 30
+from affinity.units import GIB
 
 
 def shipped(package: Path, kind: str) -> Path:

@@ -5,10 +5,10 @@ from textwrap import wrap
 
 from affinity.planner.plan import Plan
 from affinity.topology.machine import Core
+from affinity.units import GIB
 from affinity.views.legend import COMM, COMPUTE, IDLE, LOADER, SHARED, colour, legend, letter, roles, sign
 
 CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
-GIB = 1 << 30
 STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
 LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 

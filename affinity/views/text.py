@@ -4,13 +4,14 @@ from textwrap import TextWrapper
 
 from affinity.planner.plan import Plan
 from affinity.planner.rules import Reason
+from affinity.text_table import align_columns
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine
+from affinity.units import GIB
 from affinity.views.explain import ASSUMPTIONS, alternatives
 from affinity.views.legend import colour, legend, letter, roles, sign
 
 WIDTH = 80
-GIB = 1 << 30
 
 
 def picture(plan: Plan, *, coloured: bool = False, explained: bool = False) -> str:
@@ -20,7 +21,10 @@ def picture(plan: Plan, *, coloured: bool = False, explained: bool = False) -> s
     """
     parts = [_headline(plan.machine), _map(plan, coloured), _workers(plan), _environment(plan), _reasons(plan)]
     if explained:
-        parts += ["other plans\n" + _indented(_table(alternatives(plan))), _listed("taken as given", ASSUMPTIONS)]
+        parts += [
+            "other plans\n" + _indented(align_columns(alternatives(plan)).splitlines()),
+            _listed("taken as given", ASSUMPTIONS),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -83,7 +87,7 @@ def _workers(plan: Plan) -> str:
                 f"{w.memory_policy} {format_list(w.memory_nodes)}".strip(),
             )
         )
-    lines = _table(rows)
+    lines = align_columns(rows).splitlines()
     lines += [_folded(f"unused PUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
     return "\n".join(lines)
 
@@ -116,12 +120,6 @@ def _folded(text: str, indent: int = 2) -> str:
     wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent
     return wrapper.fill(text.lstrip())
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows in columns as wide as their widest text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _indented(lines: list[str]) -> str:

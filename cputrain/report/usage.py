@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from affinity.errors import InputError
-from affinity.planner.memory import GIB
 from affinity.planner.plan import WorkerPlan
 from affinity.planner.plan_file import plan_of_host, read_json, worker_from_dict
+from affinity.units import GIB
 from mpi.usage.file import FOLDER, read_records
 from mpi.usage.records import HostUse, Use, WorkerUse, total
 

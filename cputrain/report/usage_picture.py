@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 
-from affinity.planner.memory import GIB
+from affinity.units import GIB
 from cputrain.report.curves import figure_svg
 from cputrain.report.usage import LOOPBACK, Usage, busy, interfaces_of, mb_per_s, running_time
 from mpi.usage.records import HostUse, WorkerUse

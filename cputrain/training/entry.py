@@ -8,17 +8,17 @@ from pathlib import Path
 
 from affinity.bind import PLAN_VARIABLE
 from affinity.kernel.observe import Observed
-from affinity.planner.memory import GIB
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.units import GIB
 from cputrain.comm.group import end_group, gather, on_rank_0
 from cputrain.data.stage import staged
 from cputrain.files import write_atomic
-from cputrain.launch.in_use import start_lines
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import Events, time_spent
 from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
 from cputrain.runs.resume import Facts
+from cputrain.training.in_use import start_lines
 from cputrain.training.loop import Outcome, begin, train
 from cputrain.training.sampling import sampled
 from cputrain.training.session import Session, binding_record, describe_environment, start_session

@@ -15,11 +15,11 @@ from affinity.errors import InputError
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.text_table import align_columns
 from cputrain.comm.group import end_group, gather
 from cputrain.data.survey import Survey
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import Recipe
-from cputrain.sweep import columns
 from cputrain.training.checkpoint import load_judged
 from cputrain.training.engine import prepare_model
 from cputrain.training.evaluation import Accuracy, evaluate
@@ -72,7 +72,7 @@ def eval_rank(
     if session.leads and as_json:
         print(json.dumps(as_data(session, results), indent=1), flush=True)
     elif session.leads and len(results) > 1:
-        print("\n" + columns([HEAD, *map(row, results)]), flush=True)
+        print("\n" + align_columns([HEAD, *map(row, results)]), flush=True)
     end_group(session.group)
 
 

@@ -25,9 +25,9 @@ from cputrain.data.images import Dataset, Images
 from cputrain.data.normalize import choose_normalize
 from cputrain.data.shards import Shards
 from cputrain.data.source import open_data
-from cputrain.launch.in_use import planned_allocator
 from cputrain.recipe.derivation import Numbers, derive
 from cputrain.recipe.schema import Recipe
+from cputrain.training.in_use import planned_allocator
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far more than any page or thread would hide
 

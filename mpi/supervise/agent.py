@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from affinity.filesystem import refusal
+from affinity.exit_status import exit_status
 from affinity.ranks.rank import Rank, discover
 from mpi.supervise.connection import BEAT_S, SILENT_S, TOKEN_VARIABLE, Line
 from mpi.supervise.exits import LAST_LINES
@@ -54,15 +54,8 @@ def main(arguments: list[str]) -> int:
             labelled=rank.rank != options.plain_rank,
             live=options.live,
         )
-    except (InputError, RunError) as error:
-        print(f"mpi.supervise.agent: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except OSError as error:
-        refused = refusal(error)
-        if refused is None:
-            raise
-        print(f"mpi.supervise.agent: {socket.gethostname()}: {refused}", file=sys.stderr)
-        return 1
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
 
 
 def _connect(host: str, port: int, rank: Rank) -> Line:

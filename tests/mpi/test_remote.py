@@ -159,7 +159,7 @@ def test_hosts_of_two_kinds(hosts: FakeHosts, name: str, tmp_path: Path) -> None
     code = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
     env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--output", str(tmp_path / "out"))
-    kinds = ("--kind", "h[1-2]=this", "--kind", "h3=pack:1 core:1")
+    kinds = ("--host-group", "h[1-2]=this", "--host-group", "h3=pack:1 core:1")
     argv = hosts.inside("h1", "env", *env, *launch, *kinds, "--", sys.executable, "-c", code)
     result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

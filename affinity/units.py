@@ -1,0 +1,3 @@
+"""Units of memory, in bytes."""
+
+GIB = 1 << 30
