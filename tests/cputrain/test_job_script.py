@@ -278,7 +278,7 @@ def test_the_login_node_does_not_shape_the_job(work: tuple[str, ...], tmp_path: 
     all_ = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert few.returncode == all_.returncode == 0 and few.stdout == all_.stdout
     assert "#SBATCH --exclusive" in all_.stdout and "task" not in all_.stdout.partition("\n\n")[0]
-    assert "planned on the job's first host" in all_.stdout
+    assert "planned here, on the job's first host" in all_.stdout
 
 
 RECIPE = ("imagefolder", "--nodes", "2")
