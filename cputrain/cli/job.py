@@ -141,16 +141,17 @@ def command(
     )
     script = job_script(job, scheduler)
     click.echo(script, nl=False)
-    for file in (given["output"], given["error"]):
-        if file is not None and not (folder := _folder_of(file, scheduler)).is_dir():
-            click.echo(f"note: schedulers do not make folders: run mkdir -p {folder} before the job starts", err=True)
+    _note_missing_folders((given["output"], given["error"]), scheduler)
     for job_id in submit_job(script, scheduler, chain) if submit else ():
         click.echo(f"submitted {job_id}", err=True)
 
 
-def _folder_of(file: str, scheduler: str) -> Path:
-    """The folder of a job's output file, which PBS writes as [HOST:]FILE."""
-    return Path(file.rpartition(":")[2] if scheduler == "pbs" else file).parent
+def _note_missing_folders(files: tuple[str | None, ...], scheduler: str) -> None:
+    """Print which folders the job's output needs; PBS writes a file as [HOST:]FILE."""
+    for file in filter(None, files):
+        folder = Path(file.rpartition(":")[2] if scheduler == "pbs" else file).parent
+        if not folder.is_dir():
+            click.echo(f"note: schedulers do not make folders: run mkdir -p {folder} before the job starts", err=True)
 
 
 def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> None:
