@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from affinity import bind
-from affinity.errors import InputError, RunError, as_option, describe
+from affinity.errors import InputError, as_option
+from affinity.exit_status import exit_status
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
 from affinity.kernel.running import comparison, inspect_process, planned_pids
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, read_plan
 from affinity.planner.profiles import PROFILES
 from affinity.planner.request import BALANCES, OPENMP
-from affinity.planner.runtime import find_runtime, target_of
 from affinity.topology.catalog import find_machine
 from affinity.views.diff import plan_differences
 from affinity.views.svg import plan_to_svg
@@ -33,9 +33,8 @@ def main(arguments: list[str], env: Mapping[str, str] = os.environ) -> int:
     options = vars(_parser().parse_args(arguments))
     try:
         return COMMANDS[options.pop("command")](options, env)
-    except (InputError, RunError) as error:
-        print(f"affinity: {describe(error, as_option)}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, "affinity", as_option)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,7 +84,7 @@ def _plan(options: dict[str, Any], env: Mapping[str, str]) -> int:
     spec, output_format, explain, share = (options.pop(name) for name in ("machine", "format", "explain", "share"))
     request = Request(**options)
     if spec == "this":
-        plan = plan_beside(request, find_runtime(target_of(()), env, openmp=request.openmp), env, share=share)
+        plan = plan_beside(request, env, share=share)
     elif share:
         raise InputError(NOT_SHARED)
     else:

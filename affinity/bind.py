@@ -10,11 +10,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.errors import InputError, RunError, as_option, describe
+from affinity.errors import InputError, as_option
+from affinity.exit_status import exit_status
 from affinity.kernel.bound_plan import plan_in_memory, planned_worker
 from affinity.kernel.exec_bound import exec_bound
-from affinity.kernel.rank_plan import plan_this_host
 from affinity.planner.plan_file import request_from_json
+from affinity.planner.this_machine import plan_this_machine
 from affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
 
 
@@ -24,9 +25,8 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         _bind(options, os.environ)
-    except (InputError, RunError) as error:
-        print(f"affinity.bind: {describe(error, as_option)}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, "affinity.bind", as_option)
     return 0
 
 
@@ -53,7 +53,7 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     if local_rank is None:
         raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set: give --local-rank")
     command = tuple(options.command)
-    path = options.plan or plan_in_memory(plan_this_host(request_from_json(options.plan_here), command, env))
+    path = options.plan or plan_in_memory(plan_this_machine(request_from_json(options.plan_here), env, command))
     exec_bound(
         planned_worker(path, local_rank),
         path,

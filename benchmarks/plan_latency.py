@@ -31,7 +31,7 @@ def main() -> None:
         plan.write_bytes(
             subprocess.run([*CPUTRAIN, "plan", "--format", "json"], capture_output=True, check=True).stdout
         )
-        kinds = [word for kind in KINDS for word in ("--kind", kind)]
+        kinds = [word for kind in KINDS for word in ("--host-group", kind)]
         contenders: dict[str, tuple[str, ...]] = {
             "cputrain plan": (*CPUTRAIN, "plan"),
             "cputrain plan, recipe for 256 hosts": (

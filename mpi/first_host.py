@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.planner.plan import Plan, plan_machine
+from affinity.exit_status import exit_status
+from affinity.planner.plan import Plan
 from affinity.planner.plan_file import plan_to_json, read_plan, request_from_json
-from affinity.planner.runtime import find_runtime, target_of
-from affinity.topology.sysfs import this_machine
+from affinity.planner.this_machine import plan_this_machine
 from mpi.fabric import FABRICS, Fabric, fabric_here
 from mpi.hosts.groups import HostGroup
 from mpi.hosts.hostfile import read_hostfile
@@ -47,7 +46,7 @@ def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[
     request = request_from_json(text)
     if "link_gbit" not in json.loads(text):
         request = replace(request, link_gbit=fabric.link_gbit)
-    return plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
+    return plan_this_machine(request, env, command)
 
 
 def command_of_ranks(
@@ -97,9 +96,8 @@ def main(arguments: list[str]) -> int:
         variables = tuple((name, os.environ.get(name, value)) for name, value, _ in settings)  # the user's own wins
         command = command_of_ranks(plan, hosts, options.launcher, variables, options.port, options.folder)
         write_files(command.files)
-    except InputError as error:
-        print(f"first host: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, "first host")
     threads = "+".join(str(worker.intra_op) for worker in plan.workers)
     summary = f"{len(plan.workers)} worker(s) of {threads} threads on each of {len(hosts)} host(s)"
     print(f"planned on {socket.gethostname()}: {summary}, network {fabric.name}", file=sys.stderr)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from affinity.errors import InputError
 from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.running import planned_pids, planned_worker_of, variables_of
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
+from affinity.planner.plan import Plan, Request
+from affinity.planner.this_machine import plan_this_machine
 from affinity.topology.cpuset import format_list
-from affinity.topology.sysfs import this_machine
 
 NAMED = 4  # processes that a warning names
 # Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
@@ -27,14 +26,14 @@ class Neighbor:
     pus: tuple[int, ...]
 
 
-def plan_beside(request: Request, runtime: Runtime, env: Mapping[str, str], *, share: bool) -> Plan:
+def plan_beside(request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, share: bool) -> Plan:
     """Plan this host. With `share` other plans' running processes keep their cores; without, a plan that takes them
     warns. `env` is this process's environment. Raises InputError where the request does not fit, or no core is left."""
-    machine, neighbors = this_machine(), find_neighbors(env)
+    neighbors = find_neighbors(env)
     if share:
         taken = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
-        return plan_machine(machine, replace(request, taken=taken), runtime)
-    plan = plan_machine(machine, request, runtime)
+        return plan_this_machine(replace(request, taken=taken), env, command)
+    plan = plan_this_machine(request, env, command)
     return replace(plan, warnings=plan.warnings + contention(plan, neighbors))
 
 

@@ -5,15 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from affinity.kernel.bound_plan import PLAN_VARIABLE
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import find_runtime, target_of
+from affinity.planner.plan import Plan, Request
+from affinity.planner.this_machine import plan_this_machine
 from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
-
-
-def plan_this_host(request: Request, command: tuple[str, ...], env: Mapping[str, str]) -> Plan:
-    """A plan of this host for a command that will have this environment."""
-    return plan_machine(this_machine(), request, find_runtime(target_of(command), env, openmp=request.openmp))
 
 
 def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: Mapping[str, str]) -> tuple[Plan, int]:
@@ -25,7 +20,7 @@ def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: M
     bound = _bound_as(rank, env) or set(machine.allowed_pus) < os.sched_getaffinity(os.getppid())
     ppn, index = (1, 0) if bound else (rank.local_world_size, rank.local_rank)
     full = replace(request, ppn=ppn, nodes=rank.world_size // rank.local_world_size)
-    return plan_machine(machine, full, find_runtime(target_of(command), env, openmp=full.openmp)), index
+    return plan_this_machine(full, env, command, machine=machine), index
 
 
 def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:

@@ -4,6 +4,7 @@ from textwrap import TextWrapper
 
 from affinity.planner.plan import Plan
 from affinity.planner.reasons import Reason
+from affinity.text_table import align_columns
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine
 from affinity.units import GIB
@@ -21,7 +22,7 @@ def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False) 
     parts = [_headline(plan.machine), _map(plan, colored), _workers(plan), _environment(plan), _reasons(plan)]
     if explained:
         parts += [
-            "other numbers of workers\n" + _indented(_table(alternatives(plan))),
+            "other numbers of workers\n" + _indented(align_columns(alternatives(plan)).splitlines()),
             _listed("assumed figures", ASSUMPTIONS),
         ]
     return "\n\n".join(part for part in parts if part)
@@ -88,7 +89,7 @@ def _workers(plan: Plan) -> str:
                 f"{w.memory_policy} {format_list(w.memory_nodes)}".strip(),
             )
         )
-    lines = _table(rows)
+    lines = align_columns(rows).splitlines()
     lines += [_folded(f"unused CPUs {format_list(item.pus)}: {item.why}") for item in plan.unused]
     return "\n".join(lines)
 
@@ -121,12 +122,6 @@ def _folded(text: str, indent: int = 2) -> str:
     wrapper = TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent, wrapper.subsequent_indent = " " * start, " " * indent
     return wrapper.fill(text.lstrip())
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows in columns as wide as their widest text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _indented(lines: list[str]) -> str:

@@ -1,4 +1,7 @@
-"""The command line. Each command is a file of its own, imported only when it is asked for."""
+"""The command line: one file for each command, imported only when that command runs.
+
+A file declares options, calls the packages below and prints what they return.
+"""
 
 import logging
 import sys
@@ -7,24 +10,23 @@ from importlib import import_module
 
 import click
 
-from affinity.errors import InputError, RunError, Wording, describe
-from affinity.filesystem import refusal
+from affinity.exit_status import exit_status
 from cputrain import __version__
-from cputrain.cli.wording import as_recipe_key, wording_of
+from cputrain.cli.wording import wording_of
 
 COMMANDS = {
-    "plan": "decide and explain who runs where: a dry run of launch",
-    "launch": "run any command under a plan",
+    "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",
+    "launch": "run any command with planned and bound workers, on one host or many",
     "train": "train a recipe",
-    "sweep": "one recipe with many settings: a table and a picture",
-    "reproduce": "published claims, trained again at this machine's size, and published tables",
-    "job": "a batch script for Slurm or PBS: a training, image preparation or any command",
-    "eval": "exact top-1 and top-5 of a checkpoint",
+    "sweep": "train a recipe with many settings and compare the results",
+    "reproduce": "repeat published experiments at this machine's size; compare published tables",
+    "job": "write a Slurm or PBS script for a training, an image preparation or any command",
+    "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
     "prepare": "pack images into shuffled shards",
-    "data": "look at a data folder, verify it",
-    "bench": "a run's norms of weights and gradients, layer by layer",
+    "data": "inspect or verify a data folder",
+    "bench": "print the norms of a run's weights and gradients, layer by layer",
     "report": "write a run's report.html again",
-    "doctor": "compare what was planned with what is",
+    "doctor": "check the binding of running processes, or oneCCL",
 }
 
 
@@ -50,28 +52,40 @@ def group() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; 0 done, 2 the input is wrong, 1 it failed while running, 128 + n ended by signal n."""
-    logging.basicConfig(format="cputrain: %(message)s")
+    """Run a command. Exit status: 0 done, 2 wrong input, 1 failed while running, 128 + n ended by signal n."""
+    _log_to_stderr()
     try:
         status = group.main(arguments, prog_name="cputrain", standalone_mode=False)
-    except (InputError, RunError, OSError) as error:
-        if (failed := tell(error, wording_of(sys.argv[1:] if arguments is None else arguments))) is None:
-            raise
-        return failed
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
     except click.NoSuchOption as error:
-        return say(_no_such_option(error), 2)
+        return _usage_error(_no_such_option(error))
     except click.ClickException as error:
-        return say(error.format_message(), 2)
+        return _usage_error(error.format_message())
     except (KeyboardInterrupt, click.exceptions.Abort):
         return 130
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, "cputrain", wording_of(sys.argv[1:] if arguments is None else arguments))
     return status if isinstance(status, int) else 0
 
 
+def _log_to_stderr() -> None:
+    """Print what our own packages log, from INFO up, as plain lines."""
+    for package in ("affinity", "mpi", "cputrain"):
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.INFO)
+        if not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
+
+
+def _usage_error(message: str) -> int:
+    print(f"cputrain: {message}", file=sys.stderr)
+    return 2
+
+
 def _no_such_option(error: click.NoSuchOption) -> str:
-    """The options that begin as what was typed, or else look like it, or the recipe's key of that name."""
+    """Suggest the options that begin like the unknown one, or resemble it, or the recipe's key of that name."""
     typed, params = error.option_name, error.ctx.command.params if error.ctx else []
     known = [
         name for param in params for name in param.opts if name.startswith("--") and not getattr(param, "hidden", 0)
@@ -82,21 +96,5 @@ def _no_such_option(error: click.NoSuchOption) -> str:
 
         last = typed.lstrip("-").replace("-", "_")
         near = [f"{key}=VALUE" for key in all_keys() if key.rpartition(".")[2] == last][:3]
-    told = f": did you mean {' or '.join(near)}?" if near else ": see --help"
-    return f"No such option {typed}{told}"
-
-
-def tell(error: Exception, wording: Wording = as_recipe_key) -> int | None:
-    """Tell an error that users can mend in one line, and its exit status; None where it is of another kind."""
-    if isinstance(error, InputError):
-        return say(describe(error, wording), 2)
-    if isinstance(error, RunError):
-        return say(describe(error, wording), 1)
-    told = refusal(error) if isinstance(error, OSError) else None
-    return None if told is None else say(told, 1)
-
-
-def say(error: object, status: int) -> int:
-    """Tell what went wrong in one line; returns the status."""
-    print(f"cputrain: {error}", file=sys.stderr)
-    return status
+    hint = f": did you mean {' or '.join(near)}?" if near else ": see --help"
+    return f"No such option {typed}{hint}"

@@ -1,4 +1,4 @@
-"""cputrain bench: what this machine, or a run, measures."""
+"""cputrain bench: measurements of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -6,33 +6,41 @@ from typing import Any
 import click
 
 from affinity.errors import InputError
+from affinity.text_table import align_columns
 from cputrain.runs.events import FILE, read_events
-from cputrain.sweep import columns
 
 
 @click.group("bench")
 def command() -> None:
-    """Measure."""
+    """Print measurements of a run."""
 
 
 @command.command("optimizer")
-@click.option("--ratios", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="a run's folder")
-@click.option("--step", type=int, help="of this step  [default: the last that has them]")
+@click.option(
+    "--ratios", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="folder of the run"
+)
+@click.option("--step", type=int, metavar="N", help="step to print  [default: the last recorded one]")
 def optimizer(run: Path, step: int | None) -> None:
-    """Each layer's norms of weights and gradients, their ratio, and LARS' trust ratio, as RUN's events have them.
+    """Print each layer's norms of weights and gradients, their ratio, and LARS' trust ratio, as recorded in RUN.
 
-    A run writes them where its recipe says so: log_norms_every_steps=100. You et al. 2018, Table 3.
+    A run records them every N steps with log_norms_every_steps=N in its recipe. See You et al. 2018, Table 3.
     """
     if not (run / FILE).is_file():
         raise InputError(f"{run} holds no run: give a run's output folder")
     written = {event["step"]: event for event in read_events(run) if event["event"] == "ratios"}
     if not written:
-        raise InputError(f"{run} has no ratios: train with log_norms_every_steps=N")
+        raise InputError(f"{run} has recorded no norms: train with log_norms_every_steps=N")
     chosen = max(written) if step is None else step
     if chosen not in written:
-        raise InputError(f"{run} has no ratios of step {chosen}: it has {', '.join(map(str, sorted(written)))}")
+        raise InputError(
+            f"{run} has recorded no norms at step {chosen}: its steps are {', '.join(map(str, sorted(written)))}"
+        )
     click.echo(f"step {chosen:,}, learning rate {written[chosen]['rate']:g}")
-    click.echo(columns([("layer", "|w|", "|g|", "|w| / |g|", "trust ratio"), *map(_row, written[chosen]["layers"])]))
+    click.echo(
+        align_columns(
+            [("layer", "|w|", "|g|", "|w| / |g|", "trust ratio"), *map(_row, written[chosen]["layers"])], numbers=True
+        )
+    )
 
 
 def _row(layer: dict[str, Any]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from affinity.planner.reasons import Reason
+from affinity.text_table import align_columns
 from cputrain.cli.text_chart import curve, sampled
 from cputrain.data.formats.survey import survey
 from cputrain.data.from_recipe import survey_recipe
@@ -13,10 +14,10 @@ from cputrain.recipe.rates import rate_warning
 from cputrain.recipe.schema import Recipe
 
 
-def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
-    """How the recipe's numbers come about; images are counted, or taken from the recipe where it names them.
+def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str:
+    """The recipe's sizes and how they follow from its settings, with a curve of the learning rate where wanted.
 
-    With `drawn` also the learning rate's curve.
+    Images are counted, or taken from the recipe where it names their number.
     """
     if recipe.data.generated:
         images = survey_recipe(recipe).train
@@ -27,19 +28,19 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, drawn: bool) -> str:
     elif recipe.data.train_images:
         images = recipe.data.train_images
     else:
-        missing = "names no data.path" if recipe.data.path is None else f"has its data in {recipe.data.path}, not here"
-        return f"recipe {recipe.name} {missing}: its steps are derived once there are images to count"
+        path = recipe.data.path
+        missing = "has no data.path" if path is None else f"has its data in {path}, which does not exist here"
+        return f"recipe {recipe.name} {missing}: the number of steps is known once there are images to count"
     numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
-    told = f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
+    text = f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
     if warning := rate_warning(recipe, global_batch=numbers.global_batch):
-        told += f"\nwarning: {warning}"
-    if drawn:
+        text += f"\nwarning: {warning}"
+    if with_curve:
         rates = sampled(lambda step: lr_at(step, recipe, numbers), numbers.total_steps)
-        told += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
-    return told
+        text += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
+    return text
 
 
 def aligned(reasons: list[Reason]) -> str:
-    """One line a reason."""
-    width = max(len(reason.what) for reason in reasons)
-    return "\n".join(f"  {r.what:<{width}}  {r.value}: {r.why}" for r in reasons)
+    """One line for each value: its name, the value and the reason."""
+    return align_columns([(f"  {r.what}", f"{r.value}: {r.why}") for r in reasons])

@@ -1,4 +1,4 @@
-"""cputrain doctor: what is really the case, and what to do about it."""
+"""cputrain doctor: check the binding of running processes, and oneCCL."""
 
 import os
 
@@ -10,19 +10,19 @@ from affinity.kernel.running import comparison, inspect_process, planned_pids
 
 @click.group("doctor")
 def command() -> None:
-    """Compare what was planned with what is."""
+    """Check the binding of running processes, or oneCCL."""
 
 
 @command.command("affinity")
 @click.argument("pids", nargs=-1, type=click.IntRange(1), metavar="[PID]...")
 def affinity(pids: tuple[int, ...]) -> int:
-    """Plan against fact of running processes: PUs of every thread, memory by NUMA node.
+    """Compare running processes with their plan: the CPUs of every thread, memory by NUMA node.
 
-    Without PID: every process on this host that a plan has bound. Exit status 1 where one differs from its plan.
+    Without PID: every process on this host that a plan has bound. The exit status is 1 if one differs from its plan.
     """
     found = pids or planned_pids()
     if not found:
-        raise InputError("no process here was bound by a plan: start one with cputrain launch, or name its pid")
+        raise InputError("no process on this host is bound by a plan: start one with cputrain launch, or name a PID")
     processes = [inspect_process(pid) for pid in found]
     click.echo(comparison(processes))
     return int(any(process.differs for process in processes))
@@ -30,9 +30,9 @@ def affinity(pids: tuple[int, ...]) -> int:
 
 @command.command("ccl")
 def ccl() -> None:
-    """Find oneCCL, compile its backend if that is not done, and sum over two ranks of this host.
+    """Find oneCCL, compile its backend if necessary, and time an all-reduce over two ranks of this host.
 
-    Do this once on a cluster's login host: its jobs then find the backend compiled.
+    Run this once on a cluster's login host: its jobs then use the compiled backend.
     """
     from cputrain.comm.ccl.build import ensure_built
     from cputrain.comm.ccl.check import time_two_ranks

@@ -15,28 +15,26 @@ import yaml
 from affinity.errors import InputError
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Request
-from affinity.planner.plan_file import dumps, plan_to_json, read_plan
+from affinity.planner.plan_file import read_plan
 from affinity.planner.workload import RESNET50, USUAL_BATCH
-from affinity.ranks.rank import MASTER_PORT
+from affinity.text_table import align_columns
 from affinity.views.diff import plan_differences
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import plan_to_text
-from cputrain.cli.options import Asked, cluster_of, planned_launcher, planning_options, tell_format, with_kinds
-from cputrain.files import write_atomic
-from mpi.fabric import Setting
-from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
+from cputrain.cli.options import host_groups_option, planning_options, settings_argument
+from cputrain.launch.hosts import converted_hostfile, with_host_groups
+from cputrain.launch.options import PlanningOptions, network_of, network_settings, plan_hosts, planned_launcher
+from cputrain.launch.plan_files import cluster_json, plan_files, start_command
+from mpi.hosts.groups import Cluster
 from mpi.hosts.nodelist import fold
-from mpi.launchers.command import launch_command
-from mpi.launchers.job import Job, bound_command
-from mpi.launchers.script import HERE, launch_script, shell_line, workers_line
+from mpi.launchers.job import Job
 
-
-def _json(cluster: Cluster) -> str:
-    return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else dumps(cluster_to_dict(cluster))
+if TYPE_CHECKING:
+    from cputrain.recipe.schema import Recipe
 
 
 def _yaml(cluster: Cluster) -> str:
-    return str(yaml.safe_dump(json.loads(_json(cluster)), sort_keys=False)).rstrip()
+    return str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip()
 
 
 def _svg(cluster: Cluster) -> str:
@@ -44,7 +42,7 @@ def _svg(cluster: Cluster) -> str:
 
 
 def _env(cluster: Cluster) -> str:
-    """Shell assignments, one block a worker."""
+    """Shell assignments, one block for each worker."""
     blocks = (
         f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env)
         for worker in cluster.groups[0].plan.workers
@@ -52,105 +50,98 @@ def _env(cluster: Cluster) -> str:
     return "\n".join(blocks)
 
 
-FORMS: dict[str, Callable[[Cluster], str]] = {"json": _json, "yaml": _yaml, "svg": _svg, "env": _env}
-
-
-if TYPE_CHECKING:
-    from cputrain.recipe.schema import Recipe
+FORMATS: dict[str, Callable[[Cluster], str]] = {"json": cluster_json, "yaml": _yaml, "svg": _svg, "env": _env}
 
 
 @click.command("plan")
 @click.argument("recipe", required=False)
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@settings_argument
 @click.option(
     "--format",
-    "form",
-    type=click.Choice(["text", "json", "yaml", "svg", "env", "command"]),
+    "output_format",
+    type=click.Choice(["text", *FORMATS, "command"]),
     default="text",
     show_default=True,
+    help="what to print",
 )
-@click.option("--explain", "explained", is_flag=True, help="also the plans not taken, and what the rules assume")
-@click.option("--curve", "drawn", is_flag=True, help="also RECIPE's learning rate as a curve")
+@click.option("--explain", "explained", is_flag=True, help="add the alternative plans, and the rules' assumptions")
+@click.option("--curve", "with_curve", is_flag=True, help="add RECIPE's learning rate as a curve")
 @click.option(
-    "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A.json B.json", help="only what B changes against A"
+    "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A.json B.json", help="compare two saved plans instead"
 )
-@click.option("--write", type=click.Path(path_type=Path), metavar="DIR", help="write plan, hostfile, launch.sh")
-@click.option("--kind", "kinds", multiple=True, metavar="HOSTS=MACHINE", help="a kind of host, once for each")
+@click.option(
+    "--write", type=click.Path(path_type=Path), metavar="DIR", help="write plan.json, hostfile, launch.sh and a picture"
+)
+@host_groups_option
 @planning_options
 def command(
-    asked: Asked,
+    options: PlanningOptions,
     recipe: str | None,
     settings: tuple[str, ...],
-    form: str,
+    output_format: str,
     explained: bool,
-    drawn: bool,
+    with_curve: bool,
     diff: tuple[Path, Path] | None,
     write: Path | None,
-    kinds: tuple[str, ...],
+    host_groups: tuple[str, ...],
 ) -> None:
-    """Decide and explain who runs where, for this machine or any other.
+    """Show the cores, threads and memory that each worker gets, and why, on this machine or any other.
 
-    With RECIPE (a file or a shipped name) also derive its batch, steps and learning rate, and the command line.
-    Hosts of several kinds get a plan for each: --kind 'n[001-128]=skx-8160-2s' --kind 'k[01-16]=knl-7250-snc4-flat'.
+    With RECIPE (a file or a shipped name) also its batch, steps, learning rate and command line. Where hosts differ,
+    each group gets a plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
     """
     if diff is not None:
         click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the same plan")
         return
-    if drawn and (recipe is None or form != "text"):
-        raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and no --format")
+    if with_curve and (recipe is None or output_format != "text"):
+        raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and leave --format out")
     base, training = Request(local_batch=USUAL_BATCH, workload=RESNET50), None
     if recipe is not None:
-        from cputrain.launch.planning import request_of  # pydantic: only where there is a recipe
-        from cputrain.recipe.loading import load_recipe
-
-        if asked.local_batch is not None:
-            raise InputError(f"--local-batch beside a recipe: set batch.local={asked.local_batch} in the recipe")
-        training = load_recipe(recipe, settings)
-        base = request_of(training)
-        asked = replace(asked, share=asked.share or training.plan.share)
-    asked = with_kinds(asked, kinds)
-    cluster = cluster_of(asked, base)
+        base, training = _recipe_request(options, recipe, settings)
+        options = replace(options, share=options.share or training.plan.share)
+    options = with_host_groups(options, host_groups)
+    cluster = plan_hosts(options, base, os.environ)
     job = Job(
         groups=cluster.groups,
-        command=_train(asked, recipe, settings, training) if recipe else ("CMD...",),
+        command=_train_command(options, recipe, settings, training) if recipe else ("CMD...",),
         plan_path=Path("plan.json"),
         log_dir=Path("logs"),
-        binder=asked.bind,
-        variables=tuple((name, value) for name, value, _ in _settings(asked)),
+        binder=options.bind,
+        variables=tuple((name, value) for name, value, _ in network_settings(options)),
     )
     if write is not None:
-        check_writable(write, "--write")
-        _write(job, asked, write, training)
-    elif form == "command":
-        command, hint = _command(job, asked)
-        click.echo(command)
+        _write(job, options, write, training)
+    elif output_format == "command":
+        start, hint = start_command(job, options, os.environ)
+        click.echo(start)
         if hint:
             click.echo(hint, err=True)
-    elif form in FORMS and (form == "json" or len(cluster.groups) == 1):
-        click.echo(FORMS[form](cluster))
-    elif form != "text":
-        raise InputError(f"--format {form} shows one kind of host: ask for text, json or command, or plan each alone")
+    elif output_format in FORMATS and (output_format == "json" or len(cluster.groups) == 1):
+        click.echo(FORMATS[output_format](cluster))
+    elif output_format != "text":
+        raise InputError(
+            f"--format {output_format} shows one group of hosts: use text, json or command, or plan each group alone"
+        )
     else:
-        started = _command(job, asked) if recipe is not None or len(job.hosts) > 1 else None
-        _show(cluster, job, asked, explained=explained)
-        if training is not None and len(cluster.groups) == 1:  # its rules count equal hosts
-            from cputrain.cli.derived import derivation
-
-            click.echo("\n" + derivation(training, ppn=job.ppn, nodes=len(job.hosts), drawn=drawn))
-        if started is not None:
-            command, hint = started
-            click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
+        _show(cluster, job, options, training, explained=explained, with_curve=with_curve)
 
 
-def _settings(asked: Asked) -> tuple[Setting, ...]:
-    """What the fabric wants set, where there is one."""
-    return asked.network.settings if len(asked.hosts) > 1 else ()
+def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, ...]) -> "tuple[Request, Recipe]":
+    from cputrain.launch.recipe_request import request_of  # pydantic: only where there is a recipe
+    from cputrain.recipe.loading import load_recipe
+
+    if options.local_batch is not None:
+        raise InputError(f"--local-batch with a recipe: set batch.local={options.local_batch} in the recipe instead")
+    training = load_recipe(recipe, settings)
+    return request_of(training), training
 
 
-def _train(asked: Asked, name: str, settings: tuple[str, ...], recipe: "Recipe | None") -> tuple[str, ...]:
+def _train_command(
+    options: PlanningOptions, name: str, settings: tuple[str, ...], recipe: "Recipe | None"
+) -> tuple[str, ...]:
     """The trainer's command; for this machine one that finds the recipe and its data from any folder."""
     command = (sys.executable, "-m", "cputrain", "train")
-    if recipe is None or asked.machine != "this":
+    if recipe is None or options.machine != "this":
         return (*command, name, *settings)
     from cputrain.recipe.loading import input_settings
 
@@ -160,74 +151,54 @@ def _train(asked: Asked, name: str, settings: tuple[str, ...], recipe: "Recipe |
     return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
 
 
-def _command(job: Job, asked: Asked) -> tuple[str, str]:
-    """What starts the job, for a shell in any folder; and what it lacks, where it needs files of `plan --write`."""
-    if job.hosts == ("localhost",) and asked.launcher in ("auto", "local"):
-        if job.binder == "launcher":
-            raise InputError("--bind launcher needs a launcher: name one with --launcher")
-        if asked.machine == "this":
-            return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
-        return workers_line(job, MASTER_PORT), "plan.json is what --format json prints"
-    launcher = planned_launcher(asked.launcher, asked.machine)
-    real = asked.machine == "this" and (asked.named or job.hosts == ("localhost",))
-    if real and len(job.groups) == 1 and not (job.binder == "launcher" and launcher.launcher.binds_by_file):
-        alone = replace(job, plan_on_host=True)
-        return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
-    made = launch_command(job, launcher, bound_command(job), Path())
-    hint = f"--write DIR writes plan.json{', hosts' if made.files else ''} and a launch.sh that starts this"
-    return shell_line(made), hint
-
-
-def _write(job: Job, asked: Asked, folder: Path, recipe: "Recipe | None") -> None:
-    """plan.json, plan.svg, hostfile, rankfile where there is one, the recipe, and launch.sh, which starts it all.
-
-    Without a recipe launch.sh takes the command to start as its arguments.
-    """
+def _write(job: Job, options: PlanningOptions, folder: Path, recipe: "Recipe | None") -> None:
+    """Write the plan's files into a new folder, and print how to start from them."""
+    check_writable(folder, "--write")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"--write {folder} is there already: name another folder")
-    if asked.launcher == "local":
+        raise InputError(f"--write {folder} already exists: name another folder")
+    if options.launcher == "local":
         raise InputError("--write makes files for a launcher: name it with --launcher")
-    files = {"plan.json": job_plan_json(job.groups)}
-    command: tuple[str, ...] = ()
-    if recipe is not None:
-        from cputrain.recipe.loading import dump_recipe, with_absolute_paths
-
-        files["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
-        command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))
-    job = replace(job, command=command, plan_path=HERE / "plan.json")
-    launcher = planned_launcher(asked.launcher, asked.machine)
-    tell_format(asked, launcher)
-    made = launch_command(job, launcher, bound_command(job), HERE)
-    about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as plan.json has them; written by cputrain plan"
-    files |= {path.name: text for path, text in made.files}
-    files["launch.sh"] = launch_script(made, about, open_end=recipe is None)
-    for i, group in enumerate(job.groups):
-        files["plan.svg" if len(job.groups) == 1 else f"plan-{i}.svg"] = plan_to_svg(group.plan)
-    for name, text in files.items():
-        write_atomic(folder / name, text.encode())
-    (folder / "launch.sh").chmod(0o755)
-    what = "" if recipe else " CMD..."
-    click.echo(f"{folder}: {', '.join(sorted(files))}; start with {folder}/launch.sh{what}")
+    launcher = planned_launcher(options, os.environ)
+    if note := converted_hostfile(options, launcher):
+        click.echo(note, err=True)
+    files = plan_files(job, launcher, recipe)
+    files.write(folder)
+    arguments = "" if recipe else " CMD..."
+    click.echo(f"{folder}: {', '.join(sorted(files.texts))}; start with {folder}/launch.sh{arguments}")
 
 
-def _show(cluster: Cluster, job: Job, asked: Asked, *, explained: bool) -> None:
-    for group in cluster.groups:
-        if len(cluster.groups) > 1:
-            click.echo(f"{len(group.hosts):,} host(s) {fold(group.hosts)}")
-        click.echo(plan_to_text(group.plan, colored=_coloured(), explained=explained))
-        if len(cluster.groups) > 1:
-            click.echo()
-    if len(cluster.groups) > 1:
-        click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")
+def _show(
+    cluster: Cluster,
+    job: Job,
+    options: PlanningOptions,
+    recipe: "Recipe | None",
+    *,
+    explained: bool,
+    with_curve: bool,
+) -> None:
+    started = start_command(job, options, os.environ) if recipe is not None or len(job.hosts) > 1 else None
+    _show_plans(cluster, job, explained=explained)
     for warning in cluster.warnings:
         click.echo(f"warning: {warning}")
-    settings = _settings(asked)
+    settings = network_settings(options)
     if settings:
-        click.echo(f"\nfabric {asked.network.name}")
-        width = max(len(f"{name}={value}") for name, value, _ in settings)
-        for name, value, why in settings:
-            click.echo(f"  {f'{name}={value}':<{width}}  {why}")
+        rows = [(f"  {name}={value}", why) for name, value, why in settings]
+        click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
+    if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
+        from cputrain.cli.derived import derivation
+
+        click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
+    if started is not None:
+        command, hint = started
+        click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
 
 
-def _coloured() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
+    colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    several = len(cluster.groups) > 1
+    for kind in cluster.groups:
+        if several:
+            click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
+        click.echo(plan_to_text(kind.plan, colored=colored, explained=explained) + ("\n" if several else ""))
+    if several:
+        click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")

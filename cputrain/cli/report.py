@@ -10,5 +10,5 @@ from cputrain.report.page import write_report
 @click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
 def command(run: Path) -> None:
-    """Write RUN/report.html again, also of a run that is not finished."""
+    """Write RUN/report.html again; the run may still be going on."""
     click.echo(write_report(run))

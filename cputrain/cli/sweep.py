@@ -1,53 +1,62 @@
-"""cputrain sweep: one recipe with many settings, one training after another, tables and a picture of them all."""
+"""cputrain sweep: one recipe with many settings, one training after another; tables and a chart of all of them."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from affinity.errors import DoesNotFitError, InputError
+from affinity.errors import DoesNotFitError, InputError, RunError
+from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
-from cputrain.cli.find_batch import find_batch
-from cputrain.launch.local import Planned, planned_here
+from affinity.units import GIB
+from cputrain.cli.options import settings_argument
+from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
 from cputrain.sweep.clock import parse_clock
-from cputrain.sweep.endings import DOES_NOT_FIT, DONE, REFUSED
+from cputrain.sweep.find_batch import CSV as BATCH_CSV
+from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
+from cputrain.sweep.find_batch import Search, find_batch
+from cputrain.sweep.outcomes import DOES_NOT_FIT, DONE, INVALID
 from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, write_results
-from cputrain.sweep.results import Result, grouped
-from cputrain.sweep.run import Refused, train_all
-from cputrain.sweep.tables import columns, table
+from cputrain.sweep.results import group_by_seed
+from cputrain.sweep.run import InvalidTraining, train_all
+from cputrain.sweep.tables import table
 from cputrain.sweep.variants import WORKERS, Variant, parse_workers, variants
 from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows
 
 
 @click.command("sweep")
 @click.argument("recipe")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@settings_argument
+@click.option("--grid", "grids", multiple=True, metavar="KEY=A,B,C", help="train every combination; once for each key")
 @click.option(
-    "--grid", "grids", multiple=True, metavar="KEY=A,B,C", help="every combination of these, once for each key"
-)
-@click.option(
-    "--run", "runs", multiple=True, metavar="'KEY=VALUE ...'", help="settings that belong together, once for each"
+    "--run", "runs", multiple=True, metavar="'KEY=VALUE ...'", help="settings that belong together; once for each run"
 )
 @click.option(
     "--workers",
     metavar="1,2,4",
-    help="the same training on each of these numbers of workers, compared; without batch.global=N the global batch "
-    "grows with the workers",
+    help="repeat the training with these numbers of workers and compare (without batch.global=N the global batch grows "
+    "with the workers)",
 )
-@click.option("--time", "limit", metavar="HH:MM:SS", help="limit of each training, startup included: it stops saved")
 @click.option(
-    "--find-batch", "find", is_flag=True, help="try larger and larger local batches instead: which still train?"
+    "--time", "limit", metavar="HH:MM:SS", help="time limit of each training with its startup; it stops saved"
 )
+@click.option("--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead")
 @click.option(
     "--memory",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="of --find-batch: a smaller limit than this machine's, for all workers together",
+    help="with --find-batch: memory limit for all workers together, below this machine's",
 )
-@click.option("--into", type=click.Path(path_type=Path), help="folder of the runs  [default: runs/NAME-sweep]")
-@click.option("--dry-run", is_flag=True, help="print what would be trained, train nothing")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="folder of the trainings and results  [default: runs/NAME-sweep]",
+)
+@click.option("--dry-run", is_flag=True, help="print the list of trainings; train nothing")
 def command(
     recipe: str,
     settings: tuple[str, ...],
@@ -57,80 +66,89 @@ def command(
     limit: str | None,
     find: bool,
     memory: float | None,
-    into: Path | None,
+    output: Path | None,
     dry_run: bool,
 ) -> int:
-    """Train RECIPE once for each combination of settings, those of its own sweep section where none are given.
+    """Train RECIPE once for each combination of settings; without any, for those in the recipe's sweep section.
 
-    Trainings that differ by their seed are one line of the table. Called again it goes on where it was: what is done
-    stays. One that fails, does not fit into memory or exceeds --time is a line of the table too; the others are
-    trained all the same, and the status is 1. The folder gets sweep.csv, sweep.md, sweep.json, sweep.svg, and where
-    worker counts differ workers.csv, workers.md, workers.json, workers.svg.
+    Trainings that differ only in their seed share a line of the table. A repeated sweep continues: finished trainings
+    are kept. A training that fails, does not fit into memory or exceeds --time is a line of the table, too; the others
+    go on, and the exit status is 1. The folder gets sweep.csv, sweep.md, sweep.json and sweep.svg; if the number of
+    workers varies, also workers.csv, workers.md, workers.json and workers.svg.
     """
     base = load_recipe(recipe, settings)
     if find:
         if grids or runs or workers or limit or dry_run:
-            raise InputError("--find-batch goes with --memory and --into alone: leave the other options out")
-        return find_batch(recipe, settings, into or Path(f"runs/{base.name}-find-batch"), memory_gib=memory)
+            raise InputError("--find-batch goes only with --memory and --output: leave the other options out")
+        return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory)
     if memory is not None:
-        raise InputError("--memory is of --find-batch: give both, or set a limit by the job's scheduler")
+        raise InputError("--memory goes only with --find-batch: add it, or set a limit with the job's scheduler")
     limit_s = None if limit is None else parse_clock(limit)
-    chosen = variants(base.sweep, (*_grid_of(workers), *grids), runs)
+    grid = () if workers is None else (f"{WORKERS}={','.join(map(str, parse_workers(workers)))}",)
+    chosen = variants(base.sweep, (*grid, *grids), runs)
     if workers:
         chosen = tuple(map(_sharing_cores, chosen))
-    folder = into or Path(f"runs/{base.name}-sweep")
-    planned = [(variant, _planned(recipe, settings, variant, folder)) for variant in chosen]
+    folder = output or Path(f"runs/{base.name}-sweep")
+    planned = [(variant, _plan(recipe, settings, variant, folder)) for variant in chosen]
     _show(planned)
     if dry_run:
         return 0
-    results = train_all(planned, limit_s)
+    results = train_all(planned, os.environ, limit_s)
     write_results(folder, base.name, results)
-    click.echo("\n" + table(grouped(results)))
-    _show_comparison(results)
+    click.echo("\n" + table(group_by_seed(results)))
+    compared = compare(results)
+    if compared:
+        click.echo(f"\n{align_columns(comparison_rows(compared), numbers=True)}\n{RULE}\n{FEWEST}")
     click.echo(f"\n{folder / MARKDOWN}, {folder / CSV}, {folder / RESULTS}, {folder / PICTURE}")
     return 0 if all(result.status == DONE for result in results) else 1
 
 
-def _grid_of(workers: str | None) -> tuple[str, ...]:
-    return () if workers is None else (f"{WORKERS}={','.join(map(str, parse_workers(workers)))}",)
-
-
 def _sharing_cores(variant: Variant) -> Variant:
-    """The variant, its workers sharing cores where there are more of them than cores."""
+    """The variant, with workers that share cores where there are more workers than cores."""
     count = int(dict(variant.settings)[WORKERS])
     cores = len(this_machine().allowed_cores)
     if count <= cores:
         return variant
-    click.echo(f"{count} workers on {cores} core(s) share them: they train no faster than {cores}")
+    click.echo(f"{count} workers share {cores} core(s): they train no faster than {cores} worker(s)")
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
 
 
-def _planned(recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path) -> Planned | Refused:
-    """A variant's training; all are looked at before the first is begun."""
+def _plan(recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path) -> PlannedTraining | InvalidTraining:
+    """A variant's training; all are planned before the first one starts."""
     training = load_recipe(recipe, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
     try:
-        return planned_here(training.model_copy(update={"sweep": SweepSection()}))
+        return plan_training(training.model_copy(update={"sweep": SweepSection()}), os.environ)
     except DoesNotFitError as error:
-        return Refused(recipe=training, status=DOES_NOT_FIT, why=str(error))
+        return InvalidTraining(recipe=training, status=DOES_NOT_FIT, why=str(error))
     except InputError as error:
-        return Refused(recipe=training, status=REFUSED, why=str(error))
+        return InvalidTraining(recipe=training, status=INVALID, why=str(error))
 
 
-def _show(planned: Sequence[tuple[Variant, Planned | Refused]]) -> None:
-    """What will be trained. Raises InputError where nothing can be."""
+def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> None:
+    """Print the list of trainings. Raises InputError where none of them can start."""
     for number, (variant, one) in enumerate(planned, 1):
-        told = (
+        text = (
             f"({one.status}: {one.why})"
-            if isinstance(one, Refused)
+            if isinstance(one, InvalidTraining)
             else f"(global batch {one.numbers.global_batch:,}, {one.numbers.total_steps:,} steps)"
         )
-        click.echo(f"{number:>3}/{len(planned)}  {' '.join(variant.arguments)}  {told}")
-    refused = [one for _, one in planned if isinstance(one, Refused)]
-    if len(refused) == len(planned):
-        raise InputError(f"none of {len(planned)} trainings can be started here: {refused[0].why}")
+        click.echo(f"{number:>3}/{len(planned)}  {' '.join(variant.arguments)}  {text}")
+    invalid = [one for _, one in planned if isinstance(one, InvalidTraining)]
+    if len(invalid) == len(planned):
+        raise InputError(f"none of {len(planned)} trainings can start here: {invalid[0].why}")
 
 
-def _show_comparison(results: Sequence[Result]) -> None:
-    compared = compare(results)
-    if compared:
-        click.echo(f"\n{columns(comparison_rows(compared))}\n{RULE}\n{FEWEST}")
+def _find_batch(recipe: str, settings: tuple[str, ...], folder: Path, memory_gib: float | None) -> int:
+    """Print the largest local batch that trains, and why the next one does not. Raises RunError where none trains."""
+    limit = None if memory_gib is None else round(memory_gib * GIB)
+    found = find_batch(Search(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
+    click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
+    best, larger = found.best, found.next_larger
+    cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"
+    if best is None:
+        raise RunError(f"no local batch trains, not even {cause}")
+    click.echo(
+        f"largest that trains: batch.local={best.local_batch} (global batch {best.global_batch:,}) in {best.memory}\n"
+        f"next larger: {cause}\n{folder / BATCH_MARKDOWN}, {folder / BATCH_CSV}"
+    )
+    return 0

@@ -1,4 +1,4 @@
-"""A curve for a terminal."""
+"""A curve drawn with text, for a terminal."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,12 +7,12 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def sampled(value_at: Callable[[int], float], count: int) -> list[float]:
-    """The values at WIDTH of `count` places, the first and the last among them."""
+    """Values at WIDTH evenly spaced places from 0 to `count` - 1."""
     return [value_at(round(i * (count - 1) / (WIDTH - 1))) for i in range(WIDTH)]
 
 
 def curve(values: Sequence[float], last: str) -> str:
-    """Columns as high as the values, from 0 to the largest; `last` names the horizontal axis's end."""
+    """One bar for each value, from 0 to the largest; `last` labels the end of the horizontal axis."""
     most = max(values)
     eighths = [round(8 * HEIGHT * value / most) if most > 0 else 0 for value in values]
     lines = []

@@ -1,7 +1,4 @@
-"""A training, an image preparation or any command as a batch job -> the script that Slurm or PBS runs.
-
-Pure text: nothing is submitted here.
-"""
+"""A training, an image preparation or any command -> the script that Slurm or PBS runs."""
 
 import re
 import shlex
@@ -13,20 +10,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from affinity.errors import InputError
 from cputrain.jobs.directives import Resources, directives
 
-SAVE_S = 90  # of the notice, for the step in progress and the checkpoint; ranks that take longer are ended
+SAVE_S = 90  # after the preemption signal, for the current step and the checkpoint; slower ranks are ended
 RUNTIMES = ("apptainer", "singularity", "podman", "docker")
 JOB_ID = {"slurm": "$SLURM_JOB_ID", "pbs": "${PBS_JOBID%%[!0-9]*}"}
 ARRAY_ID = {"slurm": "$SLURM_ARRAY_TASK_ID", "pbs": "$PBS_ARRAY_INDEX"}
-PATH_KEYS = ("data.path", "model.weights")  # of a recipe: what a job array may vary that has to be mounted, too
+PATH_KEYS = ("data.path", "model.weights")  # recipe keys whose values in a job array have to be mounted, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A recipe's training. `recipe` is its whole text, `settings` what is set on top, `plan_options` how its plan is
-    asked for on the first host.
+    """A recipe's training. `recipe` is its whole text, `settings` override it, `plan_options` are those of the
+    `cputrain plan` that the first host runs.
 
-    `data` is the folder of the images, `stage` one on every host that they are copied to first. `sweep` is a key and
-    its values: one job of an array each. `paths` are other files and folders that the recipe names.
+    `data` is the folder of the images, `stage` a folder on every host that they are copied to first. `array` is a key
+    and its values, one for each job of an array. `paths` are other files and folders that the recipe names.
     """
 
     kind: ClassVar[str] = "train"
@@ -36,26 +33,26 @@ class Training:
     plan_options: tuple[str, ...]
     data: str | None = None
     stage: str | None = None
-    sweep: tuple[str, tuple[str, ...]] | None = None
+    array: tuple[str, tuple[str, ...]] | None = None
     paths: tuple[str, ...] = ()
 
     @property
     def mounted(self) -> tuple[str, ...]:
-        """What a container needs beside the output's folder."""
-        swept = self.sweep[1] if self.sweep is not None and self.sweep[0] in PATH_KEYS else ()
-        return tuple(path for path in (self.data, self.stage, *self.paths, *swept) if path is not None)
+        """Paths that a container needs in addition to the output's folder."""
+        varied = self.array[1] if self.array is not None and self.array[0] in PATH_KEYS else ()
+        return tuple(path for path in (self.data, self.stage, *self.paths, *varied) if path is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """cputrain prepare: `arguments` are KIND, SRC, OUT and its options."""
+    """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
 
     kind: ClassVar[str] = "prepare"
     arguments: tuple[str, ...]
 
     @property
     def mounted(self) -> tuple[str, ...]:
-        """What a container needs beside the output's folder."""
+        """Paths that a container needs in addition to the output's folder."""
         return (self.arguments[1],)
 
     @property
@@ -66,8 +63,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Any command, each rank of it bound by the plan. `request` is the JSON of how that is asked for on the first
-    host."""
+    """Any command, each rank bound by the plan. `request` is the planner's request as JSON, for the first host."""
 
     kind: ClassVar[str] = "command"
     mounted: ClassVar[tuple[str, ...]] = ()
@@ -77,7 +73,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """An image, the runtime that starts it ("auto": the first of RUNTIMES on PATH), and more options for that."""
+    """An image, the program that starts it ("auto": the first of RUNTIMES on PATH), and further options."""
 
     image: str
     runtime: str = "auto"
@@ -85,10 +81,10 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A job: what it asks of the scheduler, what it runs, and where its programs come from.
+class BatchJob:
+    """A job: the resources it requests, what it runs, and where its programs come from.
 
-    `machine` names the kind of host whose numbers the scheduler is told; None: everything is planned on the first host.
+    `machine` names the machine that the requested tasks and CPUs belong to; None: they are planned on the first host.
     """
 
     resources: Resources
@@ -102,17 +98,17 @@ class Batch:
     container: Container | None = None
 
 
-def job_script(batch: Batch, scheduler: str) -> str:
-    """The script. Raises InputError where a value cannot stand in the scheduler's lines."""
-    container = batch.container
+def job_script(job: BatchJob, scheduler: str) -> str:
+    """The script. Raises InputError for values that a directive cannot hold."""
+    container = job.container
     return _render(
         f"{scheduler}.sh.j2",
-        batch=batch,
-        work=batch.work,
-        resources=batch.resources,
-        directives=directives(batch.resources, scheduler),
-        container=None if container is None else container_script(container, batch.work),
-        left_behind=container is not None and _left_behind(container),
+        job=job,
+        work=job.work,
+        resources=job.resources,
+        directives=directives(job.resources, scheduler),
+        container=None if container is None else container_script(container, job.work),
+        may_outlive_rank=container is not None and _may_outlive_rank(container),
         job_id=JOB_ID[scheduler],
         array_id=ARRAY_ID[scheduler],
         delimiter=_delimiter,
@@ -121,15 +117,19 @@ def job_script(batch: Batch, scheduler: str) -> str:
 
 
 def container_script(container: Container, work: Training | Preparation | Command) -> str:
-    """The script that starts the container on a host, once for each rank, and in it the command that follows."""
+    """The script that starts the container on a host, once for each rank, with the rank's command inside."""
     image = shlex.join((*container.arguments, container.image))
     return _render(
-        "container.sh.j2", runtime=container.runtime, image=image, work=work, left_behind=_left_behind(container)
+        "container.sh.j2",
+        runtime=container.runtime,
+        image=image,
+        work=work,
+        may_outlive_rank=_may_outlive_rank(container),
     )
 
 
-def _left_behind(container: Container) -> bool:
-    """Whether a killed rank may leave its container running, which is then not the rank's child."""
+def _may_outlive_rank(container: Container) -> bool:
+    """Whether the container may go on running after its rank was killed, as it is not the rank's child."""
     return container.runtime in ("auto", "podman", "docker")
 
 
@@ -147,14 +147,14 @@ def _render(name: str, **values: Any) -> str:
 
 
 def _delimiter(text: str, word: str) -> str:
-    """A word that is no line of a text, to end a here-document with."""
+    """A word that is not a line of the text, to end a here-document with."""
     lines = set(text.splitlines())
     while word in lines:
         word += "_"
     return word
 
 
-def parse_sweep(text: str) -> tuple[str, tuple[str, ...]]:
+def parse_array(text: str) -> tuple[str, tuple[str, ...]]:
     """ "batch.local=16,32" -> ("batch.local", ("16", "32")). Raises InputError on anything else."""
     key, equals, values = text.partition("=")
     parts = tuple(value.strip() for value in values.split(","))

@@ -1,18 +1,17 @@
 """A training on this machine: planned, then started with its own workers."""
 
 import json
-import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.kernel.neighbors import plan_beside
 from affinity.planner.plan import Plan
-from affinity.planner.runtime import find_runtime, target_of
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
-from cputrain.launch.planning import request_of
+from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, PLAN, RECIPE, check_folder, make_folder
@@ -23,8 +22,8 @@ from mpi.supervise.local import run_local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A recipe with the plan of this machine for it, its data as found, and the numbers that follow."""
+class PlannedTraining:
+    """A recipe, this machine's plan for it, the survey of its data, and the sizes that follow from them."""
 
     recipe: Recipe
     plan: Plan
@@ -38,7 +37,7 @@ class Planned:
 
     @property
     def facts(self) -> Facts:
-        """What a run's earlier starts are compared with."""
+        """What a resumed run compares with its earlier starts."""
         return Facts(
             workers=self.ppn,
             global_batch=self.numbers.global_batch,
@@ -47,28 +46,29 @@ class Planned:
         )
 
 
-def planned_here(recipe: Recipe, *, resume: bool = False) -> Planned:
+def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = False) -> PlannedTraining:
     """Plan this machine for a recipe and count its images. Raises InputError where they do not fit.
 
-    A resumed run has its weights from its checkpoint: those that it began with need not be there any more.
+    A resumed run has its weights from its checkpoint: the initial ones need not exist any more.
     """
     weights = recipe.model.weights
     if weights is not None and not resume and not Path(weights).is_file():
-        raise InputError(f"model.weights={weights} is not there: name a checkpoint or a state dict, or set it to null")
-    plan = plan_here(recipe)
+        raise InputError(
+            f"model.weights={weights} does not exist: name a checkpoint or a state dict, or set it to null"
+        )
+    plan = plan_recipe(recipe, env)
     found = survey_recipe(recipe)
     numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
-    return Planned(recipe=recipe, plan=plan, found=found, numbers=numbers)
+    return PlannedTraining(recipe=recipe, plan=plan, found=found, numbers=numbers)
 
 
-def plan_here(recipe: Recipe) -> Plan:
+def plan_recipe(recipe: Recipe, env: Mapping[str, str]) -> Plan:
     """This machine's plan for a recipe."""
-    runtime = find_runtime(target_of(()), os.environ, openmp=recipe.plan.openmp)
-    return plan_beside(request_of(recipe), runtime, os.environ, share=recipe.plan.share)
+    return plan_beside(request_of(recipe), env, share=recipe.plan.share)
 
 
-def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool) -> int:
-    """Train to the end; the exit status. Raises RunError naming the rank that failed.
+def train_here(planned: PlannedTraining, env: Mapping[str, str], *, resume: bool, overwrite: bool, verify: bool) -> int:
+    """Train to the end; returns the exit status. Raises RunError naming the rank that failed.
 
     Raises InputError where the recipe's folder may not be written to.
     """
@@ -77,12 +77,22 @@ def train_here(planned: Planned, *, resume: bool, overwrite: bool, verify: bool)
     make_folder(recipe, planned.plan, overwrite=overwrite)
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
     flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))
-    job = Job(
-        groups=(HostGroup(hosts=("localhost",), plan=planned.plan),),
-        command=(sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags),
+    command = (sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags)
+    return run_local(local_job(planned.plan, command, folder, verify=verify, plain_rank=0), env)
+
+
+def local_job(
+    plan: Plan, command: tuple[str, ...], folder: Path, *, verify: bool = True, plain_rank: int | None = None
+) -> Job:
+    """The job of one command for each planned worker of this host; the plan and logs are in `folder`.
+
+    The output of `plain_rank` is shown without a label.
+    """
+    return Job(
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
+        command=command,
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
         verify=verify,
-        plain_rank=0,
+        plain_rank=plain_rank,
     )
-    return run_local(job, os.environ)

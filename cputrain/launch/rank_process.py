@@ -1,32 +1,28 @@
-"""What `train` and `eval` share: which rank this process is, and the worker it is bound as."""
+"""What a rank does before and after its work: bind, verify the binding, end the process where the work fails."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from affinity.errors import InputError
+from affinity.exit_status import exit_status, one_line
 from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.kernel.observe import Observed, observe, verify
 from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank, discover
-from cputrain.cli import tell
-from cputrain.launch.planning import request_of
+from affinity.ranks.rank import Rank
+from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.schema import Recipe
 
 
-def this_rank() -> Rank | None:
-    """This process's place in a job; None when the user has started it."""
-    return discover(os.environ)
+def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool) -> tuple[WorkerPlan, Observed]:
+    """The worker that this rank is bound as, and the binding as read back from the kernel.
 
-
-def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, Observed]:
-    """The worker this rank is bound as, checked against the kernel before any library can move a thread.
-
-    A rank that no plan has bound (started by mpirun, srun or torchrun directly) plans for itself and starts again.
+    To be called before any library can move a thread. A rank that no plan has bound (one that mpirun, srun or torchrun
+    has started directly) plans this host and starts again, bound. Raises RunError where `check` finds a difference.
     """
-    worker = bound_worker(os.environ)
+    worker = bound_worker(env)
     if worker is None:
         _bind_and_restart(recipe, rank, check=check)
     assert worker is not None
@@ -35,19 +31,23 @@ def bound_here(recipe: Recipe, rank: Rank, *, check: bool) -> tuple[WorkerPlan, 
     return worker, observe()
 
 
-def run_rank(rank: Rank, act: Callable[[], None]) -> None:
-    """Do a rank's work. One that fails leaves at once, as its libraries' threads may be stuck in a collective for good,
-    and as others, who lose their connections to it, would be blamed if they ended before it."""
+def run_rank(rank: Rank, work: Callable[[], None]) -> None:
+    """Do a rank's work; end the process at once where that fails.
+
+    Without any cleanup: threads of its libraries may hang in a collective for good. And other ranks, which lose their
+    connections to this one, would be blamed for the failure if they ended first.
+    """
     from cputrain.comm.group import convert_lost_peer_errors  # torch: after the binding is read back
 
     try:
         with convert_lost_peer_errors(rank.rank):
-            act()
-    except Exception as error:  # noqa: BLE001  all are told, and the rank ends
-        status = tell(error)
-        if status is None:
+            work()
+    except Exception as error:  # noqa: BLE001  every error is printed and ends the rank
+        if one_line(error) is None:
             sys.excepthook(type(error), error, error.__traceback__)
             status = 1
+        else:
+            status = exit_status(error, "cputrain")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -57,7 +57,7 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
     """Plan this host for its ranks and become the same command, bound."""
     if recipe.plan.share:
         raise InputError(
-            "plan.share=true, but a launcher has started this rank, which cannot tell its job from others: start "
+            "plan.share=true, but a launcher has started this rank, which cannot tell its own job from others: start "
             "cputrain train by itself or with cputrain launch --share"
         )
     plan, index = plan_for_rank(request_of(recipe), rank, (), os.environ)

@@ -1,1 +1,1 @@
-"""What a run did, as one page."""
+"""A run's folder as one HTML page: curves from its events, and what its workers and hosts used, as tables and charts."""

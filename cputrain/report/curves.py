@@ -15,7 +15,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Title -> SVG of loss, accuracy, learning rate and throughput over epochs; without those that have no value."""
+    """SVGs of loss, accuracy, learning rate and throughput over epochs, by title; without empty ones."""
     steps = [e for e in events if e["event"] == "step"]
     epochs = [e for e in events if e["event"] == "epoch"]
     at = [e["epoch"] for e in steps]
@@ -39,23 +39,23 @@ def training_curves(events: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def kind_of(events: Sequence[dict[str, Any]]) -> str:
-    """What a run was trained on: images, points or synthetic data."""
+    """The kind of data of a run: images, points or synthetic data."""
     return next((e.get("data", "images") for e in reversed(events) if e["event"] == "start"), "images")
 
 
 def unit_of(events: Sequence[dict[str, Any]]) -> str:
-    """What a sample of a run's data is called."""
+    """The word for samples of a run's data."""
     return "points" if kind_of(events) == "points" else "images"
 
 
 def _over(epochs: Sequence[dict[str, Any]], key: str) -> Points:
-    """The epochs that have a value, and their values."""
+    """The epochs with a value, and these values."""
     known = [e for e in epochs if e[key] is not None]
     return [e["epoch"] for e in known], [e[key] for e in known]
 
 
 def _chart(lines: dict[str, Points], unit: str) -> str | None:
-    """The lines that have a value; None where none has."""
+    """A chart of the lines that have values; None where no line has any."""
     drawn = {label: (x, y) for label, (x, y) in lines.items() if any(value is not None for value in y)}
     if not drawn:
         return None
@@ -72,7 +72,7 @@ def _chart(lines: dict[str, Points], unit: str) -> str | None:
 
 
 def figure_svg(figure: Figure) -> str:
-    """The figure as an SVG element, and closed."""
+    """The figure as an SVG element; the figure is closed."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     plt.close(figure)

@@ -16,9 +16,9 @@ from mpi.usage.file import FOLDER as USAGE
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of a run, finished or not; of a command that was launched, what it used.
+    """Write the report of a training, finished or not, or of the resource use of a launched command.
 
-    Raises InputError when the folder holds neither.
+    Raises InputError where the folder holds neither.
     """
     trained = (folder / FILE).is_file() and (folder / RECIPE).is_file()
     usage = read_usage(folder)
@@ -37,7 +37,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _training(folder: Path) -> dict[str, Any]:
-    """What the page tells of a training."""
+    """The page's values about a training."""
     events = _last_of_each_epoch(read_events(folder))
     return {
         "summary": _summary(events, time_spent(folder)),
@@ -51,13 +51,13 @@ def _training(folder: Path) -> dict[str, Any]:
 
 
 def _last_of_each_epoch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events without those of parts of epochs, as a run leaves them that stopped within one and was resumed."""
+    """The events with one epoch event for each epoch: a run that stops within an epoch and resumes writes two."""
     last = {e["epoch"]: e for e in events if e["event"] == "epoch"}
     return [e for e in events if e["event"] != "epoch" or e is last[e["epoch"]]]
 
 
 def _use(usage: Usage) -> dict[str, Any]:
-    """What the page tells of resources."""
+    """The page's values about resource use."""
     return {
         "picture": usage_picture(usage),
         "workers": worker_rows(usage),
@@ -75,10 +75,10 @@ def _summary(events: list[dict[str, Any]], spent: TimeSpent) -> list[tuple[str, 
         took += [("wall time", f"{spent.wall_s:.1f} s")]
     else:
         took = [("time to train", f"{spent.training_s:.1f} s")]
-    if end is None or end["event"] == "start":  # an earlier end is not that of the last start
+    if end is None or end["event"] == "start":  # an end before the last start does not count
         return [("status", "not finished"), *data, *took]
     if end["status"] != "done":
-        return [("status", f"{end['status']} after step {end['steps']:,}: --resume goes on"), *data, *took]
+        return [("status", f"{end['status']} after step {end['steps']:,}: --resume continues"), *data, *took]
     loss = end.get("val_loss")
     percents = {"top-1": "top1", "top-5": "top5", "test top-1": "test_top1", "test top-5": "test_top5"}
     return [

@@ -1,4 +1,4 @@
-"""A run's usage/ and plan -> what its workers and hosts used, as tables."""
+"""A run's usage/ and plan -> the resource use of its workers and hosts, as tables."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from mpi.usage.records import HostUse, Use, WorkerUse, total
 
 LOOPBACK = "lo"
 MB = 1e6
-PAUSE_S = 2.0  # that long a time without any record lies between a run's end and its resumption
+PAUSE_S = 2.0  # a longer time without records is the pause between a run's end and its resumption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """A run's records, oldest first: by rank, by host; and by rank what the run's plan has for that worker."""
+    """A run's records, oldest first, by rank and by host; and the planned worker of each rank."""
 
     workers: dict[int, list[WorkerUse]]
     hosts: dict[str, list[HostUse]]
@@ -29,7 +29,7 @@ class Usage:
 
 
 def read_usage(run: Path) -> Usage | None:
-    """What a run's folder tells of its use; None where nothing was sampled."""
+    """The records in a run's folder; None where nothing was sampled."""
     folder = run / FOLDER
     workers = {
         int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
@@ -46,7 +46,7 @@ def read_usage(run: Path) -> Usage | None:
 
 
 def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
-    """rank -> its worker in the plan; without those of hosts that ran another number of ranks than planned."""
+    """The planned worker of each rank, without hosts that ran another number of ranks than planned."""
     if not path.is_file():
         return {}
     data = read_json(path)
@@ -57,14 +57,14 @@ def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
             plan = plan_of_host(data, host)
             workers = [worker_from_dict(plan, i) for i in range(len(plan["workers"]))]
         except InputError:
-            continue  # a host that the plan does not know, as one of a job that was requeued
+            continue  # a host that is not in the plan, as after a requeue
         if len(workers) == len(ranks):
             found |= dict(zip(ranks, workers, strict=True))
     return found
 
 
 def busy(record: WorkerUse | HostUse) -> float:
-    """PUs that were busy on average: CPU seconds a second."""
+    """CPUs that were busy on average: CPU seconds per second."""
     return record.cpu_s / record.seconds if record.seconds > 0 else 0.0
 
 
@@ -79,13 +79,13 @@ def mb_per_s(name: str, direction: int) -> Callable[[HostUse], float]:
 
 
 def interfaces_of(records: Sequence[HostUse]) -> list[str]:
-    """A host's interfaces that moved bytes, the busiest first, the loopback last."""
+    """A host's interfaces with traffic, the busiest first, the loopback last."""
     by_name = total(*(record.network for record in records))
     return sorted(by_name, key=lambda name: (name == LOOPBACK, -sum(by_name[name]), name))
 
 
 def worker_rows(usage: Usage) -> list[tuple[str, ...]]:
-    """For each rank: rank, host, PUs busy (mean, peak), planned, GiB of memory (peak), estimated, processes."""
+    """For each rank: rank, host, CPUs busy (mean, peak), planned, GiB of memory (peak), estimated, processes."""
     rows: list[tuple[str, ...]] = []
     for rank, records in usage.workers.items():
         plan = usage.planned.get(rank)
@@ -106,7 +106,7 @@ def worker_rows(usage: Usage) -> list[tuple[str, ...]]:
 
 
 def host_rows(usage: Usage) -> list[tuple[str, ...]]:
-    """For each host: host, PUs busy (mean, peak), least GiB of memory available."""
+    """For each host: host, CPUs busy (mean, peak), least GiB of memory available."""
     return [
         (
             host,
@@ -124,13 +124,13 @@ def network_rows(usage: Usage) -> list[tuple[str, ...]]:
     for host, records in usage.hosts.items():
         for name in interfaces_of(records):
             rates = [mb_per_s(name, direction) for direction in (0, 1)]
-            told = [figure for rate in rates for figure in (mean_of(records, rate), max(map(rate, records)))]
-            rows.append((host, "lo (loopback)" if name == LOOPBACK else name, *(f"{mb:.3f}" for mb in told)))
+            figures = [figure for rate in rates for figure in (mean_of(records, rate), max(map(rate, records)))]
+            rows.append((host, "lo (loopback)" if name == LOOPBACK else name, *(f"{mb:.3f}" for mb in figures)))
     return rows
 
 
 def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
-    """Unix times -> seconds that the run had gone on by then, the pauses before its resumptions left out."""
+    """A function from unix times to seconds of running time, without the pauses before resumptions."""
     every: list[Sequence[WorkerUse | HostUse]] = [*usage.workers.values(), *usage.hosts.values()]
     spans: list[tuple[float, float]] = []
     for start, end in sorted((r.time - r.seconds, r.time) for records in every for r in records):
@@ -140,5 +140,5 @@ def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
             spans.append((start, end))
     edges = [edge for span in spans for edge in span]
     before = accumulate((end - start for start, end in spans), initial=0.0)
-    gone = [edge for pair in pairwise(before) for edge in pair]
-    return lambda times: np.interp(times, edges, gone)
+    elapsed = [edge for pair in pairwise(before) for edge in pair]
+    return lambda times: np.interp(times, edges, elapsed)

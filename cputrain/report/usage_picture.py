@@ -1,4 +1,4 @@
-"""What workers and hosts used over time, as SVG."""
+"""The resource use of workers and hosts over time, as SVG."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from cputrain.report.curves import figure_svg
 from cputrain.report.usage import LOOPBACK, Usage, busy, interfaces_of, mb_per_s, running_time
 from mpi.usage.records import HostUse, WorkerUse
 
-MOST_LINES = 8  # above, their mean within their range
-GRID = 400  # places of it
+MOST_LINES = 8  # with more, their mean and range
+GRID = 400  # points of that mean
 UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, when each value begins, when it ends, values
 
 
 def usage_picture(usage: Usage) -> str:
-    """SVG: PUs busy and memory of each worker, network of each host, over the running time."""
+    """SVG: busy CPUs and memory of each worker, network of each host, over the running time."""
     clock = running_time(usage)
     length = float(max(clock([records[-1].time for records in usage.workers.values()])))
     _, divisor, unit = next(each for each in UNITS if length >= each[0])
@@ -33,8 +33,8 @@ def usage_picture(usage: Usage) -> str:
         return [curve(f"rank {rank}", records, value) for rank, records in usage.workers.items()]
 
     _draw(cpu, of_workers(busy), "workers")
-    _refer(cpu, [len(plan.pus) for plan in usage.planned.values()], "planned PUs")
-    cpu.set(ylabel="PUs busy", title="CPU per worker")
+    _refer(cpu, [len(plan.pus) for plan in usage.planned.values()], "planned CPUs")
+    cpu.set(ylabel="CPUs busy", title="CPU per worker")
     _draw(memory, of_workers(lambda r: r.rss_bytes / GIB), "workers")
     _refer(memory, [plan.memory_bytes / GIB for plan in usage.planned.values() if plan.memory_bytes], "estimated peak")
     memory.set(ylabel="GiB resident", title="Memory per worker")
@@ -45,7 +45,7 @@ def usage_picture(usage: Usage) -> str:
             for name in _drawn(records, alone=len(usage.hosts) == 1)
         ]
         _draw(network, lines, f"hosts, {word}", style)
-    network.set(xlabel=f"{unit} of running", ylabel="MB/s", title="Network per host")
+    network.set(xlabel=f"running time, {unit}", ylabel="MB/s", title="Network per host")
     for axes in (cpu, memory, network):
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, length / divisor or None)
@@ -56,7 +56,7 @@ def usage_picture(usage: Usage) -> str:
 
 
 def _drawn(records: Sequence[HostUse], *, alone: bool) -> list[str]:
-    """The busiest interface to other hosts; where one host is the whole run, the loopback that its ranks talk over."""
+    """The busiest interface to other hosts; on a single host also the loopback, which its ranks communicate over."""
     names = interfaces_of(records)
     return [name for name in names if name != LOOPBACK][:1] + ([LOOPBACK] if alone and LOOPBACK in names else [])
 
@@ -76,14 +76,14 @@ def _draw(axes: Any, curves: Sequence[Curve], what: str, style: str = "-") -> No
 
 
 def _on_grid(grid: np.ndarray, curve: Curve) -> np.ndarray:
-    """A curve's value at each place; not a number where it has none."""
+    """A curve's value at each point of the grid; NaN where it has none."""
     _, starts, ends, values = curve
     found = np.minimum(np.searchsorted(ends, grid), len(ends) - 1)
-    there = (grid >= starts[0]) & (grid <= ends[-1])
-    return np.where(there, values[found], np.nan)
+    known = (grid >= starts[0]) & (grid <= ends[-1])
+    return np.where(known, values[found], np.nan)
 
 
 def _refer(axes: Any, values: Sequence[float], label: str) -> None:
-    """Dashed lines at the smallest and the largest of what was planned."""
+    """Dashed lines at the smallest and the largest planned value."""
     for i, value in enumerate(sorted({min(values), max(values)} if values else ())):
         axes.axhline(value, color="gray", linestyle="--", linewidth=1.0, label="" if i else label)

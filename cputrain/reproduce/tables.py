@@ -1,4 +1,4 @@
-"""What the reference documents publish, table by table, beside what the recipes give: pure comparison, no training."""
+"""The tables of the reference documents beside the sizes that our recipes derive; nothing is trained."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ FOLDER = shipped(Path(__file__).parents[1], "published")
 TIME, SPEED = "time", "images/s"
 IMPLIED = {SPEED: f"{SPEED}, from the time", TIME: f"{TIME}, from images/s"}
 
-# What is derived of every recipe, whether a document prints it or not.
+# Shown for every recipe, whether a document prints it or not.
 ALWAYS = ("global batch", "workers", "epochs", "steps per epoch", "warm-up steps", "total steps", "peak rate")
 QUANTITIES = (
     *("global batch", "batch a worker", "workers", "images per epoch", "epochs", "steps per epoch", "warm-up steps"),
@@ -34,18 +34,18 @@ class Experiment(Section):
 
     title: str
     published: dict[str, float]
-    """What is printed, by the names in QUANTITIES."""
+    """The printed values, by the names in QUANTITIES."""
     time: str | None = None
-    """How long it took, hours:minutes:seconds."""
+    """The published duration, hours:minutes:seconds."""
     timed: bool = True
-    """Whether that time is known to be that of all the recipe's images and epochs."""
+    """Whether the duration is known to cover all the recipe's images and epochs."""
     recipe: str | None = None
-    """The recipe that does the same, with settings; None: the table's, if it has one."""
+    """The recipe of the same training, with settings; None: the table's, if it has one."""
     settings: str = ""
     """Further settings of the table's recipe."""
     hosts: Positive = 1
     note: str = ""
-    """Why the recipe gives something else, or what is to be known of the printed numbers."""
+    """Why the recipe differs, or a remark on the printed values."""
 
     @field_validator("published")
     @classmethod
@@ -56,7 +56,7 @@ class Experiment(Section):
 
 
 class Table(Section):
-    """A table or figure of a document, or what its text says; what its experiments share stands here."""
+    """A table, figure or passage of a document, with the values that its experiments share."""
 
     title: str
     recipe: str | None = None
@@ -73,8 +73,8 @@ class Document(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One quantity as printed, or implied by what is printed, and as the recipe gives it; None where there is none."""
+class QuantityRow:
+    """One quantity: the published value (printed, or implied by printed ones) and the recipe's; None: there is none."""
 
     quantity: str
     published: float | None
@@ -83,8 +83,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """An experiment beside its recipe: `command` is the recipe with its settings, on `hosts` hosts of `ppn` workers."""
+class ExperimentComparison:
+    """An experiment and its recipe: `command` is the recipe with settings, on `hosts` hosts with `ppn` workers each."""
 
     document: str
     table: str
@@ -92,12 +92,12 @@ class Compared:
     command: str
     hosts: int
     ppn: int
-    lines: tuple[Line, ...]
+    rows: tuple[QuantityRow, ...]
     note: str
 
 
-def published_tables(documents: Sequence[str]) -> Iterator[Compared]:
-    """Every row of these documents, in their order."""
+def published_tables(documents: Sequence[str]) -> Iterator[ExperimentComparison]:
+    """Every experiment of these documents, in their order."""
     for name in documents:
         read = tuples(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
         document = Document.model_validate(read)
@@ -106,41 +106,43 @@ def published_tables(documents: Sequence[str]) -> Iterator[Compared]:
                 yield _compared(document.document, table, experiment)
 
 
-def _compared(document: str, table: Table, experiment: Experiment) -> Compared:
+def _compared(document: str, table: Table, experiment: Experiment) -> ExperimentComparison:
     command = " ".join(filter(None, (experiment.recipe or table.recipe, experiment.settings)))
     name, *settings = command.split() or [""]
     recipe = load_recipe(name, settings) if name else None
-    ours = _derived(recipe, experiment.hosts) if recipe else {}
+    derived = _derived(recipe, experiment.hosts) if recipe else {}
     timed = table.timed and experiment.timed
-    published = _with_implied(experiment, ours if timed else {})
-    shown = {*published, *(ALWAYS if ours else ())}
-    return Compared(
+    published = _with_implied(experiment, derived if timed else {})
+    shown = {*published, *(ALWAYS if derived else ())}
+    return ExperimentComparison(
         document=document,
         table=table.title,
         experiment=experiment.title,
         command=command,
         hosts=experiment.hosts,
         ppn=_ppn(recipe) if recipe else 0,
-        lines=tuple(_line(quantity, published, ours) for quantity in QUANTITIES if quantity in shown),
+        rows=tuple(_row(quantity, published, derived) for quantity in QUANTITIES if quantity in shown),
         note="; ".join(filter(None, (experiment.note, table.note))),
     )
 
 
-def _line(quantity: str, published: dict[str, float], ours: dict[str, float]) -> Line:
-    a, b = published.get(quantity), ours.get(quantity)
+def _row(quantity: str, published: dict[str, float], derived: dict[str, float]) -> QuantityRow:
+    a, b = published.get(quantity), derived.get(quantity)
     differs = a is not None and b is not None and not isclose(a, b)  # rates are products
-    return Line(quantity=quantity, published=a, recipe=b, differs=differs)
+    return QuantityRow(quantity=quantity, published=a, recipe=b, differs=differs)
 
 
-def _with_implied(experiment: Experiment, ours: dict[str, float]) -> dict[str, float]:
-    """What is printed, the time in seconds, and of time and images/s the one that follows from the other by the
-    recipe's images and epochs."""
+def _with_implied(experiment: Experiment, derived: dict[str, float]) -> dict[str, float]:
+    """The printed values, the time in seconds, and time or images/s where only the other one is printed.
+
+    One follows from the other through the recipe's images and epochs.
+    """
     found = dict(experiment.published)
     if experiment.time:
         hours, minutes, seconds = experiment.time.split(":")
         found[TIME] = 3600 * int(hours) + 60 * int(minutes) + float(seconds)
-    if ours:
-        images = ours["epochs"] * ours["images per epoch"]
+    if derived:
+        images = derived["epochs"] * derived["images per epoch"]
         if TIME in found and SPEED not in found:
             found[IMPLIED[SPEED]] = round(images / found[TIME])
         elif SPEED in found and TIME not in found:
@@ -149,13 +151,13 @@ def _with_implied(experiment: Experiment, ours: dict[str, float]) -> dict[str, f
 
 
 def _ppn(recipe: Recipe) -> int:
-    """The workers a host, which a recipe of a published experiment names."""
+    """Workers per host; every recipe of a published experiment names them."""
     assert recipe.plan.ppn != "auto"
     return recipe.plan.ppn
 
 
 def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
-    """A recipe's numbers on so many hosts, by quantity."""
+    """A recipe's sizes on that many hosts, by quantity."""
     data, ppn = recipe.data, _ppn(recipe)
     numbers = derive(recipe, ppn=ppn, nodes=hosts, images=data.train_images or 0)
     found: dict[str, float] = {
@@ -175,8 +177,8 @@ def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
     return found | ({"trust coefficient": recipe.optim.trust_coefficient} if recipe.optim.name == "lars" else {})
 
 
-def told(quantity: str, value: float | None) -> str:
-    """A quantity's value as text: times as h:mm:ss, large numbers with commas, "-" for none."""
+def quantity_text(quantity: str, value: float | None) -> str:
+    """A quantity's value as text: times as h:mm:ss, large numbers with commas, "-" for None."""
     if value is None:
         return "-"
     if quantity in (TIME, IMPLIED[TIME]):

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened, one JSON object a line."""
+"""events.jsonl, the log of a run: one JSON object per line."""
 
 import errno
 import json
@@ -16,8 +16,8 @@ FILE = "events.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Seconds of a run over all its starts: `training_s` from each start to its last event, `wall_s` from the first
-    start to the end, waits between starts included."""
+    """Seconds of a run over all its starts: `training_s` from each start to its last event, `wall_s` from the first start
+    to the end, with the pauses between starts."""
 
     training_s: float
     wall_s: float
@@ -39,14 +39,14 @@ class SilentEvents:
 
 
 class Events:
-    """Appends to a run's events.jsonl; each line is on its way to the disk when `write` returns."""
+    """Appends to a run's events.jsonl; a line has been handed to the operating system when `write` returns."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._file = self._path.open("a+b", buffering=0)
         self._file.seek(0)
         text = self._file.read()
-        self._file.truncate(text.rfind(b"\n") + 1)  # a line cut short would take the next one with it
+        self._file.truncate(text.rfind(b"\n") + 1)  # drop an incomplete last line, which would spoil the next one
 
     def write(self, event: str, **fields: Any) -> None:
         """Append {"event": event, "time": unix seconds, ...}; JSON has no NaN or infinity, those become null."""
@@ -54,7 +54,7 @@ class Events:
         line = f"{json.dumps({'event': event, 'time': round(time.time(), 3), **known})}\n".encode()
         try:
             if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would be told so
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would fail like this
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
@@ -68,8 +68,10 @@ class Events:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """A run's events, oldest first. A last line cut short by a crash is left out, and so are steps, and what came of
-    them, that a resumed run has done again. A folder without events has none."""
+    """A run's events, oldest first; none where the folder has no log.
+
+    Left out: a last line that a crash cut short, and events from steps that a resumed run has repeated.
+    """
     events: list[dict[str, Any]] = []
     last = 0
     for event in written_events(folder):
@@ -82,8 +84,10 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
-    """What a run has taken so far, steps that were done twice included; the last start goes on until `now`, unix
-    seconds, or, as one that was killed, until its last event."""
+    """The time that a run has taken so far, with repeated steps.
+
+    The last start counts until `now` (unix seconds), or, without `now`, until its last event.
+    """
     spans: list[tuple[float, float]] = []
     for event in written_events(folder):
         if event["event"] == "start":
@@ -103,7 +107,7 @@ def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
 
 
 def written_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every event as it was written, up to a line that was cut short."""
+    """Every event in the order written, up to an incomplete line."""
     path = folder / FILE
     if not path.is_file():
         return

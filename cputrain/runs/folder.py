@@ -14,7 +14,7 @@ from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
-from cputrain.runs.resume import Facts, changes_training, differences, refusal, told
+from cputrain.runs.resume import Facts, changes_training, describe_differences, differences, reason_not_to_resume
 from mpi.usage.file import FOLDER as USAGE
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
@@ -25,12 +25,12 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "logs",
     "report.html",
 )
-OURS = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
+RUN_FILES = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
 BEST = "best.pt"
 
 
 def run_of(spec: str) -> Path | None:
-    """The run's folder that is named, itself or by its recipe.yaml; None where a recipe is."""
+    """The folder of the run that `spec` names, or whose recipe.yaml it names; None where `spec` names a recipe."""
     path = Path(spec)
     folder = path.parent if path.name == RECIPE else path
     begun = (folder / RECIPE).is_file() and (path == folder or (folder / EVENTS).is_file())
@@ -38,7 +38,7 @@ def run_of(spec: str) -> Path | None:
 
 
 def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
-    """Like `load_recipe`, and from a run's folder, wherever that has been moved: its output is that folder."""
+    """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output."""
     folder = run_of(spec)
     if folder is None:
         return load_recipe(spec, settings)
@@ -53,21 +53,23 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The updates done before a numbered checkpoint."""
+    """The step after which a numbered checkpoint was saved."""
     return int(checkpoint.stem.removeprefix("step-"))
 
 
 def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tuple[Path, ...]:
-    """The checkpoints that are named, those of named folders oldest first, or else a run's best or last one.
+    """The named checkpoints (those in a named folder oldest first), or else the best or last one of a run.
 
-    Raises InputError where there are none.
+    Raises InputError where there is none.
     """
     if named and last:
         raise InputError("--checkpoint and --last exclude each other: give one")
     if named:
         return tuple(path for each in named for path in _checkpoints_in(each))
     if run is None:
-        raise InputError("eval needs --checkpoint PATH beside a recipe, or a run's folder in its place")
+        raise InputError(
+            "eval needs --checkpoint PATH with a recipe: add it, or name a run's folder instead of the recipe"
+        )
     saved = list_checkpoints(run / CHECKPOINTS)
     if last and saved:
         return (saved[-1],)
@@ -85,17 +87,19 @@ def _checkpoints_in(path: Path) -> list[Path]:
     if best.is_file() and not any(best.samefile(other) for other in found):
         found.append(best)
     if not found:
-        raise InputError(f"checkpoint {path} is not there: a run keeps its own in {CHECKPOINTS}/")
+        raise InputError(f"checkpoint {path} is not there: a run's checkpoints are in its folder {CHECKPOINTS}/")
     return found
 
 
 def _instead(saved: Sequence[Path]) -> str:
-    return f"--last evaluates {saved[-1].name}" if saved else "the run has saved nothing yet"
+    return f"--last evaluates {saved[-1].name}" if saved else "the run has saved no checkpoint yet"
 
 
 def check_folder(recipe: Recipe, now: Facts, *, resume: bool, overwrite: bool) -> str:
-    """Raise InputError when the recipe's folder may not be written to; changes nothing. What a resumption does, in a
-    line; "" where nothing is resumed."""
+    """Raise InputError where the recipe's folder may not be written to; changes nothing.
+
+    Returns one line about what a resumed run continues from and changes; "" where nothing is resumed.
+    """
     folder = recipe.folder
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other: give one")
@@ -113,8 +117,8 @@ def check_folder(recipe: Recipe, now: Facts, *, resume: bool, overwrite: bool) -
         return _resumption(recipe, old, now)
     if changed := changes_training(differences(old, recipe), recipe):
         raise InputError(
-            f"output {folder} holds a run of another recipe ({told(changed)}): set output to another folder, or add "
-            "--overwrite to lose that run"
+            f"output {folder} holds a run of another recipe ({describe_differences(changed)}): set output to another folder, or add "
+            "--overwrite to delete that run"
         )
     raise InputError(
         f"output {folder} holds a run of this recipe: add --resume or --overwrite, or set output to another folder"
@@ -125,18 +129,20 @@ def _resumption(recipe: Recipe, old: Recipe, now: Facts) -> str:
     folder = recipe.folder
     starts = [event for event in read_events(folder) if event["event"] == "start"]
     before = Facts.of_start(starts[-1]) if starts else None
-    if problem := refusal(folder, old, recipe, before, now):
+    if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
     saved = list_checkpoints(folder / CHECKPOINTS)
-    where = f"after step {step_of(saved[-1]):,}" if saved else "from its beginning: it has no checkpoint yet"
+    where = f"after step {step_of(saved[-1]):,}" if saved else "from the start, as it has no checkpoint yet"
     changed = differences(old, recipe)
-    workers = [f"{now.workers} worker(s), were {before.workers}"] if before and before.workers != now.workers else []
-    what = ", ".join([*workers, *([told(changed)] if changed else [])])
-    return f"{folder} goes on {where}" + (f", with {what}" if what else "")
+    workers = (
+        [f"{now.workers} worker(s) instead of {before.workers}"] if before and before.workers != now.workers else []
+    )
+    what = ", ".join([*workers, *([describe_differences(changed)] if changed else [])])
+    return f"{folder} continues {where}" + (f", with {what}" if what else "")
 
 
 def finished(folder: Path, last_step: int) -> str | None:
-    """What to say of a run that has ended well with its last step, or a later one; None of any other."""
+    """A message about a run that has finished with `last_step` or a later one; None of any other run."""
     ended = [event for event in read_events(folder) if event["event"] == "end" and event["status"] == "done"]
     if not ended or ended[-1]["steps"] < last_step:
         return None
@@ -146,15 +152,15 @@ def finished(folder: Path, last_step: int) -> str | None:
     ]
     if not figures and end.get("val_loss") is not None:
         figures = [f"validation loss {end['val_loss']:.4f}"]
-    told = ", ".join([f"{end['steps']:,} steps", *figures])
-    return f"{folder} is finished: {told}; nothing is left to train, nothing was written"
+    result = ", ".join([f"{end['steps']:,} steps", *figures])
+    return f"{folder} is finished: {result}; nothing to do"
 
 
 def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
-    """Make the run's folder; with overwrite, take away what a run has left there and nothing else."""
+    """Make the run's folder; `overwrite` first removes the files of an earlier run, and no others."""
     folder = recipe.folder
     if overwrite:
-        for name in OURS:
+        for name in RUN_FILES:
             path = folder / name
             if path.is_dir():
                 shutil.rmtree(path)
@@ -167,7 +173,7 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
 
 
 def _given_paths(recipe: Recipe) -> str:
-    """A comment with the paths that the recipe has as relative ones, and the folder they were given in."""
+    """A comment with the recipe's relative paths and the folder that they are relative to."""
     given = {
         "data.path": None if recipe.data.generated else recipe.data.path,
         "data.stage_dir": recipe.data.stage_dir,
@@ -179,5 +185,5 @@ def _given_paths(recipe: Recipe) -> str:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan where `affinity.bind` can read it."""
+    """Write a plan as JSON, for `affinity.bind` to read."""
     write_atomic(path, plan_to_json(plan).encode())

@@ -1,4 +1,4 @@
-"""What a resumed run may change: pure comparisons of its recipe and of what its starts found."""
+"""What a resumed run may change: pure comparisons of recipes, data and workers."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import Recipe
 
 # Keys and sections that decide where, how fast and how long a training runs, not what it computes; for data.path and
-# batch that holds as long as the images and the global batch are the same, which `refusal` compares.
+# batch this holds while the images and the global batch stay the same, which `reason_not_to_resume` checks.
 MAY_CHANGE = (
     "name",
     "data.path",
@@ -38,7 +38,7 @@ Differences = dict[str, tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one start of a training found: its workers, images per step, and the training images and their classes."""
+    """Workers, images per step, training images and classes of one start of a training."""
 
     workers: int
     global_batch: int
@@ -47,17 +47,17 @@ class Facts:
 
     @classmethod
     def of_start(cls, event: dict[str, Any]) -> "Facts | None":
-        """Those that a start event holds; None where it lacks them."""
+        """The facts in a start event; None where it lacks them."""
         names = cls.__dataclass_fields__
         return cls(**{name: event[name] for name in names}) if names.keys() <= event.keys() else None
 
     def as_fields(self) -> dict[str, int]:
-        """As a start event holds them."""
+        """The facts as fields of a start event."""
         return asdict(self)
 
 
 def differences(old: Recipe, new: Recipe) -> Differences:
-    """The keys in which two recipes differ, relative paths taken from this folder; a run's folder may move."""
+    """The keys in which two recipes differ; paths are compared as absolute ones, and `output` is ignored."""
     a, b = (_flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"})) for recipe in (old, new))
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
@@ -69,7 +69,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def told(found: Differences) -> str:
+def describe_differences(found: Differences) -> str:
     """ "epochs: 2 -> 3, comm.backend: auto -> gloo"."""
     return ", ".join(f"{key}: {_yaml(old)} -> {_yaml(new)}" for key, (old, new) in found.items())
 
@@ -79,24 +79,24 @@ def _yaml(value: Any) -> str:
 
 
 def changes_training(found: Differences, new: Recipe) -> Differences:
-    """Those differences that would change what a training computes from here on."""
+    """The differences that would change what the training computes from here on."""
     endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
-    free = (*MAY_CHANGE, *(("epochs",) if endless else ()))
-    return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in free)}
+    allowed = (*MAY_CHANGE, *(("epochs",) if endless else ()))
+    return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
 
 
-def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: Facts) -> str | None:
-    """Why the run in a folder cannot go on with this recipe and these workers, and what to do; None where it can."""
+def reason_not_to_resume(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: Facts) -> str | None:
+    """Why the run in a folder cannot continue with this recipe and these workers, and what to do; None where it can."""
     changed = changes_training(differences(old, new), new)
     if changed:
         return (
-            f"--resume: {told(changed)} would change what the run in {folder} computes: leave that as it was, or start "
+            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes: undo that, or start "
             f"a new run from its weights: model.weights={folder}/checkpoints/best.pt and another output"
         )
     if old.data.kind != new.data.kind:
         return (
             f"--resume: the run in {folder} was trained on {old.data.kind}, data.path={new.data.path} is "
-            f"{new.data.kind}: leave data.path as it was, or start a new run with another output"
+            f"{new.data.kind}: set data.path back, or start a new run with another output"
         )
     if before is None:
         return None
@@ -104,7 +104,7 @@ def refusal(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: F
         return (
             f"--resume: data.path={new.data.path} holds {now.train_images:,} training {new.data.unit} of {now.classes} "
             f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
-            + ("leave data.train_images as it was" if new.data.generated else "set data.path to those")
+            + ("set data.train_images back" if new.data.generated else "set data.path to the same images")
         )
     if now.global_batch != before.global_batch:
         return (

@@ -1,18 +1,20 @@
-"""A sweep as data: which trainings, what came of each, and what that says."""
+"""Sweeps: which trainings a sweep has, running them one after another, their results, tables and charts.
 
-from cputrain.sweep.results import Group, Result, Setup, grouped, result_of
-from cputrain.sweep.tables import columns, spread
+Also the search for the largest local batch that trains. A repeated sweep continues where the last one stopped.
+"""
+
+from cputrain.sweep.results import RunResult, SeedGroup, TrainingSetup, group_by_seed, result_of
+from cputrain.sweep.tables import spread
 from cputrain.sweep.variants import SEED, WORKERS, Variant, variants
 
 __all__ = [
     "SEED",
     "WORKERS",
-    "Group",
-    "Result",
-    "Setup",
+    "RunResult",
+    "SeedGroup",
+    "TrainingSetup",
     "Variant",
-    "columns",
-    "grouped",
+    "group_by_seed",
     "result_of",
     "spread",
     "variants",

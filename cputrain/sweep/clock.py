@@ -1,4 +1,4 @@
-"""Limits of time: written, read, kept."""
+"""Time limits: parsed, printed, enforced."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from types import FrameType
 from affinity.errors import InputError
 from mpi.supervise.signals import PREEMPTION_SIGNAL
 
-AGAIN_S = 5.0  # a notice given while the workers are being started reaches none of them
+AGAIN_S = 5.0  # the signal is repeated, as one sent while the workers are being started reaches none of them
 CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 
@@ -20,7 +20,7 @@ def parse_clock(text: str) -> int:
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise InputError(f"--time {text!r} is no limit: give HH:MM:SS, or D-HH:MM:SS")
+        raise InputError(f"--time {text!r} is not a time limit: give HH:MM:SS or D-HH:MM:SS")
     return total
 
 
@@ -32,17 +32,17 @@ def clock(seconds: float) -> str:
 
 
 class Limit:
-    """Whether the time was up."""
+    """Whether the time limit was reached."""
 
     reached = False
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Limit]:
-    """Give this process the notice (SIGUSR1) after so many seconds, as job scripts do near a job's limit.
+    """Send this process the preemption signal (SIGUSR1) after so many seconds, as job scripts do near a job's limit.
 
-    By a timer's signal, not a thread: processes are forked from here. It is given again every AGAIN_S seconds, and not
-    at all while nobody listens.
+    By a timer's signal, not a thread: processes are forked from here. The signal is repeated every AGAIN_S seconds, and
+    withheld while no handler is installed, as it would end this process.
     """
     limit = Limit()
 

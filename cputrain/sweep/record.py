@@ -1,4 +1,4 @@
-"""How long a sweep's training ran and how it ended, kept in its folder."""
+"""How long a training of a sweep ran and how it ended, recorded in its folder."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,8 +11,10 @@ FILE = "sweep-run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Seconds that a training was allowed (None: no limit) and used over all its starts, and how the last one ended:
-    "" where by itself or by who had started it."""
+    """Seconds that a training was allowed (None: no limit) and used over all its starts, and how the last start ended.
+
+    `status` is "" where the training ended normally or the user stopped it.
+    """
 
     requested_s: float | None
     used_s: float | None
@@ -27,5 +29,5 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Keep a record in a run's folder."""
+    """Write the record into a run's folder."""
     write_atomic(folder / FILE, json.dumps(asdict(record)).encode())

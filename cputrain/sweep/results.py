@@ -1,4 +1,4 @@
-"""What came of a sweep's trainings, read from their folders."""
+"""The results of a sweep's trainings, read from their folders."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,23 +8,23 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cputrain.launch.local import Planned
+from cputrain.launch.local import PlannedTraining
 from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events, written_events
-from cputrain.sweep.endings import DIVERGED, DONE, STOPPED
+from cputrain.sweep.outcomes import DIVERGED, DONE, STOPPED
 from cputrain.sweep.record import Record, read_record
 from cputrain.sweep.variants import Variant
 
 Event = dict[str, Any]
-IMAGES = "images"  # what the data is where the start event does not say otherwise
-MOST_POINTS = 100  # of a loss curve; means of what lies between
-LOST = 10.0  # times the first step's loss: one that stays above it has diverged
+IMAGES = "images"  # the data where the start event names no other
+MOST_POINTS = 100  # of a loss curve, each the mean of the steps up to it
+DIVERGED_ABOVE = 10.0  # times the first step's loss; a loss that stays above it has diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a training was asked for; None where a plan that was refused would have decided it."""
+class TrainingSetup:
+    """The requested sizes of a training; None where only a plan could decide it and the plan was rejected."""
 
     workers: int | None
     local_batch: int | None
@@ -36,20 +36,20 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What came of a training; accuracies in percent, None where there are none.
+class RunResult:
+    """The result of a training; accuracies in percent, None where there is no value.
 
-    `epochs`, `top1s`, `eval_steps` and `elapsed_s` (seconds since the training's first event, pauses between its starts
-    left out) are those of its evaluations; `losses` are (step, training loss) up to where it diverged. `seconds` is the
-    time to train, `wall_s` the whole job with its starts and ends, `requested_s` the limit that --time gave it; `data`
-    is what it was trained on: images, or data that was made up.
+    `epochs`, `top1s`, `eval_steps` and `elapsed_s` (seconds since the training's first event, without the pauses
+    between its starts) are those of its evaluations; `losses` are (step, training loss) up to where it diverged.
+    `seconds` is the time to train, `wall_s` that of the whole job with startup and shutdown, `requested_s` the limit
+    set by --time; `data` is "images" or the kind of generated data.
     """
 
     label: str
     run: str
     settings: tuple[tuple[str, str], ...]
     status: str
-    setup: Setup
+    setup: TrainingSetup
     ended_by: str = ""
     steps: int | None = None
     epochs: tuple[int, ...] = ()
@@ -71,36 +71,36 @@ class Result:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The highest validation top-1 and the step after which it was first there."""
+        """The highest validation top-1 and the first step that reached it."""
         scored = zip(self.top1s, self.eval_steps, strict=True)
         return max(scored, key=lambda pair: (pair[0], -pair[1]), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Trainings that differ by their seeds alone."""
+class SeedGroup:
+    """The results of trainings that differ only in their seed."""
 
     label: str
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
 
     @property
     def top1s(self) -> tuple[float, ...]:
-        """Final top-1 of those that ended well."""
+        """Final top-1 of the trainings that finished."""
         return tuple(result.top1 for result in self.results if result.top1 is not None)
 
 
-def grouped(results: Iterable[Result]) -> tuple[Group, ...]:
-    """Results by label, in the order of the first of each."""
-    by_label: dict[str, list[Result]] = {}
+def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
+    """Results with the same settings but for the seed, in the order of each group's first."""
+    by_label: dict[str, list[RunResult]] = {}
     for result in results:
         by_label.setdefault(result.label, []).append(result)
-    return tuple(Group(label=label, results=tuple(each)) for label, each in by_label.items())
+    return tuple(SeedGroup(label=label, results=tuple(each)) for label, each in by_label.items())
 
 
-def setup_of(planned: Planned) -> Setup:
-    """What a planned training comes to."""
+def setup_of(planned: PlannedTraining) -> TrainingSetup:
+    """The sizes of a planned training."""
     recipe, numbers = planned.recipe, planned.numbers
-    return Setup(
+    return TrainingSetup(
         workers=planned.ppn,
         local_batch=largest_local_batch(recipe.batch, planned.ppn),
         global_batch=numbers.global_batch,
@@ -111,13 +111,13 @@ def setup_of(planned: Planned) -> Setup:
     )
 
 
-def refused_result(variant: Variant, recipe: Recipe, status: str, why: str) -> Result:
-    """The row of a training that has not been started."""
+def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> RunResult:
+    """The result of a training that could not be started."""
 
     def number(value: object) -> Any:
         return None if isinstance(value, str) else value
 
-    setup = Setup(
+    setup = TrainingSetup(
         workers=number(recipe.plan.ppn),
         local_batch=recipe.batch.local if recipe.batch.global_ is None else None,
         global_batch=recipe.batch.global_,
@@ -126,11 +126,11 @@ def refused_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
         weight_decay=recipe.optim.weight_decay,
         peak_rate=number(recipe.schedule.peak_rate) if recipe.schedule.rate_scaling in ("auto", "none") else None,
     )
-    return Result(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
+    return RunResult(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
 
 
-def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
-    """What a training left in its folder, so far."""
+def result_of(variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
+    """The result in a training's folder, which may not be finished."""
     events = read_events(folder)
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == DONE
@@ -138,13 +138,13 @@ def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
     status = DONE if done else record.status or STOPPED
     steps = [event for event in events if event["event"] == "step"]
     epochs = [event for event in events if event["event"] == "epoch"]
-    written = list(written_events(folder))  # steps that were lost and done again took their time, too
+    written = list(written_events(folder))  # includes steps that were lost and repeated, which took time, too
     since = dict(zip((event["time"] for event in written), elapsed(written), strict=True))
-    judged = [(e, since[e["time"]]) for e in epochs if e.get("val_top1") is not None]
+    evaluated = [(e, since[e["time"]]) for e in epochs if e.get("val_top1") is not None]
     start = next((event for event in events if event["event"] == "start"), {})
     last: Event = epochs[-1] if epochs else {}
     found = end or {}
-    return Result(
+    return RunResult(
         label=variant.label,
         run=str(folder),
         settings=variant.settings,
@@ -152,10 +152,10 @@ def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
         ended_by="" if done else record.ended_by,
         setup=setup,
         steps=steps[-1]["step"] if steps else None,
-        epochs=tuple(event["epoch"] for event, _ in judged),
-        top1s=tuple(event["val_top1"] for event, _ in judged),
-        eval_steps=tuple(event["step"] for event, _ in judged),
-        elapsed_s=tuple(seconds for _, seconds in judged),
+        epochs=tuple(event["epoch"] for event, _ in evaluated),
+        top1s=tuple(event["val_top1"] for event, _ in evaluated),
+        eval_steps=tuple(event["step"] for event, _ in evaluated),
+        elapsed_s=tuple(seconds for _, seconds in evaluated),
         losses=loss_curve([(event["step"], event["loss"]) for event in steps]),
         top1=found["top1"] if done else None,
         top5=found["top5"] if done else None,
@@ -172,7 +172,7 @@ def result_of(variant: Variant, setup: Setup, folder: Path) -> Result:
 
 
 def elapsed(events: Sequence[Event]) -> list[float]:
-    """Seconds from the first event to each; what lies between a stop and the next start counts for nothing."""
+    """Seconds from the first event to each, without the pauses between a stop and the next start."""
     since = [0.0] if events else []
     for before, event in pairwise(events):
         pause = event["event"] == "start"
@@ -181,17 +181,16 @@ def elapsed(events: Sequence[Event]) -> list[float]:
 
 
 def diverged_from(losses: Sequence[float | None]) -> int | None:
-    """Index of the first loss that, with all after it, is no number or more than LOST times the first; None if there
-    is no such."""
+    """Index from which on every loss is NaN, infinite or above DIVERGED_ABOVE times the first; None: no such."""
     first = next((loss for loss in losses if loss is not None), math.inf)
     index = len(losses)
-    while index and _is_lost(losses[index - 1], first):
+    while index and _is_diverged(losses[index - 1], first):
         index -= 1
     return index if index < len(losses) else None
 
 
-def _is_lost(loss: float | None, first: float) -> bool:
-    return loss is None or not loss <= LOST * first
+def _is_diverged(loss: float | None, first: float) -> bool:
+    return loss is None or not loss <= DIVERGED_ABOVE * first
 
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:
@@ -200,14 +199,14 @@ def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, f
     size = max(1, -(-len(known) // MOST_POINTS))
     points = []
     for first in range(0, len(known), size):
-        part = known[first : first + size]
-        finite = [loss for _, loss in part if loss is not None]
+        chunk = known[first : first + size]
+        finite = [loss for _, loss in chunk if loss is not None]
         if finite:
-            points.append((part[-1][0], mean(finite)))
+            points.append((chunk[-1][0], mean(finite)))
     return tuple(points)
 
 
-def has_diverged(result: Result) -> bool:
-    """Whether its loss ended as no number, or so high that its curve is cut off."""
+def has_diverged(result: RunResult) -> bool:
+    """Whether its loss ended as NaN or infinite, or so high that its curve is cut off."""
     cut = bool(result.steps) and (not result.losses or result.losses[-1][0] < (result.steps or 0))
     return result.status == DIVERGED or cut

@@ -1,82 +1,90 @@
-"""The trainings of a sweep, one after another; what is done stays done."""
+"""The trainings of a sweep, one after another; finished ones are not repeated."""
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from affinity.errors import InputError, RunError
-from cputrain.launch.local import Planned, train_here
+from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, RECIPE
 from cputrain.runs.resume import differences
 from cputrain.sweep.clock import time_limit
-from cputrain.sweep.endings import DONE, REFUSED, STOPPED, TIME_LIMIT, ending, oom_kills
+from cputrain.sweep.outcomes import DONE, INVALID, STOPPED, TIME_LIMIT, oom_kills, outcome_of
 from cputrain.sweep.record import Record, write_record
-from cputrain.sweep.results import Result, refused_result, result_of, setup_of
+from cputrain.sweep.results import RunResult, invalid_result, result_of, setup_of
 from cputrain.sweep.variants import Variant
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A training that cannot be started here, and why: status "does not fit" (memory) or "refused"."""
+class InvalidTraining:
+    """A training that cannot be started here, and why: status "does not fit" (memory) or "invalid"."""
 
     recipe: Recipe
     status: str
     why: str
 
 
-def train_all(planned: Sequence[tuple[Variant, Planned | Refused]], limit_s: float | None = None) -> list[Result]:
-    """Train what is not done yet, one after another, each for `limit_s` seconds at most over all its starts.
+def train_all(
+    planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]],
+    env: Mapping[str, str],
+    limit_s: float | None = None,
+) -> list[RunResult]:
+    """Train everything that is not done yet, one after another, each for at most `limit_s` seconds over all its starts.
 
-    Raises InputError where a folder holds another training.
+    `env` is the environment that the workers inherit. Raises InputError where a folder holds another training, RunError where the user stopped one, KeyboardInterrupt
+    where a signal did.
     """
     results = []
     for number, (variant, one) in enumerate(planned, 1):
-        if isinstance(one, Refused):
-            results.append(refused_result(variant, one.recipe, one.status, one.why))
+        if isinstance(one, InvalidTraining):
+            results.append(invalid_result(variant, one.recipe, one.status, one.why))
             continue
         folder = one.recipe.folder
         known = (folder / RECIPE).is_file()
         if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
-            raise InputError(f"{folder} holds a run of another recipe: sweep --into another folder, or take it away")
+            raise InputError(
+                f"{folder} holds a run of another recipe: name another folder with --output, or remove this one"
+            )
         setup = setup_of(one)
         result = result_of(variant, setup, folder)
         used_s = result.wall_s or 0.0
         if result.status != DONE and (limit_s is None or used_s < limit_s):
-            click.echo(f"\n{number}/{len(planned)}  {' '.join(variant.arguments)}")
-            _train(one, resume=known, limit_s=limit_s, used_s=used_s)
+            LOGGER.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
+            _train(one, env, resume=known, limit_s=limit_s, used_s=used_s)
             result = result_of(variant, setup, folder)
         if result.status == STOPPED:
-            raise RunError(f"stopped in {folder}: call sweep again to go on")
+            raise RunError(f"stopped in {folder}: run the same command again to continue")
         results.append(result)
     return results
 
 
-def _train(one: Planned, *, resume: bool, limit_s: float | None, used_s: float) -> None:
-    """Train, and keep how long it took and how it ended."""
-    started, killed, told = time.monotonic(), oom_kills(), ""
+def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
+    """Train, and record how long it took and how it ended."""
+    started, killed, message = time.monotonic(), oom_kills(), ""
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:
         try:
-            status = train_here(one, resume=resume, overwrite=False, verify=True)
+            status = train_here(one, env, resume=resume, overwrite=False, verify=True)
         except RunError as error:
-            told, status = str(error), 1
+            message, status = str(error), 1
     if status == 1:
-        click.echo(f"cputrain: {told}", err=True)
-        ended, why = ending(told, oom_killed=oom_kills() > killed)
+        LOGGER.error("cputrain: %s", message)
+        outcome, why = outcome_of(message, oom_killed=oom_kills() > killed)
     elif status == 2:
-        ended, why = REFUSED, _last_line(one.recipe.folder / LOGS / "rank-0.log")
+        outcome, why = INVALID, _last_line(one.recipe.folder / LOGS / "rank-0.log")
     elif limit.reached:
-        ended, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
+        outcome, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
     else:
-        ended, why = "", ""
+        outcome, why = "", ""
     used = used_s + time.monotonic() - started
-    write_record(one.recipe.folder, Record(requested_s=limit_s, used_s=used, status=ended, ended_by=why))
+    write_record(one.recipe.folder, Record(requested_s=limit_s, used_s=used, status=outcome, ended_by=why))
     if status >= 128:
-        raise click.exceptions.Abort  # a signal ends the sweep too
+        raise KeyboardInterrupt  # a signal ends the sweep too
 
 
 def _last_line(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""A few steps of a training in real processes, to see whether their memory is enough."""
+"""A trial: a few steps of a training in real processes, to see whether their memory is enough."""
 
 import json
 import os
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import RunError
-from cputrain.launch.local import Planned
-from cputrain.runs.folder import CHECKPOINTS, LOGS, PLAN, RECIPE, make_folder
-from cputrain.sweep.endings import FAILED, ending, oom_kills
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.job import Job
+from cputrain.launch.local import PlannedTraining, local_job
+from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
+from cputrain.sweep.outcomes import FAILED, oom_kills, outcome_of
 from mpi.supervise.local import run_local
 
 STEPS = 3
@@ -21,9 +19,11 @@ TRAINS = "trains"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A local batch, the kind of memory it was planned for, a worker's estimated peak of resident memory in bytes, the
-    largest worker's real one, and what came of it; None where it is not known, as
-    the estimate for a network that the planner does not know."""
+    """One local batch and how its trial ended.
+
+    `memory` is the kind of memory that the plan uses. `estimate_bytes` is the planner's estimate of a worker's peak
+    resident memory, None for a network that the planner does not know; `peak_bytes` the largest measured one.
+    """
 
     local_batch: int
     global_batch: int
@@ -34,22 +34,18 @@ class Trial:
     ended_by: str
 
 
-def run_trial(planned: Planned, memory_bytes: int | None) -> Trial:
+def run_trial(planned: PlannedTraining, memory_bytes: int | None) -> Trial:
     """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all of them together.
 
-    Raises KeyboardInterrupt where SIGINT or SIGTERM has ended it.
+    Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped it.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
     make_folder(recipe, planned.plan, overwrite=True)
     for old in folder.glob(peak_file(folder, "*").name):
         old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
-    job = Job(
-        groups=(HostGroup(hosts=("localhost",), plan=planned.plan),),
-        command=(sys.executable, "-m", "cputrain.cli.trial", str(folder / RECIPE), str(share)),
-        plan_path=folder / PLAN,
-        log_dir=folder / LOGS,
-    )
+    command = (sys.executable, "-m", "cputrain.sweep.trial_rank", str(folder / RECIPE), str(share))
+    job = local_job(planned.plan, command, folder)
     killed, status, why = oom_kills(), TRAINS, ""
     with Path(os.devnull).open("w") as nowhere:
         try:
@@ -59,7 +55,7 @@ def run_trial(planned: Planned, memory_bytes: int | None) -> Trial:
             if code:
                 status, why = FAILED, f"exited with status {code}; logs {folder / LOGS}"
         except RunError as error:
-            status, why = ending(str(error), oom_killed=oom_kills() > killed)
+            status, why = outcome_of(str(error), oom_killed=oom_kills() > killed)
     workload = planned.plan.request.workload
     known = workload is not None and not workload.assumed
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -76,5 +72,5 @@ def run_trial(planned: Planned, memory_bytes: int | None) -> Trial:
 
 
 def peak_file(folder: Path, rank: int | str) -> Path:
-    """Where a rank keeps the bytes of its peak."""
+    """The file of a rank's peak memory, in bytes."""
     return folder / f"peak-rank-{rank}.json"

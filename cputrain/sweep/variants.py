@@ -1,4 +1,4 @@
-"""Which trainings a sweep is made of."""
+"""The trainings of a sweep: every run's settings with every combination of its grid."""
 
 import itertools
 import re
@@ -17,28 +17,28 @@ SEED, WORKERS = "seed", "plan.ppn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One training: the settings that make it what it is, as (key, value) texts in their order."""
+    """One training of a sweep: the settings that set it apart, as (key, value) texts in order."""
 
     settings: tuple[tuple[str, str], ...]
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """As `load_recipe` takes them."""
+        """The settings as `load_recipe` takes them."""
         return tuple(f"{key}={value}" for key, value in self.settings)
 
     @property
     def label(self) -> str:
-        """What tells it from the others, whatever its seed: "sgd peak_rate 0.5"."""
+        """The settings without the seed, in short: "sgd peak_rate 0.5"."""
         return label_of(self.settings, without=(SEED,))
 
     @property
     def folder(self) -> str:
-        """A file name of its own."""
+        """The name of its folder, different for each variant of a sweep."""
         return re.sub(r"[^\w.=,+-]+", "_", ",".join(self.arguments)) or "run"
 
 
 def label_of(settings: Sequence[tuple[str, str]], *, without: Sequence[str]) -> str:
-    """Settings as a short text, those of the keys in `without` left out."""
+    """Settings as a short text, without the keys in `without`."""
     return " ".join(
         value if key.endswith(".name") else f"{key.rpartition('.')[2]} {value}"
         for key, value in settings
@@ -47,9 +47,9 @@ def label_of(settings: Sequence[tuple[str, str]], *, without: Sequence[str]) -> 
 
 
 def variants(section: SweepSection, grids: Sequence[str], runs: Sequence[str]) -> tuple[Variant, ...]:
-    """Every run's settings with every combination of the grid, the command line's instead of the recipe's.
+    """Every run's settings with every combination of the grid; those of the command line replace the recipe's.
 
-    `grids` are key=a,b,c; `runs` are key=value texts with blanks between. Raises InputError where there are none.
+    `grids` are "key=a,b,c"; `runs` are "key=value key=value". Raises InputError where there are none.
     """
     grid = {key: tuple(map(_text, values)) for key, values in section.grid.items()}
     if grids or runs:
@@ -62,7 +62,7 @@ def variants(section: SweepSection, grids: Sequence[str], runs: Sequence[str]) -
     )
     if made == (Variant(settings=()),):
         raise InputError(
-            "nothing to sweep over: give --grid KEY=A,B,C or --run 'KEY=VALUE ...', or a recipe with a sweep"
+            "nothing to sweep over: give --grid KEY=A,B,C or --run 'KEY=VALUE ...', or a recipe with a sweep section"
         )
     twice = [one.folder for one in made if sum(other.folder == one.folder for other in made) > 1]
     if twice:

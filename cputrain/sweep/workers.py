@@ -1,11 +1,11 @@
-"""The same training on several worker counts, compared."""
+"""The same training with several numbers of workers, compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cputrain.sweep.clock import clock
-from cputrain.sweep.endings import DONE
-from cputrain.sweep.results import IMAGES, Result
+from cputrain.sweep.outcomes import DONE
+from cputrain.sweep.results import IMAGES, RunResult
 from cputrain.sweep.variants import WORKERS, label_of
 
 NEAR, DROP = 0.5, 1.0  # points of validation top-1
@@ -13,16 +13,17 @@ RULE = (
     f"stable maximum: the first epoch whose validation accuracy is within {NEAR:g} points of the best of all epochs "
     f"and after which it never falls more than {DROP:g} point(s) below that epoch's"
 )
-FEWEST = "speed-up and efficiency: images/s against the smallest worker count; efficiency: per worker"
+FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: the same per worker"
 OVERSUBSCRIBE = "plan.oversubscribe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """One training of a comparison; accuracies in percent, None where there is nothing to tell.
+class WorkerComparison:
+    """One training of a comparison; accuracies in percent, None where there is no value.
 
-    `turnaround_s` is the whole job from start to end, `epoch_s` the median epoch; `stable_epoch` and `stable_s` are
-    when validation accuracy reached its stable maximum. Workers that share cores (`oversubscribed`) have no speed-up.
+    `turnaround_s` is the time of the whole job, `epoch_s` that of the median epoch; `stable_epoch` and `stable_s` are
+    the epoch and the time at which validation accuracy reached its stable maximum. There is no speed-up for workers
+    that share cores (`oversubscribed`).
     """
 
     training: str
@@ -57,25 +58,25 @@ def stable_maximum(values: Sequence[float], *, near: float = NEAR, drop: float =
     return found
 
 
-def compare(results: Sequence[Result]) -> tuple[Compared, ...]:
-    """Trainings that differ by their worker count alone, each against the one with the fewest workers."""
-    trainings: dict[str, list[Result]] = {}
+def compare(results: Sequence[RunResult]) -> tuple[WorkerComparison, ...]:
+    """Trainings that differ only in their number of workers, each relative to the one with the fewest."""
+    trainings: dict[str, list[RunResult]] = {}
     for result in results:
         if result.setup.workers is not None:
             trainings.setdefault(label_of(result.settings, without=(WORKERS, OVERSUBSCRIBE)), []).append(result)
     return tuple(
         row
-        for training, those in trainings.items()
-        if len({_workers(result) for result in those}) > 1
-        for row in _against_fewest(training, sorted(those, key=_workers))
+        for training, group in trainings.items()
+        if len({_workers(result) for result in group}) > 1
+        for row in _against_fewest(training, sorted(group, key=_workers))
     )
 
 
-def _workers(result: Result) -> int:
+def _workers(result: RunResult) -> int:
     return result.setup.workers or 0
 
 
-def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
+def _against_fewest(training: str, results: list[RunResult]) -> list[WorkerComparison]:
     base = next((result for result in results if result.images_per_s), None)
     rows = []
     for result in results:
@@ -86,7 +87,7 @@ def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
             speedup = result.images_per_s / base.images_per_s
             efficiency = speedup * _workers(base) / _workers(result)
         rows.append(
-            Compared(
+            WorkerComparison(
                 training=training,
                 workers=_workers(result),
                 global_batch=result.setup.global_batch,
@@ -109,14 +110,14 @@ def _against_fewest(training: str, results: list[Result]) -> list[Compared]:
     return rows
 
 
-def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
-    """Head and one row a training."""
+def comparison_rows(compared: Sequence[WorkerComparison]) -> list[tuple[str, ...]]:
+    """The headings and one row for each training."""
 
-    def text(value: float | None, form: str) -> str:
-        return "" if value is None else f"{value:{form}}"
+    def text(value: float | None, spec: str) -> str:
+        return "" if value is None else f"{value:{spec}}"
 
     head = (
-        *("training", "workers", "global batch", "turn-around", "epoch s", "stable at epoch", "stable after s"),
+        *("training", "workers", "global batch", "turnaround", "epoch s", "stable at epoch", "stable after s"),
         *("images/s", "speed-up", "efficiency %", "training accuracy %", "validation accuracy %", "status"),
     )
     body = [

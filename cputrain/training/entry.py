@@ -14,12 +14,12 @@ from affinity.ranks.rank import Rank
 from cputrain.comm.group import all_gather, end_group, run_on_main_rank
 from cputrain.data.staging import staged
 from cputrain.files import write_atomic
-from cputrain.launch.in_use import start_lines
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import Events, SilentEvents, time_spent
 from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
 from cputrain.runs.resume import Facts
 from cputrain.training.environment import binding_record, describe_environment
+from cputrain.training.in_use import start_lines
 from cputrain.training.loop import TrainResult
 from cputrain.training.sampling import sample_usage
 from cputrain.training.session import Session, start_session

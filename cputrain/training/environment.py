@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cputrain import __version__
-from cputrain.launch.in_use import planned_allocator
+from cputrain.training.in_use import planned_allocator
 from cputrain.training.session import Session
 
 PREFIXES = (

@@ -16,11 +16,11 @@ from affinity.errors import InputError
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.text_table import align_columns
 from cputrain.comm.group import all_gather, end_group
 from cputrain.data.formats.survey import Survey
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import Recipe
-from cputrain.sweep import columns
 from cputrain.training.checkpoint import load_eval_model
 from cputrain.training.engine import prepare_model
 from cputrain.training.evaluation import evaluate
@@ -74,7 +74,7 @@ def eval_rank(
     if session.ranks.is_main_rank and as_json:
         print(json.dumps(results_as_json(session, results), indent=1), flush=True)
     elif session.ranks.is_main_rank and len(results) > 1:
-        print("\n" + columns([TABLE_HEAD, *map(table_row, results)]), flush=True)
+        print("\n" + align_columns([TABLE_HEAD, *map(table_row, results)]), flush=True)
     end_group(session.ranks.group)
 
 

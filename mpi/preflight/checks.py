@@ -28,15 +28,15 @@ from affinity.ranks.rank import discover
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
+from affinity.units import GIB
 from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
 
 PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
 CLOCK_S = 2.0  # events of several hosts would be out of order; certificates and schedulers mind more
-SCRATCH_BYTES = 1 << 30
+SCRATCH_BYTES = GIB
 SLOW = 0.5  # of the median link
 RING_S = 2.0
 CHUNK = bytes(1 << 20)
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

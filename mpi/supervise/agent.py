@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from affinity.filesystem import refusal
+from affinity.exit_status import exit_status
 from affinity.ranks.rank import Rank, discover
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, connect
 from mpi.supervise.process import is_stopped
@@ -43,15 +43,8 @@ def main(arguments: list[str]) -> int:
         label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
         supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=options.live)
         return supervise(rank, tuple(options.command), os.environ, supervisor, connection, label=label)
-    except (InputError, RunError) as error:
-        print(f"mpi.supervise.agent: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except OSError as error:
-        refused = refusal(error)
-        if refused is None:
-            raise
-        print(f"mpi.supervise.agent: {socket.gethostname()}: {refused}", file=sys.stderr)
-        return 1
+    except Exception as error:  # noqa: BLE001  bugs are raised again
+        return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
 
 
 def _connect(monitor: str, token: str, rank: Rank) -> Connection:

@@ -103,7 +103,7 @@ def test_nothing_left_is_one_line(tmp_path: Path) -> None:
     [
         ("plan", "--machine", "skx-8160-2s", "--share"),
         ("plan", "--nodes", "2", "--share"),
-        ("plan", "--kind", "n[1-2]=skx-8160-2s", "--share"),
+        ("plan", "--host-group", "n[1-2]=skx-8160-2s", "--share"),
         ("plan", "demo-digits", "plan.share=true", "--nodes", "2"),
         ("launch", "--plan-on-host", "--ppn", "1", "--share", "--", "true"),
         ("job", "slurm", "demo-digits", "--time", "1:00:00", "--share"),

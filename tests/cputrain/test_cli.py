@@ -82,8 +82,8 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
         (("plan", "--hosts", "a,a"), "names a host twice"),
-        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3 but 2 hosts are named"),
-        (("launch", "--nodes", "2", "--", "true"), "launch needs its hosts' names"),
+        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3, but 2 hosts are named"),
+        (("launch", "--nodes", "2", "--", "true"), "launch needs the names of its hosts"),
         (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
         (("plan", "--bind", "launcher", "--format", "command"), "--bind launcher needs a launcher"),
         (("plan", "demo-digits", "--bind", "launcher"), "--bind launcher needs a launcher"),
@@ -129,7 +129,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tu
     assert files(tmp_path) == before
 
 
-def test_a_rate_for_another_batch_is_warned_of_by_plan_and_by_a_dry_run() -> None:
+def test_plan_and_a_dry_run_warn_of_a_rate_tuned_for_another_batch() -> None:
     lars = ("resnet50-mlperf-32768", "data.path=synthetic")
     planned = cputrain("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
     told = "tuned for a global batch of 32,768 images, but this job's is 512: set batch.global=32768, or tune schedule"
@@ -142,7 +142,7 @@ def test_a_rate_for_another_batch_is_warned_of_by_plan_and_by_a_dry_run() -> Non
 
 def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
     result = cputrain("plan", "demo-digits", cwd=tmp_path)
-    assert result.returncode == 0 and "data/digits, not here" in result.stdout
+    assert result.returncode == 0 and "data/digits, which does not exist here" in result.stdout
 
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
@@ -183,22 +183,22 @@ def test_help_names_every_command() -> None:
         assert cputrain(name, "--help").returncode == 0
 
 
-def test_hostfiles_of_another_launcher_are_named_and_written_anew(tmp_path: Path) -> None:
+def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("h1 slots=2\nh2 slots=2\n")
     plan = ("plan", "--machine", "skx-8160-2s", "--hostfile", "theirs")
     written = cputrain(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
-    assert "the hostfile is Open MPI's (h1 slots=4): written anew for mpich" in written.stderr
+    assert "the hostfile is Open MPI's (h1 slots=4): converted for mpich" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
-    assert "ppn=4 but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
-    for text, told in (("", "has no hosts"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+    assert "ppn=4, but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
+    for text, told in (("", "names no host"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
         (tmp_path / "theirs").write_text(text)
         assert told in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
         refused(cputrain("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
 
 
-def test_the_shell_s_meeting_place_is_kept_or_refused() -> None:
+def test_an_exported_rendezvous_is_kept_or_rejected() -> None:
     launch = ("launch", "--dry-run", "--hosts", "127.0.0.2,127.0.0.3", "--launcher", "mpich", "--", "true")
     path = mpi_path("mpich")
     told = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout

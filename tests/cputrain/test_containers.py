@@ -19,7 +19,7 @@ from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster
 
 CORES = len(this_machine().allowed_cores)
-STAND_IN = Path(__file__).with_name("container_runtime.py")
+STAND_IN = Path(__file__).parents[1] / "support/container_runtime.py"
 RUNTIMES = ("apptainer", "podman", "docker")
 
 

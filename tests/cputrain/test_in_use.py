@@ -1,6 +1,6 @@
 """What a run says at its start of what it uses."""
 
-from cputrain.launch.in_use import start_lines
+from cputrain.training.in_use import start_lines
 
 NO_CCL = 'rank 0: oneCCL is not installed: pip install "cputrain[ccl]", or set comm.backend=gloo'
 NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'"

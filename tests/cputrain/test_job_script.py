@@ -14,12 +14,12 @@ from affinity.errors import InputError
 from affinity.planner.plan_file import read_plan
 from cputrain.cli import main
 from cputrain.jobs.directives import Resources
-from cputrain.jobs.script import Batch, Command, Container, Preparation, Training, job_script, parse_sweep
+from cputrain.jobs.script import BatchJob, Command, Container, Preparation, Training, job_script, parse_array
 from mpi import first_host
 from mpi.fabric import FABRICS
 from tests.support.commands import cputrain, need, refused
 
-PLAIN = Batch(
+PLAIN = BatchJob(
     resources=Resources(name="resnet50", nodes=256, time="02:00:00", cpus=96),
     work=Training(
         recipe="name: resnet50\n",
@@ -30,7 +30,7 @@ PLAIN = Batch(
     ),
     launcher="srun",
 )
-FULL = Batch(
+FULL = BatchJob(
     resources=replace(
         PLAIN.resources,
         ppn=2,
@@ -44,7 +44,7 @@ FULL = Batch(
     work=replace(
         PLAIN.work,
         stage="/scratch/x y",
-        sweep=("batch.local", ("16", "32")),
+        array=("batch.local", ("16", "32")),
         settings=("plan.threads=20",),
         paths=("weights.pt",),
     ),
@@ -58,13 +58,13 @@ FULL = Batch(
 CONTAINED = replace(
     PLAIN, container=Container(image="image's.sif", runtime="apptainer", arguments=("--nv", "--bind=/a b"))
 )
-PREPARED = Batch(
+PREPARED = BatchJob(
     resources=replace(PLAIN.resources, name="prepare", nodes=1),
     work=Preparation(arguments=("imagenet", "raw", "my data/shards", "--short-side", "256")),
     launcher="srun",
     container=Container(image="docker.io/library/python"),
 )
-COMMANDED = Batch(
+COMMANDED = BatchJob(
     resources=replace(PLAIN.resources, name="train", nodes=2, requeue=False),
     work=Command(argv=("python", "train.py", "it's"), request='{"pin_threads": false, "nodes": 2}'),
     launcher="srun",
@@ -156,24 +156,24 @@ def test_pbs_directives_say_what_is_wanted() -> None:
         ({"time": "1:00\n#SBATCH -p all"}, "--time"),
     ],
 )
-def test_what_cannot_stand_in_a_scheduler_s_line_is_refused(changes: dict, told: str) -> None:
+def test_values_that_a_directive_cannot_hold_are_rejected(changes: dict, told: str) -> None:
     for scheduler in ("slurm", "pbs"):
         with pytest.raises(InputError, match=told):
             job_script(replace(PLAIN, resources=replace(PLAIN.resources, **changes)), scheduler)
 
 
-def test_pbs_knows_no_days() -> None:
+def test_pbs_time_limits_have_no_days() -> None:
     days = replace(PLAIN, resources=replace(PLAIN.resources, time="2-00:00:00"))
     assert "#SBATCH --time=2-00:00:00\n" in job_script(days, "slurm")
     with pytest.raises(InputError, match="with days as hours"):
         job_script(days, "pbs")
 
 
-def test_sweeps_are_key_and_values() -> None:
-    assert parse_sweep("batch.local=16, 32") == ("batch.local", ("16", "32"))
+def test_a_job_array_is_a_key_and_its_values() -> None:
+    assert parse_array("batch.local=16, 32") == ("batch.local", ("16", "32"))
     for text in ("batch.local", "=1", "a b=1", "x=1,,2", "$(x)=1"):
         with pytest.raises(InputError, match="--array"):
-            parse_sweep(text)
+            parse_array(text)
 
 
 # Each breaks out of one way of quoting; all at once they would only be a syntax error, which runs nothing.
@@ -190,7 +190,7 @@ def staged_from(text: str) -> str:
     return "data" + text.replace("/", "_")
 
 
-def hostile(texts: list[str], which: str) -> Batch:
+def hostile(texts: list[str], which: str) -> BatchJob:
     """A job in which every value that a user may give is one of these texts."""
     name, recipe, setting, output, image, stage, value, data = texts
     recipe += "\n"  # as every file that is written into a script ends: without it the rest would be the file's
@@ -203,7 +203,7 @@ def hostile(texts: list[str], which: str) -> Batch:
             output="run/" + output.replace("/", "_"),
             stage=stage,
             data=data,
-            sweep=("data.path", (value, "2")),
+            array=("data.path", (value, "2")),
             paths=(setting,),
         ),
         "prepare": Preparation(arguments=("imagenet", data, "run/" + output.replace("/", "_"), "--seed", value)),
@@ -278,7 +278,7 @@ def test_the_login_node_does_not_shape_the_job(work: tuple[str, ...], tmp_path: 
     all_ = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert few.returncode == all_.returncode == 0 and few.stdout == all_.stdout
     assert "#SBATCH --exclusive" in all_.stdout and "task" not in all_.stdout.partition("\n\n")[0]
-    assert "planned on the job's first host" in all_.stdout
+    assert "planned here, on the job's first host" in all_.stdout
 
 
 RECIPE = ("imagefolder", "--nodes", "2")
@@ -289,7 +289,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
     ("arguments", "told"),
     [
         ((*SLURM, "--bind", "launcher"), "--bind launcher"),
-        ((*SLURM, "--launcher", "openmpi"), "give srun"),
+        ((*SLURM, "--launcher", "openmpi"), "srun starts Slurm's jobs"),
         ((*SLURM, "--local-batch", "8"), "set batch.local=8"),
         ((*SLURM, "--queue", "q"), "give --partition"),
         ((*SLURM, "--ncpus", "8"), "--ncpus is not for slurm"),
@@ -318,7 +318,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
         ((*SLURM, "--container", "image.sif", "--venv", "v"), "--venv"),
     ],
 )
-def test_what_a_job_cannot_heed_is_refused(
+def test_options_that_a_job_cannot_follow_are_rejected(
     arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["job", arguments[0], "--time", "1:00:00", *arguments[1:]]) == 2
@@ -332,7 +332,7 @@ def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:
     assert "--time" in refused(cputrain(*arguments[:-1], "soon", cwd=tmp_path))
 
 
-def test_a_command_s_job_has_a_short_name_and_its_output_s_folder_is_asked_for(
+def test_a_command_s_job_has_a_short_name_and_a_missing_output_folder_is_noted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = ("job", "slurm", "--time", "1:00:00", "--")

@@ -139,7 +139,7 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     assert slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=place).returncode == 0
     wait_for(slurm, job, place, {"COMPLETED"}, limit_s=240)
     told = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
-    assert "requeued, to go on from the last checkpoint" in told
+    assert "requeued, to continue from the last checkpoint" in told
     starts = [event for event in read_events(place / "run") if event["event"] == "start"]
     ends = [event for event in read_events(place / "run") if event["event"] == "end"]
     assert (len(starts), [end["status"] for end in ends]) == (2, ["stopped", "done"])

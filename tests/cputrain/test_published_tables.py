@@ -11,15 +11,15 @@ from cputrain.reproduce.tables import DOCUMENTS, Experiment, published_tables
 FOUND = list(published_tables(DOCUMENTS))
 
 
-def lines_of(experiment: str) -> dict[str, tuple[float | None, float | None]]:
+def values_of(experiment: str) -> dict[str, tuple[float | None, float | None]]:
     (row,) = (row for row in FOUND if row.experiment == experiment)
-    return {line.quantity: (line.published, line.recipe) for line in row.lines}
+    return {line.quantity: (line.published, line.recipe) for line in row.rows}
 
 
 def test_every_published_number_is_the_recipe_s_or_its_difference_is_told() -> None:
     differing = {}
     for row in FOUND:
-        for line in row.lines:
+        for line in row.rows:
             if line.differs:
                 assert row.note, f"{row.table}: {row.experiment}: {line.quantity} differs, and no note says why"
                 differing.setdefault((row.document.split()[0], line.quantity), []).append((line.published, line.recipe))
@@ -31,25 +31,25 @@ def test_every_published_number_is_the_recipe_s_or_its_difference_is_told() -> N
 
 
 def test_rows_are_derived_from_recipes() -> None:
-    run = lines_of("batch 24,576 on 256 hosts")
+    run = values_of("batch 24,576 on 256 hosts")
     assert run["global batch"] == (24_576, 24_576) and run["warm-up steps"] == (260, 260)
     assert run["total steps"] == (4_680, 4_680) and run["peak rate"] == (4.8, pytest.approx(4.8))
     assert run["images/s"] == (16_400, None)
     assert run["time, from images/s"] == (round(90 * 1_280_000 / 16_400), None), "1 h 57 min: less than 2 hours"
-    knl = lines_of("batch 256 on 16 KNLs")
+    knl = values_of("batch 256 on 16 KNLs")
     assert knl["images/s, from the time"] == (round(90 * 1_281_167 / (45 * 3600)), None)
     assert knl["steps per epoch"] == (None, 5_004)
-    assert lines_of("batch 16,000 on 1,600 CPUs")["total steps"] == (None, 7_200)
-    assert lines_of("Figure 10, 1 GPU")["total steps"] == (None, 30_000), "30 x 50,000 / 50"
-    assert lines_of("model 6, 8 V100")["peak rate"] == (8, 8)
-    assert "images/s, from the time" not in lines_of("model 2, 4 GPUs"), "of how many images is not known"
+    assert values_of("batch 16,000 on 1,600 CPUs")["total steps"] == (None, 7_200)
+    assert values_of("Figure 10, 1 GPU")["total steps"] == (None, 30_000), "30 x 50,000 / 50"
+    assert values_of("model 6, 8 V100")["peak rate"] == (8, 8)
+    assert "images/s, from the time" not in values_of("model 2, 4 GPUs"), "of how many images is not known"
 
 
 def test_tables_are_text_markdown_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "tables", "you-et-al", "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["table"].split(",")[0] for row in rows} == {"Introduction", *(f"Table {n}" for n in (1, 2, 3, 4))}
-    assert {"quantity": "global batch", "published": 16000, "recipe": 16000, "differs": False} in rows[-4]["lines"]
+    assert {"quantity": "global batch", "published": 16000, "recipe": 16000, "differs": False} in rows[-4]["rows"]
     assert main(["reproduce", "tables", "surfsara-intel"]) == 0
     text = capsys.readouterr().out
     assert "recipe resnet50-skx-256node on 256 host(s) x 2 worker(s)" in text

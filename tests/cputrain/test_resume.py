@@ -15,7 +15,7 @@ import pytest
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
-from cputrain.runs.resume import Facts, changes_training, differences, refusal
+from cputrain.runs.resume import Facts, changes_training, differences, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.commands import cputrain, refused
@@ -71,11 +71,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> None:
     said, steps = (place / "said").read_text(), read_events(place / "run")[-1]["steps"]
-    workers = "1 worker(s), were 2, " if PPN == 2 else ""
+    workers = "1 worker(s) instead of 2, " if PPN == 2 else ""
     passes = f"batch.accumulation: 1 -> {PPN}, " if PPN == 2 else ""
-    told = (
-        f"../run goes on after step {steps - 3}, with {workers}name: imagefolder -> other, {passes}max_steps: null -> "
-    )
+    told = f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, {passes}max_steps: null -> "
     assert said.count(told) == 1, said
     recipe = load_recipe(str(place / "run/recipe.yaml"))
     assert (recipe.name, recipe.max_steps) == ("other", steps), "what is resumed with is what the folder holds"
@@ -209,9 +207,12 @@ def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], wor
     new = recipe(*settings)
     batch = workers * new.batch.local * new.batch.accumulation
     now = Facts(workers=workers, global_batch=batch, train_images=27, classes=3)
-    said = refusal(Path("run"), recipe("batch.local=6"), new, FACTS, now)
+    said = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, now)
     assert said and said.endswith("the run in run has 12 (2 workers): set batch.global=12")
     advised = recipe("batch.local=6", "batch.global=12")
-    assert refusal(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12)) is None
-    assert refusal(Path("run"), recipe("batch.local=6"), new, FACTS, FACTS) is None
-    assert refusal(Path("run"), recipe("batch.local=6"), new, None, now) is None, "nothing was trained yet"
+    assert (
+        reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12))
+        is None
+    )
+    assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, FACTS) is None
+    assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, None, now) is None, "nothing was trained yet"

@@ -87,7 +87,7 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     assert [b["pus"] for b in bindings] == [b["planned_pus"] for b in bindings] and len(bindings) == PPN
     assert events[-1]["steps"] == len(steps) and events[-1]["status"] == "done"
     html = (run / "report.html").read_text()
-    assert html.count("<svg") == 5 and "Nothing was sampled" not in html
+    assert html.count("<svg") == 5 and "No resource use was recorded" not in html
     usage = read_usage(run)
     assert usage is not None and [*usage.workers] == [*usage.planned] == [*range(PPN)] and len(usage.hosts) == 1
     assert all(plan.memory_bytes for plan in usage.planned.values())

@@ -35,7 +35,7 @@ def test_a_host_in_two_groups_is_refused() -> None:
 
 
 def test_on_the_command_line() -> None:
-    options = [word for hosts, name in GROUPS for word in ("--kind", f"{hosts}={name}")]
+    options = [word for hosts, name in GROUPS for word in ("--host-group", f"{hosts}={name}")]
     text = cputrain("plan", *options, "--fabric", "ethernet")
     assert text.returncode == 0, text.stderr
     assert "4,000 host(s) n[0001-4000]" in text.stdout and "knl-7250-quad-cache" in text.stdout
@@ -43,6 +43,6 @@ def test_on_the_command_line() -> None:
     assert fabric.startswith("ethernet") and "I_MPI_FABRICS=shm:ofi" in fabric  # several hosts, not one
     data = json.loads(cputrain("plan", *options, "--format", "json").stdout)
     assert [group["count"] for group in data["host_groups"]] == [4000, 3000, 3000]
-    assert "HOSTS=MACHINE" in refused(cputrain("plan", "--kind", "n1"))
-    assert "--kind" in refused(cputrain("plan", "--kind", "n1=skx-8160-2s", "--nodes", "2"))
+    assert "HOSTS=MACHINE" in refused(cputrain("plan", "--host-group", "n1"))
+    assert "--host-group" in refused(cputrain("plan", "--host-group", "n1=skx-8160-2s", "--nodes", "2"))
     assert "--format" in refused(cputrain("plan", *options, "--format", "env"))

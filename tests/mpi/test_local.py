@@ -15,7 +15,7 @@ from affinity.errors import InputError, RunError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from cputrain.cli.launch import new_folder
+from cputrain.launch.command import new_folder
 from cputrain.runs.folder import write_plan
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
@@ -100,7 +100,7 @@ def test_no_two_launches_share_a_folder(tmp_path: Path) -> None:
     folders = [new_folder(folder, named=False) for _ in range(3)]
     assert [path.name.removeprefix(folder.name) for path in folders] == ["", "-2", "-3"]
     assert new_folder(tmp_path / "mine", named=True) == tmp_path / "mine"
-    with pytest.raises(InputError, match="mine is there already"):
+    with pytest.raises(InputError, match="mine already exists"):
         new_folder(tmp_path / "mine", named=True)
     started = [start_launch(tmp_path) for _ in range(2)]
     assert [process.wait(timeout=60) for process in started] == [0, 0]

@@ -169,8 +169,8 @@ def test_hosts_that_differ_have_a_plan_for_each_group(hosts: FakeHosts, name: st
     code = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0)))"
     env = [f"{key}={value}" for key, value in {**hosts.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
     launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--output", str(tmp_path / "out"))
-    groups = ("--kind", "h[1-2]=this", "--kind", "h3=pack:1 core:1")
-    argv = hosts.inside("h1", "env", *env, *launch, *groups, "--", sys.executable, "-c", code)
+    kinds = ("--host-group", "h[1-2]=this", "--host-group", "h3=pack:1 core:1")
+    argv = hosts.inside("h1", "env", *env, *launch, *kinds, "--", sys.executable, "-c", code)
     result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     this = plan_machine(this_machine(), Request(), Runtime()).workers

@@ -218,7 +218,7 @@ def test_pauses_are_left_out_of_the_picture(ranks: int, tmp_path: Path) -> None:
 def test_a_folder_without_samples_says_so(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("name: x\n")
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "start", "time": 0.0, "bindings": []}) + "\n")
-    assert "Nothing was sampled" in write_report(tmp_path).read_text()
+    assert "No resource use was recorded" in write_report(tmp_path).read_text()
 
 
 UNREADABLE = """

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cputrain.launch.rank_process import bound_here, run_rank, this_rank
+from affinity.ranks.rank import discover
+from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
 from mpi.supervise.local import free_port
 from tests.support.commands import cputrain
@@ -31,12 +32,12 @@ def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -
 def main(trainings: list[dict[str, Any]]) -> None:
     from cputrain.training.entry import train_rank
 
-    rank = this_rank()
+    rank = discover(os.environ)
     assert rank is not None
     for training in trainings:
         recipe = load_recipe(training["recipe"], training["settings"])
         os.environ["MASTER_PORT"] = training["port"]
-        worker, observed = bound_here(recipe, rank, check=True)
+        worker, observed = bind_rank(recipe, rank, os.environ, check=True)
         how = {"resume": False, "overwrite": False, "prepared": False, "check": True}
         poison(training["poison"])
         run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **how))  # noqa: B023  called at once

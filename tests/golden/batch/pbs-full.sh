@@ -20,9 +20,9 @@ set -eo pipefail
 module purge
 module load gcc/12
 module load python
-# shellcheck disable=SC1091  # not there where the script is checked
+# shellcheck disable=SC1091  # exists only on the cluster
 . '/home/me/my venv/bin/activate'
-set -u  # only now: modules and activate read variables that nobody may have set
+set -u  # only now: modules and activate may read unset variables
 
 output=runs/resnet50
 settings=(plan.threads=20 )
@@ -37,24 +37,24 @@ cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
 name: resnet50
 END_OF_RECIPE
 
-# What an earlier job has done is gone on from; of what is finished, --resume only says so.
+# Continue the run of an earlier job; for a finished run --resume only prints its result.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
     resume=(--resume)
 fi
-export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
+export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's output
 
-unset OMP_NUM_THREADS  # PBS sets it, on the first host alone
+unset OMP_NUM_THREADS  # PBS sets it, on the first host only
 cp -- "$PBS_NODEFILE" "$files/nodes"
-# Tasks and CPUs above are those of "skx-8160-2s". The plan itself is made on the job's first host: this one.
-# Every rank checks that its own host gave it just this.
+# Tasks and CPUs above are those of "skx-8160-2s". The plan itself is made here, on the job's first host.
+# Every rank checks that its host's kernel gave it what is planned.
 python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
 python -m mpi.first_host "$files" --launcher intelmpi --fabric opa \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     > "$files/first-host.sh"
-# shellcheck disable=SC1091  # written by the lines before
+# shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
 end_of_job() {
@@ -70,8 +70,8 @@ settings+=("data.path=$stage")
 "${launch[@]}" python -m affinity.bind --plan "$files/plan.json" -- \
     python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
-# The time is up: PBS tells first, and kills after its kill_delay. What runs saves its state and ends; the next job of
-# the chain goes on from there.
+# At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next
+# job of the chain continues from there.
 trap 'kill -USR1 "$running" 2> /dev/null || true; wait "$running" || true; exit 143' TERM
 wait "$running"
 

@@ -21,12 +21,12 @@ name: resnet50
 END_OF_RECIPE
 cat > "$files/container.sh" <<'END_OF_CONTAINER'
 #!/bin/bash
-# Starts the container on this host, once for each rank, and in it the command that follows.
+# Starts the container on this host, once for each rank, with the command in the arguments.
 set -euo pipefail
 
 runtime=apptainer
 
-# Files and folders keep their paths inside; the quotes are those of comma-separated values.
+# Files and folders have the same paths inside; values are quoted as in CSV.
 declare -A mounted=()
 mounts=()
 mount_path() {
@@ -39,42 +39,42 @@ mount_path() {
 }
 CPUTRAIN_CACHE="${CPUTRAIN_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/cputrain}"
 export CPUTRAIN_CACHE
-mkdir -p -- "$CPUTRAIN_CACHE" 2> /dev/null || true  # where it may not be made, the trainer does without
+mkdir -p -- "$CPUTRAIN_CACHE" 2> /dev/null || true  # without permission the trainer works without a cache
 mount_path "$PWD"
 mount_path "$CPUTRAIN_CACHE"
 mount_path "$(dirname -- runs/resnet50)"
 mount_path /data/imagenet
 
-# The host's Python packages are none of the image's.
+# Keep the host's Python packages out of the image.
 unset PYTHONHOME PYTHONPATH
 export PYTHONNOUSERSITE=1
 
 exec "$runtime" exec "${mounts[@]}" --pwd "$PWD" --nv '--bind=/a b' 'image'"'"'s.sif' "$@"
 END_OF_CONTAINER
 
-# What an earlier job has done is gone on from; of what is finished, --resume only says so.
+# Continue the run of an earlier job; for a finished run --resume only prints its result.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
     resume=(--resume)
 fi
-export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
+export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's output
 
-unset SLURM_EXPORT_ENV  # where sbatch was given --export, srun would keep from the ranks what is set here
+unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the variables set here to the ranks
 scontrol show hostnames > "$files/nodes"
-# Workers per host, their cores and threads, and the network's settings are planned on the job's first host: this one.
-# Every rank checks that its own host gave it just this.
+# Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
+# Every rank checks that its host's kernel gave it what is planned.
 bash "$files/container.sh" python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
 bash "$files/container.sh" python -m mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
-# shellcheck disable=SC1091  # written by the lines before
+# shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-# The time is nearly up: what runs saves its state and ends; this job is queued again and goes on from there.
+# Near the time limit: the ranks save their state and end; this job is queued again and continues from there.
 requeue() {
-    echo "time limit: requeued, to go on from the last checkpoint"
+    echo "time limit reached: requeued, to continue from the last checkpoint"
     kill -USR1 "$running" 2> /dev/null || true
     for ((i = 0; i < 90; i++)); do
         kill -0 "$running" 2> /dev/null || break

@@ -25,9 +25,9 @@ set -eo pipefail
 module purge
 module load gcc/12
 module load python
-# shellcheck disable=SC1091  # not there where the script is checked
+# shellcheck disable=SC1091  # exists only on the cluster
 . '/home/me/my venv/bin/activate'
-set -u  # only now: modules and activate read variables that nobody may have set
+set -u  # only now: modules and activate may read unset variables
 
 output=runs/resnet50
 settings=(plan.threads=20 )
@@ -42,24 +42,24 @@ cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
 name: resnet50
 END_OF_RECIPE
 
-# What an earlier job has done is gone on from; of what is finished, --resume only says so.
+# Continue the run of an earlier job; for a finished run --resume only prints its result.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
     resume=(--resume)
 fi
-export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
+export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's output
 
-unset SLURM_EXPORT_ENV  # where sbatch was given --export, srun would keep from the ranks what is set here
+unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the variables set here to the ranks
 scontrol show hostnames > "$files/nodes"
-# Tasks and CPUs above are those of "skx-8160-2s". The plan itself is made on the job's first host: this one.
-# Every rank checks that its own host gave it just this.
+# Tasks and CPUs above are those of "skx-8160-2s". The plan itself is made here, on the job's first host.
+# Every rank checks that its host's kernel gave it what is planned.
 python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
 python -m mpi.first_host "$files" --launcher intelmpi --fabric opa \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
-# shellcheck disable=SC1091  # written by the lines before
+# shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
 each_host=(srun --nodes=256 --ntasks=256 --ntasks-per-node=1)
@@ -72,9 +72,9 @@ trap end_of_job EXIT
 "${each_host[@]}" sh -c 'mkdir -p -- "$1" && cp -R -- "$2"/. "$1"' stage "$stage" /data/imagenet
 settings+=("data.path=$stage")
 
-# The time is nearly up: what runs saves its state and ends; this job is queued again and goes on from there.
+# Near the time limit: the ranks save their state and end; this job is queued again and continues from there.
 requeue() {
-    echo "time limit: requeued, to go on from the last checkpoint"
+    echo "time limit reached: requeued, to continue from the last checkpoint"
     kill -USR1 "$running" 2> /dev/null || true
     for ((i = 0; i < 90; i++)); do
         kill -0 "$running" 2> /dev/null || break

@@ -20,29 +20,29 @@ cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
 name: resnet50
 END_OF_RECIPE
 
-# What an earlier job has done is gone on from; of what is finished, --resume only says so.
+# Continue the run of an earlier job; for a finished run --resume only prints its result.
 resume=()
 if [ -e "$output/events.jsonl" ]; then
     resume=(--resume)
 fi
-export TQDM_MININTERVAL=30  # nobody watches the bar: a line now and then
+export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's output
 
-unset SLURM_EXPORT_ENV  # where sbatch was given --export, srun would keep from the ranks what is set here
+unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the variables set here to the ranks
 scontrol show hostnames > "$files/nodes"
-# Workers per host, their cores and threads, and the network's settings are planned on the job's first host: this one.
-# Every rank checks that its own host gave it just this.
+# Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
+# Every rank checks that its host's kernel gave it what is planned.
 python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
 python -m mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
-# shellcheck disable=SC1091  # written by the lines before
+# shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-# The time is nearly up: what runs saves its state and ends; this job is queued again and goes on from there.
+# Near the time limit: the ranks save their state and end; this job is queued again and continues from there.
 requeue() {
-    echo "time limit: requeued, to go on from the last checkpoint"
+    echo "time limit reached: requeued, to continue from the last checkpoint"
     kill -USR1 "$running" 2> /dev/null || true
     for ((i = 0; i < 90; i++)); do
         kill -0 "$running" 2> /dev/null || break

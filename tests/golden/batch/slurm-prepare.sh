@@ -15,7 +15,7 @@ mkdir -p -- "$files"
 files="$(cd -- "$files" && pwd)"
 cat > "$files/container.sh" <<'END_OF_CONTAINER'
 #!/bin/bash
-# Starts the container on this host, once for each rank, and in it the command that follows.
+# Starts the container on this host, once for each rank, with the command in the arguments.
 set -euo pipefail
 
 runtime="$(command -v apptainer || command -v singularity || command -v podman || command -v docker)" || {
@@ -24,14 +24,14 @@ runtime="$(command -v apptainer || command -v singularity || command -v podman |
 }
 label="cputrain.job=${SLURM_JOB_ID:-${PBS_JOBID:-none}}"
 if [ "$1" = --end ]; then
-    # What still runs here of this job: a killed client of podman or docker leaves its container behind.
+    # End this job's containers on this host: a killed client of podman or docker leaves its container running.
     case "${runtime##*/}" in
         podman | docker) "$runtime" ps --quiet --filter "label=$label" | xargs --no-run-if-empty "$runtime" kill ;;
     esac
     exit 0
 fi
 
-# Files and folders keep their paths inside; the quotes are those of comma-separated values.
+# Files and folders have the same paths inside; values are quoted as in CSV.
 declare -A mounted=()
 mounts=()
 mount_path() {
@@ -44,13 +44,13 @@ mount_path() {
 }
 CPUTRAIN_CACHE="${CPUTRAIN_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/cputrain}"
 export CPUTRAIN_CACHE
-mkdir -p -- "$CPUTRAIN_CACHE" 2> /dev/null || true  # where it may not be made, the trainer does without
+mkdir -p -- "$CPUTRAIN_CACHE" 2> /dev/null || true  # without permission the trainer works without a cache
 mount_path "$PWD"
 mount_path "$CPUTRAIN_CACHE"
 mount_path "$(dirname -- 'my data/shards')"
 mount_path raw
 
-# The host's Python packages are none of the image's.
+# Keep the host's Python packages out of the image.
 unset PYTHONHOME PYTHONPATH
 export PYTHONNOUSERSITE=1
 
@@ -60,7 +60,7 @@ case "${runtime##*/}" in
         ;;
 esac
 
-# Of the rank's environment go inside: who it is, how it reaches the others, and what is set for its libraries.
+# Pass the rank's identity, its rendezvous and network, and its libraries' settings into the container.
 passed=()
 while IFS= read -r name; do
     case "$name" in
@@ -70,11 +70,11 @@ while IFS= read -r name; do
             HOME | USER | LOGNAME | http_proxy | https_proxy | no_proxy) passed+=(--env "$name") ;;
     esac
 done < <(compgen -e)
-# The socket of the process manager (PMI) stays outside: oneCCL meets through the job's store and libfabric.
+# The process manager's socket (PMI) is not reachable inside: oneCCL connects through the job's store and libfabric.
 export CCL_ATL_TRANSPORT="${CCL_ATL_TRANSPORT:-ofi}"
 passed+=(--env CCL_ATL_TRANSPORT)
 
-# One host to all of its ranks: its network, shared memory and process numbers. SYS_NICE is for set_mempolicy.
+# All ranks of a host share its network, shared memory and process IDs. SYS_NICE allows set_mempolicy.
 options=(--rm --network=host --ipc=host --pid=host --cap-add=SYS_NICE --security-opt=label=disable
     --entrypoint "" --user "$(id -u):$(id -g)" --workdir "$PWD" --label "$label")
 case "${runtime##*/}" in
@@ -83,7 +83,7 @@ case "${runtime##*/}" in
         if [ "$(id -u)" != 0 ]; then options+=(--userns=keep-id); fi
         ;;
     *)
-        # docker's daemon starts the container outside the job: the rank's CPUs and groups are handed on by hand.
+        # docker's daemon starts the container outside the job: pass the rank's CPUs and groups explicitly.
         options+=(--ulimit=memlock=-1:-1)
         options+=(--cpuset-cpus "$(awk '$1 == "Cpus_allowed_list:" { print $2 }' /proc/self/status)")
         for group in $(id -G); do options+=(--group-add "$group"); done
@@ -102,9 +102,9 @@ end_of_job() {
 }
 trap end_of_job EXIT
 
-# The time is nearly up: what runs saves its state and ends; this job is queued again and goes on from there.
+# Near the time limit: the ranks save their state and end; this job is queued again and continues from there.
 requeue() {
-    echo "time limit: requeued, to go on from where it was"
+    echo "time limit reached: requeued, to continue where it stopped"
     kill -USR1 "$running" 2> /dev/null || true
     for ((i = 0; i < 90; i++)); do
         kill -0 "$running" 2> /dev/null || break

@@ -1,4 +1,4 @@
-"""A sweep's results -> pictures as SVG."""
+"""A sweep's results -> charts as SVG."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -10,20 +10,22 @@ from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from cputrain.report.curves import figure_svg
-from cputrain.sweep.results import IMAGES, LOST, Group, Result, has_diverged
-from cputrain.sweep.workers import Compared
+from cputrain.sweep.results import DIVERGED_ABOVE, IMAGES, RunResult, SeedGroup, has_diverged
+from cputrain.sweep.workers import WorkerComparison
 
-MOST_NAMED = 24  # lines in a legend; above, its optimizers only
+MOST_NAMED = 24  # lines in a legend; with more, one entry for each optimizer
 DECADE = 10.0
-PALEST = 0.65  # how much white the last of an optimizer's lines has
+PALEST = 0.65  # share of white in the color of an optimizer's last line
 DASHES = ("-", "--", ":", "-.")
 
 Style = tuple[tuple[float, ...], str]  # color, dashes
 
 
-def sweep_picture(title: str, groups: Sequence[Group]) -> str:
-    """SVG of validation top-1 and of training loss over steps, one line a group: a color for each optimizer, paler with
-    each of its groups; of several seeds the mean, within their range."""
+def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
+    """SVG of validation top-1 and of training loss over steps: one line for each group, mean and range of its seeds.
+
+    Each optimizer has a color, which gets paler from group to group.
+    """
     styles = _styles(groups)
     scored = [group for group in groups if any(result.top1s for result in group.results)]
     trained = [group for group in groups if any(result.losses for result in group.results)]
@@ -42,52 +44,52 @@ def sweep_picture(title: str, groups: Sequence[Group]) -> str:
 
 
 def _titled(title: str, data: Sequence[str]) -> str:
-    """The title, and what the data is where it is not images."""
+    """The title, with the kind of data where that is not images."""
     other = ", ".join(sorted({*data} - {IMAGES}))
     return f"{title} ({other})" if other else title
 
 
-def optimizer_of(group: Group) -> str:
+def optimizer_of(group: SeedGroup) -> str:
     """The optimizer of its trainings."""
     return group.results[0].setup.optimizer
 
 
-def _styles(groups: Sequence[Group]) -> dict[str, Style]:
+def _styles(groups: Sequence[SeedGroup]) -> dict[str, Style]:
     """A color for each optimizer, or for each group where there is one optimizer only; shades and dashes within it."""
     optimizers = list(dict.fromkeys(map(optimizer_of, groups)))
     styles: dict[str, Style] = {}
     for hue, optimizer in enumerate(optimizers):
-        those = [group for group in groups if optimizer_of(group) == optimizer]
-        for number, group in enumerate(those):
+        own = [group for group in groups if optimizer_of(group) == optimizer]
+        for number, group in enumerate(own):
             if len(optimizers) == 1:
                 styles[group.label] = (to_rgb(f"C{number % 10}"), DASHES[number // 10 % len(DASHES)])
                 continue
-            white = PALEST * number / max(len(those) - 1, 1)
+            white = PALEST * number / max(len(own) - 1, 1)
             shade = tuple(part + (1 - part) * white for part in to_rgb(f"C{hue % 10}"))
             styles[group.label] = (shade, DASHES[number % len(DASHES)])
     return styles
 
 
-def _named(group: Group) -> str:
-    label = group.label or optimizer_of(group)  # seeds alone tell no trainings apart
+def _legend_label(group: SeedGroup) -> str:
+    label = group.label or optimizer_of(group)  # where trainings differ only in their seed
     if all(not result.steps for result in group.results):
         return f"{label} ({group.results[0].status})"
-    lost = [result for result in group.results if has_diverged(result)]
-    if not lost:
+    diverged = [result for result in group.results if has_diverged(result)]
+    if not diverged:
         return label
-    at = lost[0].losses[-1][0] if lost[0].losses else 0
+    at = diverged[0].losses[-1][0] if diverged[0].losses else 0
     return f"{label} (diverged after step {at:,})"
 
 
-def _accuracies(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> None:
+def _accuracies(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
     for group in groups:
         _line(axes, group, styles, [tuple(zip(r.eval_steps, r.top1s, strict=True)) for r in group.results], marker=".")
     axes.set_xlim(left=0)
     axes.set_ylabel("validation top-1, percent")
 
 
-def _losses(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> None:
-    """Up to LOST times the highest first loss; a logarithmic scale where they span more than a decade."""
+def _losses(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
+    """Up to DIVERGED_ABOVE times the highest first loss; a logarithmic scale where they span more than a decade."""
     shown = []
     for group in groups:
         curves = [result.losses for result in group.results]
@@ -96,7 +98,7 @@ def _losses(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> No
             if has_diverged(result) and result.losses:
                 axes.plot(*result.losses[-1], marker="x", color=styles[group.label][0])
         shown += [loss for curve in curves for _, loss in curve]
-    top = LOST * max(result.losses[0][1] for group in groups for result in group.results if result.losses)
+    top = DIVERGED_ABOVE * max(result.losses[0][1] for group in groups for result in group.results if result.losses)
     positive = [loss for loss in shown if 0 < loss <= top]
     if positive and min(shown) > 0 and max(positive) > DECADE * min(positive):
         axes.set_yscale("log")
@@ -107,25 +109,24 @@ def _losses(axes: Axes, groups: Sequence[Group], styles: dict[str, Style]) -> No
 
 def _line(
     axes: Axes,
-    group: Group,
+    group: SeedGroup,
     styles: dict[str, Style],
     curves: Sequence[Sequence[tuple[int, float]]],
     marker: str,
 ) -> None:
-    """The mean of a group's curves within their range, as far as the shortest goes; an empty line where none has
-    begun."""
+    """The mean of a group's curves and their range, up to the end of the shortest; an empty line without curves."""
     color, dashes = styles[group.label]
     begun = [curve for curve in curves if curve]
     steps = [step for step, _ in min(begun, key=len)] if begun else []
     columns = [[curve[i][1] for curve in begun] for i in range(len(steps))]
     means = [mean(column) for column in columns]
-    axes.plot(steps, means, marker=marker, color=color, linestyle=dashes, linewidth=1.3, label=_named(group))
+    axes.plot(steps, means, marker=marker, color=color, linestyle=dashes, linewidth=1.3, label=_legend_label(group))
     if len(begun) > 1:
         axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2)
 
 
-def _legend(axes: Axes, groups: Sequence[Group]) -> tuple[list[Artist], list[str]]:
-    """A line a group, optimizer by optimizer; where they are too many, the first of each optimizer."""
+def _legend(axes: Axes, groups: Sequence[SeedGroup]) -> tuple[list[Artist], list[str]]:
+    """One entry for each group, ordered by optimizer; with more than MOST_NAMED groups one for each optimizer."""
     handles, labels = axes.get_legend_handles_labels()
     entries = [(optimizer_of(group), h, label) for group, h, label in zip(groups, handles, labels, strict=True)]
     optimizers = list(dict.fromkeys(optimizer for optimizer, _, _ in entries))
@@ -136,9 +137,9 @@ def _legend(axes: Axes, groups: Sequence[Group]) -> tuple[list[Artist], list[str
     return [handle for _, handle, _ in entries], [label for _, _, label in entries]
 
 
-def workers_picture(title: str, results: Sequence[Result], compared: Sequence[Compared]) -> str:
-    """SVG of validation top-1 over epochs, a line a training, its stable maximum marked; and of the epochs to it over
-    the workers."""
+def workers_chart(title: str, results: Sequence[RunResult], compared: Sequence[WorkerComparison]) -> str:
+    """SVG of validation top-1 over epochs, with a line for each training and its stable maximum marked, and of the
+    epochs to that maximum over the number of workers."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(3, 2))
     trainings = list(dict.fromkeys(row.training for row in compared))
     for number, training in enumerate(trainings):
@@ -162,7 +163,7 @@ def workers_picture(title: str, results: Sequence[Result], compared: Sequence[Co
     return figure_svg(figure)
 
 
-def _accuracy_line(axes: Axes, row: Compared, results: Sequence[Result], dashes: str) -> None:
+def _accuracy_line(axes: Axes, row: WorkerComparison, results: Sequence[RunResult], dashes: str) -> None:
     result = next((r for r in results if r.run == row.run), None)
     if result is None or not result.top1s:
         return

@@ -1,4 +1,4 @@
-"""Recipe -> what is asked of the planner; never torch."""
+"""Recipe -> the planner's request; never torch."""
 
 from affinity.planner.plan import Request
 from cputrain.models.sizes import workload_of
@@ -7,19 +7,19 @@ from cputrain.recipe.schema import BatchSection, Recipe
 
 
 def request_of(recipe: Recipe, nodes: int = 1) -> Request:
-    """The planner's request that a recipe makes."""
+    """What a recipe requests of the planner, as one of `nodes` hosts."""
     section = recipe.plan
     workers = nodes * (section.ppn if isinstance(section.ppn, int) else 1)
 
-    def asked(value: int | str) -> int | None:
+    def number(value: int | str) -> int | None:
         return value if isinstance(value, int) else None
 
     return Request(
-        ppn=asked(section.ppn),
-        threads=asked(section.threads),
-        inter_op=asked(section.inter_op),
-        comm_cores=asked(section.comm_cores),
-        loader_cores=asked(section.loader_cores),
+        ppn=number(section.ppn),
+        threads=number(section.threads),
+        inter_op=number(section.inter_op),
+        comm_cores=number(section.comm_cores),
+        loader_cores=number(section.loader_cores),
         smt=section.smt == "on",
         nodes=nodes,
         profile=section.profile,
@@ -32,7 +32,7 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:
-    """The recipe without what a training asks of its images: to fill a global batch, to come in blocks."""
+    """The recipe for an evaluation: its images need not fill a global batch, nor come in blocks."""
     changes = {
         "batch": BatchSection(local=1),
         "evaluate": recipe.evaluate.model_copy(update={"batch": recipe.evaluate.batch or recipe.batch.local}),

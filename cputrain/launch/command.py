@@ -1,0 +1,85 @@
+"""Any command under a plan: the job that starts it, or this process as one of its ranks."""
+
+import shutil
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+
+from affinity.errors import InputError
+from affinity.ranks.rendezvous import port_of
+from cputrain.launch.options import PlanningOptions, network_of
+from cputrain.runs.folder import LOGS, PLAN
+from mpi.hosts.groups import Cluster
+from mpi.launchers.job import Job
+from mpi.supervise.local import free_port
+
+
+def command_job(
+    options: PlanningOptions,
+    cluster: Cluster,
+    command: tuple[str, ...],
+    folder: Path,
+    env: Mapping[str, str],
+    **switches: bool,
+) -> Job:
+    """The job of a command on the planned hosts; `switches` are Job's own.
+
+    MASTER_ADDR, MASTER_PORT and the fabric's variables that the user has exported win over the defaults. They are
+    handed to the other hosts explicitly, as not every launcher does so.
+    """
+    port = port_of(env)
+    here = options.on_this_host
+    settings = () if here else network_of(options).settings
+    return Job(
+        groups=cluster.groups,
+        # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
+        command=(shutil.which(command[0]) or command[0], *command[1:]),
+        plan_path=folder / PLAN,
+        log_dir=folder / LOGS,
+        binder=options.bind,
+        master_addr=None if here else env.get("MASTER_ADDR") or None,
+        master_port=free_port() if here and port is None else port,
+        variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
+        **switches,
+    )
+
+
+def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
+    """Raise InputError where the options of a launch exclude each other."""
+    here, remote = options.on_this_host, uses_launcher(options)
+    if options.machine != "this" and here:
+        raise InputError("launch runs on real hosts: leave --machine out, or name hosts of that machine with --hosts")
+    if options.launcher == "local" and not here:
+        raise InputError("--launcher local starts workers on this host only: leave out --launcher or --hosts")
+    if options.launcher == "torchrun" and not here:
+        raise InputError("torchrun must be started on each host: run there what cputrain plan prints, or use mpirun")
+    if options.bind == "launcher" and not remote:
+        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    if plan_on_host and options.share:
+        raise InputError("--share and --plan-on-host exclude each other: leave one out")
+    if plan_on_host and (not isinstance(options.ppn, int) or options.bind == "launcher"):
+        raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")
+
+
+def uses_launcher(options: PlanningOptions) -> bool:
+    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
+    return not options.on_this_host or options.launcher not in ("auto", "local")
+
+
+def new_folder(folder: Path, *, named: bool) -> Path:
+    """Make a launch's folder, which no other launch shares.
+
+    A `named` folder must be empty or absent (InputError); the default name gets a number where it is taken.
+    """
+    for number in count(1):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        if candidate.is_dir() and any(candidate.iterdir()) and named:
+            break
+        try:
+            (candidate / LOGS).mkdir(parents=True)
+        except FileExistsError:
+            if named:
+                break
+            continue
+        return candidate
+    raise InputError(f"output {folder} already exists: name another folder")

@@ -1,0 +1,88 @@
+"""Which hosts a job has, from options, a hostfile or the batch job around this process."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from affinity.errors import InputError
+from cputrain.launch.options import THIS_MACHINE, PlanningOptions
+from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_name, read_hostfile
+from mpi.hosts.nodelist import expand
+from mpi.launchers.launcher import InstalledLauncher
+
+
+def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
+    """The hosts of --hosts or --hostfile, or placeholders for --nodes. Raises InputError where these contradict."""
+    if names is not None and hostfile is not None:
+        raise InputError("--hosts and --hostfile exclude each other: give one")
+    if hostfile is not None:
+        listed = read_hostfile(hostfile)
+    elif names is not None:
+        listed = HostList(hosts=tuple(Host(name=check_name(name, "--hosts")) for name in expand(names)), format="plain")
+    elif nodes in (None, 1):
+        listed = HostList(hosts=(Host(name="localhost"),), format="plain")
+    else:
+        listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
+    if nodes not in (None, len(listed.hosts)):
+        raise InputError(f"--nodes {nodes}, but {len(listed.hosts)} hosts are named: leave one of the two out")
+    return listed
+
+
+def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
+    """`ppn` as requested, which must equal the hosts' slots, or else the number of slots."""
+    slots = {host.slots for host in hosts}
+    if slots == {None} or (ppn == "auto" and None in slots):
+        return ppn
+    if len(slots) > 1:
+        first, other = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
+        raise InputError(
+            f"host {first.name} has {first.slots} slots, {other.name} has {other.slots}: describe hosts that differ "
+            "with one --host-group for each group"
+        )
+    each = slots.pop()
+    if isinstance(ppn, int) and ppn != each:
+        raise InputError(
+            f"ppn={ppn}, but the hostfile gives {hosts[0].name} {each} slots: set ppn to {each} or change the hostfile"
+        )
+    return each
+
+
+def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
+    """The options with the hosts of the Slurm or PBS job around this process, where no hosts are named."""
+    if options.named or options.launcher == "local":
+        return options
+    found = allocated_hosts(env)
+    if found is not None and len(found.hosts) > 1:
+        hosts = tuple(host.name for host in found.hosts)
+        if len(options.hosts) not in (1, len(hosts)):
+            raise InputError(f"--nodes {len(options.hosts)}, but this job has {len(hosts)} hosts: leave --nodes out")
+        return replace(options, hosts=hosts, named=True)
+    if len(options.hosts) > 1:
+        raise InputError(
+            "launch needs the names of its hosts: give --hosts or --hostfile, or run it in a Slurm or PBS job"
+        )
+    return options
+
+
+def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> PlanningOptions:
+    """The options for hosts of several groups, each written HOSTS=MACHINE."""
+    if not groups:
+        return options
+    if len(options.hosts) > 1 or options.named or options.machine != THIS_MACHINE:
+        raise InputError("--host-group names hosts and machines: leave out --hosts, --nodes and --machine")
+    pairs = []
+    for group in groups:
+        hosts, _, machine = group.partition("=")
+        if not machine:
+            raise InputError(f"--host-group {group!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
+        pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts)), machine))
+    every = tuple(host for hosts, _ in pairs for host in hosts)
+    return replace(options, hosts=every, named=True, groups=tuple(pairs))
+
+
+def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) -> str | None:
+    """A note that the hostfile is in another launcher's format, so that this one gets a converted copy."""
+    own = launcher.launcher.hosts
+    if own is None or options.hostfile_format in ("plain", own.file_format):
+        return None
+    return f"the hostfile is {FORMATS[options.hostfile_format]}: converted for {launcher.name}"

@@ -1,0 +1,131 @@
+"""Planning options -> the planner's request; never torch, never pydantic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from affinity.errors import InputError
+from affinity.kernel.neighbors import NOT_SHARED, plan_beside
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.planner.this_machine import plan_this_machine
+from affinity.topology.catalog import find_machine
+from mpi.fabric import FABRICS, Fabric, Setting, fabric_here
+from mpi.hosts.groups import Cluster, one_group, plan_cluster
+from mpi.launchers.detect import find_launcher, newest_version, without_path
+from mpi.launchers.launcher import InstalledLauncher
+
+NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # a number or "auto"
+OTHERS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
+THIS_MACHINE, THIS_HOST = "this", ("localhost",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions:
+    """What a user requests of a plan; None: the recipe or the planner's rules decide.
+
+    `named`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list was
+    written. `groups`: the hosts and the machine of each group, where hosts differ.
+    """
+
+    machine: str
+    hosts: tuple[str, ...]
+    ppn: int | str | None
+    threads: int | str | None
+    inter_op: int | str | None
+    comm_cores: int | str | None
+    loader_cores: int | str | None
+    smt: str | None
+    profile: str | None
+    openmp: str | None
+    oversubscribe: bool | None
+    share: bool
+    balance: str | None
+    local_batch: int | None
+    link_gbit: float | None
+    launcher: str
+    bind: str
+    fabric: str
+    named: bool
+    hostfile_format: str
+    groups: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+    @property
+    def on_this_host(self) -> bool:
+        """Whether the job is this host alone."""
+        return self.hosts == THIS_HOST
+
+    @property
+    def recipe_settings(self) -> tuple[str, ...]:
+        """The options as settings of a recipe, for a plan that is made later: "plan.threads=4"."""
+        names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "openmp", "balance")
+        return tuple(f"plan.{name}={value}" for name in names if (value := getattr(self, name)) is not None)
+
+
+def network_of(options: PlanningOptions) -> Fabric:
+    """The fabric between the hosts: as requested, or this host's own; for another machine that of the published run."""
+    if options.fabric != "auto":
+        return FABRICS[options.fabric]
+    if len(options.hosts) == 1:
+        return FABRICS["shm"]
+    return FABRICS[fabric_here() if options.machine == THIS_MACHINE else "opa"]
+
+
+def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
+    """The variables that the fabric needs between several hosts."""
+    return network_of(options).settings if len(options.hosts) > 1 else ()
+
+
+def request_of_options(options: PlanningOptions, base: Request) -> Request:
+    """The options over `base`, which is a recipe's request or the default one."""
+    changes: dict[str, Any] = {"nodes": len(options.hosts), "link_gbit": network_of(options).link_gbit}
+    changes |= {name: value for name in OTHERS if (value := getattr(options, name)) is not None}
+    for name in NUMBERS:
+        value = getattr(options, name)
+        if value is not None:
+            changes[name] = None if value == "auto" else value
+    if options.smt is not None:
+        changes["smt"] = options.smt == "on"
+    return replace(base, **changes)
+
+
+def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], command: tuple[str, ...] = ()) -> Plan:
+    """The plan of one host of the requested machine. Raises InputError where the request does not fit.
+
+    `command` is the program that will run: its Python's libraries decide the OpenMP runtime and the allocator.
+    """
+    request = request_of_options(options, base)
+    if options.machine == THIS_MACHINE and options.on_this_host:
+        return plan_beside(request, env, command, share=options.share)
+    if options.share:
+        raise InputError(NOT_SHARED)
+    if options.machine == THIS_MACHINE:
+        return plan_this_machine(request, env, command)
+    # The other machine's libraries cannot be inspected here; its ranks run this same Python, with torch's libgomp.
+    return plan_machine(find_machine(options.machine), request, Runtime())
+
+
+def plan_hosts(
+    options: PlanningOptions, base: Request, env: Mapping[str, str], command: tuple[str, ...] = ()
+) -> Cluster:
+    """The plans of all hosts: one plan, or one for each group of hosts that differ."""
+    if not options.groups:
+        return one_group(options.hosts, plan_host(options, base, env, command))
+    if options.share:
+        raise InputError(NOT_SHARED)
+    groups = [(hosts, find_machine(machine)) for hosts, machine in options.groups]
+    return plan_cluster(groups, request_of_options(options, base))
+
+
+def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> InstalledLauncher:
+    """The launcher of a job that is only planned: as installed here, or else its newest version.
+
+    What is on PATH here says nothing about another machine: without a request that gets Intel MPI.
+    """
+    requested = options.launcher
+    if requested == "auto" and options.machine != THIS_MACHINE:
+        return newest_version("intelmpi")
+    try:
+        return without_path(find_launcher(requested, env))
+    except InputError:
+        return newest_version("intelmpi" if requested == "auto" else requested)
