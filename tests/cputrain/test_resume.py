@@ -73,9 +73,8 @@ def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> No
     said, steps = (place / "said").read_text(), read_events(place / "run")[-1]["steps"]
     workers = "1 worker(s) instead of 2, " if PPN == 2 else ""
     passes = f"batch.accumulation: 1 -> {PPN}, " if PPN == 2 else ""
-    told = (
-        f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, {passes}max_steps: null -> "
-    )
+    expected = f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, "
+    told = f"{expected}{passes}max_steps: null -> "
     assert said.count(told) == 1, said
     recipe = load_recipe(str(place / "run/recipe.yaml"))
     assert (recipe.name, recipe.max_steps) == ("other", steps), "what is resumed with is what the folder holds"
@@ -212,6 +211,9 @@ def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], wor
     said = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, now)
     assert said and said.endswith("the run in run has 12 (2 workers): set batch.global=12")
     advised = recipe("batch.local=6", "batch.global=12")
-    assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12)) is None
+    assert (
+        reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12))
+        is None
+    )
     assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, FACTS) is None
     assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, None, now) is None, "nothing was trained yet"
