@@ -76,7 +76,9 @@ def _log_to_stderr() -> None:
         logger = logging.getLogger(package)
         logger.setLevel(logging.INFO)
         if not logger.handlers:
-            logger.addHandler(logging.StreamHandler())
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("affinity: %(message)s" if package == "affinity" else "%(message)s"))
+            logger.addHandler(handler)
 
 
 def _usage_error(message: str) -> int:

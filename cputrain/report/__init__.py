@@ -1,1 +1,1 @@
-"""A run's folder as one HTML page: curves from its events, and what its workers and hosts used, as tables and charts."""
+"""A run's folder as one HTML page: curves from its events, and the resource use of its workers and hosts."""

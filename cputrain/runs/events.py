@@ -16,8 +16,8 @@ FILE = "events.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Seconds of a run over all its starts: `training_s` from each start to its last event, `wall_s` from the first start
-    to the end, with the pauses between starts."""
+    """Seconds of a run over all its starts: `training_s` from each start to its last event, `wall_s` from the first
+    start to the end, with the pauses between starts."""
 
     training_s: float
     wall_s: float

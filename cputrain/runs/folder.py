@@ -67,9 +67,7 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
     if named:
         return tuple(path for each in named for path in _checkpoints_in(each))
     if run is None:
-        raise InputError(
-            "eval needs --checkpoint PATH with a recipe: add it, or name a run's folder instead of the recipe"
-        )
+        raise InputError("eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead")
     saved = list_checkpoints(run / CHECKPOINTS)
     if last and saved:
         return (saved[-1],)
@@ -117,8 +115,8 @@ def check_folder(recipe: Recipe, now: Facts, *, resume: bool, overwrite: bool) -
         return _resumption(recipe, old, now)
     if changed := changes_training(differences(old, recipe), recipe):
         raise InputError(
-            f"output {folder} holds a run of another recipe ({describe_differences(changed)}): set output to another folder, or add "
-            "--overwrite to delete that run"
+            f"output {folder} holds a run of another recipe ({describe_differences(changed)}): set output to "
+            "another folder, or add --overwrite to delete that run"
         )
     raise InputError(
         f"output {folder} holds a run of this recipe: add --resume or --overwrite, or set output to another folder"
@@ -134,11 +132,10 @@ def _resumption(recipe: Recipe, old: Recipe, now: Facts) -> str:
     saved = list_checkpoints(folder / CHECKPOINTS)
     where = f"after step {step_of(saved[-1]):,}" if saved else "from the start, as it has no checkpoint yet"
     changed = differences(old, recipe)
-    workers = (
-        [f"{now.workers} worker(s) instead of {before.workers}"] if before and before.workers != now.workers else []
-    )
-    what = ", ".join([*workers, *([describe_differences(changed)] if changed else [])])
-    return f"{folder} continues {where}" + (f", with {what}" if what else "")
+    changes = [describe_differences(changed)] if changed else []
+    if before and before.workers != now.workers:
+        changes.insert(0, f"{now.workers} worker(s) instead of {before.workers}")
+    return f"{folder} continues {where}" + (f", with {', '.join(changes)}" if changes else "")
 
 
 def finished(folder: Path, last_step: int) -> str | None:

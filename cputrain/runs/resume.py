@@ -90,8 +90,8 @@ def reason_not_to_resume(folder: Path, old: Recipe, new: Recipe, before: Facts |
     changed = changes_training(differences(old, new), new)
     if changed:
         return (
-            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes: undo that, or start "
-            f"a new run from its weights: model.weights={folder}/checkpoints/best.pt and another output"
+            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes: undo that, or "
+            f"start a new run from its weights: model.weights={folder}/checkpoints/best.pt and another output"
         )
     if old.data.kind != new.data.kind:
         return (

@@ -73,7 +73,8 @@ def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> No
     said, steps = (place / "said").read_text(), read_events(place / "run")[-1]["steps"]
     workers = "1 worker(s) instead of 2, " if PPN == 2 else ""
     passes = f"batch.accumulation: 1 -> {PPN}, " if PPN == 2 else ""
-    told = f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, {passes}max_steps: null -> "
+    expected = f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, "
+    told = f"{expected}{passes}max_steps: null -> "
     assert said.count(told) == 1, said
     recipe = load_recipe(str(place / "run/recipe.yaml"))
     assert (recipe.name, recipe.max_steps) == ("other", steps), "what is resumed with is what the folder holds"
