@@ -66,7 +66,7 @@ def _map(plan: Plan, colored: bool) -> str:
             near = ", ".join(map(str, memory_only.near)) or "none"
             amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
             lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
-    lines.append(f"  one character per CPU; {legend(plan, ',')}, ~: communicates, *: loads images, .: idle")
+    lines.append(f"  one sign per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 
 
