@@ -174,7 +174,8 @@ def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> No
 def test_what_does_not_compile_says_why_and_leaves_nothing_half_made(tmp_path: Path) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]}
     with pytest.raises(
-        RunError, match=r"cannot compile the oneCCL backend for torch .*: .*oneapi/ccl.hpp.*; its whole output is in .*\.log"
+        RunError,
+        match=r"cannot compile the oneCCL backend for torch .*: .*oneapi/ccl.hpp.*; its whole output is in .*\.log",
     ):
         ensure_built(LIBRARIES, env)
     assert [path.suffix for path in built_path(LIBRARIES, env).parent.iterdir()] == [".log"]
