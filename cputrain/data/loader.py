@@ -163,14 +163,14 @@ class ImageLoader:
         Raises RunError where all images of a batch are damaged, or, with on_error="raise", one of them.
         """
         for batch in self.raw_batches(self.epoch):
-            images, labels = self._normalize(batch.images), batch.labels
+            images, labels = batch.images, batch.labels
             if batch.damaged:
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
                     raise RunError(f"{len(batch.damaged)} damaged image(s) in a batch: {batch.damaged[0]}")
                 logger.warning("%d damaged image(s) left out: %s", len(batch.damaged), "; ".join(batch.damaged))
-                whole = batch.weights > 0
-                images, labels = images[whole], labels[whole]
-            yield images, labels
+                undamaged = batch.weights > 0
+                images, labels = images[undamaged], labels[undamaged]
+            yield self._normalize(images), labels
 
     def raw_batches(self, epoch: int, first: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """The batches, as bytes, of the steps from `first` to before `stop` (None: to the end) of an epoch."""
