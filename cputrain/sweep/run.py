@@ -37,8 +37,8 @@ def train_all(
 ) -> list[RunResult]:
     """Train everything that is not done yet, one after another, each for at most `limit_s` seconds over all its starts.
 
-    `env` is the environment that the workers inherit. Raises InputError where a folder holds another training, RunError where the user stopped one, KeyboardInterrupt
-    where a signal did.
+    `env` is the environment that the workers inherit. Raises InputError where a folder holds another training,
+    RunError where the user stopped one, KeyboardInterrupt where a signal did.
     """
     results = []
     for number, (variant, one) in enumerate(planned, 1):
