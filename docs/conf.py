@@ -1,4 +1,4 @@
-"""Sphinx's settings; the reference pages are written from the code before the sources are read."""
+"""Sphinx's settings. The reference pages are written from the code before the sources are read."""
 
 import sys
 from pathlib import Path
@@ -6,15 +6,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from reference_pages import write_reference  # noqa: E402  found once the path is set
+from cputrain import __version__  # noqa: E402  found once the path is set
+from site_pages import write_pages  # noqa: E402
 
 project = "cputrain"
-extensions = ["myst_parser", "sphinx_click"]
+version = release = __version__
+extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = "cputrain"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "site_pages"]
 myst_heading_anchors = 3
-# Links to files of the checkout, as GitHub resolves them.
-myst_url_schemes = ("http", "https")
+nitpicky = True
 
-write_reference(HERE / "reference")
+write_pages(HERE)

@@ -115,7 +115,7 @@ class ScheduleSection(Section):
     """The learning rate of step 0, from which the warm-up rises; it is never scaled."""
     peak_rate: Rate | Auto = "auto"
     """The learning rate at the end of the warm-up, scaled as optim.scale_rate_by says. auto takes the optimizer's rule
-    (docs/recipes.md), for example 0.1 x global batch / 256 for momentum."""
+    (docs/guides/recipes.md), for example 0.1 x global batch / 256 for momentum."""
     rate_factor: Annotated[float, Field(gt=0)] = 1.0
     """The rule's rate is multiplied by this where peak_rate is auto; the 256-node run halves it."""
     reference_batch: Positive | None = None
