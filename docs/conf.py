@@ -6,8 +6,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from cputrain import __version__  # noqa: E402  found once the path is set
-from site_pages import write_pages  # noqa: E402
+from site_pages import write_pages  # noqa: E402  found once the path is set
+
+from cputrain import __version__  # noqa: E402
 
 project = "cputrain"
 version = release = __version__

@@ -40,17 +40,22 @@ def _sections(parent: click.Context, commands: click.Group, name: str, heading: 
     assert command is not None
     context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
     rows = [
-        [" ".join(map(code, [*parameter.opts, *parameter.secondary_opts])), code(_values(parameter, context)), _help_of(parameter)]
+        [_names(parameter), code(_values(parameter, context)), _help_of(parameter)]
         for parameter in command.get_params(context)
         if isinstance(parameter, click.Option) and not parameter.hidden and "--help" not in parameter.opts
     ]
     usage = " ".join(command.collect_usage_pieces(context))
     description = plain(cleandoc((command.help or "").replace("\b", "").partition("\f")[0]))
     options = f"\n{table(['option', 'value', 'meaning'], rows)}\n" if rows else ""
-    yield f"{heading} {context.command_path}\n\n```text\n{context.command_path} {usage}\n```\n\n{description}\n{options}"
+    usage = f"```text\n{context.command_path} {usage}\n```"
+    yield f"{heading} {context.command_path}\n\n{usage}\n\n{description}\n{options}"
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
             yield from _sections(context, command, inner, f"{heading}#")
+
+
+def _names(option: click.Option) -> str:
+    return " ".join(map(code, [*option.opts, *option.secondary_opts]))
 
 
 def _values(option: click.Option, context: click.Context) -> str:

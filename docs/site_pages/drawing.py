@@ -19,7 +19,7 @@ def drawing(graph: dict[str, set[str]]) -> str:
     Imports of another top package are drawn as one arrow between the bands; a pair of packages that import each
     other, against the layers, is joined by a dashed red line.
     """
-    bands = {top: _layers({n: {m for m in graph[n] if _inside(m, top)} for n in graph if _inside(n, top)}) for top in TOP}
+    bands = {top: _layers(_band(graph, top)) for top in TOP}
     columns = max(len(row) for rows in bands.values() for row in rows)
     width = TITLE + columns * (BOX_WIDTH + GAP_X) + MARGIN
     places: dict[str, Point] = {}
@@ -40,14 +40,16 @@ def drawing(graph: dict[str, set[str]]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y - GAP_Y + MARGIN:g}" '
         'font-family="sans-serif" font-size="14" fill="#222222">\n'
-        '<title>Packages of cputrain and their imports</title>\n'
+        "<title>Packages of cputrain and their imports</title>\n"
         f'<rect width="{width}" height="{y - GAP_Y + MARGIN:g}" fill="#ffffff"/>\n'
     )
     return head + "\n".join(parts) + "\n</svg>\n"
 
 
-def _inside(name: str, top: str) -> bool:
-    return name.startswith(f"{top}.")
+def _band(graph: dict[str, set[str]], top: str) -> dict[str, set[str]]:
+    """The part of the graph that is inside a top package."""
+    inside = {name for name in graph if name.startswith(f"{top}.")}
+    return {name: graph[name] & inside for name in inside}
 
 
 def _layers(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from mpi.fabric import FABRICS
+from mpi.fabric import FABRICS, Fabric
 from site_pages.imports import ROOT, TOP
-from site_pages.text import code, table
+from site_pages.text import code, plain, table
 
 OURS = re.compile(r"(CPUTRAIN|AFFINITY)_[A-Z_]+")
 INTRODUCTION = """# Environment variables
@@ -21,8 +21,14 @@ MEANINGS = {
 }
 INTERNAL = {"CPUTRAIN_JOB_TOKEN"}  # a secret of one job, by which its agents are recognized
 OTHERS = [
-    ("MASTER_ADDR, MASTER_PORT", "read and set: where the ranks meet; kept where set (see [launching](../guides/launching.md))"),
-    ("RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE", "set for every rank, as torch.distributed's `env://` reads them"),
+    (
+        "MASTER_ADDR, MASTER_PORT",
+        "read and set: where the ranks meet ([launching](../guides/launching.md#where-the-ranks-meet))",
+    ),
+    (
+        "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
+        "set for every rank, as torch.distributed's `env://` reads them",
+    ),
     ("GLOO_SOCKET_IFNAME", "set for every rank where it is not set: the interface of the route to rank 0"),
     ("LD_PRELOAD", "read: which OpenMP runtime and allocator are loaded; set where the plan preloads one"),
     ("NO_COLOR", "read: plans without color on a terminal"),
@@ -44,11 +50,13 @@ def environment() -> str:
     """Variables of the project's own, of the ranks, and of each network. Raises KeyError on one without a meaning."""
     own = [[code(name), MEANINGS[name]] for name in sorted(own_variables() - INTERNAL)]
     others = [[", ".join(map(code, names.split(", "))), text] for names, text in OTHERS]
-    networks = [
-        f"### {fabric.name}\n\n{table(['variable', 'value', 'reason'], [[code(n), code(v), why] for n, v, why in fabric.settings])}\n"
-        for fabric in FABRICS.values()
-    ]
+    networks = [_network(fabric) for fabric in FABRICS.values()]
     return "\n".join([INTRODUCTION + table(["variable", "meaning"], own + others) + "\n", PLANNED, *networks])
+
+
+def _network(fabric: Fabric) -> str:
+    rows = [[code(name), code(value), plain(reason)] for name, value, reason in fabric.settings]
+    return f"### {fabric.name}\n\n{table(['variable', 'value', 'reason'], rows)}\n"
 
 
 def own_variables() -> set[str]:

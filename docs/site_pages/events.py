@@ -8,10 +8,10 @@ from site_pages.text import code, table
 
 INTRODUCTION = """# events.jsonl
 
-A run writes what happens to `events.jsonl` in its folder, one JSON object a line. Every event has `event`, its name, and
-`time` in Unix seconds. Losses that are NaN or infinite are null, and so are values that a run does not have. Accuracies
-are in percent. Lines are only appended: a run that was resumed has one `start` for each start, and steps that were done
-again appear again.
+A run writes what happens to `events.jsonl` in its folder, one JSON object a line. Every event has its name in `event`
+and Unix seconds in `time`. Losses that are NaN or infinite are null, and so are values that a run does not have.
+Accuracies are in percent. Lines are only appended: a run that was resumed has one `start` for each start, and steps
+that were done again appear again.
 """
 # Written through dataclasses or conditions, which the calls do not spell.
 MORE_FIELDS = {"start": ("workers", "global_batch", "train_images", "classes")}

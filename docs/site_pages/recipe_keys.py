@@ -22,7 +22,7 @@ def recipe_keys() -> str:
     parts = [INTRODUCTION]
     for path, section in sections("", Recipe):
         rows = [
-            [code(f"{path}{field.alias or name}"), plain(_values(field.annotation)), plain(_default(field)), plain(field.description or "")]
+            [code(f"{path}{field.alias or name}"), *map(plain, _described(field))]
             for name, field in section.model_fields.items()
             if _section_of(field.annotation) is None
         ]
@@ -34,9 +34,8 @@ def recipe_keys() -> str:
 
 def keys() -> set[str]:
     """Every key of a recipe with its dots."""
-    return {
-        f"{path}{field.alias or name}" for path, section in sections("", Recipe) for name, field in section.model_fields.items()
-    }
+    all_sections = list(sections("", Recipe))
+    return {f"{path}{field.alias or name}" for path, s in all_sections for name, field in s.model_fields.items()}
 
 
 def sections(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -71,6 +70,11 @@ def _values(annotation: Any) -> str:
     if hasattr(annotation, "__metadata__"):
         return _values(arguments[0])
     return " or ".join(dict.fromkeys(_values(argument) for argument in arguments))
+
+
+def _described(field: FieldInfo) -> tuple[str, str, str]:
+    """A field's values, default and meaning."""
+    return _values(field.annotation), _default(field), field.description or ""
 
 
 def _default(field: FieldInfo) -> str:

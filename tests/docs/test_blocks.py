@@ -53,8 +53,8 @@ def test_the_shell_blocks_of_a_page_run(page: Path, place: Path, tmp_path: Path)
     shutil.copytree(place, here)
     script = "\n".join(block.text for block in blocks(page) if block.tag == "sh")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    argv, pipe = ["bash", "-euo", "pipefail", "-c", script], subprocess.PIPE
-    with subprocess.Popen(argv, cwd=here, env={**os.environ, "PATH": path}, stdout=pipe, stderr=pipe, text=True) as shell:
+    argv, env, pipe = ["bash", "-euo", "pipefail", "-c", script], {**os.environ, "PATH": path}, subprocess.PIPE
+    with subprocess.Popen(argv, cwd=here, env=env, stdout=pipe, stderr=pipe, text=True) as shell:
         try:
             out, err = shell.communicate(timeout=HANGS_S)
         except subprocess.TimeoutExpired:

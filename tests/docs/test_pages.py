@@ -39,7 +39,9 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
 def test_the_files_of_the_checkout_that_a_page_names_exist(page: Path) -> None:
     named = {code for code in inline(page) if re.fullmatch(r"[\w./-]+/[\w./-]*", code) and code.split("/")[0] in TOP}
-    missing = {name for name in named if not (ROOT / name).exists() and ROOT / name not in WRITTEN and "NAME" not in name}
+    missing = {
+        name for name in named if not (ROOT / name).exists() and ROOT / name not in WRITTEN and "NAME" not in name
+    }
     assert missing <= {"docs/_build/html"}
 
 
@@ -55,8 +57,8 @@ def test_the_readme_is_short() -> None:
 
 def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
     measured = "".join((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "large-batch.md", "start.md"))
-    table = (ROOT / "README.md").read_text().partition("measured by |\n")[2].partition("\n\n")[0]
-    figures = [figure for figure in re.findall(r"\d[\d,]*\.?\d+(?= img/s| %)", table)]
+    rows = (ROOT / "README.md").read_text().partition("measured by |\n")[2].partition("\n\n")[0]
+    figures = re.findall(r"\d[\d,]*\.?\d+(?= img/s| %)", rows)
     assert len(figures) == 6
     assert all(figure in measured for figure in figures)
 
