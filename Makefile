@@ -1,5 +1,6 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
-# make test: everything that must hold. Both install into .venv first; nothing else is touched.
+# make test: everything that must hold; make test-fast: its quick part; make docs: the documentation.
+# Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
 #   make demo TORCH="torch==2.13.0 --index-url=..."
@@ -9,7 +10,7 @@ VISION ?= torchvision==0.28.0
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test check install mpi bench clean
+.PHONY: demo test test-fast check docs install mpi bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -17,7 +18,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,turbo]"
+	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,docs,turbo]"
 	@touch $@
 
 # Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.
@@ -44,8 +45,15 @@ check: install
 test: check
 	$(RUN) pytest
 
+# For daily work: what starts no process and takes no seconds of computing.
+test-fast: install
+	$(RUN) pytest -m "not processes and not slow"
+
+docs: install
+	$(RUN) sphinx --fail-on-warning --keep-going docs docs/_build/html
+
 bench: install
 	$(RUN) benchmarks.train_throughput
 
 clean:
-	rm -rf .venv .mpi build dist
+	rm -rf .venv .mpi build dist docs/_build

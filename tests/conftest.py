@@ -8,10 +8,20 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.marks import starts_processes
+
 hypothesis.settings.register_profile("shared", deadline=None)  # a shared machine pauses now and then
 hypothesis.settings.load_profile("shared")
 GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = [] if os.environ.get("TENSORFLOW_PYTHON") else ["cputrain/test_tensorflow.py"]  # see there
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes, which `make test-fast` leaves out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("processes")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

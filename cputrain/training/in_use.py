@@ -7,7 +7,7 @@ from pathlib import Path
 from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.planner.plan_file import plan_of_host, read_json
 
-# Measured: README, "How fast". An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
+# Measured: docs/benchmarks.md. An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
 CCL_GAIN = "all-reduces of 25 MiB 1.4-3.2 times as fast"
 TURBO_GAIN = "2.6-3.6 times the images per CPU-second"
 OWN_CHOICE = ("comm.backend=gloo", "data.decoder=pillow")

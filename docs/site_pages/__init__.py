@@ -1,0 +1,35 @@
+"""The pages of the site that are written from the code when the site is built; none of them is committed.
+
+write_pages(docs) writes PAGES below docs/. A test checks that they can be written, `make docs` that they can be read.
+"""
+
+from pathlib import Path
+
+from site_pages.architecture import architecture_drawing, modules
+from site_pages.command_line import command_line
+from site_pages.environment import environment
+from site_pages.events import events
+from site_pages.plan_json import plan_json
+from site_pages.recipe_keys import recipe_keys
+from site_pages.shipped import machines, recipes
+
+PAGES = {
+    "reference/command-line.md": command_line,
+    "reference/recipe-keys.md": recipe_keys,
+    "reference/recipes.md": recipes,
+    "reference/machines.md": machines,
+    "reference/plan-json.md": plan_json,
+    "reference/events.md": events,
+    "reference/environment.md": environment,
+    "reference/modules.md": modules,
+    "pictures/packages.svg": architecture_drawing,
+}
+
+
+def write_pages(docs: Path) -> None:
+    """Write every generated page below docs/; one whose text is unchanged keeps its time, so that Sphinx skips it."""
+    for name, page in PAGES.items():
+        path, text = docs / name, page()
+        path.parent.mkdir(exist_ok=True)
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)

@@ -1,0 +1,74 @@
+"""The command line: cputrain from click's own parameters, python -m affinity from its --help."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from inspect import cleandoc
+
+import click
+
+from cputrain.cli import COMMANDS, group
+from site_pages.imports import ROOT
+from site_pages.text import code, plain, table
+
+INTRODUCTION = """# Command line
+
+{commands}
+
+Every command has `--help`. [Exit status](exit-status.md) lists what commands return.
+"""
+PLANNER = """## The planner on its own
+
+`python -m affinity` reads machines, plans, binds and compares for any training, and never imports torch.
+"""
+WITHOUT_TORCH = ("affinity", "affinity read", "affinity plan", "affinity show", "affinity.bind")
+
+
+def command_line() -> str:
+    """Every command with its options, in the order that --help has."""
+    links = [[f"[{code(f'cputrain {name}')}](#cputrain-{name})", plain(text)] for name, text in COMMANDS.items()]
+    root = click.Context(group, info_name="cputrain", max_content_width=100)
+    sections = [part for name in COMMANDS for part in _sections(root, group, name, "##")]
+    planner = [f"```text\n$ python -m {words} --help\n{_help(words)}```\n" for words in WITHOUT_TORCH]
+    return "\n".join([INTRODUCTION.format(commands=table(["command", "purpose"], links)), *sections, PLANNER, *planner])
+
+
+def _sections(parent: click.Context, commands: click.Group, name: str, heading: str) -> Iterator[str]:
+    """The command of that name: usage, description and options, then the commands inside it."""
+    command = commands.get_command(parent, name)
+    assert command is not None
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
+    rows = [
+        [_names(parameter), code(_values(parameter, context)), _help_of(parameter)]
+        for parameter in command.get_params(context)
+        if isinstance(parameter, click.Option) and not parameter.hidden and "--help" not in parameter.opts
+    ]
+    usage = " ".join(command.collect_usage_pieces(context))
+    description = plain(cleandoc((command.help or "").replace("\b", "").partition("\f")[0]))
+    options = f"\n{table(['option', 'value', 'meaning'], rows)}\n" if rows else ""
+    usage = f"```text\n{context.command_path} {usage}\n```"
+    yield f"{heading} {context.command_path}\n\n{usage}\n\n{description}\n{options}"
+    if isinstance(command, click.Group):
+        for inner in command.list_commands(context):
+            yield from _sections(context, command, inner, f"{heading}#")
+
+
+def _names(option: click.Option) -> str:
+    return " ".join(map(code, [*option.opts, *option.secondary_opts]))
+
+
+def _values(option: click.Option, context: click.Context) -> str:
+    """What stands behind an option; `on` for one that takes no value."""
+    return "on" if option.is_flag else option.make_metavar(context)
+
+
+def _help_of(option: click.Option) -> str:
+    default = option.default if option.show_default and not option.is_flag else None
+    return plain(option.help or "") + (f" (default: {default})" if default is not None else "")
+
+
+def _help(words: str) -> str:
+    argv = [sys.executable, "-m", *words.split(), "--help"]
+    env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    return subprocess.run(argv, env=env, cwd=ROOT, check=True, capture_output=True, text=True).stdout

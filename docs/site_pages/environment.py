@@ -1,0 +1,72 @@
+"""The environment variables that cputrain reads and sets, and those of each network from mpi/fabric.py."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from mpi.fabric import FABRICS, Fabric
+from site_pages.imports import ROOT, TOP
+from site_pages.text import code, plain, table
+
+OURS = re.compile(r"(CPUTRAIN|AFFINITY)_[A-Z_]+")
+INTRODUCTION = """# Environment variables
+
+## Variables of cputrain
+
+"""
+MEANINGS = {
+    "AFFINITY_PLAN": "set for every rank: the plan that it was bound by",
+    "AFFINITY_WORKER": "set for every rank: its worker in that plan",
+    "CPUTRAIN_CACHE": "read: folder for what is compiled on first use; default `~/.cache/cputrain`",
+}
+INTERNAL = {"CPUTRAIN_JOB_TOKEN"}  # a secret of one job, by which its agents are recognized
+OTHERS = [
+    (
+        "MASTER_ADDR, MASTER_PORT",
+        "read and set: where the ranks meet ([launching](../guides/launching.md#where-the-ranks-meet))",
+    ),
+    (
+        "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE",
+        "set for every rank, as torch.distributed's `env://` reads them",
+    ),
+    ("GLOO_SOCKET_IFNAME", "set for every rank where it is not set: the interface of the route to rank 0"),
+    ("LD_PRELOAD", "read: which OpenMP runtime and allocator are loaded; set where the plan preloads one"),
+    ("NO_COLOR", "read: plans without color on a terminal"),
+    ("TQDM_MININTERVAL", "read: seconds between two drawings of the progress bar"),
+    ("TORCH_DISTRIBUTED_DEBUG", "read by PyTorch: `DETAIL` names ranks whose collectives differ"),
+]
+PLANNED = """## Variables of a plan
+
+`cputrain plan` prints the variables of OpenMP, the allocator and oneCCL that every worker gets, with their reasons. An
+inherited variable that contradicts them is reported and replaced; `--keep-env` keeps it.
+
+## Variables of each network
+
+`--fabric NAME` sets these for every rank. A variable that is already set keeps its value.
+"""
+
+
+def environment() -> str:
+    """Variables of the project's own, of the ranks, and of each network. Raises KeyError on one without a meaning."""
+    own = [[code(name), MEANINGS[name]] for name in sorted(own_variables() - INTERNAL)]
+    others = [[", ".join(map(code, names.split(", "))), text] for names, text in OTHERS]
+    networks = [_network(fabric) for fabric in FABRICS.values()]
+    return "\n".join([INTRODUCTION + table(["variable", "meaning"], own + others) + "\n", PLANNED, *networks])
+
+
+def _network(fabric: Fabric) -> str:
+    rows = [[code(name), code(value), plain(reason)] for name, value, reason in fabric.settings]
+    return f"### {fabric.name}\n\n{table(['variable', 'value', 'reason'], rows)}\n"
+
+
+def own_variables() -> set[str]:
+    """The names CPUTRAIN_* and AFFINITY_* that the code spells."""
+    return {text for text in _texts() if OURS.fullmatch(text)}
+
+
+def _texts() -> Iterator[str]:
+    for top in TOP:
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value

@@ -1,0 +1,99 @@
+"""The events of a run, from the calls that write them: Events.write("name", field=value, ...)."""
+
+import ast
+from collections.abc import Iterator
+
+from site_pages.imports import ROOT
+from site_pages.text import code, table
+
+INTRODUCTION = """# events.jsonl
+
+A run writes what happens to `events.jsonl` in its folder, one JSON object a line. Every event has its name in `event`
+and Unix seconds in `time`. Losses that are NaN or infinite are null, and so are values that a run does not have.
+Accuracies are in percent. Lines are only appended: a run that was resumed has one `start` for each start, and steps
+that were done again appear again.
+"""
+# Written through dataclasses or conditions, which the calls do not spell.
+MORE_FIELDS = {"start": ("workers", "global_batch", "train_images", "classes")}
+WHEN = {
+    "start": "The network is built and the first step is about to begin.",
+    "step": "One optimizer update.",
+    "ratios": "Norms and trust ratios of the layers, every `ratios_every` steps.",
+    "epoch": "The end of an epoch, evaluated or not.",
+    "checkpoint": "A checkpoint is written.",
+    "warning": "Something that the user should know, and that does not end the run.",
+    "end": "The run is done, or stopped early with its state saved.",
+}
+MEANINGS = {
+    "backend": "c10d backend: ccl or gloo",
+    "best": "whether it is the best so far",
+    "bindings": "for each rank, what it was planned and what the kernel reports",
+    "classes": "number of classes",
+    "comm_wait_s": "seconds that rank 0 waited for gradients of other ranks in this step",
+    "data": "images, points or synthetic",
+    "data_wait_s": "seconds that rank 0 waited for images in this step",
+    "epoch": "epochs done, with a fraction within an epoch",
+    "global_batch": "images of a step over all workers",
+    "images": "training images so far; in a warning: names of the damaged images",
+    "images_per_s": "training images per second, over all workers",
+    "layers": "for each layer: norm of the weights, norm of the gradient, trust ratio",
+    "loss": "training loss of the step, mean over the global batch",
+    "path": "the checkpoint, relative to the run's folder",
+    "rate": "learning rate",
+    "recipe": "the recipe's name",
+    "seconds": "duration of the epoch",
+    "starts": "how often the run was started",
+    "status": "done, or stopped",
+    "step": "optimizer updates so far",
+    "steps": "optimizer updates so far",
+    "test_top1": "top-1 of the test images, evaluated once at the end",
+    "test_top5": "top-5 of the test images",
+    "time_to_train_s": "seconds of training over all starts, evaluations and checkpoints included",
+    "top1": "top-1 of the validation images",
+    "top5": "top-5 of the validation images",
+    "train_images": "number of training images",
+    "train_loss": "mean training loss of the epoch",
+    "train_top1": "top-1 of the training images of the epoch",
+    "trained_until": "Unix seconds at which training ended, before the test images were evaluated",
+    "val_loss": "loss of the validation images",
+    "val_top1": "top-1 of the validation images",
+    "val_top5": "top-5 of the validation images",
+    "wall_time_s": "seconds from the first start to the end, waits in the queue included",
+    "what": "the warning's text",
+    "workers": "ranks of the job",
+}
+
+
+def events() -> str:
+    """A section for each event: when it is written, and its fields. Raises KeyError on one that is not described."""
+    parts = [INTRODUCTION]
+    found = written()
+    for name in sorted(found, key=list(WHEN).index):
+        rows = [[code(field), MEANINGS[field]] for field in found[name]]
+        parts.append(f"## {name}\n\n{WHEN[name]}\n\n{table(['field', 'meaning'], rows)}\n")
+    return "\n".join(parts)
+
+
+def written() -> dict[str, tuple[str, ...]]:
+    """Event -> its fields in the order in which they are written."""
+    found = {name: dict.fromkeys(fields) for name, fields in MORE_FIELDS.items()}
+    for path in sorted((ROOT / "cputrain/training").glob("*.py")):
+        for call in _calls(ast.parse(path.read_text())):
+            name = ast.literal_eval(call.args[0])
+            fields = [keyword.arg for keyword in call.keywords if keyword.arg]
+            found[name] = dict.fromkeys((*fields, *found.get(name, ())))
+    return {name: tuple(fields) for name, fields in found.items()}
+
+
+def _calls(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls of a method `write` with a constant name and keywords: only events have both."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "write"
+            and len(node.args) == 1
+            and isinstance(node.args[0], ast.Constant)
+            and node.keywords
+        ):
+            yield node

@@ -1,0 +1,44 @@
+"""Which package imports which, read from the source: a package is a folder of `affinity`, `mpi` or `cputrain`."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOP = ("cputrain", "mpi", "affinity")  # a package may import those to its right
+
+
+def packages() -> dict[str, Path]:
+    """Dotted name -> folder of the three top packages and of the packages directly inside them."""
+    found = {name: ROOT / name for name in TOP}
+    for name in TOP:
+        inner = sorted(path.parent for path in (ROOT / name).glob("*/__init__.py"))
+        found |= {f"{name}.{folder.name}": folder for folder in inner}
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Package -> packages that its files import, itself left out."""
+    known = packages()
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for top in TOP:
+        for path in (ROOT / top).rglob("*.py"):
+            importer = _package_of(".".join(path.relative_to(ROOT).with_suffix("").parts), known)
+            for module in _imported(path):
+                graph[importer].add(_package_of(module, known))
+    return {name: imported - {name} for name, imported in graph.items()}
+
+
+def _package_of(module: str, known: dict[str, Path]) -> str:
+    """The deepest known package that a dotted module belongs to."""
+    inner = ".".join(module.split(".")[:2])
+    return inner if inner in known else module.split(".")[0]
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The project's modules that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in TOP:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] in TOP)

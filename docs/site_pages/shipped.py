@@ -1,0 +1,38 @@
+"""The recipes and machines that come along, from configs/."""
+
+import yaml
+
+from site_pages.imports import ROOT
+from site_pages.text import code, table
+
+RECIPES = """# Shipped recipes
+
+`cputrain train NAME` takes any of these by name. The comment at the top of each names its source, what was published or
+is expected, and the derivation of its numbers for the hosts that it is meant for; a test computes the derivation again.
+"""
+MACHINES = """# Catalog of machines
+
+`--machine NAME` takes any of these names, so that a cluster can be planned from a laptop. A form tells the number of
+packages and how their memory is configured: `1s`, `2s`, ... packages; `snc2`, `snc4` NUMA nodes in each; `flat` or
+`cache` where a package has HBM or MCDRAM. `configs/machines/` holds the files.
+"""
+
+
+def recipes() -> str:
+    """Every recipe's file."""
+    files = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+    parts = [
+        f"## {path.stem}\n\n```{{literalinclude}} ../../configs/recipes/{path.name}\n:language: yaml\n```\n"
+        for path in files
+    ]
+    return "\n".join([RECIPES, *parts])
+
+
+def machines() -> str:
+    """A row for each processor: model, forms, source."""
+    rows = []
+    for path in sorted((ROOT / "configs/machines").glob("*.yaml")):
+        entry = yaml.safe_load(path.read_text())
+        names = ", ".join(code(f"{path.stem}-{form}") for form in entry["forms"])
+        rows.append([entry["model"], names, entry["source"]])
+    return f"{MACHINES}\n{table(['processor', '`--machine`', 'source'], rows)}\n"

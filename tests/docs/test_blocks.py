@@ -1,0 +1,75 @@
+"""The shell blocks of README.md and docs/ run, and every block says what it is."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hangs import children_of, stacks_of
+from tests.support.images import write_images
+from tests.support.markdown import PAGES, blocks, name_of
+
+TAGS = {
+    "sh": "runs in a scratch folder, the blocks of a page in their order",
+    "sh cluster": "needs hosts, data or files that are not here: parsed by test_commands",
+    "sh install": "installs: parsed likewise",
+    "console": "a transcript: commands behind $ are parsed likewise",
+    "text": "output alone",
+    "python": "compiles",
+    "json": "",
+    "yaml": "",
+}
+HANGS_S = 1800.0  # for all blocks of a page; the first training also compiles the oneCCL backend
+THEIRS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+one = torch.ones(1)
+dist.all_reduce(one)
+print("ranks", int(one))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages call data/photos and theirs.py."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_images(folder / "data/photos", classes=2, train=20, val=4, size=40)
+    (folder / "theirs.py").write_text(THEIRS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.tag == "sh" for block in blocks(page))], ids=name_of
+)
+def test_the_shell_blocks_of_a_page_run(page: Path, place: Path, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(place, here)
+    script = "\n".join(block.text for block in blocks(page) if block.tag == "sh")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    argv, env, pipe = ["bash", "-euo", "pipefail", "-c", script], {**os.environ, "PATH": path}, subprocess.PIPE
+    with subprocess.Popen(argv, cwd=here, env=env, stdout=pipe, stderr=pipe, text=True) as shell:
+        try:
+            out, err = shell.communicate(timeout=HANGS_S)
+        except subprocess.TimeoutExpired:
+            where = "\n".join(stacks_of(pid) for pid in [shell.pid, *children_of(shell.pid)])
+            shell.terminate()
+            pytest.fail(f"hangs: {name_of(page)}\n{where}")
+    assert shell.returncode == 0, f"{err}\n{out}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_of_a_page_says_what_it_is(page: Path) -> None:
+    found = [block for block in blocks(page) if not block.tag.startswith("{")]
+    assert {block.tag for block in found} <= set(TAGS)
+    for block in found:
+        if block.tag == "python":
+            ast.parse(block.text)
+        if block.tag == "console":
+            assert block.text.startswith("$ ")

@@ -1,0 +1,86 @@
+"""README.md and docs/ hang together: links and files exist, the pages from the code can be written."""
+
+import re
+from pathlib import Path
+
+import pytest
+from site_pages import PAGES as GENERATED
+from site_pages.drawing import drawing
+from site_pages.events import WHEN, written
+from site_pages.imports import import_graph
+from site_pages.text import plain, table
+
+from tests.support.markdown import PAGES, ROOT, blocks, inline, name_of, prose
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+WRITTEN = {ROOT / "docs" / name for name in GENERATED}
+TOP = {"affinity", "mpi", "cputrain", "configs", "tests", "docs", "benchmarks"}
+
+
+def anchor(heading: str) -> str:
+    """A heading as links name it."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        target, _, place = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if target.startswith("http"):
+            continue
+        assert path.exists() or path in WRITTEN, link
+        if place:
+            text = GENERATED[path.relative_to(ROOT / "docs").as_posix()]() if path in WRITTEN else path.read_text()
+            assert place in map(anchor, HEADING.findall(text)), link
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_the_files_of_the_checkout_that_a_page_names_exist(page: Path) -> None:
+    named = {code for code in inline(page) if re.fullmatch(r"[\w./-]+/[\w./-]*", code) and code.split("/")[0] in TOP}
+    missing = {
+        name for name in named if not (ROOT / name).exists() and ROOT / name not in WRITTEN and "NAME" not in name
+    }
+    assert missing <= {"docs/_build/html"}
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = {line for block in blocks(ROOT / "docs/index.md") for line in block.text.splitlines()}
+    pages = {path.relative_to(ROOT / "docs") for path in [*PAGES, *WRITTEN] if ROOT / "docs" in path.parents}
+    assert {str(page.with_suffix("")) for page in pages if page.suffix == ".md"} - {"index"} <= listed
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
+    measured = "".join((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "large-batch.md", "start.md"))
+    rows = (ROOT / "README.md").read_text().partition("measured by |\n")[2].partition("\n\n")[0]
+    figures = re.findall(r"\d[\d,]*\.?\d+(?= img/s| %)", rows)
+    assert len(figures) == 6
+    assert all(figure in measured for figure in figures)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_page_from_the_code_can_be_written(name: str) -> None:
+    text = GENERATED[name]()
+    assert text.endswith("\n")
+    assert "TODO" not in text or name == "reference/modules.md"
+
+
+def test_every_event_of_a_run_is_described() -> None:
+    assert set(written()) == set(WHEN)
+
+
+def test_the_drawing_has_every_package_once() -> None:
+    text = drawing(import_graph())
+    for name in import_graph():
+        if "." in name:
+            assert text.count(f">{name.partition('.')[2]}</text>") == 1
+
+
+def test_text_in_a_page_reads_as_it_was_written() -> None:
+    assert plain("workers.* of [A] in `a*b` and ratios_every") == r"workers.\* of \[A\] in `a*b` and ratios_every"
+    assert table(["a"], [["x | y"]]) == "| a |\n| --- |\n| x \\| y |"
