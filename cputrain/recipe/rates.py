@@ -49,12 +49,12 @@ class PeakRate:
 
 def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
     """The recipe's peak rate for a job. Raises InputError where that needs a rule which its optimizer does not have."""
-    rate, scaling = recipe.schedule.peak_rate, recipe.schedule.rate_scaling
+    rate, scaling = recipe.schedule.peak_rate, recipe.optim.scale_rate_by
     if rate == "auto":
         return _auto_rate(recipe, global_batch, workers)
     reference = recipe.schedule.reference_batch
     if scaling == "workers":
-        why = f"{rate:g} x {counted(workers, 'worker')} (schedule.rate_scaling=workers)"
+        why = f"{rate:g} x {counted(workers, 'worker')} (optim.scale_rate_by=workers)"
         return PeakRate(rate=rate * workers, why=why)
     if scaling == "batch":
         return _rate_by_batch(recipe, rate, global_batch)
@@ -64,10 +64,10 @@ def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
 def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
     """A warning where the job's global batch is not the one that the rate was tuned for; "" where it is."""
     rate, reference = recipe.schedule.peak_rate, recipe.schedule.reference_batch
-    if reference in (None, global_batch) or recipe.schedule.rate_scaling in ("batch", "workers"):
+    if reference in (None, global_batch) or recipe.optim.scale_rate_by in ("batch", "workers"):
         return ""
     has_rule = recipe.optim.name in RULES
-    other = "schedule.rate_scaling=batch" if has_rule else f"tune schedule.peak_rate for {global_batch:,}"
+    other = "optim.scale_rate_by=batch" if has_rule else f"tune schedule.peak_rate for {global_batch:,}"
     return (
         f"schedule.peak_rate={rate:g} was tuned for a global batch of {reference:,} images, but this job's is "
         f"{global_batch:,}: set batch.global={reference}, or {other}"
@@ -76,13 +76,13 @@ def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
 
 def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
     """The rate of peak_rate=auto."""
-    rule, scaling = _rule(recipe, "schedule.peak_rate=auto"), recipe.schedule.rate_scaling
+    rule, scaling = _rule(recipe, "schedule.peak_rate=auto"), recipe.optim.scale_rate_by
     base, base_text = rule.base_rate, f"{rule.base_rate:g}"
     if recipe.optim.name == "rmsprop" and recipe.optim.momentum:
         # a momentum of m adds up 1 / (1 - m) updates; the rule is for RMSprop without
         base, base_text = base * (1 - recipe.optim.momentum), f"{base:g} x (1 - {recipe.optim.momentum:g})"
     if scaling == "none":
-        rate, why = base, f"{base_text}, not scaled (schedule.rate_scaling=none)"
+        rate, why = base, f"{base_text}, not scaled (optim.scale_rate_by=none)"
     else:
         batch = global_batch / workers if scaling == "workers" else global_batch
         ratio = f"{batch:,.6g} / {rule.base_batch:,}" if batch % 1 else f"{int(batch):,} / {rule.base_batch}"
@@ -98,10 +98,10 @@ def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
 
 def _rate_by_batch(recipe: Recipe, rate: float, global_batch: int) -> PeakRate:
     """A numeric rate, scaled from its reference batch to the job's global batch."""
-    rule, reference = _rule(recipe, "schedule.rate_scaling=batch"), recipe.schedule.reference_batch
+    rule, reference = _rule(recipe, "optim.scale_rate_by=batch"), recipe.schedule.reference_batch
     if reference is None:
         raise InputError(
-            f"schedule.rate_scaling=batch needs the global batch that schedule.peak_rate={rate:g} was tuned for: set "
+            f"optim.scale_rate_by=batch needs the global batch that schedule.peak_rate={rate:g} was tuned for: set "
             "schedule.reference_batch to it"
         )
     return PeakRate(

@@ -111,9 +111,9 @@ def reason_not_to_resume(folder: Path, old: Recipe, new: Recipe, before: Facts |
             f"--resume: {now.workers} worker(s) make a global batch of {now.global_batch:,}, the run in {folder} has "
             f"{before.global_batch:,} ({before.workers} workers): set batch.global={before.global_batch}"
         )
-    if new.schedule.rate_scaling == "workers" and now.workers != before.workers:
+    if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
         return (
-            f"--resume: schedule.rate_scaling=workers, and {now.workers} worker(s) instead of {before.workers} would "
+            f"--resume: optim.scale_rate_by=workers, and {now.workers} worker(s) instead of {before.workers} would "
             f"change the learning rate of the run in {folder}: start {before.workers} workers again"
         )
     return None

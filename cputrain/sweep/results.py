@@ -124,7 +124,7 @@ def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
         weight_decay=recipe.optim.weight_decay,
-        peak_rate=number(recipe.schedule.peak_rate) if recipe.schedule.rate_scaling in ("auto", "none") else None,
+        peak_rate=number(recipe.schedule.peak_rate) if recipe.optim.scale_rate_by in ("auto", "none") else None,
     )
     return RunResult(label=variant.label, run="", settings=variant.settings, status=status, ended_by=why, setup=setup)
 

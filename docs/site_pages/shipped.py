@@ -33,6 +33,6 @@ def machines() -> str:
     rows = []
     for path in sorted((ROOT / "configs/machines").glob("*.yaml")):
         entry = yaml.safe_load(path.read_text())
-        names = ", ".join(code(f"{path.stem}-{form}") for form in entry["forms"])
+        names = ", ".join(code(f"{path.stem}-{variant}") for variant in entry["variants"])
         rows.append([entry["model"], names, entry["source"]])
     return f"{MACHINES}\n{table(['processor', '`--machine`', 'source'], rows)}\n"

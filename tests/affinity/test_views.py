@@ -35,14 +35,14 @@ def cells(text: str) -> list[str]:
 def test_the_picture_of_a_small_machine_in_the_docs(golden) -> None:
     """The two-core machine that the README's figures are from, as a process there reads it."""
     machine = replace(build_machine(1, 1, 2, 1, memory_bytes=10 << 30), name="two-cores", model="AMD EPYC, 2 cores")
-    golden("../../docs/two-cores.svg", plan_to_svg(plan_machine(machine, Request(), Runtime())))
+    golden("../../docs/pictures/two-cores.svg", plan_to_svg(plan_machine(machine, Request(), Runtime())))
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_in_the_docs_are_what_is_drawn(name: str, golden) -> None:
     """As `cputrain plan --machine NAME --nodes 16 --format svg` prints it."""
     request = Request(nodes=16, local_batch=USUAL_BATCH, workload=RESNET50)
-    golden(f"../../docs/{name}.svg", plan_to_svg(plan_machine(find_machine(name), request, Runtime())))
+    golden(f"../../docs/pictures/{name}.svg", plan_to_svg(plan_machine(find_machine(name), request, Runtime())))
 
 
 @pytest.mark.parametrize("name", [*DRAWN, "srf-6780e-2s", "skx-8180-8s"])

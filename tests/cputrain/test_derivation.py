@@ -53,13 +53,13 @@ def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
             3e-3 / 8**0.5,
             "= 0.0003536, x 3 = 0.00106066 (schedule.auto_rate_factor=3)",
         ),
-        (("schedule.rate_scaling=none",), 0.1, "0.1, not scaled (schedule.rate_scaling=none)"),
+        (("optim.scale_rate_by=none",), 0.1, "0.1, not scaled (optim.scale_rate_by=none)"),
         (
-            ("schedule.rate_scaling=workers",),
+            ("optim.scale_rate_by=workers",),
             0.1 / 8,
             "linear scaling (Goyal et al. 2017, 2.1): 0.1 x 16 / 256 x 2 workers",
         ),
-        (("optim.name=adam", "schedule.rate_scaling=workers"), 2e-3 / 16**0.5, "0.001 x sqrt(16 / 256) x 2 workers"),
+        (("optim.name=adam", "optim.scale_rate_by=workers"), 2e-3 / 16**0.5, "0.001 x sqrt(16 / 256) x 2 workers"),
         (("optim.name=lars", "schedule.peak_rate=3"), 3.0, "set in the recipe"),
         (
             ("schedule.peak_rate=3", "schedule.reference_batch=64"),
@@ -67,12 +67,12 @@ def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
             "set in the recipe for a global batch of 64",
         ),
         (
-            ("optim.name=adam", "schedule.peak_rate=0.1", "schedule.rate_scaling=workers"),
+            ("optim.name=adam", "schedule.peak_rate=0.1", "optim.scale_rate_by=workers"),
             0.2,
-            "0.1 x 2 workers (schedule.rate_scaling=workers)",
+            "0.1 x 2 workers (optim.scale_rate_by=workers)",
         ),
         (
-            ("schedule.peak_rate=3", "schedule.reference_batch=64", "schedule.rate_scaling=batch"),
+            ("schedule.peak_rate=3", "schedule.reference_batch=64", "optim.scale_rate_by=batch"),
             1.5,
             "linear scaling (Goyal et al. 2017, 2.1): 3 x 32 / 64",
         ),
@@ -81,7 +81,7 @@ def peak(*settings: str, ppn: int = 2, nodes: int = 1) -> tuple[float, str]:
                 "optim.name=adam",
                 "schedule.peak_rate=3",
                 "schedule.reference_batch=128",
-                "schedule.rate_scaling=batch",
+                "optim.scale_rate_by=batch",
             ),
             1.5,
             "square-root scaling (Malladi et al. 2022): 3 x sqrt(32 / 128)",
@@ -106,13 +106,13 @@ def test_untuned_lamb_is_the_paper_s_table() -> None:
 def test_an_optimizer_without_a_scaling_rule_needs_a_numeric_rate(name: str) -> None:
     with pytest.raises(InputError, match=f"none for optim.name={name}, only for sgd, .*: set schedule.peak_rate to"):
         peak(f"optim.name={name}")
-    with pytest.raises(InputError, match=r"schedule\.rate_scaling=batch needs a scaling rule"):
-        peak(f"optim.name={name}", "schedule.peak_rate=1", "schedule.rate_scaling=batch")
+    with pytest.raises(InputError, match=r"optim\.scale_rate_by=batch needs a scaling rule"):
+        peak(f"optim.name={name}", "schedule.peak_rate=1", "optim.scale_rate_by=batch")
 
 
 def test_a_rate_cannot_be_scaled_from_an_unknown_batch() -> None:
     with pytest.raises(InputError, match=r"global batch that schedule\.peak_rate=3 was tuned for: set schedule"):
-        peak("schedule.peak_rate=3", "schedule.rate_scaling=batch")
+        peak("schedule.peak_rate=3", "optim.scale_rate_by=batch")
 
 
 def test_a_rate_tuned_for_another_batch_gives_a_warning() -> None:
@@ -123,8 +123,8 @@ def test_a_rate_tuned_for_another_batch_gives_a_warning() -> None:
         "batch.global=32768, or tune schedule.peak_rate for 4,096"
     )
     momentum = load_recipe("caltech256-finetune")
-    assert rate_warning(momentum, global_batch=4096).endswith("batch.global=64, or schedule.rate_scaling=batch")
-    assert rate_warning(load_recipe("caltech256-finetune", ["schedule.rate_scaling=batch"]), global_batch=4096) == ""
+    assert rate_warning(momentum, global_batch=4096).endswith("batch.global=64, or optim.scale_rate_by=batch")
+    assert rate_warning(load_recipe("caltech256-finetune", ["optim.scale_rate_by=batch"]), global_batch=4096) == ""
     assert rate_warning(load_recipe("imagefolder"), global_batch=4096) == ""
 
 

@@ -289,7 +289,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
     ("arguments", "told"),
     [
         ((*SLURM, "--bind", "launcher"), "--bind launcher"),
-        ((*SLURM, "--launcher", "openmpi"), "srun starts Slurm's jobs"),
+        ((*SLURM, "--launcher", "openmpi"), "cannot start slurm jobs"),
         ((*SLURM, "--local-batch", "8"), "set batch.local=8"),
         ((*SLURM, "--queue", "q"), "give --partition"),
         ((*SLURM, "--ncpus", "8"), "--ncpus is not for slurm"),

@@ -200,7 +200,7 @@ def test_layer_ratios_are_ratios_of_norms() -> None:
 
 
 def test_every_option_of_the_schema_says_whom_it_serves() -> None:
-    always = {"name", "weight_decay", "decay_bn_and_bias", "clip_norm"}
+    always = {"name", "scale_rate_by", "weight_decay", "decay_bn_and_bias", "clip_norm"}
     assert OPTIMIZERS_WITH.keys() | always == OptimSection.model_fields.keys()
 
 

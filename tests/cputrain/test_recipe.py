@@ -250,7 +250,7 @@ def test_a_shipped_recipe_names_the_global_batch_of_its_numeric_rate(name: str) 
     assert head
     nodes, ppn, images = (int(number.replace(",", "")) for number in head.groups()[:3])
     sizes = derive(recipe, ppn=ppn, nodes=nodes, images=images)
-    scaled = recipe.schedule.peak_rate == "auto" or recipe.schedule.rate_scaling == "workers"
+    scaled = recipe.schedule.peak_rate == "auto" or recipe.optim.scale_rate_by == "workers"
     sweeps_batch = "batch.local" in recipe.sweep.grid  # one rate for all of them, as its source has it
     assert recipe.schedule.reference_batch == (None if scaled or sweeps_batch else sizes.global_batch)
     assert rate_warning(recipe, global_batch=sizes.global_batch) == ""

@@ -45,6 +45,10 @@ class OptimSection(Section):
     """Name of the optimizer. sgd: plain stochastic gradient descent; momentum: the same with momentum; lars: momentum
     with a learning rate for each layer (You et al. 2017); lamb: Adam with one (You et al. 2020); adagrad_da: Adagrad by
     dual averaging (Duchi et al. 2011); adam, adamw, rmsprop, adagrad and adadelta are torch's."""
+    scale_rate_by: Literal["auto", "batch", "workers", "none"] = "auto"
+    """How schedule.peak_rate is scaled to the job. batch: from schedule.reference_batch to the job's global batch, by
+    the optimizer's scaling rule; workers: multiplied by the number of workers (Horovod's lr * hvd.size()); none: not at
+    all. auto: batch for peak_rate=auto, none for a number."""
     momentum: Decay = 0.9
     """Momentum coefficient: the fraction of the last update added to the next one. For momentum, lars and rmsprop."""
     nesterov: bool = False

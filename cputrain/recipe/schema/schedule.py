@@ -18,18 +18,14 @@ class ScheduleSection(Section):
     """Learning rate of the first step, where the warm-up starts. It is not scaled with batch or workers, and has no
     effect without a warm-up."""
     peak_rate: Rate | Auto = "auto"
-    """Learning rate at the end of the warm-up, before any rate_scaling. auto takes the optimizer's scaling rule: for
+    """Learning rate at the end of the warm-up, before optim.scale_rate_by. auto takes the optimizer's scaling rule: for
     momentum 0.1 x global batch / 256; lars, adagrad, adadelta and adagrad_da have no rule and need a number."""
-    rate_scaling: Literal["auto", "batch", "workers", "none"] = "auto"
-    """How peak_rate is scaled to the job. batch: from reference_batch to the job's global batch, by the optimizer's
-    scaling rule; workers: multiplied by the number of workers (Horovod's lr * hvd.size()); none: not at all. auto:
-    batch for peak_rate=auto, none for a number."""
     auto_rate_factor: Annotated[float, Field(gt=0)] = 1.0
     """Factor by which the learning rate of peak_rate=auto is multiplied. Setting peak_rate on the command line resets
     it to 1."""
     reference_batch: Positive | None = None
     """Global batch, in images, for which a numeric peak_rate was tuned. A job with another global batch prints a
-    warning, or scales the rate (rate_scaling=batch). Setting peak_rate on the command line resets it to null:
+    warning, or scales the rate (optim.scale_rate_by=batch). Setting peak_rate on the command line resets it to null:
     unknown."""
     end_rate: Rate = 0.0
     """Learning rate after the last step. For linear, poly, poly_from_start and cosine."""
