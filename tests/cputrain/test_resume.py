@@ -162,7 +162,7 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
 def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
     (place / "junk.pt").write_text("junk")
     asked = {
-        ("imagefolder",): "eval needs --checkpoint PATH beside a recipe, or a run's folder in its place",
+        ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead",
         ("run", "--last", "--checkpoint", "junk.pt"): "exclude each other",
         ("run", "--checkpoint", "images"): "checkpoint images is not there",
         ("run", "--checkpoint", "junk.pt"): "cannot read junk.pt",
