@@ -11,6 +11,8 @@ import pytest
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
 
+pytestmark = pytest.mark.slow
+
 TREES = Path(__file__).parents[3] / "shared" / "hwloc"
 
 # name: (packages, cores, PUs, NUMA nodes) allowed; then the same of the whole host where it differs. By hwloc.
@@ -49,11 +51,11 @@ OURS = {
     ),
 }
 TABLE = Path(__file__).parents[2] / "docs" / "real-machines.md"
-HEAD = """# Real machines, as read
+HEAD = """# Real machines
 
 `/sys` and `/proc` trees of real hosts (and emulated ones, named fake), from hwloc's own tests and from machines that
-LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2`. Counts are packages / cores / PUs / NUMA nodes
-that the process may use; after "of", those of the whole host where they differ. The oracle is hwloc 2.9.0.
+LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2` and by hwloc 2.9.0. Counts are packages / cores / PUs /
+NUMA nodes that the process may use; after "of", those of the whole host where they differ.
 
 | tree | hwloc | cputrain | verdict |
 |---|---|---|---|"""

@@ -14,6 +14,8 @@ from cputrain.optim.ratios import layer_ratios
 from cputrain.recipe.schema import OptimSection
 from cputrain.recipe.schema.optim import SERVES, OptimizerName
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 State = dict[str, Any]
 Update = Callable[[OptimSection, State, Tensor, Tensor, float, float, int], Tensor]
