@@ -11,6 +11,8 @@ import pytest
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
 
+pytestmark = pytest.mark.slow
+
 TREES = Path(__file__).parents[3] / "shared" / "hwloc"
 
 # name: (packages, cores, PUs, NUMA nodes) allowed; then the same of the whole host where it differs. By hwloc.

@@ -24,6 +24,8 @@ from cputrain.training.engine import prepare_model
 from cputrain.training.metrics import in_top
 from cputrain.training.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 
 def test_resnet50_is_the_real_one() -> None:
     model = build_model(ModelSection(name="resnet50", bn_decay=0.95), classes=1000, side=224)

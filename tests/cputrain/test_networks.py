@@ -19,6 +19,8 @@ from cputrain.models.weights import load_initial_weights
 from cputrain.recipe.schema import ModelSection
 from mpi.supervise.local import free_port
 
+pytestmark = pytest.mark.slow
+
 
 def made(labels: int = 10, side: int = 64, **options: object) -> nn.Module:
     torch.manual_seed(1)

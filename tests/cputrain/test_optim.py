@@ -17,6 +17,8 @@ from cputrain.optim.ratios import layer_ratios
 from cputrain.recipe.schema import OptimSection
 from cputrain.recipe.schema.optim import OPTIMIZERS_WITH, OptimizerName
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 State = dict[str, Any]
 Update = Callable[[OptimSection, State, Tensor, Tensor, float, float, int], Tensor]
