@@ -47,7 +47,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where everything must run, a skip is a failure; a command that failed is shown with what it said."""
+    """Where everything must run, a skip is a failure; a command that failed is shown with what it output."""
     report = yield
     if call.excinfo and isinstance(failed := call.excinfo.value, subprocess.CalledProcessError):
         report.sections.append(("stderr of the command", str(failed.stderr)))

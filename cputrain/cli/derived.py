@@ -31,12 +31,12 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
         path = recipe.data.path
         missing = "has no data.path" if path is None else f"has its data in {path}, which does not exist here"
         return f"recipe {recipe.name} {missing}: the number of steps is known once there are images to count"
-    numbers = derive(recipe, ppn=ppn, nodes=nodes, images=images)
-    text = f"recipe {recipe.name}\n" + aligned(explain(recipe, numbers, ppn=ppn, nodes=nodes))
-    if warning := rate_warning(recipe, global_batch=numbers.global_batch):
+    sizes = derive(recipe, ppn=ppn, nodes=nodes, images=images)
+    text = f"recipe {recipe.name}\n" + aligned(explain(recipe, sizes, ppn=ppn, nodes=nodes))
+    if warning := rate_warning(recipe, global_batch=sizes.global_batch):
         text += f"\nwarning: {warning}"
     if with_curve:
-        rates = sampled(lambda step: lr_at(step, recipe, numbers), numbers.total_steps)
+        rates = sampled(lambda step: lr_at(step, recipe, sizes), sizes.total_steps)
         text += "\n\nlearning rate\n" + curve(rates, f"{recipe.epochs} epochs")
     return text
 

@@ -75,7 +75,7 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
     first = [(variant, plan(variant)) for variant in every]
     click.echo(f"{len(first)} trainings with the first seed, then the best rates with {seeds - 1} more seed(s)")
     tried = train_all(first, os.environ)
-    found = by_batch((one.numbers.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
+    found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
     if not found[0].best.top1:
         raise RunError(f"the baseline with global batch {found[0].batch} did not finish: see its logs in {folder}")
     best = [(entry, [with_seed(entry.best.settings, seed) for seed in range(2, seeds + 1)]) for entry in found]

@@ -47,7 +47,7 @@ def command(
         return 0
     planned = plan_training(training, os.environ, resume=resume)
     resumption = check_folder(training, planned.facts, resume=resume, overwrite=overwrite)
-    if resume and (message := finished(training.folder, planned.numbers.last_step(training.max_steps))):
+    if resume and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
         click.echo(message)
         return 0
     _show_sizes(planned)
@@ -67,10 +67,10 @@ def _show_sizes(planned: PlannedTraining) -> None:
     click.echo(
         f"{recipe.name}: {recipe.model.name}, {planned.found.summary}; {planned.ppn} worker(s) of {threads} threads"
     )
-    click.echo(aligned(explain(recipe, planned.numbers, ppn=planned.ppn, nodes=1)))
+    click.echo(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
 
 
 def _show_plan(planned: PlannedTraining) -> None:
-    if warning := rate_warning(planned.recipe, global_batch=planned.numbers.global_batch):
+    if warning := rate_warning(planned.recipe, global_batch=planned.sizes.global_batch):
         click.echo(f"warning: {warning}")
     click.echo("\n" + plan_to_text(planned.plan))

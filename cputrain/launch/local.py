@@ -28,7 +28,7 @@ class PlannedTraining:
     recipe: Recipe
     plan: Plan
     found: Survey
-    numbers: TrainingSizes
+    sizes: TrainingSizes
 
     @property
     def ppn(self) -> int:
@@ -40,7 +40,7 @@ class PlannedTraining:
         """What a resumed run compares with its earlier starts."""
         return Facts(
             workers=self.ppn,
-            global_batch=self.numbers.global_batch,
+            global_batch=self.sizes.global_batch,
             train_images=self.found.train,
             classes=len(self.found.classes),
         )
@@ -58,8 +58,8 @@ def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = Fals
         )
     plan = plan_recipe(recipe, env)
     found = survey_recipe(recipe)
-    numbers = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
-    return PlannedTraining(recipe=recipe, plan=plan, found=found, numbers=numbers)
+    sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
+    return PlannedTraining(recipe=recipe, plan=plan, found=found, sizes=sizes)
 
 
 def plan_recipe(recipe: Recipe, env: Mapping[str, str]) -> Plan:

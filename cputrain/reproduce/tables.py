@@ -159,18 +159,18 @@ def _ppn(recipe: Recipe) -> int:
 def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:
     """A recipe's sizes on that many hosts, by quantity."""
     data, ppn = recipe.data, _ppn(recipe)
-    numbers = derive(recipe, ppn=ppn, nodes=hosts, images=data.train_images or 0)
+    sizes = derive(recipe, ppn=ppn, nodes=hosts, images=data.train_images or 0)
     found: dict[str, float] = {
-        "global batch": numbers.global_batch,
-        "batch a worker": numbers.global_batch / (ppn * hosts),
+        "global batch": sizes.global_batch,
+        "batch a worker": sizes.global_batch / (ppn * hosts),
         "workers": ppn * hosts,
-        "images per epoch": numbers.images_per_epoch,
+        "images per epoch": sizes.images_per_epoch,
         "epochs": recipe.epochs,
-        "steps per epoch": numbers.steps_per_epoch,
-        "warm-up steps": numbers.warmup_steps,
-        "total steps": numbers.total_steps,
-        "start rate": recipe.schedule.start_rate if numbers.warmup_steps else numbers.peak_rate,
-        "peak rate": numbers.peak_rate,
+        "steps per epoch": sizes.steps_per_epoch,
+        "warm-up steps": sizes.warmup_steps,
+        "total steps": sizes.total_steps,
+        "start rate": recipe.schedule.start_rate if sizes.warmup_steps else sizes.peak_rate,
+        "peak rate": sizes.peak_rate,
         "weight decay": recipe.optim.weight_decay,
         "batch-norm decay": recipe.model.bn_decay,
     }

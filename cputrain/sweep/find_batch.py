@@ -112,14 +112,14 @@ def _most(smallest: PlannedTraining, error: InputError) -> int:
     """The largest possible local batch, after a larger one was rejected for its memory or the images of an epoch."""
     if isinstance(error, DoesNotFitError):
         return error.largest
-    return smallest.numbers.images_per_epoch // smallest.numbers.global_batch  # of `smallest`, whose local batch is 1
+    return smallest.sizes.images_per_epoch // smallest.sizes.global_batch  # of `smallest`, whose local batch is 1
 
 
 def _rejected(batch: int, smallest: PlannedTraining, error: InputError) -> Trial:
     workload = smallest.plan.request.workload
     return Trial(
         local_batch=batch,
-        global_batch=batch * smallest.numbers.global_batch,
+        global_batch=batch * smallest.sizes.global_batch,
         memory="",
         estimate_bytes=None if workload is None or workload.assumed else footprint(workload, batch).total,
         peak_bytes=None,

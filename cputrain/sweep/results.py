@@ -99,15 +99,15 @@ def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:
 
 def setup_of(planned: PlannedTraining) -> TrainingSetup:
     """The sizes of a planned training."""
-    recipe, numbers = planned.recipe, planned.numbers
+    recipe, sizes = planned.recipe, planned.sizes
     return TrainingSetup(
         workers=planned.ppn,
         local_batch=largest_local_batch(recipe.batch, planned.ppn),
-        global_batch=numbers.global_batch,
+        global_batch=sizes.global_batch,
         epochs=recipe.epochs,
         optimizer=recipe.optim.name,
         weight_decay=recipe.optim.weight_decay,
-        peak_rate=numbers.peak_rate,
+        peak_rate=sizes.peak_rate,
     )
 
 

@@ -62,7 +62,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None) -> Trial:
     peaks = [json.loads(path.read_text()) for path in folder.glob(peak_file(folder, "*").name)]
     return Trial(
         local_batch=recipe.batch.local,
-        global_batch=planned.numbers.global_batch,
+        global_batch=planned.sizes.global_batch,
         memory=planned.plan.memory_kind(planned.plan.workers[0]),
         estimate_bytes=planned.plan.workers[0].memory_bytes if known else None,
         peak_bytes=max(peaks, default=None),

@@ -153,12 +153,14 @@ def test_a_rank_may_end_while_collectives_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("shape", "Tensor Tensor shapes"), ("type", "Tensor Tensor dtypes"), ("order", "Op type")]
+    ("how", "expected"), [("shape", "Tensor Tensor shapes"), ("type", "Tensor Tensor dtypes"), ("order", "Op type")]
 )
-def test_debug_mode_names_what_ranks_disagree_on(how: str, told: str) -> None:
+def test_debug_mode_names_what_ranks_disagree_on(how: str, expected: str) -> None:
     # The rank that finds it first ends, and the other may see no more than that.
     (errors,) = failing(how, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert any("Detected mismatch between collectives on ranks" in error and told in error for error in errors), errors
+    assert any("Detected mismatch between collectives on ranks" in error and expected in error for error in errors), (
+        errors
+    )
 
 
 def test_tags_out_of_order_and_forks_are_refused() -> None:

@@ -57,7 +57,7 @@ def one_ccl(root: Path, version: str, *, library: bool = True) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "expected"),
     [
         (lambda root: None, "oneCCL is not installed"),
         (
@@ -68,9 +68,9 @@ def one_ccl(root: Path, version: str, *, library: bool = True) -> None:
         (lambda root: one_ccl(root, "2021.13"), r"needs libmpi.so.12 of Intel MPI's runtime"),
     ],
 )
-def test_what_is_missing_is_named_with_the_remedy(bare: Path, make: Callable[[Path], None], told: str) -> None:
+def test_what_is_missing_is_named_with_the_remedy(bare: Path, make: Callable[[Path], None], expected: str) -> None:
     make(bare)
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=expected) as error:
         find_libraries({})
     assert 'pip install "cputrain[ccl]"' in str(error.value) and "\n" not in str(error.value)
 
@@ -149,8 +149,8 @@ def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     )
     small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
-    said = subprocess.run(command, capture_output=True, text=True)
-    assert "/dev/shm has 64 MiB, 4 ranks that share memory need 128 MiB: enlarge it" in said.stderr
+    printed = subprocess.run(command, capture_output=True, text=True)
+    assert "/dev/shm has 64 MiB, 4 ranks that share memory need 128 MiB: enlarge it" in printed.stderr
 
 
 def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +272,9 @@ def test_what_does_not_load_says_why(tmp_path: Path) -> None:
 
 
 def test_doctor_builds_and_checks() -> None:
-    said = cputrain("doctor", "ccl")
-    assert said.returncode == 0, said.stderr
-    assert "oneCCL 2021.13" in said.stdout and "25,600 KiB over 2 ranks" in said.stdout
+    printed = cputrain("doctor", "ccl")
+    assert printed.returncode == 0, printed.stderr
+    assert "oneCCL 2021.13" in printed.stdout and "25,600 KiB over 2 ranks" in printed.stdout
 
 
 def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path: Path) -> None:
@@ -289,5 +289,5 @@ def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path
     assert refused.returncode == 2 and "oneCCL 2021.20 in" in refused.stderr and "Traceback" not in refused.stderr
     done = cputrain(*arguments, "output=done", cwd=tmp_path, **broken)
     assert done.returncode == 0, done.stderr
-    told = (tmp_path / "done/environment.json").read_text()
-    assert '"backend": "gloo"' in told and "oneCCL 2021.20" in told
+    expected = (tmp_path / "done/environment.json").read_text()
+    assert '"backend": "gloo"' in expected and "oneCCL 2021.20" in expected

@@ -75,7 +75,7 @@ def test_plan_options_win_over_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (("plan", "demo-digit"), "unknown recipe 'demo-digit': the nearest names are demo-digits"),
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
@@ -118,22 +118,24 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("frobnicate",), "No such command"),
     ],
 )
-def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
     write_images(tmp_path / "images")
     write_images(tmp_path / "extra")
     (tmp_path / "extra/val/class9").mkdir()
     for split in ("train", "val"):
         (tmp_path / "empty" / split).mkdir(parents=True)
     before = files(tmp_path)
-    assert told in refused(cputrain(*arguments, cwd=tmp_path))
+    assert expected in refused(cputrain(*arguments, cwd=tmp_path))
     assert files(tmp_path) == before
 
 
 def test_plan_and_a_dry_run_warn_of_a_rate_tuned_for_another_batch() -> None:
     lars = ("resnet50-mlperf-32768", "data.path=synthetic")
     planned = cputrain("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
-    told = "tuned for a global batch of 32,768 images, but this job's is 512: set batch.global=32768, or tune schedule"
-    assert planned.returncode == 0 and f"\nwarning: schedule.peak_rate=21.2 was {told}" in planned.stdout
+    expected = (
+        "tuned for a global batch of 32,768 images, but this job's is 512: set batch.global=32768, or tune schedule"
+    )
+    assert planned.returncode == 0 and f"\nwarning: schedule.peak_rate=21.2 was {expected}" in planned.stdout
     small = ("model.name=resnet18", "data.crop=32", "plan.ppn=1", "batch.global=32768")
     whole = cputrain("train", *lars, *small, "--dry-run")
     assert whole.returncode == 0 and "warning: schedule" not in whole.stdout
@@ -147,8 +149,8 @@ def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "images", classes=1, train=1, val=1)
-    told = refused(cputrain("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
-    assert "2 workers need at least 2 images, but train/ has 1" in told or "ppn=2 needs 2 cores" in told
+    expected = refused(cputrain("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
+    assert "2 workers need at least 2 images, but train/ has 1" in expected or "ppn=2 needs 2 cores" in expected
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
@@ -191,9 +193,9 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
     assert "the hostfile is Open MPI's (h1 slots=4): converted for mpich" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
     assert "ppn=4, but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
-    for text, told in (("", "names no host"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+    for text, expected in (("", "names no host"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
         (tmp_path / "theirs").write_text(text)
-        assert told in refused(cputrain(*plan, cwd=tmp_path))
+        assert expected in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
         refused(cputrain("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
 
@@ -201,8 +203,8 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
 def test_an_exported_rendezvous_is_kept_or_rejected() -> None:
     launch = ("launch", "--dry-run", "--hosts", "127.0.0.2,127.0.0.3", "--launcher", "mpich", "--", "true")
     path = mpi_path("mpich")
-    told = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
-    assert "-genv MASTER_ADDR n1-ib -genv MASTER_PORT 1234 " in told
+    expected = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
+    assert "-genv MASTER_ADDR n1-ib -genv MASTER_PORT 1234 " in expected
     assert "MASTER_PORT=0 is not a TCP port" in refused(cputrain(*launch, **path, MASTER_PORT="0"))
 
 

@@ -74,19 +74,25 @@ def test_inside_are_the_job_s_folders_and_the_rank_s_variables(
         paths=(str(data),),
     )
     (here / "container.sh").write_text(container_script(Container(image="image.sif", runtime=runtime), work))
-    told = {"SLURM_PROCID": "3", "PMI_RANK": "3", "OMPI_COMM_WORLD_RANK": "3", "MASTER_ADDR": "n1", "FI_PROVIDER": "x"}
+    variables = {
+        "SLURM_PROCID": "3",
+        "PMI_RANK": "3",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "MASTER_ADDR": "n1",
+        "FI_PROVIDER": "x",
+    }
     cache = tmp_path / "cache"
-    env = {**os.environ, **runtimes, **told, "CPUTRAIN_CACHE": str(cache), "PYTHONPATH": "/host", "SECRET": "kept"}
+    env = {**os.environ, **runtimes, **variables, "CPUTRAIN_CACHE": str(cache), "PYTHONPATH": "/host", "SECRET": "kept"}
     pu = min(os.sched_getaffinity(0))
     argv = ["taskset", "--cpu-list", str(pu), "bash", "container.sh", "python", "-c", PROBE]
     paths = [data, cache, tmp_path / "results", hidden]
     ran = subprocess.run([*argv, *map(str, paths)], cwd=here, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert (said["cwd"], said["uid"], said["pus"]) == (str(here), os.getuid(), [pu])
-    assert said["there"] == [True, True, True, False] and said["runtimes"] == []
-    assert told.items() <= said["env"].items() and said["env"]["CPUTRAIN_CACHE"] == str(cache)
-    assert "PYTHONPATH" not in said["env"] and ("SECRET" in said["env"]) == (runtime == "apptainer")
+    printed = json.loads(ran.stdout)
+    assert (printed["cwd"], printed["uid"], printed["pus"]) == (str(here), os.getuid(), [pu])
+    assert printed["there"] == [True, True, True, False] and printed["runtimes"] == []
+    assert variables.items() <= printed["env"].items() and printed["env"]["CPUTRAIN_CACHE"] == str(cache)
+    assert "PYTHONPATH" not in printed["env"] and ("SECRET" in printed["env"]) == (runtime == "apptainer")
 
 
 def test_the_first_runtime_on_path_is_taken_and_none_is_told(runtimes: dict[str, str], tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
         events.write("start", workers=2)
         for step in (3, 4, 5):
             events.write("step", step=step, loss=0.25)
-    told = [(e["event"], e.get("step"), e.get("loss")) for e in read_events(tmp_path)]
-    assert told == [
+    expected = [(e["event"], e.get("step"), e.get("loss")) for e in read_events(tmp_path)]
+    assert expected == [
         ("step", 1, 0.5),
         ("epoch", 1, None),
         ("step", 2, 0.5),

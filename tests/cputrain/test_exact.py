@@ -84,11 +84,11 @@ def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) ->
     assert trained.returncode == 0, trained.stderr
     plan = plan_of(tmp_path, *recipe, f"plan.ppn={PPN}")
     workers = plan["workers"]
-    told = set()
+    expected = set()
     for count in (1, 2, 3, 5):
         plan["workers"] = [{**workers[i % len(workers)], "local_rank": i} for i in range(count)]
         ranks = ranks_by_hand(tmp_path, plan, "eval", *recipe, "--checkpoint", "run/checkpoints/best.pt")
         assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
         assert "10,007 images, each once" in ranks[0].stdout
-        told.add(re.search(r"top-1 .*", ranks[0].stdout)[0])
-    assert len(told) == 1 and "top-1 0.00" not in told.pop()
+        expected.add(re.search(r"top-1 .*", ranks[0].stdout)[0])
+    assert len(expected) == 1 and "top-1 0.00" not in expected.pop()

@@ -87,8 +87,8 @@ def test_linear_regression_finds_the_least_squares_line_on_any_number_of_ranks(t
     residual = held_out.y - (float(weights["fc.weight"]) * held_out.x + float(weights["fc.bias"]))
     assert end["val_loss"] == pytest.approx(float(np.square(residual).mean()), rel=1e-2)
     assert "Accuracy" not in (tmp_path / "run1/report.html").read_text()
-    told = cputrain("eval", *common, "--checkpoint", "run1/checkpoints/best.pt", cwd=tmp_path)
-    assert told.returncode == 0 and "50 points, each once" in told.stdout and "top-1" not in told.stdout
+    expected = cputrain("eval", *common, "--checkpoint", "run1/checkpoints/best.pt", cwd=tmp_path)
+    assert expected.returncode == 0 and "50 points, each once" in expected.stdout and "top-1" not in expected.stdout
 
 
 def test_a_sweep_of_linear_regressions_is_a_table_of_losses(tmp_path: Path) -> None:

@@ -6,18 +6,18 @@ NO_CCL = 'rank 0: oneCCL is not installed: pip install "cputrain[ccl]", or set c
 NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'"
 
 
-def said(backend: str, why: str, decoder: str, allocator: str, ranks: int = 2) -> list[str]:
+def output(backend: str, why: str, decoder: str, allocator: str, ranks: int = 2) -> list[str]:
     return start_lines(backend=backend, backend_why=why, decoder=decoder, allocator=allocator, ranks=ranks)
 
 
 def test_where_all_is_fast_there_is_one_line() -> None:
-    assert said("ccl", "every rank can use oneCCL", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc") == [
+    assert output("ccl", "every rank can use oneCCL", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc") == [
         "backend ccl, decoder libjpeg-turbo, allocator tcmalloc"
     ]
 
 
 def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
-    first, ccl, turbo, allocator = said("gloo", NO_CCL, NO_TURBO, "glibc")
+    first, ccl, turbo, allocator = output("gloo", NO_CCL, NO_TURBO, "glibc")
     assert first == "backend gloo, decoder Pillow, allocator glibc"
     assert ccl == f"faster: oneCCL (all-reduces of 25 MiB 1.4-3.2 times as fast): {NO_CCL}"
     assert turbo.endswith("CPU-second): it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'")
@@ -25,5 +25,5 @@ def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
 
 
 def test_what_the_user_has_chosen_or_nobody_uses_is_not_said_to_be_slow() -> None:
-    assert len(said("gloo", "comm.backend=gloo", "Pillow: data.decoder=pillow", "jemalloc")) == 1
-    assert len(said("gloo", NO_CCL, "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", ranks=1)) == 1
+    assert len(output("gloo", "comm.backend=gloo", "Pillow: data.decoder=pillow", "jemalloc")) == 1
+    assert len(output("gloo", NO_CCL, "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", ranks=1)) == 1

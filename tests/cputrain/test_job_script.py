@@ -137,7 +137,7 @@ def test_pbs_directives_say_what_is_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"partition": "a b"}, "--partition 'a b'"),
         ({"queue": "a\n#PBS -q b"}, "--queue"),
@@ -156,9 +156,9 @@ def test_pbs_directives_say_what_is_wanted() -> None:
         ({"time": "1:00\n#SBATCH -p all"}, "--time"),
     ],
 )
-def test_values_that_a_directive_cannot_hold_are_rejected(changes: dict, told: str) -> None:
+def test_values_that_a_directive_cannot_hold_are_rejected(changes: dict, expected: str) -> None:
     for scheduler in ("slurm", "pbs"):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=expected):
             job_script(replace(PLAIN, resources=replace(PLAIN.resources, **changes)), scheduler)
 
 
@@ -261,11 +261,11 @@ def test_the_first_host_tells_launcher_and_network(
         '{"ppn": 1, "nodes": 2}',
     )
     assert first_host.main([str(tmp_path), *options]) == 0
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert (tmp_path / "hosts").read_text() == "n9 slots=1\nn10 slots=1\n"
-    assert said.out.startswith("launch=(mpirun -np 2 --hostfile ")
-    assert "-x MASTER_ADDR=n9 -x MASTER_PORT=29507 -x FI_PROVIDER=mine -x I_MPI_FABRICS=shm:ofi" in said.out
-    assert "1 worker(s) of" in said.err and "on each of 2 host(s), network ethernet" in said.err
+    assert printed.out.startswith("launch=(mpirun -np 2 --hostfile ")
+    assert "-x MASTER_ADDR=n9 -x MASTER_PORT=29507 -x FI_PROVIDER=mine -x I_MPI_FABRICS=shm:ofi" in printed.out
+    assert "1 worker(s) of" in printed.err and "on each of 2 host(s), network ethernet" in printed.err
     plan = read_plan(tmp_path / "plan.json")
     assert plan.request.link_gbit == FABRICS["ethernet"].link_gbit and len(plan.workers) == 1
 
@@ -286,7 +286,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ((*SLURM, "--bind", "launcher"), "--bind launcher"),
         ((*SLURM, "--launcher", "openmpi"), "cannot start slurm jobs"),
@@ -319,11 +319,11 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
     ],
 )
 def test_options_that_a_job_cannot_follow_are_rejected(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["job", arguments[0], "--time", "1:00:00", *arguments[1:]]) == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.count("\n") == 1 and told in said.err
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1 and expected in printed.err
 
 
 def test_submitting_needs_the_scheduler(tmp_path: Path) -> None:

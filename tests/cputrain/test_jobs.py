@@ -55,7 +55,7 @@ EVERYTHING = (
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (("resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"), "using 24576 processors"),
         (("resnet50-skx-256node", "--nodes", "256", *EVERYTHING), "using 24576 processors"),
@@ -63,13 +63,13 @@ EVERYTHING = (
         (("--nodes", "2", *EVERYTHING, "--", "python", "train.py"), "using 192 processors"),
     ],
 )
-def test_slurm_accepts_the_scripts(slurm: Slurm, arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    """Whole hosts, whatever is said of their tasks: 48 cores of two threads each."""
+def test_slurm_accepts_the_scripts(slurm: Slurm, arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    """Whole hosts, whatever is printed of their tasks: 48 cores of two threads each."""
     script = cputrain("job", "slurm", "--time", "02:00:00", "--partition", "fake", *arguments, cwd=tmp_path)
     assert script.returncode == 0, script.stderr
     result = slurm.run("sbatch", "--test-only", cwd=tmp_path, text=script.stdout)
     assert result.returncode == 0, result.stderr
-    assert told in result.stderr
+    assert expected in result.stderr
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def wait_for(slurm: Slurm, job: str, place: Path, states: set[str], limit_s: flo
 
 
 def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
-    """Nothing is said of the host: the plan that is made there takes all of its cores. The data is copied there."""
+    """Nothing is printed of the host: the plan that is made there takes all of its cores. The data is copied there."""
     arguments = ("epochs=1", "schedule.warmup_epochs=0", "output=the 'run'", "--time", "00:10:00")
     disk = place.parent / "a host's disk"
     job = submitted(slurm, place, *SMALL, *arguments, "--error", "%x.err", "--stage", str(disk))
@@ -121,8 +121,8 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
     assert [b["pus"] for b in events[0]["bindings"]] == [b["planned_pus"] for b in events[0]["bindings"]]
     used = {pu for binding in events[0]["bindings"] for pu in binding["pus"]}
     assert used == set(this_machine().allowed_pus)
-    told = (place / "imagefolder.err").read_text()
-    assert f"planned on {socket.gethostname()}: {len(events[0]['bindings'])} worker(s)" in told
+    expected = (place / "imagefolder.err").read_text()
+    assert f"planned on {socket.gethostname()}: {len(events[0]['bindings'])} worker(s)" in expected
     assert load_recipe(str(place / "the 'run'/recipe.yaml")).data.path == f"{disk}/{job}"
     assert not list(disk.iterdir())  # taken away again
 
@@ -138,8 +138,8 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
         time.sleep(0.2)
     assert slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=place).returncode == 0
     wait_for(slurm, job, place, {"COMPLETED"}, limit_s=240)
-    told = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
-    assert "requeued, to continue from the last checkpoint" in told
+    expected = "".join(path.read_text(errors="replace") for path in place.glob("*.out"))
+    assert "requeued, to continue from the last checkpoint" in expected
     starts = [event for event in read_events(place / "run") if event["event"] == "start"]
     ends = [event for event in read_events(place / "run") if event["event"] == "end"]
     assert (len(starts), [end["status"] for end in ends]) == (2, ["stopped", "done"])
@@ -163,8 +163,8 @@ def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> Non
         assert time.monotonic() < deadline and job.poll() is None
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 143 and "stopped by SIGUSR1" in said
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 143 and "stopped by SIGUSR1" in printed
     again = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
@@ -179,8 +179,8 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
     code = (
         "import os, json; from affinity.ranks.rank import discover; r = discover(os.environ); "
-        "said = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
-        "os.write(1, json.dumps(said).encode() + b'\\n')"
+        "printed = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
+        "os.write(1, json.dumps(printed).encode() + b'\\n')"
     )
     job = Job(
         groups=(HostGroup(hosts=("n1", "n2"), plan=plan),),
@@ -195,9 +195,9 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
         path.write_text(text)
     result = slurm.run("salloc", "-N2", "--exclusive", *made.argv, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    said = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+    printed = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
     workers = [list(worker.pus) for worker in plan.workers]
-    assert said == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
+    assert printed == [[i, 2 * CORES, i % CORES, workers[i % CORES]] for i in range(2 * CORES)]
 
 
 def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> Non
     for way in ways:
         result = slurm.run("salloc", "-N2", "--exclusive", "sh", "-c", way, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-        said = sorted(json.loads(line)[1:] for line in result.stdout.splitlines() if line.startswith("["))
-        assert [line[:3] for line in said] == [[[str(i), "2", "0", "1"]] * 3 for i in range(2)]
-        assert said[0][4:] == said[1][4:] and said[0][4] == "n1" and 20_000 <= int(said[0][5]) < 30_000
+        printed = sorted(json.loads(line)[1:] for line in result.stdout.splitlines() if line.startswith("["))
+        assert [line[:3] for line in printed] == [[[str(i), "2", "0", "1"]] * 3 for i in range(2)]
+        assert printed[0][4:] == printed[1][4:] and printed[0][4] == "n1" and 20_000 <= int(printed[0][5]) < 30_000
 
 
 TOGETHER = """
@@ -236,32 +236,32 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     ran = slurm.run(*launch, "--", sys.executable, "-c", TOGETHER, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "pre-flight: 2 hosts are alike and answer" in ran.stderr
-    said = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", ran.stdout))
+    printed = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", ran.stdout))
     pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
-    assert said == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)]
+    assert printed == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)]
     fails = ("--no-preflight", "--", "sh", "-c", 'test "$RANK" = 1 && exit 3; exec sleep 60')
     failed = slurm.run(*launch, *fails, cwd=tmp_path)
     assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
 
 
 def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
-    """Submit a job of any command and wait for its end; what it has said."""
+    """Submit a job of any command and wait for its end; what it has printed."""
     options = ("--time", "00:05:00", "--output", "job.out", "--venv", str(venv(folder)))
     script = cputrain("job", "slurm", *options, *arguments, cwd=folder)
     assert script.returncode == 0, script.stderr
     state = slurm.finish(script.stdout, folder)
-    said = (folder / "job.out").read_text()
-    assert state == "COMPLETED", said
-    return said
+    printed = (folder / "job.out").read_text()
+    assert state == "COMPLETED", printed
+    return printed
 
 
 def test_a_command_s_ranks_are_bound_and_find_each_other(slurm: Slurm, tmp_path: Path) -> None:
     alone = ("--directive", "--export=NONE")  # what the script sets reaches the ranks all the same
     hosts = ("--nodes", "2", "--ppn", str(CORES))
-    said = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-c", TOGETHER)
-    ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", said))
+    printed = commanded(slurm, tmp_path, *hosts, *alone, "--", "python", "-c", TOGETHER)
+    ranks = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", printed))
     pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
-    assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], said
+    assert ranks == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)], printed
 
 
 def test_a_command_of_one_rank_is_told_so(slurm: Slurm, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_oneccl_starts_under_srun(slurm: Slurm, mpi: str, transport: str) -> Non
     meet = (sys.executable, "-m", "tests.support.ccl_rank", "meet")
     result = slurm.run("salloc", "-N2", "--exclusive", "srun", *ranks, *meet, cwd=Path(__file__).parents[2])
     assert result.returncode == 0, result.stderr
-    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"rank"')]
-    assert sorted((line["rank"], line["sum"], line["transport"]) for line in said) == [
+    printed = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"rank"')]
+    assert sorted((line["rank"], line["sum"], line["transport"]) for line in printed) == [
         (i, 2.0, transport) for i in (0, 1)
     ]

@@ -24,6 +24,7 @@ from cputrain.data.prepare.pack import prepare
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.feed import evaluation_batches, training_batches
+from cputrain.training.session import SessionData
 from tests.support.commands import cputrain as run_cputrain
 from tests.support.images import write_images
 
@@ -73,28 +74,30 @@ def session_of(path: Path, rank: int, world_size: int, block_mib: float) -> Simp
     )
     dataset = open_dataset(str(path))
     sizes = derive(recipe, ppn=world_size, nodes=1, images=len(dataset.train))
-    return SimpleNamespace(
-        recipe=recipe,
-        numbers=sizes,
-        rank=Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, launcher="env"),
+    this = Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, launcher="env")
+    data = SessionData(
         dataset=dataset,
         decode=choose_decoder("auto", os.environ)[0],
+        decoder="",
         normalize=choose_normalize(recipe.data.mean, recipe.data.std, "auto", os.environ),
-        batches=(BATCH,) * world_size,
         block_length=images_per_block(dataset.train, block_mib, sizes.steps_per_epoch),
-        loader_threads=1,
-        loader_pus=(),
     )
+    ranks = SimpleNamespace(this=this, local_batches=(BATCH,) * world_size)
+    binding = SimpleNamespace(loader_threads=1, loader_pus=())
+    return SimpleNamespace(recipe=recipe, sizes=sizes, ranks=ranks, data=data, binding=binding)
 
 
 def trainer_batches(session: SimpleNamespace) -> dict[str, list]:
-    steps = session.numbers.steps_per_epoch
+    steps = session.sizes.steps_per_epoch
     return {
         "train": [
-            [(session.normalize(b.images), b.labels) for b in training_batches(session, e, e * steps, (e + 1) * steps)]
+            [
+                (session.data.normalize(b.images), b.labels)
+                for b in training_batches(session, e, e * steps, (e + 1) * steps)
+            ]
             for e in range(EPOCHS)
         ],
-        "val": [(session.normalize(b.images), b.labels) for b in evaluation_batches(session, "val")],
+        "val": [(session.data.normalize(b.images), b.labels) for b in evaluation_batches(session, "val")],
     }
 
 

@@ -198,9 +198,9 @@ def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:
         "print(int(status['VmHWM'].split()[0]) * 1024)\n"
     )
     keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **keep}
     )
     recipe = Recipe(data=DataSection(crop=112))
     estimate = footprint(workload_of(recipe), 16).total
-    assert 0.9 < estimate / int(said.stdout) < 1.5
+    assert 0.9 < estimate / int(output.stdout) < 1.5

@@ -80,7 +80,7 @@ def test_any_classifier_of_torchvision_trains(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "side", "told"),
+    ("options", "side", "message"),
     [
         ({"name": "torchvision:resnet500"}, 64, "torchvision has no classifier 'resnet500': nearest are resnet"),
         (
@@ -98,10 +98,10 @@ def test_any_classifier_of_torchvision_trains(name: str) -> None:
         ({"name": "resnet18", "freeze_to": "fc"}, 64, "leaves no layer to train"),
     ],
 )
-def test_what_cannot_be_built_is_refused(options: dict, side: int, told: str) -> None:
+def test_what_cannot_be_built_is_refused(options: dict, side: int, message: str) -> None:
     with pytest.raises(InputError) as error:
         made(side=side, **options)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_head_may_be_larger_than_the_data() -> None:
@@ -209,7 +209,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save(made(name="resnet34").state_dict(), tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no weights")
-    for name, told in (
+    for name, message in (
         ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) in the file, absent in the model"),
         ("list.pt", "contains a list, no weights"),
         ("text.pt", "cannot read"),
@@ -217,4 +217,4 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError) as error:
             load_initial_weights(made(name="resnet18"), tmp_path / name)
-        assert told in str(error.value)
+        assert message in str(error.value)

@@ -330,8 +330,8 @@ def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     code = f"from cputrain.data.formats.open import open_dataset; print(len(open_dataset({out!r}).train))"
     limited = f'ulimit -S -n 256; exec {sys.executable} -c "{code}"'
-    said = subprocess.run(["sh", "-c", limited], capture_output=True, text=True)
-    assert said.stdout == "300\n", said.stderr[-500:]
+    printed = subprocess.run(["sh", "-c", limited], capture_output=True, text=True)
+    assert printed.stdout == "300\n", printed.stderr[-500:]
 
 
 def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
@@ -347,5 +347,5 @@ def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
         "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         f"before = rss(); shards = Shards(Path({str(tmp_path)!r}), 'train'); print(len(shards), rss() - before)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert int(said[0]) == count and int(said[1]) < 20 << 20
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(printed[0]) == count and int(printed[1]) < 20 << 20

@@ -1,4 +1,4 @@
-"""The documents' tables beside what the recipes give: what agrees, and that what does not is told."""
+"""The documents' tables beside what the recipes give: what agrees, and that what does not is expected."""
 
 import json
 

@@ -65,17 +65,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changed = (f"max_steps={step + 3}", "plan.ppn=1", f"batch.accumulation={PPN}", "name=other")
     ended = cputrain("train", "../run", "--resume", *changed, cwd=place / "elsewhere")
     assert ended.returncode == 0, ended.stderr
-    (place / "said").write_text(ended.stdout)
+    (place / "printed").write_text(ended.stdout)
     return place
 
 
 def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> None:
-    said, steps = (place / "said").read_text(), read_events(place / "run")[-1]["steps"]
+    printed, steps = (place / "printed").read_text(), read_events(place / "run")[-1]["steps"]
     workers = "1 worker(s) instead of 2, " if PPN == 2 else ""
     passes = f"batch.accumulation: 1 -> {PPN}, " if PPN == 2 else ""
     expected = f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, "
-    told = f"{expected}{passes}max_steps: null -> "
-    assert said.count(told) == 1, said
+    message = f"{expected}{passes}max_steps: null -> "
+    assert printed.count(message) == 1, printed
     recipe = load_recipe(str(place / "run/recipe.yaml"))
     assert (recipe.name, recipe.max_steps) == ("other", steps), "what is resumed with is what the folder holds"
     given = f'# Paths as given in "{place}": data.path="images", output="run"'
@@ -92,9 +92,9 @@ def test_time_to_train_is_that_of_all_starts_and_wall_time_has_the_waits(place: 
     assert end["starts"] == 2 and end["time_to_train_s"] == pytest.approx(first_s + second_s, abs=0.05)
     assert end["wall_time_s"] == pytest.approx(end["time"] - events[0]["time"], abs=0.05)
     assert end["wall_time_s"] > end["time_to_train_s"] + 0.5, "the ranks' start lies between"
-    said = (place / "said").read_text()
-    assert f"time to train        {end['time_to_train_s']:.1f} s over 2 starts" in said
-    assert f"wall time            {end['wall_time_s']:.1f} s" in said
+    printed = (place / "printed").read_text()
+    assert f"time to train        {end['time_to_train_s']:.1f} s over 2 starts" in printed
+    assert f"wall time            {end['wall_time_s']:.1f} s" in printed
     html = (place / "run/report.html").read_text()
     assert f"{end['time_to_train_s']:.1f} s over 2 starts" in html and "wall time" in html
 
@@ -111,7 +111,7 @@ def test_a_finished_run_is_not_trained_again(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (("optim.name=adam",), "optim.name: momentum -> adam would change what the run in run computes"),
         (("schedule.peak_rate=0.5",), "schedule.peak_rate: auto -> 0.5 would change"),
@@ -124,27 +124,27 @@ def test_a_finished_run_is_not_trained_again(place: Path) -> None:
     ],
 )
 def test_what_would_change_the_training_is_refused_and_nothing_is_written(
-    place: Path, settings: tuple[str, ...], told: str, tmp_path: Path
+    place: Path, settings: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     shutil.copytree(place / "killed", tmp_path / "run")
     for images in ("images", "fewer"):
         (tmp_path / images).symlink_to(place / images)
     before = contents(tmp_path / "run")
     same = ("data.path=images", "output=run", "--resume")
-    said = refused(cputrain("train", "imagefolder", *LENET, *same, *settings, cwd=tmp_path))
-    assert told in said and contents(tmp_path / "run") == before
+    printed = refused(cputrain("train", "imagefolder", *LENET, *same, *settings, cwd=tmp_path))
+    assert message in printed and contents(tmp_path / "run") == before
 
 
 def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
-    """Its recipe, its best or last checkpoint, or a list of them; progress is told by tenths of the batches."""
+    """Its recipe, its best or last checkpoint, or a list of them; progress is message by tenths of the batches."""
     shutil.copytree(place / "run", place / "moved")
     elsewhere = place / "elsewhere"
     several = ("--checkpoint", "../moved/checkpoints", "--checkpoint", "../run/checkpoints/best.pt")
     shown = cputrain("eval", "../moved", *several, "plan.ppn=1", "evaluate.batch=1", cwd=elsewhere)
     assert shown.returncode == 0, shown.stderr
     end = raw(place / "run")[-1]
-    told = f"step {end['steps']}  top-1 {end['top1']:.2f} %  top-5 {end['top5']:.2f} %  loss "
-    assert told in shown.stdout and "21 images, each once, " in shown.stdout
+    message = f"step {end['steps']}  top-1 {end['top1']:.2f} %  top-5 {end['top5']:.2f} %  loss "
+    assert message in shown.stdout and "21 images, each once, " in shown.stdout
     text, _, table = shown.stdout.partition("\n\n")
     head, *rows = (line.split() for line in table.splitlines())
     assert head == ["checkpoint", "step", "top-1", "%", "top-5", "%", "loss", "s"] and len(rows) >= 3
@@ -161,15 +161,15 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
 
 def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
     (place / "junk.pt").write_text("junk")
-    asked = {
+    requested = {
         ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead",
         ("run", "--last", "--checkpoint", "junk.pt"): "exclude each other",
         ("run", "--checkpoint", "images"): "checkpoint images is not there",
         ("run", "--checkpoint", "junk.pt"): "cannot read junk.pt",
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best.pt has weights of another model: ",
     }
-    for arguments, told in asked.items():
-        assert told in refused(cputrain("eval", *arguments, cwd=place))
+    for arguments, message in requested.items():
+        assert message in refused(cputrain("eval", *arguments, cwd=place))
 
 
 def recipe(*settings: str) -> Recipe:
@@ -208,8 +208,8 @@ def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], wor
     new = recipe(*settings)
     batch = workers * new.batch.local * new.batch.accumulation
     now = Facts(workers=workers, global_batch=batch, train_images=27, classes=3)
-    said = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, now)
-    assert said and said.endswith("the run in run has 12 (2 workers): set batch.global=12")
+    printed = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, now)
+    assert printed and printed.endswith("the run in run has 12 (2 workers): set batch.global=12")
     advised = recipe("batch.local=6", "batch.global=12")
     assert (
         reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12))

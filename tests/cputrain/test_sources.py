@@ -94,7 +94,7 @@ def append_twice(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "expected"),
     [
         (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
         (lambda f: (f / SYNSETS[0]).unlink(), f"put {DEVKIT} there"),
@@ -107,9 +107,9 @@ def append_twice(folder: Path) -> None:
         (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is the download complete"),
     ],
 )
-def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, told: str) -> None:
+def test_bad_imagenet_folders_are_named(imagenet: Path, harm: object, expected: str) -> None:
     harm(imagenet)  # type: ignore[operator]
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=expected):
         open_source("imagenet", imagenet, val_fraction=None, seed=1)
 
 
@@ -134,9 +134,9 @@ def test_mnist_becomes_gray_pngs(tmp_path: Path, zipped: bool) -> None:
 def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x-ubyte"
     head = struct.pack(">HBBI", 0, 8, 1, 10)
-    for data, told in ((b"", "not an idx file"), (head + b"12345", "has 5 values, but its header describes 10")):
+    for data, expected in ((b"", "not an idx file"), (head + b"12345", "has 5 values, but its header describes 10")):
         path.write_bytes(data)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=expected):
             read_idx(path, 1)
     packed = tmp_path / "x.gz"
     packed.write_bytes(gzip.compress(head + bytes(10))[:-9])

@@ -65,7 +65,7 @@ def test_a_sweep_is_every_run_with_every_combination_of_the_grid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grids", "runs", "told"),
+    ("grids", "runs", "expected"),
     [
         ((), (), "nothing to sweep over: give --grid KEY=A,B,C or --run"),
         (("batch.local",), (), "--grid 'batch.local' is not KEY=A,B,C"),
@@ -74,10 +74,10 @@ def test_a_sweep_is_every_run_with_every_combination_of_the_grid() -> None:
         (("epochs=3,3",), (), "the sweep has epochs=3 twice"),
     ],
 )
-def test_wrong_grids_and_runs_are_rejected(grids: tuple[str, ...], runs: tuple[str, ...], told: str) -> None:
+def test_wrong_grids_and_runs_are_rejected(grids: tuple[str, ...], runs: tuple[str, ...], expected: str) -> None:
     with pytest.raises(InputError) as error:
         variants(SweepSection(), grids, runs)
-    assert told in str(error.value)
+    assert expected in str(error.value)
 
 
 def result(top1: float | None, seed: int = 1, rate: str = "0.1", optimizer: str = "lars", **more: Any) -> RunResult:
@@ -116,9 +116,9 @@ def test_the_table_shows_settings_results_and_the_cause_of_each_end() -> None:
         "lars peak_rate 9: diverged: rank 0: loss nan at step 4",
         "lars peak_rate 8: does not fit: needs 66.0 GiB | has 11.0 GiB",
     ]
-    told = markdown(groups).splitlines()
-    assert told[1] == "|" + "---|" * (told[0].count("|") - 1) and len(told) == 5
-    assert "needs 66.0 GiB \\| has 11.0 GiB" in told[4]
+    expected = markdown(groups).splitlines()
+    assert expected[1] == "|" + "---|" * (expected[0].count("|") - 1) and len(expected) == 5
+    assert "needs 66.0 GiB \\| has 11.0 GiB" in expected[4]
     rows = list(csv.DictReader(io.StringIO(csv_text([best, other, lost, big]))))
     assert [row["seed"] for row in rows] == ["1", "2", "1", "1"]
     first = {"weight decay": "0.0001", "steps": "30", "max accuracy %": "91.0", "at step": "20"}
@@ -154,8 +154,8 @@ def test_the_cause_of_a_failed_training_is_one_line() -> None:
     exited = "rank 0 on n07 exited with status 1; log l; its last lines:\n  | epoch 1\n  | "
     refused = "RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
     assert outcome_of(exited + refused, oom_killed=False) == ("out of memory", f"allocation failed: {refused}")
-    told = "rank 0: loss nan at step 4, none in any layer, learning rate 1: lower the peak rate"
-    assert outcome_of(f"{exited}cputrain: {told}", oom_killed=False) == ("diverged", told)
+    expected = "rank 0: loss nan at step 4, none in any layer, learning rate 1: lower the peak rate"
+    assert outcome_of(f"{exited}cputrain: {expected}", oom_killed=False) == ("diverged", expected)
     assert outcome_of(f"{exited}cputrain: rank 0: photo.jpg: mend it", oom_killed=False) == (
         "failed",
         "rank 0: photo.jpg: mend it",
@@ -327,10 +327,10 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker(s) needs 600 images a step" in ran.stdout
     assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower the peak rate" in ran.stderr
     folder = place / "runs/imagefolder-sweep"
-    told = json.loads((folder / "sweep.json").read_text())
-    assert [run["status"] for run in told["runs"]] == ["done", "done", "diverged", "invalid"]
-    assert "lower the peak rate" in told["runs"][2]["ended_by"]
-    assert len(told["runs"][0]["top1s"]) == 2 and told["runs"][0]["top1"] == told["runs"][0]["top1s"][-1]
+    expected = json.loads((folder / "sweep.json").read_text())
+    assert [run["status"] for run in expected["runs"]] == ["done", "done", "diverged", "invalid"]
+    assert "lower the peak rate" in expected["runs"][2]["ended_by"]
+    assert len(expected["runs"][0]["top1s"]) == 2 and expected["runs"][0]["top1"] == expected["runs"][0]["top1s"][-1]
     picture = (folder / "sweep.svg").read_text()
     assert "<svg" in picture and picture.count("peak_rate") >= 2
     before = (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes()
@@ -349,13 +349,13 @@ def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
     assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker(s)")
     wrong = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.locla=6,9", cwd=place)
     assert "unknown key 'batch.locla'" in refused(wrong)
-    for options, told in (
+    for options, expected in (
         (("--memory", "2"), "--memory goes only with --find-batch"),
         (("--find-batch", "--workers", "1,2"), "--find-batch goes only with --memory and --output"),
         (("--workers", "two"), "--workers 'two' is not a list of worker counts"),
         (("--time", "soon", "--grid", "seed=1,2"), "--time 'soon' is not a time limit"),
     ):
-        assert told in refused(cputrain("sweep", "imagefolder", *SMALL, *options, cwd=place))
+        assert expected in refused(cputrain("sweep", "imagefolder", *SMALL, *options, cwd=place))
     assert not (place / "runs").exists()
 
 
@@ -368,14 +368,14 @@ def test_the_same_training_on_several_worker_counts_is_compared(place: Path) -> 
     ran = cputrain("sweep", "imagefolder", *TINY, *counts, cwd=place)
     assert ran.returncode == 0, ran.stderr
     assert "stable maximum: the first epoch whose validation accuracy is within 0.5 points" in ran.stdout
-    told = json.loads((place / "compared/workers.json").read_text())
-    one, two = told["trainings"]
+    expected = json.loads((place / "compared/workers.json").read_text())
+    one, two = expected["trainings"]
     assert [(row["workers"], row["global_batch"], row["status"]) for row in (one, two)] == [
         (1, 6, "done"),
         (2, 12, "done"),
     ]
     assert one["speedup"] == 1 and two["speedup"] == pytest.approx(two["images_per_s"] / one["images_per_s"])
-    assert one["turnaround_s"] > 2 * one["epoch_s"] > 0 and told["rule"] in ran.stdout
+    assert one["turnaround_s"] > 2 * one["epoch_s"] > 0 and expected["rule"] in ran.stdout
     names = {path.name for path in (place / "compared").iterdir() if path.is_file()}
     ends = ("csv", "md", "json", "svg")
     assert names == {f"{name}.{end}" for name in ("sweep", "workers") for end in ends}

@@ -19,8 +19,8 @@ def test_columns_are_as_high_as_their_values() -> None:
 
 def test_plan_draws_the_learning_rate() -> None:
     where = ("--machine", "skx-8160-2s", "--nodes", "256")
-    told = cputrain("plan", "resnet50-skx-256node", *where, "--curve").stdout
-    chart = told[told.index("learning rate\n  ") :].splitlines()
+    expected = cputrain("plan", "resnet50-skx-256node", *where, "--curve").stdout
+    chart = expected[expected.index("learning rate\n  ") :].splitlines()
     top = next(line for line in chart if "│" in line)
     assert top.strip().startswith("4.7") and "█" in chart[chart.index(top) + HEIGHT - 1]
     assert any(line.endswith("90 epochs") for line in chart)

@@ -57,12 +57,12 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, cwd=place)
     assert result.returncode == 0, result.stderr
     assert "epoch 2/2  loss " in result.stdout
-    told = [line for line in result.stdout.splitlines() if line.startswith(("backend ", "faster: "))]
+    expected = [line for line in result.stdout.splitlines() if line.startswith(("backend ", "faster: "))]
     environment = json.loads((place / "run/environment.json").read_text())
     decoder = environment["decoder"].partition(":")[0]
-    assert told[0] == f"backend {environment['backend']}, decoder {decoder}, allocator {environment['allocator']}"
-    assert result.stdout.index(told[-1]) < result.stdout.index("epoch 1/2")
-    for said in (
+    assert expected[0] == f"backend {environment['backend']}, decoder {decoder}, allocator {environment['allocator']}"
+    assert result.stdout.index(expected[-1]) < result.stdout.index("epoch 1/2")
+    for printed in (
         "total training time",
         "time to train",
         "top-1",
@@ -71,7 +71,7 @@ def test_a_training_from_start_to_report(place: Path) -> None:
         "peak memory",
         "run/report.html",
     ):
-        assert said in result.stdout
+        assert printed in result.stdout
     run = place / "run"
     assert {path.name for path in run.iterdir()} == {
         *("recipe.yaml", "plan.json", "environment.json", "events.jsonl", "checkpoints", "logs", "usage", "report.html")
@@ -93,8 +93,8 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     assert all(plan.memory_bytes for plan in usage.planned.values())
 
     assert "add --resume or --overwrite" in refused(cputrain("train", "imagefolder", *SMALL, cwd=place))
-    told = refused(cputrain("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
-    assert "a run of another recipe (epochs: 2 -> 3)" in told
+    expected = refused(cputrain("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
+    assert "a run of another recipe (epochs: 2 -> 3)" in expected
     evaluated = cputrain("eval", "run/recipe.yaml", "--checkpoint", "run/checkpoints/best.pt", cwd=place)
     assert evaluated.returncode == 0, evaluated.stderr
     best = max(event["val_top1"] for event in events if event["event"] == "epoch")
@@ -247,8 +247,8 @@ def test_a_third_party_script_runs_bound_as_it_is(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     for rank in range(PPN):
         worker = plan["workers"][rank]
-        said = f"[{rank}] rank {rank} of {PPN} gradient 2.0 pus {worker['compute_pus']} threads {worker['intra_op']}"
-        assert said in result.stdout
+        printed = f"[{rank}] rank {rank} of {PPN} gradient 2.0 pus {worker['compute_pus']} threads {worker['intra_op']}"
+        assert printed in result.stdout
 
 
 def test_torchrun_can_start_the_trainer(place: Path) -> None:

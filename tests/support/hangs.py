@@ -21,6 +21,8 @@ def stacks_of(pid: int) -> str:
     gdb = shutil.which("gdb")
     if gdb is None:
         return f"{pid}: {command}"
-    asked = (gdb, "-p", str(pid), "-batch", "-iex", "set auto-load safe-path /", "-ex", "thread apply all bt 14")
-    told = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False).stdout
-    return f"{pid}: {command}\n" + "\n".join(line[:300] for line in told.splitlines() if line.startswith(("#", "Thr")))
+    requested = (gdb, "-p", str(pid), "-batch", "-iex", "set auto-load safe-path /", "-ex", "thread apply all bt 14")
+    expected = subprocess.run(requested, capture_output=True, text=True, timeout=120, check=False).stdout
+    return f"{pid}: {command}\n" + "\n".join(
+        line[:300] for line in expected.splitlines() if line.startswith(("#", "Thr"))
+    )
