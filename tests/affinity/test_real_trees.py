@@ -54,8 +54,8 @@ TABLE = Path(__file__).parents[2] / "docs" / "real-machines.md"
 HEAD = """# Real machines
 
 `/sys` and `/proc` trees of real hosts (and emulated ones, named fake), from hwloc's own tests and from machines that
-LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2` and by hwloc 2.9.0. Counts are packages / cores / PUs /
-NUMA nodes that the process may use; after "of", those of the whole host where they differ.
+LLNL's mpibind describes, read by `cputrain plan --machine TREE.tar.bz2` and by hwloc 2.9.0. Counts are packages /
+cores / PUs / NUMA nodes that the process may use; after "of", those of the whole host where they differ.
 
 | tree | hwloc | cputrain | verdict |
 |---|---|---|---|"""
