@@ -9,6 +9,8 @@ from torch import nn
 
 from cputrain.optim.lars import Family, Lars
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 
 

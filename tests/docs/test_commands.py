@@ -19,6 +19,7 @@ FOREIGN = {
     "--constraint",
     "--cpu-bind",
     "--cpuset-cpus",
+    "--durations",
     "--env",
     "--exclusive",
     "--extra-index-url",

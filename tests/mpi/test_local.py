@@ -22,6 +22,8 @@ from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 from tests.support.commands import cputrain
 
+pytestmark = pytest.mark.processes
+
 WORKERS = min(2, len(this_machine().allowed_cores))
 SPAWN = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print('child', p.pid, flush=True); "
 needs_two = pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
