@@ -44,7 +44,7 @@ def read_hostfile(path: Path) -> HostList:
 
 
 def parse_hosts(text: str, source: str) -> HostList:
-    """Hosts of a text from a source: one a line, comments after #; repeated lines count as slots (PBS's node file).
+    """Hosts of a text from a source: one per line, comments after #; repeated lines count as slots (PBS's node file).
 
     Raises InputError naming a line that is wrong, or that has another format than those before it.
     """
@@ -63,7 +63,7 @@ def parse_hosts(text: str, source: str) -> HostList:
                 raise InputError(f"{source}:{number}: host {name} is listed twice with slots: give each host one line")
             slots[name] = count
     if not slots:
-        raise InputError(f"{source} has no hosts: write one a line")
+        raise InputError(f"{source} has no hosts: write one host per line")
     if "openmpi" in formats and "hydra" in formats:
         raise InputError(
             f"{source} is {FORMATS['openmpi']} at line {formats['openmpi']} and {FORMATS['hydra']} at line "

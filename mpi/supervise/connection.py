@@ -1,4 +1,4 @@
-"""The connection between a rank's host and the host that launched the job: JSON messages, one a line."""
+"""The connection between a rank's host and the host that launched the job: JSON messages, one per line."""
 
 import json
 import socket

@@ -193,7 +193,7 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
     assert "the hostfile is Open MPI's (h1 slots=4): converted for mpich" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
     assert "ppn=4, but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
-    for text, expected in (("", "names no host"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+    for text, expected in (("", "has no hosts"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
         (tmp_path / "theirs").write_text(text)
         assert expected in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
