@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from affinity import bind
-from affinity.errors import InputError, as_option
+from affinity.errors import InputError, RequestError, as_option
 from affinity.exit_status import exit_status
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
 from affinity.kernel.running import comparison, inspect_process, planned_pids
@@ -86,7 +86,7 @@ def _plan(options: dict[str, Any], env: Mapping[str, str]) -> int:
     if spec == "this":
         plan = plan_beside(request, env, share=share)
     elif share:
-        raise InputError(NOT_SHARED)
+        raise RequestError(NOT_SHARED)
     else:
         plan = plan_machine(find_machine(spec), request)
     _print(plan, output_format, explained=explain)

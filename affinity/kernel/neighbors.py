@@ -15,7 +15,7 @@ NAMED = 4  # processes that a warning names
 # Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
 # path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.
 JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
-NOT_SHARED = "share=true avoids other processes of this host: leave it out for another machine or several hosts"
+NOT_SHARED = "{share=true} looks at the processes of this host only: remove it for another machine or several hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,5 +68,5 @@ def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return (
         f"cores of this plan are in use by processes {named}{more}, which another plan has bound: plan with "
-        "share=true to avoid them",
+        "--share (in a recipe: plan.share=true) to avoid them",
     )

@@ -19,7 +19,7 @@ def batch_reasons(
     if not batches:
         return []
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
-    why = "a usual one, as neither a recipe nor local_batch sets another" if default else "requested"
+    why = "a typical value, as neither a recipe nor local_batch sets one" if default else "requested"
     if request.balance == "batch":
         why = f"in proportion to compute threads, {request.local_batch} on average: all workers take the same time"
     value = str(batches[0]) if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"

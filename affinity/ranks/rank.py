@@ -118,11 +118,16 @@ def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     if not env.get(name, "").isdigit():
-        raise InputError(f"{name}={env.get(name)!r} is not a number: start through a launcher")
+        raise InputError(
+            f"{name}={env.get(name)!r} is not a number: start the rank with mpirun, srun, torchrun or cputrain launch"
+        )
     return int(env[name])
 
 
 def _checked(rank: Rank) -> Rank:
     if not (rank.rank < rank.world_size and rank.local_rank < rank.local_world_size <= rank.world_size):
-        raise InputError(f"the launcher's environment contradicts itself: {rank}")
+        raise InputError(
+            f"the launcher's variables contradict each other (rank {rank.rank} of {rank.world_size}, local rank "
+            f"{rank.local_rank} of {rank.local_world_size}): unset them, or start with cputrain launch"
+        )
     return rank

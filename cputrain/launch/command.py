@@ -11,6 +11,7 @@ from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.runs.folder import LOGS, PLAN
 from mpi.hosts.groups import Cluster
 from mpi.launchers.job import Job
+from mpi.launchers.table import LAUNCHERS
 from mpi.supervise.local import free_port
 
 
@@ -51,8 +52,11 @@ def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
         raise InputError("launch runs on real hosts: leave --machine out, or name hosts of that machine with --hosts")
     if options.launcher == "local" and not here:
         raise InputError("--launcher local starts workers on this host only: leave out --launcher or --hosts")
-    if options.launcher == "torchrun" and not here:
-        raise InputError("torchrun must be started on each host: run there what cputrain plan prints, or use mpirun")
+    launcher = LAUNCHERS.get(options.launcher)
+    if launcher is not None and not launcher.reaches_hosts and not here:
+        raise InputError(
+            f"{launcher.title} must be started on each host: run there what cputrain plan prints, or use mpirun"
+        )
     if options.bind == "launcher" and not remote:
         raise InputError("--bind launcher needs a launcher: name one with --launcher")
     if plan_on_host and options.share:

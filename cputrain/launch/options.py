@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RequestError
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
@@ -98,7 +98,7 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
     if options.machine == THIS_MACHINE and options.on_this_host:
         return plan_beside(request, env, command, share=options.share)
     if options.share:
-        raise InputError(NOT_SHARED)
+        raise RequestError(NOT_SHARED)
     if options.machine == THIS_MACHINE:
         return plan_this_machine(request, env, command)
     # The other machine's libraries cannot be inspected here; its ranks run this same Python, with torch's libgomp.
@@ -112,7 +112,7 @@ def plan_hosts(
     if not options.groups:
         return one_group(options.hosts, plan_host(options, base, env, command))
     if options.share:
-        raise InputError(NOT_SHARED)
+        raise RequestError(NOT_SHARED)
     groups = [(hosts, find_machine(machine)) for hosts, machine in options.groups]
     return plan_cluster(groups, request_of_options(options, base))
 

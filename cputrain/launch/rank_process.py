@@ -24,7 +24,7 @@ def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool
     """
     worker = bound_worker(env)
     if worker is None:
-        _bind_and_restart(recipe, rank, check=check)
+        _bind_and_restart(recipe, rank, env, check=check)
     assert worker is not None
     if check:
         verify(worker)
@@ -53,13 +53,13 @@ def run_rank(rank: Rank, work: Callable[[], None]) -> None:
         os._exit(status)
 
 
-def _bind_and_restart(recipe: Recipe, rank: Rank, *, check: bool) -> None:
+def _bind_and_restart(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool) -> None:
     """Plan this host for its ranks and become the same command, bound."""
     if recipe.plan.share:
         raise InputError(
             "plan.share=true, but a launcher has started this rank, which cannot tell its own job from others: start "
             "cputrain train by itself or with cputrain launch --share"
         )
-    plan, index = plan_for_rank(request_of(recipe), rank, (), os.environ)
+    plan, index = plan_for_rank(request_of(recipe), rank, (), env)
     command = (sys.executable, "-m", "cputrain", *sys.argv[1:])
-    exec_bound(plan.workers[index], plan_in_memory(plan), command, os.environ, rank=rank, check=check)
+    exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check)

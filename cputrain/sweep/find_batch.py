@@ -79,7 +79,7 @@ def find_batch(search: Search) -> BatchSearch:
             if most >= batch:
                 raise  # for another reason than its size
             continue
-        trials.append(run_trial(planned, search.limit))
+        trials.append(run_trial(planned, search.limit, search.env))
         peak = trials[-1].peak_bytes
         LOGGER.info("batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {_gib(peak)} GiB" if peak else "")
     best = max((one for one in trials if one.status == TRAINS), key=_size, default=None)

@@ -10,7 +10,7 @@ NO_MEMORY = re.compile(
     r"can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory|Out of memory|not enough memory"
     r"|could not create a memory|failed to map segment|can't start new thread|Thread creation failed"
 )
-NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|no numbers\b|\bnot finite\b|\bnon-finite\b|\bNaN or Inf\b")
+NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|\bNaN or Inf\b")
 OWN_MESSAGE = re.compile(r"cputrain: (.+)")
 
 

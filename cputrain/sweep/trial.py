@@ -34,7 +34,7 @@ class Trial:
     ended_by: str
 
 
-def run_trial(planned: PlannedTraining, memory_bytes: int | None) -> Trial:
+def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[str, str]) -> Trial:
     """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all of them together.
 
     Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped it.
@@ -49,7 +49,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None) -> Trial:
     killed, status, why = oom_kills(), TRAINS, ""
     with Path(os.devnull).open("w") as nowhere:
         try:
-            code = run_local(job, os.environ, nowhere, nowhere)
+            code = run_local(job, env, nowhere, nowhere)
             if code >= 128:
                 raise KeyboardInterrupt
             if code:

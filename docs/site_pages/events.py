@@ -18,7 +18,7 @@ MORE_FIELDS = {"start": ("workers", "global_batch", "train_images", "classes")}
 WHEN = {
     "start": "The network is built and the first step is about to begin.",
     "step": "One optimizer update.",
-    "ratios": "Norms and trust ratios of the layers, every `ratios_every` steps.",
+    "ratios": "Norms and trust ratios of the layers, every `log_norms_every_steps` steps.",
     "epoch": "The end of an epoch, evaluated or not.",
     "checkpoint": "A checkpoint is written.",
     "warning": "Something that the user should know, and that does not end the run.",

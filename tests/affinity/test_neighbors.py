@@ -65,7 +65,7 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
         ("cputrain", "launch", "--output", "run", "--share", "--", "true"),
     )
     warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
-    assert f"processes {plain[0]} (CPUs {','.join(map(str, taken))})" in warning and "share=true" in warning
+    assert f"processes {plain[0]} (CPUs {','.join(map(str, taken))})" in warning and "plan.share=true" in warning
     for pid, status, out, err in (shared, alone):
         assert status == 0, (pid, err)
         plan = json.loads(out)

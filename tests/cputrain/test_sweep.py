@@ -324,7 +324,7 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     rates = ("--run", "schedule.peak_rate=0.01", "--run", "schedule.peak_rate=0.02", "--run", "schedule.peak_rate=1e30")
     ran = cputrain("sweep", "imagefolder", *SMALL, *rates, "--run", "batch.local=600", cwd=place)
     assert ran.returncode == 1, ran.stderr
-    assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker(s) needs 600 images a step" in ran.stdout
+    assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker needs 600 images per step" in ran.stdout
     assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower the peak rate" in ran.stderr
     folder = place / "runs/imagefolder-sweep"
     expected = json.loads((folder / "sweep.json").read_text())
@@ -346,7 +346,7 @@ def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
     shown = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
     assert shown.returncode == 0 and "2/2  batch.local=6  (global batch 6, 8 steps)" in shown.stdout
     none = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=600,700", cwd=place)
-    assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker(s)")
+    assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker")
     wrong = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.locla=6,9", cwd=place)
     assert "unknown key 'batch.locla'" in refused(wrong)
     for options, expected in (
