@@ -21,7 +21,7 @@ def summary_lines(
         f"time to train        {spent.training_s:.1f} s{starts} (with evaluations and checkpoints)",
     ]
     if resumed:
-        lines.append(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, with breaks)")
+        lines.append(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, waits included)")
     lines += _accuracy_lines(accuracy, kind)
     if (test := result.test) and test.top1 is not None:
         lines += [
