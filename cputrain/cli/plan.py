@@ -91,7 +91,7 @@ def command(
     each group gets a plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
     """
     if diff is not None:
-        click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the same plan")
+        click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the plans are the same")
         return
     if with_curve and (recipe is None or output_format != "text"):
         raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and leave --format out")

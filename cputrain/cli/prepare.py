@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
+from affinity.units import MIB
 from cputrain.data.prepare.digits import write_digits
 from cputrain.data.prepare.options import SHARD_BYTES, Options
 from cputrain.data.prepare.pack import prepare
 from cputrain.data.prepare.shard_writers import WRITERS
 from cputrain.data.prepare.sources import SPLIT, TORCHVISION, UNSPLIT, open_source
 
-MIB = 1 << 20
 QUALITY = 90
 KINDS = (*SPLIT, *UNSPLIT)
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-HEARTBEAT_S = 2.0
-SILENT_S = 15.0  # without a heartbeat, before a rank counts as lost
+from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
+
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
 JOIN_S = 1.0
 OVERDUE_S = 10.0  # for a backend to end a collective after its timeout, before the rank is ended
@@ -108,7 +108,7 @@ class Watchdog:
         pending: Callable[[], PendingCollective],
         set_absent_ranks: Callable[[str], None],
         abort: Callable[[str], None],
-        silent_s: float = SILENT_S,
+        silent_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self._store = store
         self._rank, self._world_size = rank, world_size

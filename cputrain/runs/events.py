@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 FILE = "events.jsonl"
+DIVERGENCE_FACTOR = 10.0  # times the first step's loss; a loss that stays above it has diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

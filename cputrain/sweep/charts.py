@@ -10,7 +10,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from cputrain.report.curves import figure_svg
-from cputrain.sweep.results import DIVERGED_ABOVE, IMAGES, RunResult, SeedGroup, has_diverged
+from cputrain.runs.events import DIVERGENCE_FACTOR
+from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, has_diverged
 from cputrain.sweep.workers import WorkerComparison
 
 MOST_NAMED = 24  # lines in a legend; with more, one entry for each optimizer
@@ -89,7 +90,7 @@ def _accuracies(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style
 
 
 def _losses(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
-    """Up to DIVERGED_ABOVE times the highest first loss; a logarithmic scale where they span more than a decade."""
+    """Up to DIVERGENCE_FACTOR times the highest first loss; a logarithmic scale where they span more than a decade."""
     shown = []
     for group in groups:
         curves = [result.losses for result in group.results]
@@ -98,7 +99,7 @@ def _losses(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -
             if has_diverged(result) and result.losses:
                 axes.plot(*result.losses[-1], marker="x", color=styles[group.label][0])
         shown += [loss for curve in curves for _, loss in curve]
-    top = DIVERGED_ABOVE * max(result.losses[0][1] for group in groups for result in group.results if result.losses)
+    top = DIVERGENCE_FACTOR * max(result.losses[0][1] for group in groups for result in group.results if result.losses)
     positive = [loss for loss in shown if 0 < loss <= top]
     if positive and min(shown) > 0 and max(positive) > DECADE * min(positive):
         axes.set_yscale("log")

@@ -11,7 +11,7 @@ from typing import Any
 from cputrain.launch.local import PlannedTraining
 from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import read_events, written_events
+from cputrain.runs.events import DIVERGENCE_FACTOR, read_events, written_events
 from cputrain.sweep.outcomes import DIVERGED, DONE, STOPPED
 from cputrain.sweep.record import Record, read_record
 from cputrain.sweep.variants import Variant
@@ -19,7 +19,6 @@ from cputrain.sweep.variants import Variant
 Event = dict[str, Any]
 IMAGES = "images"  # the data where the start event names no other
 MOST_POINTS = 100  # of a loss curve, each the mean of the steps up to it
-DIVERGED_ABOVE = 10.0  # times the first step's loss; a loss that stays above it has diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +180,7 @@ def elapsed(events: Sequence[Event]) -> list[float]:
 
 
 def diverged_from(losses: Sequence[float | None]) -> int | None:
-    """Index from which on every loss is NaN, infinite or above DIVERGED_ABOVE times the first; None: no such."""
+    """Index from which on every loss is NaN, infinite or above DIVERGENCE_FACTOR times the first; None: no such."""
     first = next((loss for loss in losses if loss is not None), math.inf)
     index = len(losses)
     while index and _is_diverged(losses[index - 1], first):
@@ -190,7 +189,7 @@ def diverged_from(losses: Sequence[float | None]) -> int | None:
 
 
 def _is_diverged(loss: float | None, first: float) -> bool:
-    return loss is None or not loss <= DIVERGED_ABOVE * first
+    return loss is None or not loss <= DIVERGENCE_FACTOR * first
 
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:

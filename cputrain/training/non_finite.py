@@ -7,13 +7,13 @@ import torch.distributed as dist
 from affinity.errors import RunError
 from cputrain.comm.group import all_gather
 from cputrain.recipe.schema import Recipe
+from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.runs.folder import CHECKPOINTS, list_checkpoints
 from cputrain.training.checkpoint import load_checkpoint
 from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import StepResult
 from cputrain.training.state import TrainState
 
-DIVERGED = 10  # times the first step's loss
 MAX_ROLLBACKS = 3  # to one checkpoint
 
 
@@ -68,7 +68,7 @@ class DivergenceCheck:
         """Compare a step's loss with the first one; `step` counts the steps done."""
         if self.first_loss is None:
             self.first_loss = loss
-        elif loss > DIVERGED * self.first_loss and not self.diverged:
+        elif loss > DIVERGENCE_FACTOR * self.first_loss and not self.diverged:
             self.diverged = True
             self.log.warn(
                 step,

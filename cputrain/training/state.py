@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from affinity.units import MIB
 from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.recipe.schema import CommSection, Recipe
@@ -70,4 +71,4 @@ def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
     if comm.bucket_mib != "auto":
         return comm.bucket_mib
     gradients = sum(p.numel() * p.element_size() for p in network.parameters() if p.requires_grad)
-    return bucket_bytes(gradients, *measure_alpha_beta()) / (1 << 20)
+    return bucket_bytes(gradients, *measure_alpha_beta()) / MIB

@@ -7,12 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from affinity.units import MIB
 from cputrain.data.formats.dataset import Images
 from cputrain.data.formats.shards import ShardPieces, Shards
 from cputrain.data.order.block_order import block_length
 from cputrain.data.order.permutations import Indices
-
-MIB = 1 << 20
 
 
 def images_per_block(images: Images, block_mib: float, steps: int) -> int:
