@@ -154,7 +154,7 @@ def test_the_cause_of_a_failed_training_is_one_line() -> None:
     exited = "rank 0 on n07 exited with status 1; log l; its last lines:\n  | epoch 1\n  | "
     refused = "RuntimeError: [enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
     assert outcome_of(exited + refused, oom_killed=False) == ("out of memory", f"allocation failed: {refused}")
-    expected = "rank 0: loss nan at step 4, none in any layer, learning rate 1: lower the peak rate"
+    expected = "rank 0: loss nan at step 4, none in any layer, learning rate 1: lower schedule.peak_rate"
     assert outcome_of(f"{exited}cputrain: {expected}", oom_killed=False) == ("diverged", expected)
     assert outcome_of(f"{exited}cputrain: rank 0: photo.jpg: mend it", oom_killed=False) == (
         "failed",
@@ -325,11 +325,11 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     ran = cputrain("sweep", "imagefolder", *SMALL, *rates, "--run", "batch.local=600", cwd=place)
     assert ran.returncode == 1, ran.stderr
     assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker needs 600 images per step" in ran.stdout
-    assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower the peak rate" in ran.stderr
+    assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower schedule.peak_rate" in ran.stderr
     folder = place / "runs/imagefolder-sweep"
     expected = json.loads((folder / "sweep.json").read_text())
     assert [run["status"] for run in expected["runs"]] == ["done", "done", "diverged", "invalid"]
-    assert "lower the peak rate" in expected["runs"][2]["ended_by"]
+    assert "lower schedule.peak_rate" in expected["runs"][2]["ended_by"]
     assert len(expected["runs"][0]["top1s"]) == 2 and expected["runs"][0]["top1"] == expected["runs"][0]["top1s"][-1]
     picture = (folder / "sweep.svg").read_text()
     assert "<svg" in picture and picture.count("peak_rate") >= 2
