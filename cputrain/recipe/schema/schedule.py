@@ -21,8 +21,8 @@ class ScheduleSection(Section):
     """Learning rate at the end of the warm-up, before optim.scale_rate_by. auto takes the optimizer's scaling rule: for
     momentum 0.1 x global batch / 256; lars, adagrad, adadelta and adagrad_da have no rule and need a number."""
     auto_rate_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Factor by which the learning rate of peak_rate=auto is multiplied. Setting peak_rate on the command line resets
-    it to 1."""
+    """Factor by which the learning rate of peak_rate=auto is multiplied. Setting peak_rate to a number on the command
+    line resets it to 1."""
     reference_batch: Positive | None = None
     """Global batch, in images, for which a numeric peak_rate was tuned. A job with another global batch prints a
     warning, or scales the rate (optim.scale_rate_by=batch). Setting peak_rate on the command line resets it to null:
