@@ -1,0 +1,195 @@
+"""Sweeps that train: what is done, rejected, stopped, killed or too large for memory, as a user meets it."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from cputrain.sweep.clock import clock, parse_clock
+from tests.cputrain.test_training import SMALL as TRAINING
+from tests.support.commands import cputrain, refused
+from tests.support.images import write_images
+
+SMALL = (*TRAINING, "plan.ppn=1")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", train=9, val=7)
+    return tmp_path
+
+
+def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
+    """One training diverges, one asks for more images than there are: they are rows, the others are done, and stay so
+    in a second call."""
+    rates = ("--run", "schedule.peak_rate=0.01", "--run", "schedule.peak_rate=0.02", "--run", "schedule.peak_rate=1e30")
+    ran = cputrain("sweep", "imagefolder", *SMALL, *rates, "--run", "batch.local=600", cwd=place)
+    assert ran.returncode == 1, ran.stderr
+    assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker needs 600 images per step" in ran.stdout
+    assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower schedule.peak_rate" in ran.stderr
+    folder = place / "runs/imagefolder-sweep"
+    expected = json.loads((folder / "sweep.json").read_text())
+    assert [run["status"] for run in expected["runs"]] == ["done", "done", "diverged", "invalid"]
+    assert "lower schedule.peak_rate" in expected["runs"][2]["ended_by"]
+    assert len(expected["runs"][0]["top1s"]) == 2 and expected["runs"][0]["top1"] == expected["runs"][0]["top1s"][-1]
+    picture = (folder / "sweep.svg").read_text()
+    assert "<svg" in picture and picture.count("peak_rate") >= 2
+    before = (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes()
+    again = cputrain("sweep", "imagefolder", *SMALL, *rates[:4], cwd=place)
+    assert again.returncode == 0, again.stderr
+    assert (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes() == before
+    assert [line.split()[0] for line in again.stdout.splitlines()[-4:-2]] == ["0.01", "0.02"]
+    other = cputrain("sweep", "imagefolder", *SMALL, *rates[:4], "epochs=3", cwd=place)
+    assert "holds a run of another recipe: name another folder with --output" in refused(other)
+
+
+def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
+    shown = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
+    assert shown.returncode == 0 and "2/2  batch.local=6  (global batch 6, 8 steps)" in shown.stdout
+    none = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=600,700", cwd=place)
+    assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker")
+    wrong = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.locla=6,9", cwd=place)
+    assert "unknown key 'batch.locla'" in refused(wrong)
+    for options, expected in (
+        (("--memory", "2"), "--memory goes only with --find-batch"),
+        (("--find-batch", "--workers", "1,2"), "--find-batch goes only with --memory and --output"),
+        (("--workers", "two"), "--workers 'two' is not a list of worker counts"),
+        (("--time", "soon", "--grid", "seed=1,2"), "--time 'soon' is not a time limit"),
+    ):
+        assert expected in refused(cputrain("sweep", "imagefolder", *SMALL, *options, cwd=place))
+    assert not (place / "runs").exists()
+
+
+# Networks whose steps take a moment; the whole epoch is one step, and nothing but the limit ends it.
+TINY = ("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=32", "schedule.warmup_epochs=0")
+
+
+def test_the_same_training_on_several_worker_counts_is_compared(place: Path) -> None:
+    counts = ("--workers", "1,2", "batch.local=6", "plan.threads=1", "epochs=2", "--output", "compared")
+    ran = cputrain("sweep", "imagefolder", *TINY, *counts, cwd=place)
+    assert ran.returncode == 0, ran.stderr
+    assert "stable maximum: the first epoch whose validation accuracy is within 0.5 points" in ran.stdout
+    expected = json.loads((place / "compared/workers.json").read_text())
+    one, two = expected["trainings"]
+    assert [(row["workers"], row["global_batch"], row["status"]) for row in (one, two)] == [
+        (1, 6, "done"),
+        (2, 12, "done"),
+    ]
+    assert one["speedup"] == 1 and two["speedup"] == pytest.approx(two["images_per_s"] / one["images_per_s"])
+    assert one["turnaround_s"] > 2 * one["epoch_s"] > 0 and expected["rule"] in ran.stdout
+    names = {path.name for path in (place / "compared").iterdir() if path.is_file()}
+    ends = ("csv", "md", "json", "svg")
+    assert names == {f"{name}.{end}" for name in ("sweep", "workers") for end in ends}
+    rows = list(csv.DictReader((place / "compared/sweep.csv").open()))
+    assert [row["walltime used"] for row in rows] == [clock(one["turnaround_s"]), clock(two["turnaround_s"])]
+
+
+def test_a_time_limit_stops_a_training_saved_and_is_a_row(place: Path) -> None:
+    """The epochs have one step each, at which a notice must be heard too."""
+    asked = (
+        *TINY,
+        "batch.local=27",
+        "plan.ppn=1",
+        "epochs=1000000",
+        "checkpoint.every_epochs=null",
+        "--grid",
+        "seed=1",
+    )
+    into = ("--output", "limited")
+    for limit in ("0:00:12", "0:01:00", "0:04:00"):  # a loaded machine takes long to start; a larger limit goes on
+        ran = cputrain("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
+        assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
+        row = next(csv.DictReader((place / "limited/sweep.csv").open()))
+        assert row["status"] == "time limit" and row["walltime requested"] == limit
+        assert row["ended by"] == f"stopped by SIGUSR1 after --time {parse_clock(limit)} s"
+        if row["steps"]:
+            break
+    saved = list((place / "limited/seed=1/checkpoints").glob(f"step-*{row['steps']}.pt"))
+    assert int(row["steps"]) > 0 and row["max accuracy %"] and len(saved) == 1
+    again = cputrain("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
+    assert again.returncode == 1 and "1/1  seed=1\n" not in again.stdout + again.stderr and "time limit" in again.stdout
+
+
+# Unknown to the planner, which refuses nothing then; 1.03 GiB for one image, 0.6 GiB for each more.
+LARGE = (*TINY[:1], "model.name=torchvision:squeezenet1_1", *TINY[2:3], "data.crop=1024", "schedule.warmup_epochs=0")
+LARGE_GIB = 1.2
+
+
+def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path) -> None:
+    tried = ("batch.local=1", "plan.ppn=1", "--find-batch", "--memory", str(LARGE_GIB), "--output", "found")
+    ran = cputrain("sweep", "imagefolder", *LARGE, *tried, cwd=place)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert "largest that trains: batch.local=1 (global batch 1) in DRAM" in ran.stdout
+    assert "next larger: 2: out of memory: allocation failed: " in ran.stdout
+    fits, fails = csv.DictReader((place / "found/find-batch.csv").open())
+    assert fits["result"] == "trains" and fails["result"] == "out of memory"
+    assert 0.5 < float(fits["peak RSS GiB"]) <= LARGE_GIB and float(fails["peak RSS GiB"]) <= LARGE_GIB
+    known = ("batch.local=20", "data.crop=256", "--find-batch", "--memory", str(LARGE_GIB), "--output", "refused")
+    ran = cputrain("sweep", "imagefolder", *SMALL, *known, cwd=place)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert "next larger: 20: does not fit: resnet18 at 256 x 256 with 20 images per step needs 1.6" in ran.stdout
+    none = cputrain("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
+    assert "lenet at 512 x 512 with 1 images per step needs 6.49 GiB; --memory leaves " in refused(none)
+
+
+@pytest.fixture
+def memory_group() -> Generator[Path, None, None]:
+    """A memory control group of LARGE_GIB, v2 or v1; skips where none can be made."""
+    roots = {Path("/sys/fs/cgroup"): "memory.max", Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes"}
+    for root, name in roots.items():
+        group = root / f"cputrain-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / name).is_file():
+            (group / name).write_text(str(round(LARGE_GIB * (1 << 30))))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip(reason="needs a control group that limits memory: root, and the memory controller")
+
+
+def test_a_training_that_the_kernel_kills_for_its_memory_is_a_row(place: Path, memory_group: Path) -> None:
+    asked = ("plan.ppn=1", "epochs=1", "max_steps=1", "evaluate.every_epochs=null", "--grid", "batch.local=27,1")
+    inside = ("sh", "-c", f'echo $$ > {memory_group}/cgroup.procs; exec "$@"', "sh", sys.executable, "-m", "cputrain")
+    ran = subprocess.run(
+        (*inside, "sweep", "imagefolder", *LARGE, *asked, "--output", "killed"),
+        cwd=place,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1, ran.stderr
+    killed, done = csv.DictReader((place / "killed/sweep.csv").open())
+    assert killed["status"] == "out of memory" and "killed by SIGKILL: out of memory (see dmesg" in killed["ended by"]
+    assert done["status"] == "done" and done["steps"] == "1", "the sweep goes on"
+
+
+def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> None:
+    lars = (
+        "optim.name=lars",
+        "schedule.peak_rate=0.005",
+        "log_norms_every_steps=3",
+        "output=run",
+        "data.last_batch=drop",
+    )
+    trained = cputrain("train", "imagefolder", *SMALL, *lars, cwd=place)
+    assert trained.returncode == 0, trained.stderr
+    shown = cputrain("bench", "optimizer", "--ratios", "run", cwd=place)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("step 6, learning rate ") and lines[1].split()[:3] == ["layer", "|w|", "|g|"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
+    w, g, ratio, trust = map(float, rows["layer3.0.conv1.weight"])
+    assert ratio == pytest.approx(w / g, rel=1e-2)
+    assert trust == pytest.approx(0.001 * w / (g + 5e-5 * w), rel=1e-2)
+    assert rows["bn1.weight"][-1] == "1" and len(rows) == 62
+    early = cputrain("bench", "optimizer", "--ratios", "run", "--step", "4", cwd=place)
+    assert refused(early).endswith("run has recorded no norms at step 4: its steps are 3, 6")
+    assert "holds no run" in refused(cputrain("bench", "optimizer", "--ratios", "images", cwd=place))
