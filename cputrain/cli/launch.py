@@ -19,8 +19,8 @@ from affinity.ranks.rank import MASTER_PORT, Rank, discover
 from affinity.views.text import plan_to_text
 from affinity.wording import counted
 from cputrain.cli.options import host_groups_option, no_verify_option, planning_options
-from cputrain.launch.command import check_launch, command_job, new_folder, uses_launcher
-from cputrain.launch.hosts import converted_hostfile, with_allocated_hosts, with_host_groups
+from cputrain.launch.command import check_launch, command_job, new_folder
+from cputrain.launch.hosts import converted_hostfile, uses_launcher, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
 from cputrain.runs.folder import LOGS, PLAN, write_plan
 from mpi.hosts.groups import Cluster

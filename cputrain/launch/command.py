@@ -7,6 +7,7 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks.rendezvous import port_of
+from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.runs.folder import LOGS, PLAN
 from mpi.hosts.groups import Cluster
@@ -63,17 +64,6 @@ def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
         raise InputError("--share and --plan-on-host exclude each other: leave one out")
     if plan_on_host and (not isinstance(options.ppn, int) or options.bind == "launcher"):
         raise InputError("--plan-on-host needs the same --ppn N on every host, and excludes --bind launcher")
-
-
-def check_binder(options: PlanningOptions) -> None:
-    """Raise InputError where a launcher is to bind the ranks, and none starts them."""
-    if options.bind == "launcher" and not uses_launcher(options):
-        raise InputError("--bind launcher needs a launcher: name one with --launcher")
-
-
-def uses_launcher(options: PlanningOptions) -> bool:
-    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
-    return not options.on_this_host or options.launcher not in ("auto", "local")
 
 
 def new_folder(folder: Path, *, named: bool) -> Path:

@@ -90,6 +90,17 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
     return replace(options, hosts=every, named=True, groups=tuple(pairs))
 
 
+def check_binder(options: PlanningOptions) -> None:
+    """Raise InputError where a launcher is to bind the ranks, and none starts them."""
+    if options.bind == "launcher" and not uses_launcher(options):
+        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+
+
+def uses_launcher(options: PlanningOptions) -> bool:
+    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
+    return not options.on_this_host or options.launcher not in ("auto", "local")
+
+
 def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) -> str | None:
     """A note that the hostfile is in another launcher's format, so that this one gets a converted copy."""
     own = launcher.launcher.hosts

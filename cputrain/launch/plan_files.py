@@ -11,7 +11,7 @@ from affinity.ranks.rank import MASTER_PORT
 from affinity.views.svg import plan_to_svg
 from affinity.wording import counted
 from cputrain.files import write_atomic
-from cputrain.launch.command import check_binder, uses_launcher
+from cputrain.launch.hosts import check_binder, uses_launcher
 from cputrain.launch.options import THIS_MACHINE, PlanningOptions, planned_launcher
 from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from mpi.launchers.command import launch_command
