@@ -23,6 +23,7 @@ from cputrain.launch.command import check_launch, command_job, new_folder
 from cputrain.launch.hosts import converted_hostfile, uses_launcher, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
 from cputrain.runs.folder import LOGS, PLAN, write_plan
+from mpi.hosts.address import own_address
 from mpi.hosts.groups import Cluster
 from mpi.launchers.detect import find_launcher
 from mpi.launchers.job import Job
@@ -89,8 +90,8 @@ def command(
     if launcher is not None and (note := converted_hostfile(options, launcher)):
         click.echo(note, err=True)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
-    switches = {"verify": not no_verify, "keep_env": keep_env, "plan_on_host": plan_on_host}
     cluster = plan_hosts(options, base, os.environ, cmd)
+    switches = {"verify": not no_verify, "keep_env": keep_env, "plan_on_host": plan_on_host}
     job = command_job(options, cluster, cmd, folder, os.environ, **switches)
     if dry_run:
         _show(job, launcher, folder)
@@ -153,7 +154,7 @@ def _show(job: Job, launcher: InstalledLauncher | None, folder: Path) -> None:
     for group in job.groups:
         click.echo(plan_to_text(group.plan) + "\n")
     if launcher is not None:
-        start = remote_command(job, launcher, folder, "PORT", "TOKEN")
+        start = remote_command(job, launcher, folder, own_address(job.hosts), "PORT", "TOKEN")
         click.echo(f"command\n  {shell_line(start)}")
         click.echo(
             "mpi.supervise.agent reports to this host at PORT, with the TOKEN of the launch. To start the ranks "

@@ -22,9 +22,12 @@ def command_job(
     command: tuple[str, ...],
     folder: Path,
     env: Mapping[str, str],
-    **switches: bool,
+    *,
+    verify: bool = True,
+    keep_env: bool = False,
+    plan_on_host: bool = False,
 ) -> Job:
-    """The job of a command on the planned hosts; `switches` are Job's own.
+    """The job of a command on the planned hosts; the switches are Job's own.
 
     MASTER_ADDR, MASTER_PORT and the fabric's variables that the user has exported win over the defaults. They are
     handed to the other hosts explicitly, as not every launcher does so.
@@ -42,7 +45,9 @@ def command_job(
         master_addr=None if here else env.get("MASTER_ADDR") or None,
         master_port=free_port() if here and port is None else port,
         variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
-        **switches,
+        verify=verify,
+        keep_env=keep_env,
+        plan_on_host=plan_on_host,
     )
 
 

@@ -29,12 +29,13 @@ def launch_command(
     if (option := launcher.rank_variable) is not None:
         exported = tuple(token for name, value in variables for token in option(name, value))
         variables = ()
+    inherited = (token for name, _ in job.secrets for token in launcher.inherited(name))
     return LaunchCommand(
         argv=(
             *(installed.program, *launcher.rank_counts(job, installed), *hosts, *binding),
-            *(*exported, *launcher.last_options, *command),
+            *(*exported, *inherited, *launcher.last_options, *command),
         ),
-        variables=(*installed.variables, *variables),
+        variables=(*installed.variables, *variables, *job.secrets),
         files=(*hostfile, *rankfile),
     )
 

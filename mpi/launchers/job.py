@@ -22,8 +22,9 @@ class Job:
     binds itself, "launcher" where the launcher binds the ranks. With `verify` a rank fails if the kernel bound it
     otherwise; with `keep_env` variables that a rank inherits win over the plan's. The output of `plain_rank` is shown
     without a label. `master_addr` and `master_port` are where the ranks meet; by default that is the first host, at a
-    port that the ranks choose. `variables` are set for every rank. With `plan_on_host` the ranks of each host plan it
-    themselves, by the request of the groups' plans: hosts may differ.
+    port that the ranks choose. `variables` are set for every rank; `secrets` too, but in no command line, where every
+    user of a host can read them. With `plan_on_host` the ranks of each host plan it themselves, by the request of the
+    groups' plans: hosts may differ.
     """
 
     groups: tuple[HostGroup, ...]
@@ -37,6 +38,7 @@ class Job:
     master_addr: str | None = None
     master_port: int | None = None
     variables: Variables = ()
+    secrets: Variables = ()
     plan_on_host: bool = False
 
     @property
@@ -48,6 +50,11 @@ class Job:
     def hosts(self) -> tuple[str, ...]:
         """Every host, in the order of the ranks."""
         return tuple(host for group in self.groups for host in group.hosts)
+
+    @property
+    def host_of_ranks(self) -> tuple[str, ...]:
+        """Each rank's host."""
+        return tuple(host for group in self.groups for host in group.hosts for _ in group.plan.workers)
 
     @property
     def slots(self) -> tuple[Host, ...]:

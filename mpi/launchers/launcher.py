@@ -42,8 +42,8 @@ class HostOptions:
 class Launcher:
     """All that cputrain knows about a launcher.
 
-    Its command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each variable, `last_options`, the
-    command of a rank.
+    Its command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each variable, `inherited` for each
+    secret, `last_options`, the command of a rank.
     """
 
     name: str
@@ -90,6 +90,8 @@ class Launcher:
     """Variables that it has to pass to every rank."""
     rank_variable: Callable[[str, str], Tokens] | None = None
     """Tokens that set a variable for every rank; None: ranks inherit the launcher's own environment."""
+    inherited: Callable[[str], Tokens] = lambda _name: ()
+    """Tokens that pass a variable of the launcher's own environment on to every rank; none where it passes all on."""
     last_options: Tokens = ()
     """Tokens before the command of a rank."""
 

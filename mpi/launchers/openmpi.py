@@ -57,4 +57,5 @@ OPEN_MPI = Launcher(
     bound=_bound,
     binds_by_file=True,
     rank_variable=lambda name, value: ("-x", f"{name}={value}"),
+    inherited=lambda name: ("-x", name),
 )

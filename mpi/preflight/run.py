@@ -1,7 +1,6 @@
 """Run the pre-flight on every host of a job, through the job's own launcher, and collect the hosts' reports."""
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from affinity.errors import RunError
 from affinity.planner.plan import Plan
@@ -20,8 +18,10 @@ from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import InstalledLauncher
-from mpi.preflight.checks import RING_S, Findings, HostReport, compare_hosts
-from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE
+from mpi.preflight.checks import RING_S
+from mpi.preflight.reports import Clock, Findings, HostReport, LinkSpeed, Listening, Neighbor, compare_hosts
+from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, new_token
+from mpi.supervise.messages import Hello, Stop
 from mpi.supervise.process import start_launcher, write_files
 from mpi.supervise.reaper import end_descendants
 from mpi.supervise.server import RankServer
@@ -40,18 +40,19 @@ class Answers:
     """What the hosts have reported, by their ranks in the pre-flight."""
 
     hosts: int
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reports: dict[int, HostReport] = field(default_factory=dict)
+    listening: dict[int, Listening] = field(default_factory=dict)
     speeds: dict[int, float | None] = field(default_factory=dict)
 
     @property
     def all_reported(self) -> bool:
-        """Whether every host has sent its report."""
-        return len(self.reports) == self.hosts
+        """Whether every host has sent its report, and where it listens."""
+        return len(self.reports) == len(self.listening) == self.hosts
 
     @property
     def missing(self) -> list[int]:
         """The hosts that have not reported, or, once all have, not measured their link."""
-        done = self.speeds if self.all_reported else self.reports
+        done = self.speeds if self.all_reported else self.listening
         return [host for host in range(self.hosts) if host not in done]
 
 
@@ -62,16 +63,16 @@ def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Map
     """
     # os.path's: a word may be too long for a path, at which Path.is_file raises.
     files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))  # noqa: PTH113
-    server = RankServer(secrets.token_hex(8))
+    address = own_address(job.hosts)
+    server = RankServer(new_token(), job.hosts, address, (HostReport, Listening, LinkSpeed))
     with interruptible():
-        monitor = f"{own_address(job.hosts)}:{server.port}"
         one_a_host = replace(
             job,
             groups=tuple(HostGroup(hosts=group.hosts, plan=_one_worker(group.plan)) for group in job.groups),
             binder="self",
-            variables=(*job.variables, (TOKEN_VARIABLE, server.token)),
+            secrets=((TOKEN_VARIABLE, server.token),),
         )
-        probe = (sys.executable, "-m", "mpi.preflight.checks", "--report-to", monitor, "--", *files)
+        probe = (sys.executable, "-m", "mpi.preflight.checks", "--report-to", f"{address}:{server.port}", "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         process = start_launcher(command, env)
@@ -113,17 +114,14 @@ def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Pop
         for rank, message in server.poll(POLL_S):
             _take(message, rank, server, answers)
         if answers.all_reported and not ring_started:
-            _start_ring(server, answers.reports)
+            _start_ring(server, answers.listening)
             ring_started = True
             deadline = time.monotonic() + RING_S + HEARTBEAT_TIMEOUT_S
         if answers.missing and (time.monotonic() > deadline or process.poll() is not None):
             silent = [hosts[i] for i in answers.missing]
             raise RunError(_no_answer(unreachable(silent) or silent))  # one dead host keeps a launcher from all others
-    server.send_all(type="stop")
-    return [
-        HostReport(**{**_with_tuples(answers.reports[i]["report"]), "host": host, "link_gbit": answers.speeds[i]})
-        for i, host in enumerate(hosts)
-    ]
+    server.send_all(Stop())
+    return [replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
 
 
 def _no_answer(hosts: list[str]) -> str:
@@ -148,30 +146,22 @@ def unreachable(hosts: list[str]) -> list[str]:
         return [host for host, silent in zip(hosts, pool.map(is_silent, hosts), strict=True) if silent]
 
 
-def _take(message: dict[str, Any], rank: int, server: RankServer, answers: Answers) -> None:
+def _take(message: object, rank: int, server: RankServer, answers: Answers) -> None:
     """Keep a host's answer."""
-    match message.get("type"):
-        case "hello":
-            server.connections[rank].send(type="clock", now_s=time.time())
-        case "report":
+    match message:
+        case Hello():
+            server.connections[rank].send(Clock(now_s=time.time()))
+        case HostReport():
             answers.reports[rank] = message
-        case "speed":
-            answers.speeds[rank] = message.get("gbit")
+        case Listening():
+            answers.listening[rank] = message
+        case LinkSpeed():
+            answers.speeds[rank] = message.gbit
 
 
-def _start_ring(server: RankServer, reports: dict[int, dict[str, Any]]) -> None:
+def _start_ring(server: RankServer, listening: dict[int, Listening]) -> None:
     """Send each host the address of the next one; a ring of one host measures nothing."""
-    ranks = sorted(reports)
-    for i, rank in enumerate(ranks):
-        following = reports[ranks[(i + 1) % len(ranks)]]
-        address = following["address"] if len(ranks) > 1 else ""
-        server.connections[rank].send(type="ring", address=address, port=following["port"])
-
-
-def _with_tuples(report: dict[str, Any]) -> dict[str, Any]:
-    """A report from JSON, with tuples for its arrays."""
-    return {name: _tuple(value) for name, value in report.items()}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+    for rank, connection in server.connections.items():
+        following = listening[(rank + 1) % len(listening)]
+        address = following.address if len(listening) > 1 else ""
+        connection.send(Neighbor(address=address, port=following.port))

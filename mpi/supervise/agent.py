@@ -16,6 +16,7 @@ from affinity.errors import InputError, RunError
 from affinity.exit_status import exit_status
 from affinity.ranks.rank import Rank, discover
 from mpi.supervise.connection import GRACE_S, HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, connect
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, Stop
 from mpi.supervise.process import is_stopped
 from mpi.supervise.ranks import RankSupervisor
 from mpi.supervise.signals import PREEMPTION_SIGNAL, InterruptedBySignalError, ignore_stop_signals, interruptible
@@ -47,8 +48,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect(server: str, token: str, rank: Rank) -> Connection:
+    if not token:
+        raise InputError(
+            f"{TOKEN_VARIABLE} has not reached {socket.gethostname()}: the launcher must pass its environment on to "
+            "its ranks: unset HYDRA_ENV, I_MPI_HYDRA_ENV and SLURM_EXPORT_ENV"
+        )
     try:
-        return connect(server, token, rank.rank)
+        connection = connect(server, token, (Answer, Stop, Preempt))
+        connection.send(Hello(rank=rank.rank, host=socket.gethostname()))
+        return connection
     except OSError as error:
         raise RunError(
             f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {server}: {error}: check "
@@ -83,8 +91,8 @@ def supervise(
         if not supervisor.ranks:
             return 1
         end = supervisor.ranks[0].exit()
-        tail = [line[:MAX_LINE] for line in end.tail]
-        reported = connection.send(type="exit", status=end.status, tail=tail, log=end.log, by_job=not exited)
+        tail = tuple(line.rpartition("\r")[2][:MAX_LINE] for line in end.tail)
+        reported = connection.send(Exit(status=end.status, tail=tail, log=end.log, by_job=not exited))
         if reported and exited and end.status != 0:
             _await_stop(connection)
     connection.close()
@@ -110,9 +118,9 @@ class MonitorLink:
     def receive(self) -> None:
         """Take the messages that have arrived."""
         messages = self._connection.receive()
-        types = {"stop"} if messages is None else {message.get("type") for message in messages}
-        self._stop = self._stop or "stop" in types
-        if "preempt" in types and not self._stop:
+        types = {Stop} if messages is None else {type(message) for message in messages}
+        self._stop = self._stop or Stop in types
+        if Preempt in types and not self._stop:
             self._supervisor.signal(PREEMPTION_SIGNAL)
         self._received = time.monotonic()
 
@@ -120,7 +128,7 @@ class MonitorLink:
         """Send a heartbeat where one is due."""
         now = time.monotonic()
         if now - self._sent >= HEARTBEAT_S:
-            self._connection.send(type="heartbeat", stopped=is_stopped(self._supervisor.ranks[0].process.pid))
+            self._connection.send(Heartbeat(stopped=is_stopped(self._supervisor.ranks[0].process.pid)))
             self._sent = now
 
 
@@ -147,7 +155,7 @@ def _await_stop(connection: Connection) -> None:
             while (left := deadline - time.monotonic()) > 0:
                 if selector.select(left):
                     messages = connection.receive()
-                    if messages is None or any(message.get("type") == "stop" for message in messages):
+                    if messages is None or any(isinstance(message, Stop) for message in messages):
                         return
         except InterruptedBySignalError:
             return

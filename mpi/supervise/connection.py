@@ -1,66 +1,133 @@
-"""The connection between a rank's host and the host that launched the job: JSON messages, one per line."""
+"""The connection between a rank's host and the host that launched the job: signed messages, one per line.
 
-import json
+The end that connects opens with a nonce. The job's token and this nonce make the connection's key; each line is the
+HMAC-SHA256 of direction, number and text of a message, then the text. A text is parsed only where its signature is
+right: strangers, and messages that are repeated, left out or from another connection, end the connection. Nothing is
+encrypted.
+"""
+
+import hmac
+import re
+import secrets
 import socket
 from typing import Any
 
-TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # lets the server tell the job's own ranks from strangers who find its port
+from mpi.supervise.messages import ProtocolError, decode, encode
+
+TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's own processes share
 HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's heartbeat
 GRACE_S = 3.0  # an agent gives its rank between SIGTERM and SIGKILL
-STOP_S = GRACE_S + 1.0  # the launching host waits from "stop" to the end of the agents
+STOP_S = GRACE_S + 1.0  # the launching host waits from Stop to the end of the agents
 SEND_TIMEOUT_S = 5.0  # a message waits no longer for room
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_OPENING_BYTES = 1 << 10  # of a line, before the first right signature
+MAX_LINE_BYTES = 1 << 19
+NONCE = re.compile(rb"[0-9a-f]{32}")
+
+
+def new_token() -> str:
+    """A token for a new job."""
+    return secrets.token_hex(16)
+
+
+class Signer:
+    """Signs the messages of one direction of a connection, each with its number."""
+
+    def __init__(self, token: str, nonce: bytes, sender: bytes) -> None:
+        self._key = hmac.digest(token.encode(), b"cputrain connection " + nonce, "sha256")
+        self._sender = sender
+        self._number = 0
+
+    def sign(self, text: bytes) -> bytes:
+        """The signature of the next message."""
+        numbered = self._sender + self._number.to_bytes(8, "big") + text
+        self._number += 1
+        return hmac.digest(self._key, numbered, "sha256").hex().encode()
 
 
 class Connection:
-    """One end of a connection; what arrives is kept until a whole message is there."""
+    """One end of a connection. `accepts` are the types of the messages that may arrive.
 
-    def __init__(self, connected: socket.socket) -> None:
+    `nonce` is that of the end that connects, None at the end that accepts, which has to wait for it.
+    """
+
+    def __init__(self, connected: socket.socket, token: str, accepts: tuple[type, ...], nonce: bytes | None) -> None:
         connected.setblocking(False)
         self.socket = connected
-        self._received = b""
+        self._token = token
+        self._accepts = accepts
+        self._unread = b""
+        self._trusted = False
+        self._theirs: Signer | None = None
+        self._ours: Signer | None = None
+        if nonce is not None:
+            self._start(nonce, b"connecting", b"accepting")
+            self._send(nonce)
+
+    def _start(self, nonce: bytes, us: bytes, them: bytes) -> None:
+        self._ours, self._theirs = Signer(self._token, nonce, us), Signer(self._token, nonce, them)
 
     def fileno(self) -> int:
         """For selectors."""
         return self.socket.fileno()
 
-    def send(self, **message: Any) -> bool:
+    def send(self, message: Any) -> bool:
         """Send a message; False when the other end is gone or takes no more."""
+        if self._ours is None:
+            return False
+        text = encode(message)
+        return self._send(self._ours.sign(text) + b" " + text)
+
+    def _send(self, line: bytes) -> bool:
         try:
             self.socket.settimeout(SEND_TIMEOUT_S)
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.sendall(line + b"\n")
             self.socket.setblocking(False)
         except OSError:
             return False
         return True
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """The whole messages that have arrived; None when the other end is gone, or sends something else."""
+    def receive(self) -> list[Any] | None:
+        """The whole messages that have arrived; None when the other end is gone, or has sent something else."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
             return []
         except OSError:
             return None
-        self._received += data
-        *lines, self._received = self._received.split(b"\n")
-        if not data or len(self._received) > MAX_MESSAGE_BYTES:
-            return None
+        *lines, self._unread = (self._unread + data).split(b"\n")
         try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
+            messages = [message for line in lines for message in self._read(line)]
+            self._check_length(self._unread)
+        except ProtocolError:
             return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
+        return messages if data else None
+
+    def _read(self, line: bytes) -> list[Any]:
+        """The message of a line; none in the line of the nonce."""
+        self._check_length(line)
+        if self._theirs is None:
+            if not NONCE.fullmatch(line):
+                raise ProtocolError("no nonce")
+            self._start(line, b"accepting", b"connecting")
+            return []
+        signature, _, text = line.partition(b" ")
+        if not hmac.compare_digest(signature, self._theirs.sign(text)):
+            raise ProtocolError("a wrong signature")
+        self._trusted = True
+        return [decode(text, self._accepts)]
+
+    def _check_length(self, line: bytes) -> None:
+        if len(line) > (MAX_LINE_BYTES if self._trusted else MAX_OPENING_BYTES):
+            raise ProtocolError("too long a line")
 
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
 
 
-def connect(server: str, token: str, rank: int) -> Connection:
-    """Connect as this rank to a job's RankServer at HOST:PORT. Raises OSError where it is out of reach."""
-    host, _, port = server.rpartition(":")
-    connection = Connection(socket.create_connection((host, int(port)), timeout=HEARTBEAT_TIMEOUT_S))
-    connection.send(type="hello", token=token, rank=rank, host=socket.gethostname())
-    return connection
+def connect(address: str, token: str, accepts: tuple[type, ...], timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Connection:
+    """Connect to HOST:PORT. Raises OSError where it is out of reach."""
+    host, _, port = address.rpartition(":")
+    connected = socket.create_connection((host, int(port)), timeout=timeout_s)
+    return Connection(connected, token, accepts, secrets.token_hex(16).encode())

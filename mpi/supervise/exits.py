@@ -4,9 +4,12 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mpi.supervise.messages import printable
+
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
 TOGETHER_S = 0.15  # exits that are noticed so close to each other may have happened in the other order
 LAST_LINES = 15
+STATUSES = range(-signal.SIGRTMAX, 256)  # that a process can exit with; negative: the signal that ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,14 @@ def first_cause(exits: Iterable[RankExit]) -> RankExit:
 
 def describe_exit(one: RankExit) -> str:
     """A rank's exit in one line, and the last lines of its output."""
-    how = f"was ended by {signal.Signals(-one.status).name}" if one.status < 0 else f"exited with status {one.status}"
-    tail = "".join(f"\n  | {line}" for line in one.tail[-LAST_LINES:])
+    how = f"was ended by {_signal_name(-one.status)}" if one.status < 0 else f"exited with status {one.status}"
+    tail = "".join(f"\n  | {printable(line.rpartition(chr(13))[2])}" for line in one.tail[-LAST_LINES:])
     output = f"; its last lines:{tail}" if tail else "; it printed nothing"
     return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal

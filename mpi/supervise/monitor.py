@@ -4,8 +4,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from affinity.ranks.rank import LOOPBACK
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S
-from mpi.supervise.exits import RankExit, describe_exit, first_cause
+from mpi.supervise.exits import LAST_LINES, STATUSES, RankExit, describe_exit, first_cause
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, Stop
 from mpi.supervise.server import RankServer
 
 
@@ -28,13 +30,19 @@ class RankStatus:
 
 
 class Monitor:
-    """Takes the reports of the agents of a job's ranks. `timeout_s` is how long a rank may be silent or stopped."""
+    """Takes the reports of the agents of a job's ranks.
 
-    def __init__(self, token: str, timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+    `hosts` are those of the ranks, `address` that of this host by which they reach it. `timeout_s` is how long a rank
+    may be silent or stopped.
+    """
+
+    def __init__(
+        self, token: str, hosts: tuple[str, ...], address: str = LOOPBACK, timeout_s: float = HEARTBEAT_TIMEOUT_S
+    ) -> None:
         self.token = token
         self.ranks: dict[int, RankStatus] = {}
         self._timeout_s = timeout_s
-        self._server = RankServer(token)
+        self._server = RankServer(token, hosts, address, (Heartbeat, Exit))
 
     @property
     def port(self) -> int:
@@ -46,26 +54,25 @@ class Monitor:
         for rank, message in self._server.poll(timeout_s):
             self._take(rank, message)
 
-    def _take(self, rank: int, message: dict[str, Any]) -> None:
+    def _take(self, rank: int, message: Any) -> None:
         now = time.monotonic()
-        if message.get("type") == "hello":
-            self.ranks[rank] = RankStatus(rank=rank, host=str(message["host"]), heartbeat=now)
+        if isinstance(message, Hello):
+            self.ranks[rank] = RankStatus(rank=rank, host=message.host, heartbeat=now)
             return
         status = self.ranks[rank]
-        status.heartbeat = now
-        if message.get("type") == "heartbeat":
-            self._server.connections[rank].send(type="heartbeat")
-            status.stopped_since = (status.stopped_since or now) if message.get("stopped") else None
-        elif message.get("type") == "exit":
-            status.by_job = bool(message.get("by_job"))
+        if isinstance(message, Exit):
+            if status.exit is not None or message.status not in STATUSES:
+                self._server.drop(rank)
+                return
+            status.by_job = message.by_job
+            tail = message.tail[-LAST_LINES:]
             status.exit = RankExit(
-                rank=rank,
-                host=status.host,
-                status=int(message["status"]),
-                time=now,
-                log=str(message.get("log", "")),
-                tail=tuple(map(str, message.get("tail", ()))),
+                rank=rank, host=status.host, status=message.status, time=now, log=message.log, tail=tail
             )
+        elif isinstance(message, Heartbeat):
+            self._server.connections[rank].send(Answer())
+            status.stopped_since = (status.stopped_since or now) if message.stopped else None
+        status.heartbeat = now
 
     def failed(self) -> list[RankStatus]:
         """The ranks that have failed by themselves, are stopped or silent."""
@@ -91,11 +98,11 @@ class Monitor:
 
     def stop(self) -> None:
         """Make every agent end its rank."""
-        self._server.send_all(type="stop")
+        self._server.send_all(Stop())
 
     def preempt(self) -> None:
         """Make every agent send its rank the preemption signal."""
-        self._server.send_all(type="preempt")
+        self._server.send_all(Preempt())
 
     def close(self) -> None:
         """Close every connection: an agent that is left ends its rank then."""

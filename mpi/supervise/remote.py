@@ -1,7 +1,6 @@
 """Run a job through a launcher: start it, watch its ranks on all hosts, end all when one fails."""
 
 import logging
-import secrets
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from mpi.hosts.groups import job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job, bound_command
 from mpi.launchers.launcher import InstalledLauncher, LaunchCommand
-from mpi.supervise.connection import STOP_S, TOKEN_VARIABLE
+from mpi.supervise.connection import STOP_S, TOKEN_VARIABLE, new_token
 from mpi.supervise.exits import SETTLE_S
 from mpi.supervise.monitor import Monitor
 from mpi.supervise.process import start_launcher, write_files
@@ -32,14 +31,16 @@ MAX_HOSTS_NAMED = 5
 logger = logging.getLogger(__name__)
 
 
-def remote_command(job: Job, installed: InstalledLauncher, folder: Path, port: int | str, token: str) -> LaunchCommand:
-    """What starts the job's ranks, each behind an agent that reports to this host's port."""
+def remote_command(
+    job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str
+) -> LaunchCommand:
+    """What starts the job's ranks, each behind an agent that reports to this host's address and port."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     live = ("--live",) if sys.stdout.isatty() else ()
-    report = ("--report-to", f"{own_address(job.hosts)}:{port}", "--into", str(job.log_dir.resolve()))
+    report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
     agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *live, "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
-    with_token = replace(job, variables=(*job.variables, (TOKEN_VARIABLE, token)))
+    with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
     return launch_command(with_token, installed, (*agent, *bound), folder.resolve())
 
 
@@ -50,8 +51,9 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
     Raises RunError naming rank, host, its exit or silence, its log and last lines. On SIGINT or SIGTERM stops
     everything on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
     """
-    monitor = Monitor(secrets.token_hex(8))
-    command = remote_command(job, installed, folder, monitor.port, monitor.token)
+    address = own_address(job.hosts)
+    monitor = Monitor(new_token(), job.host_of_ranks, address)
+    command = remote_command(job, installed, folder, address, monitor.port, monitor.token)
     write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
     with interruptible(monitor.preempt):
         process: subprocess.Popen[bytes] | None = None
@@ -103,7 +105,7 @@ def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor
 
 def _missing(job: Job, monitor: Monitor) -> str:
     """The hosts of ranks that have not started, or have not reported their exit."""
-    ranks = [host for group in job.groups for host in group.hosts for _ in group.plan.workers]
+    ranks = job.host_of_ranks
     missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
     names = list(dict.fromkeys(ranks[i] for i in missing))
     more = ", ..." if len(names) > MAX_HOSTS_NAMED else ""

@@ -3,23 +3,38 @@
 import resource
 import selectors
 import socket
+import time
 from typing import Any
 
 from mpi.supervise.connection import Connection
+from mpi.supervise.messages import Hello, ProtocolError
 
 BACKLOG = 4096
+HELLO_TIMEOUT_S = 10.0  # a connection without a signed Hello is closed
+SPARE_CONNECTIONS = 64  # without Hello, beyond one for each rank; the oldest makes room for a new one
+OWN_FILES = 64  # that this process needs for other purposes
 
 
 class RankServer:
-    """Accepts connections and takes messages from those that have said hello with the job's token."""
+    """Accepts connections and takes messages from those that have said Hello, signed by the job's token.
 
-    def __init__(self, token: str) -> None:
+    `hosts` are the ranks' hosts, `address` that of this host by which they reach it, `accepts` the types of their
+    messages. A connection that sends anything else is closed, and nothing else happens.
+    """
+
+    def __init__(self, token: str, hosts: tuple[str, ...], address: str, accepts: tuple[type, ...]) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
         self.token = token
         self.connections: dict[int, Connection] = {}
+        self._hosts = hosts
+        self._accepts = (Hello, *accepts)
+        self._max_waiting = max(1, min(len(hosts) + SPARE_CONNECTIONS, most - len(hosts) - OWN_FILES))
+        self._waiting: dict[Connection, float] = {}  # without Hello, oldest first, with their deadlines
         self._ranks: dict[Connection, int] = {}
-        self._server = socket.create_server(("", 0), backlog=BACKLOG)
+        self._names: dict[str, str] = {}  # of hosts, as their ranks give them
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family, backlog=BACKLOG)
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
@@ -29,41 +44,86 @@ class RankServer:
         """Where it listens."""
         return int(self._server.getsockname()[1])
 
-    def poll(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        """The messages that have arrived, each with its rank, hello among them; waits that long for the first one."""
-        received: list[tuple[int, dict[str, Any]]] = []
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """The messages that have arrived, each with its rank, Hello among them; waits that long for the first one."""
+        received: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                connection = Connection(self._server.accept()[0])
-                self._selector.register(connection, selectors.EVENT_READ, connection)
-            else:
+                self._accept()
+            elif key.data in self._waiting or key.data in self._ranks:  # not closed meanwhile
                 received += self._receive(key.data)
+        now = time.monotonic()
+        for connection in [one for one, deadline in self._waiting.items() if deadline < now]:
+            self._close(connection)
         return received
 
-    def _receive(self, connection: Connection) -> list[tuple[int, dict[str, Any]]]:
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._server.accept()
+        except OSError:  # the other end is gone, or there is no file descriptor left
+            self._close_oldest()
+            return
+        if len(self._waiting) >= self._max_waiting:
+            self._close_oldest()
+        connection = Connection(accepted, self.token, self._accepts, None)
+        self._waiting[connection] = time.monotonic() + HELLO_TIMEOUT_S
+        self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _close_oldest(self) -> None:
+        oldest = next(iter(self._waiting), None)
+        if oldest is not None:
+            self._close(oldest)
+
+    def _receive(self, connection: Connection) -> list[tuple[int, Any]]:
         messages = connection.receive()
         if messages is None:
-            self._selector.unregister(connection)
-            connection.close()
+            self._close(connection)
             return []
-        known = []
-        for message in messages:
-            if message.get("type") == "hello" and message.get("token") == self.token:
-                rank = int(message["rank"])
-                self.connections[rank], self._ranks[connection] = connection, rank
-            if connection in self._ranks:
-                known.append((self._ranks[connection], message))
-        return known
+        try:
+            return [(self._sender(connection, message), message) for message in messages]
+        except ProtocolError:
+            self._close(connection)
+            return []
 
-    def send_all(self, **message: Any) -> None:
+    def _sender(self, connection: Connection, message: Any) -> int:
+        """The rank of a message. Raises ProtocolError where it does not fit the job."""
+        rank = self._ranks.get(connection)
+        if rank is not None and not isinstance(message, Hello):
+            return rank
+        if rank is not None or not isinstance(message, Hello):
+            raise ProtocolError("no Hello, or a second one")
+        self._check(message)
+        del self._waiting[connection]
+        self.connections[message.rank], self._ranks[connection] = connection, message.rank
+        return message.rank
+
+    def _check(self, hello: Hello) -> None:
+        """Raise ProtocolError where rank and host do not fit the job: each rank connects once, the ranks of a host
+        give it one name. That may be another one than the job's, which may use an alias or an address."""
+        if not 0 <= hello.rank < len(self._hosts) or hello.rank in self.connections:
+            raise ProtocolError("a rank that the job does not have, or has already")
+        if self._names.setdefault(self._hosts[hello.rank], hello.host) != hello.host:
+            raise ProtocolError("another host")
+
+    def drop(self, rank: int) -> None:
+        """Close a rank's connection: it has sent values that no rank of this job has."""
+        if (connection := self.connections[rank]) in self._ranks:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        self._waiting.pop(connection, None)
+        self._ranks.pop(connection, None)
+        connection.close()
+
+    def send_all(self, message: Any) -> None:
         """Send a message to every rank."""
         for connection in self.connections.values():
-            connection.send(**message)
+            connection.send(message)
 
     def close(self) -> None:
         """Close every connection: a rank's agent that is left ends its rank then."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.close()
+        for connection in (*self._waiting, *self._ranks):
+            connection.close()
         self._selector.close()
         self._server.close()

@@ -24,6 +24,7 @@ from mpi.launchers.detect import find_launcher, newest_version
 from mpi.launchers.job import Job, bound_command
 from mpi.supervise.local import free_port
 from tests.mpi.test_launchers import PRINT_NAMES
+from tests.mpi.test_remote import PS_SHOWS_TOKEN
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster
@@ -242,6 +243,8 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     fails = ("--no-preflight", "--", "sh", "-c", 'test "$RANK" = 1 && exit 3; exec sleep 60')
     failed = slurm.run(*launch, *fails, cwd=tmp_path)
     assert failed.returncode == 1 and "rank 1 on " in failed.stderr and "exited with status 3" in failed.stderr
+    listed = slurm.run(*launch, "--no-preflight", "--", sys.executable, "-c", PS_SHOWS_TOKEN, cwd=tmp_path)
+    assert listed.stdout.count("agents True, token False") == 2 * CORES, listed.stdout + listed.stderr
 
 
 def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:

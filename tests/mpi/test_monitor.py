@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from mpi.supervise.connection import TOKEN_VARIABLE, Connection
+from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, Stop
 from mpi.supervise.monitor import Monitor
 
+RANKS = 2000
 
-def agent(monitor: Monitor, rank: int, token: str = "secret") -> Connection:
-    connection = Connection(socket.create_connection(("127.0.0.1", monitor.port)))
-    connection.send(type="hello", token=token, rank=rank, host=f"h{rank}")
+
+def agent(monitor: Monitor, rank: int, token: str = "secret", host: str | None = None) -> Connection:
+    connection = connect(f"127.0.0.1:{monitor.port}", token, (Answer, Stop, Preempt))
+    connection.send(Hello(rank=rank, host=host or f"h{rank}"))
     return connection
 
 
@@ -29,7 +32,7 @@ def await_hello(monitor: Monitor, ranks: int) -> None:
 
 @pytest.fixture
 def monitor(request: pytest.FixtureRequest) -> Iterator[Monitor]:
-    monitor = Monitor("secret", **getattr(request, "param", {}))
+    monitor = Monitor("secret", tuple(f"h{i}" for i in range(RANKS)), **getattr(request, "param", {}))
     yield monitor
     monitor.close()
 
@@ -40,7 +43,7 @@ def test_silence_is_a_failure(monitor: Monitor) -> None:
     await_hello(monitor, 2)
     deadline = time.monotonic() + 20
     while not (failed := monitor.failed()) and time.monotonic() < deadline:
-        connections[0].send(type="heartbeat", stopped=False)
+        connections[0].send(Heartbeat(stopped=False))
         monitor.poll(0.05)
     assert [status.rank for status in failed] == [1]
     assert "rank 1 on h1 has been silent for 1.5 s" in monitor.cause()
@@ -54,7 +57,7 @@ def test_a_stopped_rank_is_a_failure(monitor: Monitor) -> None:
     await_hello(monitor, 1)
     deadline = time.monotonic() + 20
     while not monitor.failed() and time.monotonic() < deadline:
-        connection.send(type="heartbeat", stopped=True)
+        connection.send(Heartbeat(stopped=True))
         monitor.poll(0.05)
     assert "has been stopped" in monitor.cause()
     connection.close()
@@ -74,9 +77,9 @@ def test_strangers_and_noise_are_ignored(monitor: Monitor) -> None:
 def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
     connections = [agent(monitor, rank) for rank in range(3)]
     await_hello(monitor, 3)
-    connections[1].send(type="exit", status=1, tail=["lost a peer"], log="l")
-    connections[2].send(type="exit", status=-9, tail=[], log="l")
-    connections[0].send(type="exit", status=1, tail=[], log="l", by_job=True)
+    connections[1].send(Exit(status=1, tail=("lost a peer",), log="l", by_job=False))
+    connections[2].send(Exit(status=-9, tail=(), log="l", by_job=False))
+    connections[0].send(Exit(status=1, tail=(), log="l", by_job=True))
     deadline = time.monotonic() + 10
     while len(monitor.failed()) < 2 and time.monotonic() < deadline:
         monitor.poll(0.05)
@@ -93,7 +96,7 @@ def test_many_ranks(monitor: Monitor) -> None:
         monitor.poll(0)
     await_hello(monitor, 1500)
     for connection in connections:
-        connection.send(type="heartbeat", stopped=False)
+        connection.send(Heartbeat(stopped=False))
     deadline = time.monotonic() + 20
     answered = 0
     while answered < 1500 and time.monotonic() < deadline:

@@ -10,7 +10,8 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
-from mpi.preflight.checks import HostReport, compare_hosts, missing_provider
+from mpi.preflight.checks import missing_provider
+from mpi.preflight.reports import HostReport, compare_hosts
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts

@@ -130,6 +130,27 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
     assert [*usage.planned] == [*range(size)]
 
 
+PS_SHOWS_TOKEN = """
+import os, socket, subprocess, time
+time.sleep(1)
+lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+seen = os.environ["CPUTRAIN_JOB_TOKEN"] in lines
+print(f"{socket.gethostname()}: agents {'mpi.supervise.agent' in lines}, token {seen}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_no_process_shows_the_job_s_token(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
+    """Of a running job, among the command lines of all processes of its hosts; the launching host is one of them."""
+    (tmp_path / "ps.py").write_text(PS_SHOWS_TOKEN)
+    flags = ("--no-preflight", "--ppn", "1")
+    argv = launch_on(hosts, name, *flags, "--", sys.executable, str(tmp_path / "ps.py"), cwd=tmp_path)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr + result.stdout
+    found = sorted(line.split("] ")[1] for line in result.stdout.splitlines())
+    assert found == [f"{host}: agents True, token False" for host in hosts.names]
+
+
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp_path: Path) -> None:
     """Rank 0's host has to be given, by hand or by launch.sh; the port is one that all ranks find by themselves."""
