@@ -13,7 +13,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2,n3"}
 
 
 def rank(number: int, *, size: int = 4, on_host: int = 4) -> Rank:
-    fields = {"local_rank": number % on_host, "local_world_size": on_host, "launcher": "test"}
+    fields = {"local_rank": number % on_host, "local_world_size": on_host, "convention": "test"}
     return Rank(rank=number, world_size=size, **fields)
 
 
