@@ -1,12 +1,17 @@
 """Any launcher's environment -> rank, local rank, world size; and torch.distributed's env:// variables."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from affinity.errors import InputError
+from affinity.wording import counted
 
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = 29500  # torch.distributed's own default
+MAX_RANKS = 1 << 24
+NUMBER = re.compile("[0-9]{1,9}")
+TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,27 +85,39 @@ def discover(env: Mapping[str, str]) -> Rank | None:
 
 def local_rank_of(env: Mapping[str, str]) -> int | None:
     """This process's local rank, where a launcher has set at least that; else None."""
-    return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if env.get(name, "").isdigit()), None)
+    return next((int(env[name]) for name in LOCAL_RANK_VARIABLES if NUMBER.fullmatch(env.get(name, ""))), None)
 
 
 def _srun_rank(env: Mapping[str, str]) -> Rank:
+    tasks, node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")), _number(env, "SLURM_NODEID")
+    if node >= len(tasks):
+        raise InputError(
+            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE'][:60]} has "
+            f"{counted(len(tasks), 'host')}: start the rank with srun"
+        )
     return _checked(
         Rank(
             rank=_number(env, "SLURM_PROCID"),
             world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(env, "SLURM_LOCALID"),
-            local_world_size=tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[_number(env, "SLURM_NODEID")],
+            local_world_size=tasks[node],
             convention="srun",
         )
     )
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1)."""
+    """Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1). Raises InputError on anything else."""
     counts: list[int] = []
     for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
+        match = TASKS.fullmatch(part)
+        if match is None:
+            raise InputError(
+                f"Slurm's tasks per node {text[:60]!r}: {part[:30]!r} is not N or N(xM): unset SLURM_TASKS_PER_NODE"
+            )
+        if len(counts) + int(match[2] or 1) > MAX_RANKS:
+            raise InputError(f"Slurm's tasks per node {text[:60]!r} are on more than {MAX_RANKS:,} hosts: unset them")
+        counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
 
@@ -117,9 +134,10 @@ def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    if not env.get(name, "").isdigit():
+    if not NUMBER.fullmatch(env.get(name, "")):
         raise InputError(
-            f"{name}={env.get(name)!r} is not a number: start the rank with mpirun, srun, torchrun or cputrain launch"
+            f"{name}={env.get(name, '')[:60]!r} is not a number of at most 9 digits: start the rank with mpirun, "
+            "srun, torchrun or cputrain launch"
         )
     return int(env[name])
 

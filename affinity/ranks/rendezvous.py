@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from affinity.ranks.rank import CONVENTIONS, LOOPBACK, MASTER_PORT, Rank, rendezvous
+from affinity.ranks.rank import CONVENTIONS, LOOPBACK, MASTER_PORT, NUMBER, Rank, rendezvous
 from affinity.ranks.route import interface_to
 
 LOOPBACK_INTERFACE = "lo"
@@ -65,8 +65,8 @@ def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
 def port_of(env: Mapping[str, str]) -> int | None:
     """MASTER_PORT, where it is set. Raises InputError where it is not a TCP port."""
     port = env.get("MASTER_PORT")
-    if port is not None and not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise InputError(f"MASTER_PORT={port} is not a TCP port: export a number from 1 to 65535, or unset it")
+    if port is not None and not (NUMBER.fullmatch(port) and 0 < int(port) < 1 << 16):
+        raise InputError(f"MASTER_PORT={port[:60]} is not a TCP port: export a number from 1 to 65535, or unset it")
     return None if port is None else int(port)
 
 

@@ -27,6 +27,7 @@ RESOURCES = (
     *("time", "partition", "queue", "account", "qos", "constraint"),
     *("mail", "output", "error", "directives"),
 )
+MAX_CPUS, MAX_CHAIN = 1 << 16, 1000
 COMMAND = "command"  # click.Context.meta key of the words after --
 
 
@@ -54,7 +55,10 @@ class _WithCommand(click.Command):
 @click.option("--qos", metavar="NAME", help="Slurm: quality of service")
 @click.option("--constraint", metavar="FEATURES", help="Slurm: features that the hosts must have")
 @click.option(
-    "--ncpus", type=click.IntRange(1), metavar="N", help="PBS, without --machine: CPUs per host, as in pbsnodes -a"
+    "--ncpus",
+    type=click.IntRange(1, 1 << 16),
+    metavar="N",
+    help="PBS, without --machine: CPUs per host, as in pbsnodes -a",
 )
 @click.option("--mail", metavar="ADDRESS", help="send mail there when the job ends or fails")
 @click.option("--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns such as %j")
@@ -81,7 +85,7 @@ class _WithCommand(click.Command):
 @click.option("--array", metavar="KEY=A,B,C", help="submit a job array: one job of the recipe for each value")
 @click.option(
     "--chain",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_CHAIN),
     default=1,
     metavar="N",
     help="with --submit: number of jobs in a row, each continuing the one before",

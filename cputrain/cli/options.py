@@ -1,5 +1,6 @@
 """The planning options that `plan`, `launch` and `job` share: declared here, interpreted in `cputrain.launch`."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from cputrain.launch.options import NUMBERS, OTHERS, PlanningOptions
 from mpi.fabric import FABRICS
 from mpi.launchers.table import LAUNCHERS
 
+NUMBER = re.compile("[0-9]{1,6}")
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
 PLAIN = ("machine", "smt", "share", "launcher", "bind", "fabric")
@@ -30,8 +32,8 @@ class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newe
         """The number, or "auto" unchanged."""
         if value == "auto" or isinstance(value, int):
             return value  # type: ignore[no-any-return]
-        if not value.isdigit() or int(value) < self.least:
-            self.fail(f"{value!r} is neither auto nor a number of at least {self.least}", param, ctx)
+        if not NUMBER.fullmatch(value) or int(value) < self.least:
+            self.fail(f"{value[:30]!r} is neither auto nor a number from {self.least} to 999,999", param, ctx)
         return int(value)
 
 

@@ -10,7 +10,10 @@ WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
 FEATURES = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*!()\[\]+=-]*")
 ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(@[A-Za-z0-9_.-]+)?")
 FILE = re.compile(r"[A-Za-z0-9_./~%][A-Za-z0-9_./~%@:+=^-]*")
-TIME = {"slurm": re.compile(r"(?:\d+-)?\d{1,3}(?::\d{2}){0,2}"), "pbs": re.compile(r"\d{1,4}(?::\d{2}){1,2}")}
+TIME = {
+    "slurm": re.compile("(?:[0-9]{1,4}-)?[0-9]{1,3}(?::[0-9]{2}){0,2}"),
+    "pbs": re.compile("[0-9]{1,4}(?::[0-9]{2}){1,2}"),
+}
 SCHEDULERS = tuple(TIME)
 LIMIT_NOTICE_S = 120  # from the preemption signal to the time limit: state is saved, the job requeued
 
@@ -118,7 +121,7 @@ def _check(job: Resources, scheduler: str) -> None:
             raise InputError(f"--{what} {getattr(job, what)}: schedulers do not expand ~: write the folder in full")
     if not TIME[scheduler].fullmatch(job.time):
         days = ", or D-HH:MM:SS" if scheduler == "slurm" else ", with days as hours"
-        raise InputError(f"--time {job.time!r} is not a time limit: give HH:MM:SS{days}")
+        raise InputError(f"--time {job.time[:60]!r} is not a time limit: give HH:MM:SS{days}")
     for line in job.directives:
         if not line.startswith("-") or not line.isprintable():
             raise InputError(f"--directive {line!r}: give one directive as it stands after #SBATCH or #PBS")

@@ -8,12 +8,14 @@ from affinity.errors import InputError
 from affinity.wording import counted
 from cputrain.launch.options import THIS_MACHINE, PlanningOptions
 from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_name, read_hostfile
-from mpi.hosts.nodelist import expand
+from mpi.hosts.nodelist import MAX_HOSTS, expand
 from mpi.launchers.launcher import InstalledLauncher
 
 
 def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
     """The hosts of --hosts or --hostfile, or placeholders for --nodes. Raises InputError where these contradict."""
+    if nodes is not None and nodes > MAX_HOSTS:
+        raise InputError(f"--nodes {nodes} is more than {MAX_HOSTS:,}, the most hosts of a job: correct it")
     if names is not None and hostfile is not None:
         raise InputError("--hosts and --hostfile exclude each other: give one")
     if hostfile is not None:

@@ -9,12 +9,17 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks.rank import tasks_per_node
+from affinity.units import MIB
 from affinity.wording import counted
 from mpi.hosts.nodelist import expand
 
 # Names reach shells, ssh and files: nothing else is let through.
 NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-WITH_SLOTS = re.compile(r"(.+):(\d+)")
+MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and a name in DNS
+MAX_SLOTS = 1 << 16
+MAX_BYTES = 64 << 20
+NUMBER = re.compile("[0-9]{1,9}")
+WITH_SLOTS = re.compile("(.+):([0-9]+)")
 SLOTS_KEYS = ("slots", "max_slots", "max-slots")
 FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
@@ -42,9 +47,13 @@ class HostList:
 def read_hostfile(path: Path) -> HostList:
     """The hosts of a file in any launcher's format. Raises InputError naming file and line."""
     try:
-        text = path.read_text()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the hostfile {path}: {error}") from None
+    if len(data) > MAX_BYTES:
+        raise InputError(f"hostfile {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
     return parse_hosts(text, str(path))
 
 
@@ -88,23 +97,29 @@ def _parse_line(words: list[str], place: str) -> tuple[tuple[str, ...], str, int
     line_format, slots = "plain", None
     match = WITH_SLOTS.fullmatch(first)
     if match and not _is_ip(first):
-        line_format, first, slots = "hydra", match.group(1), int(match.group(2))
+        line_format, first, slots = "hydra", match[1], _slots(match[2], place)
     for key, value in settings.items():
-        if key in SLOTS_KEYS and line_format != "hydra" and value.isdigit():
-            line_format, slots = "openmpi", int(value) if key == "slots" else slots
+        if key in SLOTS_KEYS and line_format != "hydra" and NUMBER.fullmatch(value):
+            line_format, slots = "openmpi", _slots(value, place) if key == "slots" else slots
         elif key == "binding" and line_format != "openmpi":
             line_format = "hydra"
         else:
             word = next(word for word in words[1:] if word.partition("=")[0] == key)
             raise InputError(f"{place}: {word[:60]!r} is not slots=N, max_slots=N or binding=...: remove or correct it")
-    if slots == 0:
-        raise InputError(f"{place}: {first} has 0 slots: set slots to 1 or more, or remove the line")
     names = expand(first) if "[" in first and not first.startswith("[") else (first,)
     return tuple(check_name(name, place) for name in names), line_format, slots
 
 
+def _slots(text: str, place: str) -> int:
+    if not NUMBER.fullmatch(text) or not 1 <= int(text) <= MAX_SLOTS:
+        raise InputError(f"{place}: {text[:30]} slots: set slots to 1 to {MAX_SLOTS:,}, or remove the line")
+    return int(text)
+
+
 def check_name(name: str, source: str) -> str:
     """The name, if it is a valid name of a host. Raises InputError otherwise."""
+    if len(name) > MAX_NAME:
+        raise InputError(f"{source}: the host name {name[:30]!r}... has more than {MAX_NAME} characters: correct it")
     if not NAME.fullmatch(name) and not _is_ip(name.rpartition("@")[2]):
         raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
     return name

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from affinity.errors import InputError
 
-PART = re.compile(r"([^\[\],]*)(?:\[([\d,-]+)\]([^\[\],]*))?")
-NUMBERED = re.compile(r"(.*?)(\d+)([^\d]*)")
-MOST_HOSTS = 1_000_000
+PART = re.compile(r"([^\[\],]*)(?:\[([0-9,-]+)\]([^\[\],]*))?")
+RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)", re.DOTALL)
+MAX_HOSTS = 200_000  # more than any machine has
+MAX_DIGITS = 9
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -30,8 +32,8 @@ def expand(text: str) -> tuple[str, ...]:
             hosts += [prefix.strip()] if prefix.strip() else []
         else:
             hosts += [f"{prefix.strip()}{number}{suffix.strip()}" for number in _numbers(ranges, text)]
-        if len(hosts) > MOST_HOSTS:
-            raise InputError(f"hosts {text[:60]!r}: the list has more than {MOST_HOSTS:,} hosts: correct the range")
+        if len(hosts) > MAX_HOSTS:
+            raise _too_many(text)
     if not hosts:
         raise InputError(f"hosts {text[:60]!r}: the list is empty: give HOST,HOST,...")
     if len(set(hosts)) < len(hosts):
@@ -43,12 +45,22 @@ def expand(text: str) -> tuple[str, ...]:
 def _numbers(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < int(first) + MOST_HOSTS):
-            raise InputError(f"hosts {text[:60]!r}: {part!r} is not a range of numbers: write it as in n[001-128,130]")
+        match = RANGE.fullmatch(part)
+        if any(len(number) > MAX_DIGITS for number in part.split("-")):
+            raise InputError(f"hosts {text[:60]!r}: {part[:30]!r} has more than {MAX_DIGITS} digits: correct the range")
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise InputError(
+                f"hosts {text[:60]!r}: {part[:30]!r} is not a range of numbers: write it as in n[001-128,130]"
+            )
+        first, last = match[1], match[2] or match[1]
+        if len(numbers) + int(last) - int(first) >= MAX_HOSTS:
+            raise _too_many(text)
         numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
     return numbers
+
+
+def _too_many(text: str) -> InputError:
+    return InputError(f"hosts {text[:60]!r}: the list has more than {MAX_HOSTS:,} hosts: correct the range")
 
 
 def fold(hosts: Iterable[str]) -> str:

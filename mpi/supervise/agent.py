@@ -51,7 +51,7 @@ def _connect(server: str, token: str, rank: Rank) -> Connection:
     if not token:
         raise InputError(
             f"{TOKEN_VARIABLE} has not reached {socket.gethostname()}: the launcher must pass its environment on to "
-            "its ranks: unset HYDRA_ENV, I_MPI_HYDRA_ENV and SLURM_EXPORT_ENV"
+            "its ranks: for srun unset SLURM_EXPORT_ENV"
         )
     try:
         connection = connect(server, token, (Answer, Stop, Preempt))

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.ranks.rank import Rank, discover, rendezvous, tasks_per_node
+from affinity.ranks.rank import CONVENTIONS, MAX_RANKS, Rank, discover, local_rank_of, rendezvous, tasks_per_node
 
 ENVIRONMENTS = {
     "env": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -85,3 +85,29 @@ def test_rendezvous_is_read_back() -> None:
     env = rendezvous(rank, "n1", 29500)
     assert discover(env) == rank
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "29500")
+
+
+VALUES = st.sampled_from(
+    ["0", "1", "2", "4", "", "-1", "x", "\u00b2", "\u0663", "9" * 5000, "2(x2)", "2(x999999999)", "(", "1.5"]
+)
+SRUN = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+NAMES = [*(name for _, *names in CONVENTIONS for name in names), *SRUN, "SLURM_STEP_TASKS_PER_NODE", "PMIX_RANK"]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES))
+def test_any_environment_is_a_rank_or_refused(env: dict[str, str]) -> None:
+    try:
+        rank = discover(env)
+    except InputError:
+        return
+    assert rank is None or 0 <= rank.rank < rank.world_size
+    assert local_rank_of(env) is None or local_rank_of(env) >= 0
+
+
+@given(st.text(max_size=40) | st.text("0129(x),", max_size=20))
+def test_any_text_is_tasks_per_node_or_refused(text: str) -> None:
+    try:
+        counts = tasks_per_node(text)
+    except InputError:
+        return
+    assert len(counts) <= MAX_RANKS

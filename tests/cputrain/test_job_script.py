@@ -154,6 +154,7 @@ def test_pbs_directives_say_what_is_wanted() -> None:
         ({"directives": ("reboot",)}, "--directive"),
         ({"time": "soon"}, "--time 'soon'"),
         ({"time": "1:00\n#SBATCH -p all"}, "--time"),
+        ({"time": "\u0661:\u0660\u0660"}, "--time"),
     ],
 )
 def test_values_that_a_directive_cannot_hold_are_rejected(changes: dict, expected: str) -> None:
@@ -293,6 +294,8 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
         ((*SLURM, "--local-batch", "8"), "set batch.local=8"),
         ((*SLURM, "--queue", "q"), "give --partition"),
         ((*SLURM, "--ncpus", "8"), "--ncpus is not for slurm"),
+        ((*PBS, "--ncpus", "99999999999"), "1<=x<=65536"),
+        ((*SLURM, "--submit", "--chain", "99999999999"), "1<=x<=1000"),
         (("slurm", "imagefolder", "--hosts", "n1,n2"), "give --nodes N"),
         ((*PBS, "--partition", "p"), "give --queue"),
         ((*PBS, "--qos", "q"), "--directive"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from mpi.hosts.hostfile import Host, allocated_hosts, format_hosts, parse_hosts, read_hostfile
+from mpi.hosts.hostfile import MAX_SLOTS, Host, allocated_hosts, format_hosts, parse_hosts, read_hostfile
 
 
 def parsed(text: str) -> list[tuple[str, int | None]]:
@@ -59,6 +59,11 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("-oProxyCommand=x", "not a host name"),
         ("h 1", "'1' is not"),
         ("h1:4 slots=4", "remove or correct it"),
+        ("h1:99999999999", "set slots to 1 to 65,536"),
+        ("h1 slots=70000", "set slots to 1 to 65,536"),
+        (f"h1:{'9' * 5000}", "set slots to 1 to 65,536"),
+        ("h1 slots=\u00b2", "is not slots=N"),
+        ("h" * 4097, "more than 255 characters"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, message: str) -> None:
@@ -77,6 +82,33 @@ def test_no_text_gives_a_name_that_a_shell_would_read(text: str) -> None:
         for host in hosts
     )
     assert not any(host.name.startswith("-") for host in hosts)
+
+
+@given(st.text(max_size=200) | st.text("h1 slots=:[]-,#\n@.\u00b2\u0663", max_size=60))
+def test_any_text_is_a_hostfile_or_refused(text: str) -> None:
+    try:
+        hosts = parse_hosts(text, "f").hosts
+    except InputError:
+        return
+    assert all(host.slots is None or 1 <= host.slots <= MAX_SLOTS for host in hosts)
+
+
+def test_endless_files_are_refused() -> None:
+    with pytest.raises(InputError, match="larger than 64 MiB"):
+        read_hostfile(Path("/dev/zero"))
+
+
+SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
+
+
+@given(st.text(max_size=30) | SLURM_TASKS.map(",".join))
+def test_any_slurm_tasks_per_node_are_read_or_refused(tasks: str) -> None:
+    env = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": tasks}
+    try:
+        found = allocated_hosts(env)
+    except InputError:
+        return
+    assert found is not None and len(found.hosts) == 4
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
 def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
     output = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
     assert f"{sys.executable} -m mpi.supervise.agent --report-to 127.0.0.1:PORT --into " in output
-    assert "CPUTRAIN_JOB_TOKEN TOKEN " in output and "launch.sh CMD" in output
+    assert "CPUTRAIN_JOB_TOKEN=TOKEN " in output and "launch.sh CMD" in output
 
 
 def plainly(argv: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +48,32 @@ def test_ranges_are_short() -> None:
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="hosts"):
         expand(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("n[1-99999999999]", "more than 9 digits"),
+        (f"n[1-{'9' * 5000}]", "more than 9 digits"),
+        ("n[0-999999999]", "more than 200,000 hosts"),
+        (f"n[{','.join(['1-190000'] * 1000)}]", "more than 200,000 hosts"),
+        (",".join(f"{name}[1-150000]" for name in "abcdefgh"), "more than 200,000 hosts"),
+        ("n[\u0661-\u0663]", "neither a name nor a range"),
+        ("n[\u00b2]", "neither a name nor a range"),
+    ],
+    ids=["a count", "5,000 digits", "nine digits", "many ranges", "many names", "Arabic digits", "a superscript"],
+)
+def test_lists_beyond_a_limit_are_refused_at_once_with_the_limit(text: str, limit: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(InputError, match=limit):
+        expand(text)
+    assert time.monotonic() - started < 2
+
+
+@given(st.text(max_size=200) | st.text("n0159[]-,", max_size=60))
+def test_any_text_is_a_list_or_refused(text: str) -> None:
+    try:
+        hosts = expand(text)
+    except InputError:
+        return
+    assert hosts and len(set(hosts)) == len(hosts)
