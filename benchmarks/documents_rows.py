@@ -18,8 +18,8 @@ TRAINED = (r"total steps +(\S+):", TOP1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """An experiment: `full` are its command lines at full size, `small` those for two cores, run in their order in one
-    folder that holds data/photos, data/mnist and data/mnist-3-splits; `shows` are patterns of the small ones' output,
-    whose groups are what is shown; `status` is the exit status of each small one."""
+    folder with data/photos, data/mnist and data/mnist-3-splits; `shows` are patterns of the small ones' output, whose
+    groups are what is shown; `status` is the exit status of each small one."""
 
     document: str
     experiment: str
@@ -146,12 +146,12 @@ ROWS = (
         experiment="AlexNet at 32,768, 2,048 CPUs; Table 3: norms of weights and gradients by layer",
         full=(
             "cputrain job slurm alexnet-bn-32k log_norms_every_steps=40 --nodes 1024 --time 00:30:00 --submit",
-            "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
+            "cputrain bench optimizer runs/alexnet-bn-32k",
         ),
         small=(
             "cputrain train alexnet-bn-32k data.path=data/photos data.crop=67 data.resize=67 batch.local=16 epochs=1 "
             "schedule.warmup_epochs=1 log_norms_every_steps=5",
-            "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
+            "cputrain bench optimizer runs/alexnet-bn-32k",
         ),
         shows=(r"^(features.0.weight .*)$", r"^(classifier.6.weight .*)$"),
     ),

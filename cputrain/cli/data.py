@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.data.formats.folder import SPLITS
 from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.open import open_dataset
@@ -46,7 +47,9 @@ def info(folder: Path) -> None:
         if manifest:
             entry = manifest["splits"][split]
             odd = "".join(f", {name}: {count:,}" for name, count in sorted(entry["odd"].items()))
-            click.echo(f"  {entry['shards']} shard(s), left out as damaged: {len(entry['damaged']):,}{odd}")
+            click.echo(
+                f"  {counted(entry['shards'], 'shard')}, {counted(len(entry['damaged']), 'damaged image')} not packed{odd}"
+            )
     if manifest:
         options = (f"{key}={value}" for key, value in manifest["made"].items() if value is not None)
         click.echo(f"prepared with {', '.join(options)}")

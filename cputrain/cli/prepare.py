@@ -10,6 +10,7 @@ from tqdm import tqdm
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
 from affinity.units import MIB
+from affinity.wording import counted
 from cputrain.data.prepare.digits import write_digits
 from cputrain.data.prepare.options import SHARD_BYTES, Options
 from cputrain.data.prepare.pack import prepare
@@ -101,7 +102,7 @@ def command(
 
     Image files are stored unchanged; with --short-side or --quality they become new JPEGs. TFRecords, whose readers
     decode only JPEGs, are an exception: other formats and CMYK become JPEGs of quality 100. Images that cannot be read
-    are left out and named. A command that was killed continues when it is given again; a finished one does nothing.
+    are skipped and named. A command that was killed continues when it is given again; a finished one does nothing.
     """
     check_writable(out, "OUT")
     if kind == "digits" and not source.exists():
@@ -133,7 +134,7 @@ def command(
         click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}); 0 is not used")
     for split, entry in splits.items():
         mix = entry["mix"]
-        click.echo(f"{out}: {split} {entry['images']:,} images in {entry['shards']} shard(s)")
+        click.echo(f"{out}: {split} {entry['images']:,} images in {counted(entry['shards'], 'shard')}")
         click.echo(
             f"  different classes among 32 images in a row: {mix['classes_in_32']:.1f} (in random order "
             f"{mix['at_random']:.1f})"
@@ -142,4 +143,4 @@ def command(
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["odd"].items())))
         if entry["damaged"]:
             first = "; ".join(entry["damaged"][:3])
-            click.echo(f"  {len(entry['damaged']):,} image(s) cannot be read and are left out: {first}")
+            click.echo(f"  {counted(len(entry['damaged']), 'unreadable image')} skipped: {first}")

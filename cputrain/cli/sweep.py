@@ -10,6 +10,7 @@ from affinity.errors import DoesNotFitError, InputError, RunError
 from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
 from affinity.units import GIB
+from affinity.wording import counted
 from cputrain.cli.options import settings_argument
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
@@ -79,7 +80,7 @@ def command(
     base = load_recipe(recipe, settings)
     if find:
         if grids or runs or workers or limit or dry_run:
-            raise InputError("--find-batch goes only with --memory and --output: leave the other options out")
+            raise InputError("--find-batch goes only with --memory and --output: remove the other options")
         return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory)
     if memory is not None:
         raise InputError("--memory goes only with --find-batch: add it, or set a limit with the job's scheduler")
@@ -109,7 +110,7 @@ def _sharing_cores(variant: Variant) -> Variant:
     cores = len(this_machine().allowed_cores)
     if count <= cores:
         return variant
-    click.echo(f"{count} workers share {cores} core(s): they train no faster than {cores} worker(s)")
+    click.echo(f"{count} workers share {counted(cores, 'core')}: they train no faster than {counted(cores, 'worker')}")
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
 
 

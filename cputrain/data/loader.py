@@ -1,7 +1,8 @@
 """The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
 
     import torch
-    from cputrain.data import ImageLoader
+    from affinity.wording import counted
+from cputrain.data import ImageLoader
 
     train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, len(train.classes)))
@@ -31,6 +32,7 @@ from torch import Tensor
 from affinity.errors import InputError, RunError
 from affinity.kernel.bound_plan import bound_worker
 from affinity.ranks.rank import discover
+from affinity.wording import counted
 from cputrain.data.batches import Batch, decoded_batches
 from cputrain.data.formats.block_reader import BlockReader, images_per_block
 from cputrain.data.formats.dataset import Dataset, Images, check_labels
@@ -117,7 +119,7 @@ class ImageLoader:
         cpus: where they run. None: on those CPUs of the plan; empty, or without a plan: anywhere.
         block_mib: read shards in pieces of so many MiB, for parallel file systems; 0 reads image by image.
         decoder: "turbo" (libjpeg-turbo 3), "pillow", or "auto": turbo where it is available.
-        on_error: "skip" leaves damaged images out of their batch and logs a warning; "raise" raises RunError.
+        on_error: "skip" removes damaged images from their batch and logs a warning; "raise" raises RunError.
 
         Raises InputError where the folder, the split or an argument does not fit.
         """
@@ -166,8 +168,8 @@ class ImageLoader:
             images, labels = batch.images, batch.labels
             if batch.damaged:
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
-                    raise RunError(f"{len(batch.damaged)} damaged image(s) in a batch: {batch.damaged[0]}")
-                logger.warning("%d damaged image(s) left out: %s", len(batch.damaged), "; ".join(batch.damaged))
+                    raise RunError(f"{counted(len(batch.damaged), 'damaged image')} in a batch: {batch.damaged[0]}")
+                logger.warning("%s skipped: %s", counted(len(batch.damaged), "damaged image"), "; ".join(batch.damaged))
                 undamaged = batch.weights > 0
                 images, labels = images[undamaged], labels[undamaged]
             yield self._normalize(images), labels
@@ -222,7 +224,7 @@ def _shuffled(
         steps, used = steps + 1, len(images)
     if steps == 0 or used // steps < world_size:
         raise InputError(
-            f"batch_size={batch_size} on {world_size} rank(s) needs {global_batch:,} images, and there are "
+            f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {global_batch:,} images, and there are "
             f"{len(images):,}: use a smaller batch_size"
         )
     return ShuffledSampler(

@@ -9,6 +9,7 @@ from affinity.errors import DoesNotFitError, InputError
 from affinity.planner.workload import footprint, largest_batch
 from affinity.text_table import csv_table, markdown_table
 from affinity.units import GIB
+from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
@@ -99,7 +100,7 @@ def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
     if workload is not None and not workload.assumed and peak is not None and share is not None and peak > share:
         raise DoesNotFitError(
             f"{workload.name} with {planned.recipe.batch.local} images per step needs {peak / GIB:.2f} GiB; "
-            f"--memory leaves {share / GIB:.2f} GiB to each of {planned.ppn} worker(s)",
+            f"--memory leaves {share / GIB:.2f} GiB to each of {counted(planned.ppn, 'worker')}",
             largest=largest_batch(workload, share),
         )
 
@@ -139,7 +140,7 @@ def _room(planned: PlannedTraining, limit: int | None) -> str:
         limits.append(f"{machine.memory_limit_bytes / GIB:.1f} GiB in this control group")
     workload = plan.request.workload
     known = "" if workload is None or not workload.assumed else f"; the planner has no estimate for {workload.name}"
-    return f"{planned.ppn} worker(s), {', '.join(limits)}{known}"
+    return f"{counted(planned.ppn, 'worker')}, {', '.join(limits)}{known}"
 
 
 def _gib(value: int | None) -> str:

@@ -10,7 +10,7 @@ from affinity.errors import InputError, RunError
 from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import LOGS, RECIPE
+from cputrain.runs.folder import LOGS, RECIPE, check_folder
 from cputrain.runs.resume import differences
 from cputrain.sweep.clock import time_limit
 from cputrain.sweep.outcomes import DONE, INVALID, STOPPED, TIME_LIMIT, oom_kills, outcome_of
@@ -37,7 +37,7 @@ def train_all(
 ) -> list[RunResult]:
     """Train everything that is not done yet, one after another, each for at most `limit_s` seconds over all its starts.
 
-    `env` is the environment that the workers inherit. Raises InputError where a folder holds another training,
+    `env` is the environment that the workers inherit. Raises InputError where a folder contains another training,
     RunError where the user stopped one, KeyboardInterrupt where a signal did.
     """
     results = []
@@ -49,7 +49,7 @@ def train_all(
         known = (folder / RECIPE).is_file()
         if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
             raise InputError(
-                f"{folder} holds a run of another recipe: name another folder with --output, or remove this one"
+                f"{folder} contains a run of another recipe: name another folder with --output, or remove this one"
             )
         setup = setup_of(one)
         result = result_of(variant, setup, folder)
@@ -65,7 +65,8 @@ def train_all(
 
 
 def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
-    """Train, and record how long it took and how it ended."""
+    """Train, and record how long it took and how it ended. Raises InputError where the folder may not be written to."""
+    check_folder(one.recipe, one.scale, resume=resume, overwrite=False)
     started, killed, message = time.monotonic(), oom_kills(), ""
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:
         try:

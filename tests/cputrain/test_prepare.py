@@ -105,7 +105,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
     (folder / "test/class2/000.jpg").unlink()
     for found in (open_folder(folder), open_source("imagefolder", folder, val_fraction=None, seed=1)):
         assert [len(images) for images in found.splits.values()] == [36, 15, 14]
-    with pytest.raises(InputError, match="has validation and test images of its own: leave --val-fraction out"):
+    with pytest.raises(InputError, match="has validation and test images of its own: remove --val-fraction"):
         open_source("imagefolder", folder, val_fraction=0.25, seed=1)
     shutil.rmtree(folder / "val")
     assert (survey(str(folder)).val, survey(str(folder)).test) == (14, 0), (
@@ -239,7 +239,7 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     (folder / "train/class2/004.jpg").unlink()
     (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
     result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
-    assert result.returncode == 0 and "1 image(s) cannot be read and are left out" in result.stdout, result.stderr
+    assert result.returncode == 0 and "1 unreadable image skipped" in result.stdout, result.stderr
     (tmp_path / ".second.partial").write_text("a file in the way")
     result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
@@ -315,7 +315,7 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
         assert shown.returncode == 0, shown.stderr
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
-    assert "left out as damaged: 1" in info.stdout and "prepared with kind=imagefolder" in info.stdout
+    assert "1 damaged image not packed" in info.stdout and "prepared with kind=imagefolder" in info.stdout
     wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in wrong.stderr

@@ -40,7 +40,7 @@ def main(trainings: list[dict[str, Any]]) -> None:
         worker, observed = bind_rank(recipe, rank, os.environ, check=True)
         how = {"resume": False, "overwrite": False, "prepared": False, "check": True}
         poison(training["poison"])
-        run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **how))  # noqa: B023  called at once
+        run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how))  # noqa: B023  called at once
         faulthandler.cancel_dump_traceback_later()  # a rank ends with its group; this one goes on
         print(f"trained {recipe.name}", flush=True)
 

@@ -62,7 +62,7 @@ def prepare(
     threads: int | None = None,
     on_image: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Pack all splits into shards, each in one random permutation; images that cannot be read are left out and named.
+    """Pack all splits into shards, each in one random permutation; images that cannot be read are skipped and named.
 
     `out` is complete or absent. Unfinished work is kept beside it, in .OUT.partial, and continued when prepare is
     called again with the same options; a complete `out` with the same options is left as it is. `on_image` is called
@@ -115,8 +115,8 @@ def _check_space(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(folder).free
     if needed - written > free:
         raise InputError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, the shards need about {needed / 1e9:.1f}: make room, or "
-            "prepare elsewhere"
+            f"{folder.parent} has {free / 1e9:.1f} GB free, the shards need about {needed / 1e9:.1f}: free some space, "
+            "or prepare elsewhere"
         )
 
 
