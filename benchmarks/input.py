@@ -176,7 +176,7 @@ def start(rounds: int) -> tuple[float, float]:
         (folder / "train-00000.tar").write_bytes(b"")
         made = {"images": IMAGENET, "shards": 1, "bytes": [0]}
         (folder / "manifest.json").write_text(
-            json.dumps({"version": VERSION, "classes": ["a"], "made": {}, "splits": {"train": made}})
+            json.dumps({"version": VERSION, "classes": ["a"], "options": {}, "splits": {"train": made}})
         )
         for epoch in range(rounds):
             begun = time.perf_counter()

@@ -133,14 +133,14 @@ def command(
         names = dataset.classes
         click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}); 0 is not used")
     for split, entry in splits.items():
-        mix = entry["mix"]
+        mixing = entry["mixing"]
         click.echo(f"{out}: {split} {entry['images']:,} images in {counted(entry['shards'], 'shard')}")
         click.echo(
-            f"  different classes among 32 images in a row: {mix['classes_in_32']:.1f} (in random order "
-            f"{mix['at_random']:.1f})"
+            f"  different classes among 32 images in a row: {mixing['classes_in_32']:.1f} (in random order "
+            f"{mixing['at_random']:.1f})"
         )
-        if entry["odd"]:
-            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["odd"].items())))
+        if entry["unusual"]:
+            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
             first = "; ".join(entry["damaged"][:3])
             click.echo(f"  {counted(len(entry['damaged']), 'unreadable image')} skipped: {first}")

@@ -18,7 +18,7 @@ from cputrain.recipe.schema import SweepSection
 from cputrain.sweep.clock import parse_clock
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
-from cputrain.sweep.find_batch import Search, find_batch
+from cputrain.sweep.find_batch import BatchSearch, find_batch
 from cputrain.sweep.outcomes import DOES_NOT_FIT, DONE, INVALID
 from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, write_results
 from cputrain.sweep.results import group_by_seed
@@ -142,7 +142,7 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
 def _find_batch(recipe: str, settings: tuple[str, ...], folder: Path, memory_gib: float | None) -> int:
     """Print the largest local batch that trains, and why the next one does not. Raises RunError where none trains."""
     limit = None if memory_gib is None else round(memory_gib * GIB)
-    found = find_batch(Search(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
+    found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
     click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
     best, larger = found.best, found.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"

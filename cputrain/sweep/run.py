@@ -18,7 +18,7 @@ from cputrain.sweep.record import Record, write_record
 from cputrain.sweep.results import RunResult, invalid_result, result_of, setup_of
 from cputrain.sweep.variants import Variant
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def train_all(
         result = result_of(variant, setup, folder)
         used_s = result.wall_s or 0.0
         if result.status != DONE and (limit_s is None or used_s < limit_s):
-            LOGGER.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
+            logger.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
             _train(one, env, resume=known, limit_s=limit_s, used_s=used_s)
             result = result_of(variant, setup, folder)
         if result.status == STOPPED:
@@ -74,7 +74,7 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
         except RunError as error:
             message, status = str(error), 1
     if status == 1:
-        LOGGER.error("cputrain: %s", message)
+        logger.error("cputrain: %s", message)
         outcome, why = outcome_of(message, oom_killed=oom_kills() > killed)
     elif status == 2:
         outcome, why = INVALID, _last_line(one.recipe.folder / LOGS / "rank-0.log")

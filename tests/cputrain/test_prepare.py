@@ -159,7 +159,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
         (folder / "empty.jpg").write_bytes(b"")
     how = {"short_side": 16, "quality": 90} if anew else {}
     made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, **how))["train"]
-    assert made["odd"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
+    assert made["unusual"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
     assert made["images"] == 5 and len(made["damaged"]) == 3
     assert sorted(line.split(":")[0].rsplit("/", 1)[1] for line in made["damaged"]) == [
         "cut.jpg",
@@ -276,7 +276,7 @@ def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
             for i in range(8):
                 (tmp_path / f"in/{split}/c{k:02d}/{i}.jpg").write_bytes(jpeg(1, 8))
     made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path))
-    mix = made["train"]["mix"]
+    mix = made["train"]["mixing"]
     assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
 
 
@@ -340,7 +340,7 @@ def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
     (tmp_path / "train-00000.tar").write_bytes(b"")
     np.save(tmp_path / "train.index.npy", np.zeros(count, dtype=RECORD))
     made = {"images": count, "shards": 1, "bytes": [0]}
-    manifest = {"version": 2, "classes": ["a"], "made": {}, "splits": {"train": made}}
+    manifest = {"version": 3, "classes": ["a"], "options": {}, "splits": {"train": made}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     code = (
         "import resource, sys\nfrom pathlib import Path\nfrom cputrain.data.formats.shards import Shards\n"

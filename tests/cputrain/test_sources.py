@@ -121,7 +121,7 @@ def test_mnist_becomes_gray_pngs(tmp_path: Path, zipped: bool) -> None:
         tmp_path / "out",
         options(tmp_path, "mnist"),
     )
-    assert made["train"]["odd"] == {"gray": 20, "no jpeg": 20}
+    assert made["train"]["unusual"] == {"gray": 20, "no jpeg": 20}
     dataset = open_dataset(str(tmp_path / "out"))
     assert dataset.classes == tuple("0123456789")
     found = {np.asarray(Image.open(io.BytesIO(dataset.train.read(i)))).tobytes() for i in range(20)}

@@ -46,7 +46,7 @@ def shard_paths(folder: Path, split: str, count: int, shard_format: str) -> list
 
 def shard_format_of(manifest: dict[str, Any]) -> str:
     """The format of a prepared folder's shards: "tar" or "tfrecord"."""
-    return str(manifest["made"].get("format", "tar"))
+    return str(manifest["options"].get("format", "tar"))
 
 
 def index_path(folder: Path, split: str) -> Path:

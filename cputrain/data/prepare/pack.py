@@ -72,7 +72,7 @@ def prepare(
     requested = asdict(options)
     if out.exists():
         manifest = read_manifest(out) if (out / MANIFEST).is_file() else None
-        if manifest is None or asdict(Options(**manifest["made"])) != requested:
+        if manifest is None or asdict(Options(**manifest["options"])) != requested:
             raise InputError(
                 f"{out} already exists, and was not made with this source and these options: remove it, or prepare "
                 "into another folder"
@@ -182,16 +182,16 @@ def _write_split(
     for receipt in receipts:
         receipt.unlink()
     labels = index["label"].astype(np.int64)
-    odd: Counter[str] = sum((Counter(shard["odd"]) for shard in shards), Counter())
+    unusual: Counter[str] = sum((Counter(shard["unusual"]) for shard in shards), Counter())
     return {
         "images": len(index),
         "shards": len(parts),
         "bytes": [path.stat().st_size for path in paths],
-        "mix": {
+        "mixing": {
             "classes_in_32": mean_classes_in_window(labels),
             "at_random": expected_classes_in_window(labels),
         },
-        "odd": dict(odd),
+        "unusual": dict(unusual),
         "damaged": [line for shard in shards for line in shard["damaged"]],
     }
 
@@ -204,7 +204,7 @@ def _write_shard(
     first_key: int,
 ) -> None:
     """Write a shard, then its receipt: a file that exists only beside a complete shard, with the shard's records."""
-    odd: Counter[str] = Counter()
+    unusual: Counter[str] = Counter()
     damaged: list[str] = []
     records: list[Record] = []
 
@@ -214,7 +214,7 @@ def _write_shard(
             if image.encoded is None:
                 damaged.append(f"{image.name}: {image.error}")
                 continue
-            odd.update(image.encoded.odd)
+            unusual.update(image.encoded.unusual)
             shard.add(
                 Sample(
                     key=first_key + len(shard.records),
@@ -228,7 +228,7 @@ def _write_shard(
         records.extend(shard.records)
 
     write_with(path, write)
-    write_atomic(receipt, json.dumps({"records": records, "odd": odd, "damaged": damaged}).encode())
+    write_atomic(receipt, json.dumps({"records": records, "unusual": unusual, "damaged": damaged}).encode())
 
 
 def _prepared_images(
