@@ -47,7 +47,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 
 def fold(hosts: Iterable[str]) -> str:
-    """The shortest list that `expand` turns into these hosts, in this order; neighbours in number become ranges."""
+    """The shortest list that `expand` turns into these hosts, in this order; neighbors in number become ranges."""
     parts: list[str] = []
     runs: list[tuple[int, int, int]] = []  # first, last, digits of the first
     around: tuple[str, str] | None = None

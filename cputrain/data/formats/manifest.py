@@ -14,8 +14,8 @@ MANIFEST = "manifest.json"
 def read_manifest(folder: Path) -> dict[str, Any]:
     """{"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
 
-    `options` are those of `cputrain prepare`, `bytes` each shard's size, `mixing` the number of classes among 32 samples
-    in a row, `unusual` the number of images with each unusual property, `damaged` the images that could not be packed.
+    `options` are those of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32 in a row,
+    `unusual` how many images have each unusual property, `damaged` the images that could not be packed.
     Raises InputError on any other file.
     """
     path = folder / MANIFEST

@@ -18,8 +18,8 @@ SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "BMP": ".bmp", "WEBP": ".webp", "TIFF
 class Encoded:
     """An image as it is stored in a shard: its bytes, the suffix of its real format, width and height in pixels.
 
-    `unusual` lists properties: "gray", "cmyk", "no jpeg", "exif rotation" (which is ignored, as torchvision does), "no end
-    marker".
+    `unusual` lists properties: "gray", "cmyk", "no jpeg", "exif rotation" (which is ignored, as torchvision does),
+    "no end marker".
     """
 
     data: bytes
