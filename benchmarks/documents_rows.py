@@ -40,7 +40,7 @@ ROWS = (
         experiment="images to TFRecords, categories shuffled over them (5)",
         full=("cputrain prepare imagenet SRC data/imagenet --format tfrecord --shards 1024",),
         small=("cputrain prepare imagefolder data/photos tf --format tfrecord --shards 4", "cputrain data verify tf"),
-        shows=(r"(train [\d,]+ images in \d+ shard\(s\))", r"(different classes among 32 .*)", r"(0 of .* damaged)"),
+        shows=(r"(train [\d,]+ images in \d+ shards?)", r"(different classes among 32 .*)", r"(0 of .* damaged)"),
     ),
     same(
         INTEL,

@@ -3,6 +3,7 @@
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -129,8 +130,13 @@ def command(
             raise RunError(
                 f"prepare: {error}: finished shards are kept; repair this and give the same command again"
             ) from None
-    if shard_format == "tfrecord":
-        names = dataset.classes
+    _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
+
+
+def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: dict[str, dict[str, Any]]) -> None:
+    """Print the labels of TFRecords, and each split's images, mixing and unusual or damaged files."""
+    if tfrecord_classes:
+        names = tfrecord_classes
         click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}); 0 is not used")
     for split, entry in splits.items():
         mixing = entry["mixing"]
