@@ -17,7 +17,8 @@ import time
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.documents_rows import ROWS, Row
+from benchmarks.documents_row import Row
+from benchmarks.documents_rows import ROWS
 
 LIMIT_S = 1200  # of one command
 HEADS = ("experiment", "at full size", "on two cores", "shown here", "s")

@@ -106,12 +106,11 @@ class ImageLoader:
         batch_size: images in a batch of this rank.
         split: "train", "val" or "test".
         image_size: side of the square images, in pixels.
-        shuffle: a new permutation each epoch, and equally many batches on all ranks. Without it each image is used
-            exactly once, on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
+        shuffle: a new permutation each epoch, and equally many batches on all ranks; otherwise each image is used once,
+            on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
         drop_last: skip the images that do not fill the last batches of all ranks; otherwise an epoch has one batch
             more, and all batches are a little smaller. Only with shuffle.
-        augment: crops of random area, aspect ratio and place, half of them mirrored, instead of center crops. None: as
-            shuffle.
+        augment: crops of random area, shape and place, half of them mirrored; otherwise center crops. None: as shuffle.
         transform: crop and augmentation in detail, instead of image_size and augment.
         mean, std: of red, green and blue (0 to 1), for normalization.
         seed: of the order and of the crops; the same on all ranks.
@@ -124,12 +123,11 @@ class ImageLoader:
 
         Raises InputError where the folder, the split or an argument does not fit.
         """
-        env = os.environ
-        if batch_size < 1 or image_size < 1:
-            raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
+        _check_sizes(batch_size, image_size)
         dataset = _open_with_split(os.fspath(path), split)
         shuffle = split == "train" if shuffle is None else shuffle
-        images, ranks = dataset.splits[split], _rank_of(rank, world_size, env)
+        env, images = os.environ, dataset.splits[split]
+        ranks = _rank_of(rank, world_size, env)
         shuffling = _Shuffling(seed=seed, drop_last=drop_last, block_mib=block_mib) if shuffle else None
         planned_threads, planned_cpus = _planned(env)
         return cls(
@@ -205,6 +203,11 @@ def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
     if worker is None:
         return 1, ()
     return len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
+
+
+def _check_sizes(batch_size: int, image_size: int) -> None:
+    if batch_size < 1 or image_size < 1:
+        raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
 
 
 def _open_with_split(path: str, split: str) -> Dataset:
