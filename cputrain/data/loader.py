@@ -1,8 +1,7 @@
 """The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
 
     import torch
-    from affinity.wording import counted
-from cputrain.data import ImageLoader
+    from cputrain.data import ImageLoader
 
     train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, len(train.classes)))
