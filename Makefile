@@ -3,7 +3,7 @@
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
-#   make demo TORCH="torch==2.13.0 --index-url=..."
+#   make demo TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 VISION ?= torchvision==0.28.0
 
