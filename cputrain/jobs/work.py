@@ -9,7 +9,14 @@ from affinity.errors import InputError
 from affinity.planner.plan import Request
 from affinity.topology.catalog import find_machine
 from cputrain.jobs.script import Command, Preparation, Training, parse_array
-from cputrain.launch.options import NUMBERS, OTHERS, THIS_MACHINE, PlanningOptions, plan_host, request_of_options
+from cputrain.launch.options import (
+    NUMBERS_OR_AUTO,
+    REQUEST_FIELDS,
+    THIS_MACHINE,
+    PlanningOptions,
+    plan_host,
+    request_of_options,
+)
 from cputrain.launch.recipe_request import check_local_batch, request_of
 from cputrain.recipe.loading import dump_recipe, load_recipe
 
@@ -59,7 +66,7 @@ def recipe_work(
 
 def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
     """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
-    given = [name for name in (*NUMBERS, *OTHERS, "smt") if getattr(options, name) is not None]
+    given = [name for name in (*NUMBERS_OR_AUTO, *REQUEST_FIELDS, "smt") if getattr(options, name) is not None]
     given += [name for name in ("fabric", "launcher") if getattr(options, name) != "auto"]
     if given or len(options.hosts) > 1:
         option = given[0].replace("_", "-") if given else "nodes"

@@ -113,9 +113,9 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
         (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
         (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
-        (("train", "imagefolder", "data.path=images", "--resume"), "holds no run"),
+        (("train", "imagefolder", "data.path=images", "--resume"), "contains no run"),
         (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt is not there"),
-        (("report", "images"), "holds no run"),
+        (("report", "images"), "contains no run"),
         (("prepare", "imagefolder", "images", "images"), "already exists"),
         (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere does not exist"),
         (("frobnicate",), "No such command"),
@@ -161,7 +161,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("precious")
     arguments = ("train", "imagefolder", "data.path=images", "output=mine", "batch.local=2")
-    assert "holds other files and no run" in refused(cputrain(*arguments, "--overwrite", cwd=tmp_path))
+    assert "contains other files but no run" in refused(cputrain(*arguments, "--overwrite", cwd=tmp_path))
     assert (tmp_path / "mine/thesis.tex").read_text() == "precious"
 
 

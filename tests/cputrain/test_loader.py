@@ -197,11 +197,11 @@ def test_damaged_images_are_left_out_with_a_warning_or_stop_the_loop(
     (images / "val/class0/000.jpg").write_bytes(b"junk")
     with caplog.at_level(logging.WARNING):
         sizes = [len(labels) for _, labels in batches_of(images, split="val")]
-    assert sizes == [3, 4, 4, 3] and "1 damaged image(s) left out: " in caplog.text
+    assert sizes == [3, 4, 4, 3] and "1 damaged image skipped: " in caplog.text
     assert "val/class0/000.jpg" in caplog.text
-    with pytest.raises(RunError, match=r"1 damaged image\(s\) in a batch: .*class0/000.jpg"):
+    with pytest.raises(RunError, match=r"1 damaged image in a batch: .*class0/000.jpg"):
         batches_of(images, split="val", on_error="raise")
-    with pytest.raises(RunError, match=r"1 damaged image\(s\) in a batch: "):
+    with pytest.raises(RunError, match=r"1 damaged image in a batch: "):
         batches_of(images, split="val", batch_size=1)
 
 

@@ -54,7 +54,7 @@ def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", MPI)
-def test_output_is_labelled_and_logged(name: str, tmp_path: Path) -> None:
+def test_output_is_labeled_and_logged(name: str, tmp_path: Path) -> None:
     result = launch(name, "--", sys.executable, "-c", "print('hello')", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout
