@@ -30,9 +30,12 @@ from mpi.launchers.job import Job, Variables
 from mpi.launchers.launcher import LaunchCommand
 from mpi.launchers.local import local_commands
 from mpi.launchers.table import LAUNCHERS
+from mpi.supervise.connection import TOKEN_VARIABLE
 from mpi.supervise.process import write_files
 
 NODES, PLAN = "nodes", "plan.json"
+# Made by the script, as others may read the file of these lines.
+NEW_TOKEN = f"export {TOKEN_VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
 
 
 def network(requested: str, hosts: int) -> Fabric:
@@ -61,6 +64,7 @@ def command_of_ranks(
         log_dir=folder,
         master_port=port,
         variables=variables,
+        secrets=((TOKEN_VARIABLE, ""),),  # shell_lines makes it
     )
     if job.world_size == 1:  # needs no launcher; under srun a single task would not be taken for a rank
         (alone,) = local_commands(job, port)
@@ -70,8 +74,8 @@ def command_of_ranks(
 
 def shell_lines(command: LaunchCommand) -> str:
     """The lines that the job script reads."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in command.variables]
-    return "\n".join([*exports, f"launch=({shlex.join(command.argv)})"]) + "\n"
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in command.variables if name != TOKEN_VARIABLE]
+    return "\n".join([*exports, NEW_TOKEN, f"launch=({shlex.join(command.argv)})"]) + "\n"
 
 
 def _each_of(hosts: int) -> str:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 # gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as connect_store
 
 from affinity.errors import InputError, RunError
 from affinity.kernel.binding import running_on
@@ -26,7 +25,9 @@ from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import with_rank
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose_backend
+from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.comm.watchdog import PendingCollective, Watchdog
+from mpi.supervise.connection import TOKEN_VARIABLE
 
 T = TypeVar("T")
 SHUTDOWN_S = 60.0  # for destroying the group and exiting the process
@@ -34,11 +35,11 @@ SHUTDOWN_S = 60.0  # for destroying the group and exiting the process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommGroup:
-    """A job's process group: its backend and the reason for it, the store of its ranks, and this rank's watchdog."""
+    """A job's process group: its backend and the reason for it, the signed keys of its ranks, this rank's watchdog."""
 
     backend: str
     why: str
-    store: Store
+    keys: SignedKeys
     watchdog: Watchdog
 
 
@@ -49,7 +50,7 @@ def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) 
     backend cannot be used.
     """
     os.environ.update(with_rank(rank, os.environ))  # torch reads them here and later
-    store, _, _ = next(connect_store("env://"))
+    store = connect_store(rank, os.environ)
     chosen, why = choose_backend(backend, rank, store)
     with running_on(worker.comm_pus or worker.compute_pus):
         dist.init_process_group(
@@ -61,7 +62,8 @@ def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) 
         )
     watchdog = ccl.watchdog if chosen == "ccl" else _gloo_watchdog(rank, store)
     assert watchdog is not None
-    return CommGroup(backend=chosen, why=why, store=store, watchdog=watchdog)
+    keys = SignedKeys(store, os.environ.get(TOKEN_VARIABLE, ""))
+    return CommGroup(backend=chosen, why=why, keys=keys, watchdog=watchdog)
 
 
 def _gloo_watchdog(rank: Rank, store: Store) -> Watchdog:

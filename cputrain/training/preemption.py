@@ -3,8 +3,7 @@
 import signal
 from types import FrameType
 
-from torch._C._distributed_c10d import Store
-
+from cputrain.comm.store import SignedKeys
 from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 KEY = "last_step"
@@ -13,8 +12,8 @@ KEY = "last_step"
 class Preemption:
     """Handles SIGUSR1 in every rank; the signal of rank 0 counts. To be created once, in the main thread."""
 
-    def __init__(self, store: Store, *, is_main_rank: bool) -> None:
-        self._store = store
+    def __init__(self, keys: SignedKeys, *, is_main_rank: bool) -> None:
+        self._keys = keys
         self._is_main_rank = is_main_rank
         self._signaled = False
         self._last_step: int | None = None
@@ -31,7 +30,8 @@ class Preemption:
         """
         if self._last_step is None:
             if self._is_main_rank and self._signaled:
-                self._store.set(KEY, str(step + 1))
-            if self._store.check([KEY]):
-                self._last_step = int(self._store.get(KEY))
+                self._keys.set(KEY, str(step + 1))
+            last_step = self._keys.get(KEY)
+            if last_step is not None:
+                self._last_step = int(last_step)
         return self._last_step is not None and step >= self._last_step

@@ -52,7 +52,7 @@ def start_training(session: Session, events: EventLog, env: Mapping[str, str], *
         session=session,
         state=state,
         log=TrainingLog(recipe=recipe, progress=progress, events=events),
-        preemption=Preemption(ranks.group.store, is_main_rank=ranks.is_main_rank),
+        preemption=Preemption(ranks.group.keys, is_main_rank=ranks.is_main_rank),
         step=point.step,
         best_score=point.best_score,
     )

@@ -12,6 +12,7 @@ from affinity.ranks.rank import LOOPBACK
 from affinity.wording import counted
 from mpi.launchers.job import Job
 from mpi.launchers.local import local_commands
+from mpi.supervise.connection import TOKEN_VARIABLE, new_token
 from mpi.supervise.exits import SETTLE_S, describe_exit, first_cause
 from mpi.supervise.ranks import RankSupervisor
 from mpi.supervise.signals import PREEMPTION_SIGNAL, InterruptedBySignalError, ignore_stop_signals, interruptible
@@ -32,12 +33,13 @@ def run_local(job: Job, env: Mapping[str, str], out: TextIO | None = None, err: 
     """
     out, err = out or sys.stdout, err or sys.stderr
     port = job.master_port or free_port()
+    secret = {TOKEN_VARIABLE: new_token()}
     supervisor = RankSupervisor(job.log_dir, out, err)
     with interruptible(lambda: supervisor.signal(PREEMPTION_SIGNAL)):
         try:
             for rank, command in enumerate(local_commands(job, port)):
                 label = "" if rank == job.plain_rank else f"[{rank}] "
-                supervisor.start(rank, command.argv, {**env, **dict(command.variables)}, label=label)
+                supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
             supervisor.sample(whole_host=True)
             return _watch(supervisor)
         except InterruptedBySignalError as stop:

@@ -264,7 +264,9 @@ def test_the_first_host_tells_launcher_and_network(
     assert first_host.main([str(tmp_path), *options]) == 0
     printed = capsys.readouterr()
     assert (tmp_path / "hosts").read_text() == "n9 slots=1\nn10 slots=1\n"
-    assert printed.out.startswith("launch=(mpirun -np 2 --hostfile ")
+    token, start = printed.out.splitlines()
+    assert token.startswith("export CPUTRAIN_JOB_TOKEN=") and "$(" in token  # no value in a file
+    assert start.startswith("launch=(mpirun -np 2 --hostfile ") and "-x CPUTRAIN_JOB_TOKEN)" in start
     assert "-x MASTER_ADDR=n9 -x MASTER_PORT=29507 -x FI_PROVIDER=mine -x I_MPI_FABRICS=shm:ofi" in printed.out
     assert "1 worker of" in printed.err and "on each of 2 hosts, fabric ethernet" in printed.err
     plan = read_plan(tmp_path / "plan.json")

@@ -1,0 +1,113 @@
+"""The store of a job's ranks: on one address only, and its control keys signed."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from affinity.errors import RunError
+from affinity.ranks.rank import Rank
+from affinity.topology.sysfs import this_machine
+from cputrain.comm.store import SignedKeys, connect_store
+from cputrain.runs.events import read_events
+from mpi.supervise.local import free_port
+from tests.support.images import write_images
+
+ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
+WORKERS = min(2, len(this_machine().allowed_cores))
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """Addresses and ports at which a process listens."""
+    return {one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+
+
+def test_the_store_of_one_host_is_on_loopback_alone() -> None:
+    before = listening(psutil.Process())
+    port = free_port()
+    store = connect_store(ALONE, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    assert listening(psutil.Process()) - before == {("127.0.0.1", port)}
+
+
+def test_a_taken_port_is_named() -> None:
+    port = free_port()
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first = connect_store(ALONE, env)
+    with pytest.raises(RunError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        connect_store(ALONE, env)
+    del first
+
+
+def test_a_key_is_read_only_where_the_job_s_token_signed_it() -> None:
+    store = HashStore()
+    ours, stranger = SignedKeys(store, "token"), SignedKeys(store, "guess")
+    assert ours.get("last_step") is None
+    for forged in ("1", "0" * 64 + " 1", " ", "\u00e4 1"):
+        store.set("last_step", forged)
+        assert ours.get("last_step") is None
+    stranger.set("last_step", "1")
+    assert ours.get("last_step") is None
+    ours.set("other", "1")
+    store.set("last_step", store.get("other").decode())
+    assert ours.get("last_step") is None  # signed for another key
+    ours.set("last_step", "17")
+    assert SignedKeys(store, "token").get("last_step") == "17"
+
+
+def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) -> None:
+    """A real training on this host: all its processes listen on loopback, and a foreign last step is ignored."""
+    write_images(tmp_path / "images", train=24, val=3)
+    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "comm.backend=gloo")
+    settings = (f"data.path={tmp_path}/images", *network, "batch.local=2", "epochs=6", "schedule.warmup_epochs=0")
+    argv = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings, f"plan.ppn={WORKERS}", "output=run")
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        addresses: set[str] = set()
+        told = False
+        whole = psutil.Process(process.pid)
+        while process.poll() is None:
+            for one in whole.children(recursive=True):
+                try:
+                    places, env = listening(one), one.environ()
+                except psutil.Error:
+                    continue
+                addresses |= {place.ip for place in places}
+                port = int(env.get("MASTER_PORT", 0))
+                if not told and any(place.port == port for place in places):
+                    TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("last_step", "1")
+                    told = True
+            time.sleep(0.05)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    assert process.returncode == 0, printed
+    assert told and addresses and addresses <= {"127.0.0.1", "::1"}
+    end = read_events(tmp_path / "run")[-1]
+    assert (end["status"], end["images"]) == ("done", 6 * (72 // (2 * WORKERS)) * 2 * WORKERS), printed
+
+
+SERVE = """
+import sys
+from affinity.ranks.rank import Rank
+from cputrain.comm.store import connect_store
+rank = Rank(rank=0, world_size=2, local_rank=0, local_world_size=1, convention="env")
+connect_store(rank, {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]})
+"""
+
+
+@pytest.mark.parametrize(("address", "expected"), [("127.0.1.1", {"0.0.0.0", "::"}), ("192.0.2.7", {"0.0.0.0", "::"})])
+def test_a_name_whose_address_others_may_not_reach_is_served_on_all(address: str, expected: set[str]) -> None:
+    """Debian's 127.0.1.1 for the own name, and an address that is a proxy's: the other hosts come by another one."""
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", SERVE, address, str(port)]) as process:
+        deadline = time.monotonic() + 60
+        found: set[str] = set()
+        while not found and time.monotonic() < deadline:
+            found = {ip for ip, number in listening(psutil.Process(process.pid)) if number == port}
+            time.sleep(0.05)
+        process.kill()
+    assert found and found <= expected
