@@ -81,8 +81,8 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
-        (("plan", "--hosts", "a,a"), "names a host twice"),
-        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3, but 2 hosts are named"),
+        (("plan", "--hosts", "a,a"), "the list contains a twice"),
+        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3, but the list contains 2 hosts"),
         (("launch", "--nodes", "2", "--", "true"), "launch needs the names of its hosts"),
         (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
         (("plan", "--bind", "launcher", "--format", "command"), "--bind launcher needs a launcher"),
@@ -190,10 +190,14 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
     plan = ("plan", "--machine", "skx-8160-2s", "--hostfile", "theirs")
     written = cputrain(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
-    assert "the hostfile is Open MPI's (h1 slots=4): converted for mpich" in written.stderr
+    assert "the hostfile is in Open MPI's format (h1 slots=4): converted for MPICH" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
     assert "ppn=4, but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
-    for text, expected in (("", "has no hosts"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+    for text, expected in (
+        ("", "contains no hosts"),
+        ("h1 slots=2\nh2:2\n", "mixes two formats"),
+        ("h1 slo", "'slo' is not slots=N"),
+    ):
         (tmp_path / "theirs").write_text(text)
         assert expected in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):

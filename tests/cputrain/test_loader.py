@@ -74,7 +74,7 @@ def session_of(path: Path, rank: int, world_size: int, block_mib: float) -> Simp
     )
     dataset = open_dataset(str(path))
     sizes = derive(recipe, ppn=world_size, nodes=1, images=len(dataset.train))
-    this = Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, launcher="env")
+    this = Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, convention="env")
     data = SessionData(
         dataset=dataset,
         decode=choose_decoder("auto", os.environ)[0],

@@ -76,7 +76,7 @@ def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(WORKERS)}
     refused = cputrain("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
-    assert refused.returncode == 2 and "on each host" in refused.stderr
+    assert refused.returncode == 2 and "on every host" in refused.stderr
 
 
 def test_a_signal_ends_everything(tmp_path: Path) -> None:
