@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from affinity.errors import InputError
 from affinity.topology.cpuset import parse_list
-from affinity.topology.kernel_files import first_file, number, rows, text
+from affinity.topology.kernel_files import NUMBER, first_file, number, rows, text
 
 # The usual mount points; tried first, as /proc/mounts of an unpacked tree may be missing.
 USUAL_MOUNTS = (
@@ -115,7 +115,7 @@ def _innermost(cpusets: list[tuple[Path, str]], names: dict[str, str]) -> tuple[
             try:
                 return parse_list(text(file))
             except ValueError:
-                raise InputError(f"{file} holds {text(file)[:40]!r}, which is not a list of ids") from None
+                raise InputError(f"{file} contains {text(file)[:40]!r}, which is not a list of ids") from None
     return None
 
 
@@ -126,8 +126,8 @@ def _quota(folder: Path) -> float | None:
         quota, period = (*text(v2).split(), "100000", "")[:2]
         if quota == "max":
             return None
-        if not (quota.isdigit() and period.isdigit() and int(period)):
-            raise InputError(f"{v2} holds {text(v2)[:40]!r}, which is not a quota and a period")
+        if not (NUMBER.fullmatch(quota) and NUMBER.fullmatch(period) and int(quota) > 0 and int(period) > 0):
+            raise InputError(f"{v2} contains {text(v2)[:40]!r}, which is not a quota and a period")
         return int(quota) / int(period)
     if v1.is_file() and number(v1) > 0:
         return number(v1) / max(number(folder / "cpu.cfs_period_us"), 1)

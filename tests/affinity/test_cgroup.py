@@ -97,7 +97,7 @@ def test_legacy_cpusets_have_names_without_prefix(tmp_path: Path, mount: str) ->
 
 def test_nonsense_names_its_file(tmp_path: Path) -> None:
     write(tmp_path, **{"sys/fs/cgroup/cpuset.cpus.effective": "all\n"})
-    with pytest.raises(InputError, match=r"cpuset.cpus.effective holds 'all'"):
+    with pytest.raises(InputError, match=r"cpuset.cpus.effective contains 'all'"):
         read_limits(tmp_path)
 
 
@@ -124,5 +124,5 @@ def test_a_tarball_is_read_like_its_folder(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot unpack"):
             find_machine(str(tmp_path / broken))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="holds no sys/devices/system/cpu"):
+    with pytest.raises(InputError, match="contains no sys/devices/system/cpu"):
         tree_root(tmp_path / "empty")

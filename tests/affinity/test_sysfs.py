@@ -154,3 +154,27 @@ def test_odd_texts_are_named_or_harmless(
         plan_machine(read_machine(root), Request(), Runtime())
     except InputError as error:
         assert str(root) in str(error) or "is available to this process" in str(error)
+
+
+def test_a_nul_byte_at_the_end_of_a_file_is_no_error(tmp_path: Path) -> None:
+    """As some Arm servers' kernels write lists of CPUs."""
+    machine = build_machine(2, 1, 4, 2)
+    write_sysfs(machine, tmp_path)
+    for path in (tmp_path / "sys").rglob("*list"):
+        path.write_bytes(path.read_bytes() + b"\0")
+    assert read_machine(tmp_path) == machine
+
+
+@pytest.mark.parametrize("sets", ["package_cpus_list", "core_siblings", None])
+def test_packages_without_numbers_are_told_apart_by_their_cpus(tmp_path: Path, sets: str | None) -> None:
+    write_sysfs(build_machine(8, 1, 4, 1), tmp_path)
+    for pu in range(32):
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{pu}/topology"
+        (topology / "physical_package_id").write_text("-1\n")
+        first = pu // 4 * 4
+        if sets is not None:
+            written = f"{first}-{first + 3}" if sets.endswith("list") else f"{15 << first:x}"
+            (topology / sets).write_text(f"{written}\n")
+    machine = read_machine(tmp_path)
+    assert machine.packages == (tuple(range(8)) if sets else (0,))
+    assert [core.package for core in machine.cores] == [i // 4 if sets else 0 for i in range(32)]
