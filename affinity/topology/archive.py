@@ -24,7 +24,7 @@ DEVICES = (
     rf"sys/devices/(system/cpu/({CPU})|system/node/({NODE})|virtual/memory_tiering/memory_tier\d+/nodelist|"
     r"cpu_(core|atom|lowpower)/cpus)"
 )
-PROCESS = r"proc/(cpuinfo|meminfo|mounts|self/(cgroup|cpuset)|sys/kernel/hostname)"
+PROCESS = r"proc/(cpuinfo|meminfo|mounts|self/(cgroup|cpuset|status)|sys/kernel/hostname)"
 GROUPS = (
     r"(cpuset\.)?(cpus|mems)|cpuset\.(cpus|mems)\.effective|cpu\.(max|cfs_quota_us|cfs_period_us)|"
     r"memory\.(max|limit_in_bytes)"

@@ -1,5 +1,6 @@
 """Machines by name (configs/machines/PROCESSOR.yaml and one of its variants), and any other description of one."""
 
+import os
 import tarfile
 from difflib import get_close_matches
 from pathlib import Path
@@ -53,6 +54,23 @@ def _described(spec: str, path: Path) -> Machine:
 def _starts_as_xml(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
+
+
+def described_machines(folder: Path) -> tuple[Path, ...]:
+    """The descriptions of machines under a folder: tarballs, XML files, folders with sys/ and proc/; by path.
+
+    Raises InputError where there are none.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
+        if "sys" in folders and (Path(place) / "sys/devices/system/cpu").is_dir():
+            found.append(Path(place))
+            folders.clear()
+        folders.sort()
+        found += [Path(place) / file for file in files if is_archive(file) or file.endswith(".xml")]
+    if not found:
+        raise InputError(f"{folder} contains no tarball, XML file or folder that describes a machine")
+    return tuple(sorted(found))
 
 
 def machine_names() -> list[str]:

@@ -19,6 +19,11 @@ USUAL_MOUNTS = (
 )
 CPUS = {"v2": "cpuset.cpus.effective", "v1": "cpuset.cpus", "legacy": "cpus"}
 MEMS = {"v2": "cpuset.mems.effective", "v1": "cpuset.mems", "legacy": "mems"}
+LIMIT_FILES = (
+    *CPUS.values(),
+    *MEMS.values(),
+    *("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us", "memory.max", "memory.limit_in_bytes"),
+)
 NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
@@ -63,6 +68,19 @@ def read_limits(root: Path) -> Limits:
         cpu_quota=min(quotas, default=None),
         memory_bytes=min(memory, default=None),
     )
+
+
+def limit_files(root: Path) -> tuple[Path, ...]:
+    """The files of control groups that `read_limits` may read: in the process's own groups and those above."""
+    groups = _own_groups(root)
+    folders = {
+        folder
+        for mount in _mounts(root)
+        for name in (mount.version, "cpuset", *mount.controllers)
+        if name in groups
+        for folder in _upwards(mount.path, groups[name])
+    }
+    return tuple(folder / name for folder in sorted(folders) for name in LIMIT_FILES if (folder / name).is_file())
 
 
 def _mounts(root: Path) -> list[Mount]:

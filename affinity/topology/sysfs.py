@@ -7,7 +7,7 @@ from affinity.errors import InputError
 from affinity.topology.cgroup import read_limits
 from affinity.topology.core_types import core_speeds
 from affinity.topology.cpuset import parse_list
-from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, text
+from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
 from affinity.topology.machine import Core, Machine, homeless_warnings, narrowed, ordered
 from affinity.topology.memory_kinds import has_on_package_memory
 from affinity.topology.numa import read_nodes
@@ -23,17 +23,12 @@ PACKAGE_SETS = ("package_cpus_list", "core_siblings_list", "package_cpus", "core
 
 
 def this_machine() -> Machine:
-    """This host, with the CPUs and memory that this process may use: affinity mask, memory nodes, control groups."""
-    status = Path("/proc/self/status").read_text()
-    nodes = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")), None)
-    machine = read_machine(Path("/"))
-    return narrowed(
-        machine, frozenset(os.sched_getaffinity(0)), None if nodes is None else frozenset(parse_list(nodes))
-    )
+    """This host, with the CPUs and memory that this thread may use: affinity mask, memory nodes, control groups."""
+    return narrowed(read_machine(Path("/")), frozenset(os.sched_getaffinity(0)), None)
 
 
 def read_machine(root: Path, *, name: str | None = None) -> Machine:
-    """Read the machine whose `sys/` and `proc/` are under root, with the limits of its control groups.
+    """Read the machine whose `sys/` and `proc/` are under root, with the limits of its process and control groups.
 
     Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs. `name` is
     for hosts that do not tell theirs; default: the folder's. Raises InputError that names the file that is missing or
@@ -62,7 +57,22 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
         memory_limit_bytes=limits.memory_bytes,
         warnings=(*warnings, *homeless_warnings(cores)),
     )
-    return narrowed(machine, *(None if ids is None else frozenset(ids) for ids in (limits.pus, limits.nodes)))
+    process = _allowed(root / "proc/self/status")
+    for pus, memory in ((limits.pus, limits.nodes), (process.get("Cpus"), process.get("Mems"))):
+        machine = narrowed(machine, *(None if ids is None else frozenset(ids) for ids in (pus, memory)))
+    return machine
+
+
+def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
+    """The PUs ("Cpus") and memory nodes ("Mems") of a process; empty where a tree does not tell."""
+    found = {}
+    for name, listed in rows(status, 2, ":") if status.is_file() else ():
+        if name in ("Cpus_allowed_list", "Mems_allowed_list"):
+            try:
+                found[name[:4]] = parse_list(listed)
+            except ValueError:
+                raise InputError(f"{status} contains {listed[:40]!r}, which is not a list of ids") from None
+    return found
 
 
 def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
