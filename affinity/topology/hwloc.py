@@ -14,8 +14,10 @@ NAMES = {
 }
 # Levels that a plan does not need; they only multiply the levels inside, and `group` may come several times.
 OTHERS = re.compile(r"group\d*|cluster|l1[di]?(cache)?|l[45](cache)?|l[23]i(cache)?|memcache|memorysidecache")
-TOKEN = re.compile(r"\s*(?:\[(?P<attached>numa|numanode|node)(?:\((?P<of>[^()]*)\))?\]|"
-                   r"(?P<kind>[a-z0-9]+):(?P<count>\d{1,6})(?:\((?P<attributes>[^()]*)\))?)(?=\s|\[|$)")
+TOKEN = re.compile(
+    r"\s*(?:\[(?P<attached>numa|numanode|node)(?:\((?P<of>[^()]*)\))?\]|"
+    r"(?P<kind>[a-z0-9]+):(?P<count>\d{1,6})(?:\((?P<attributes>[^()]*)\))?)(?=\s|\[|$)"
+)
 LOOPS = re.compile(r"[1-9]\d{0,5}\*[1-9]\d{0,5}(:[1-9]\d{0,5}\*[1-9]\d{0,5})*")
 LISTED = re.compile(r"\d{1,6}(,\d{1,6})*")
 SIZE = re.compile(r"(\d{1,18})([KMGT]?)I?B?")
@@ -116,7 +118,9 @@ def _levels(text: str) -> _Levels:
         kind = NAMES.get(kind) or (kind if OTHERS.fullmatch(kind) else None) if kind else None
         if token is None or kind is None or (token["count"] and not int(token["count"])):
             word = lowered[position:].split()[0]
-            raise InputError(f"machine {text!r}: {word!r} is not {', '.join(dict.fromkeys(NAMES.values()))}:N or [numa]")
+            raise InputError(
+                f"machine {text!r}: {word!r} is not {', '.join(dict.fromkeys(NAMES.values()))}:N or [numa]"
+            )
         position = token.end()
         level = len(counts) - 1 if token["attached"] else len(counts)
         attributes = _attributes(token["of"] or token["attributes"] or "", kind, text)
@@ -134,7 +138,13 @@ def _levels(text: str) -> _Levels:
         raise InputError(f"machine {text!r} has no core:N level: add one, as in 'pack:2 core:24 pu:2'")
     if node_level is None:  # hwloc would give the whole host one NUMA node; no host of several packages is like that
         node_level = next((i for i, (kind, _) in enumerate(counts) if kind == "pack"), None)
-    return _Levels(counts=tuple(counts), node_level=node_level, memory_bytes=tuple(sizes), indexes=indexes, node_indexes=node_indexes)
+    return _Levels(
+        counts=tuple(counts),
+        node_level=node_level,
+        memory_bytes=tuple(sizes),
+        indexes=indexes,
+        node_indexes=node_indexes,
+    )
 
 
 def _check_order(kind: str, found: dict[str, int], text: str) -> None:

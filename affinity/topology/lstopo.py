@@ -1,6 +1,7 @@
 """lstopo's XML, of hwloc 1, 2 and 3 -> Machine."""
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -56,15 +57,13 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
         raise ValueError("it has no CPUs")
     pus = tuple(sorted(pu for core in cores for pu in core.pus))
     if len(set(pus)) < len(pus):
-        raise ValueError(f"CPU {next(a for a, b in zip(pus, pus[1:], strict=False) if a == b)} is in two cores")
+        raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
     model = found.info.get("CPUModel", "unknown model")
     on_package = has_on_package_memory(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
     nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_memory=on_package)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), found.info.get("CPUVendor"))
-    made = ordered(
-        [replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores]
-    )
+    made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])
     allowed, nodeset = (_allowed(top, attribute) for attribute in ("allowed_cpuset", "allowed_nodeset"))
     return Machine(
         name=found.info.get("HostName", name),

@@ -28,8 +28,8 @@ def core_types(root: ElementTree.Element, pus: tuple[int, ...], vendor: str | No
 
 def _kind(element: ElementTree.Element) -> tuple[frozenset[int], dict[str, str]]:
     known = {info.get("name", ""): info.get("value", "") for info in element.findall("info")}
-    ranks = {"rank": rank for name in ("efficiency", "forced_efficiency") if (rank := element.get(name)) is not None}
-    return frozenset(parse_mask(element.get("cpuset", "0"))), {**known, **ranks}
+    rank = element.get("forced_efficiency", element.get("efficiency"))
+    return frozenset(parse_mask(element.get("cpuset", "0"))), known if rank is None else {**known, "rank": rank}
 
 
 def _numbers(kinds: Figures, name: str) -> Speeds:
@@ -45,8 +45,8 @@ def _by_capacity(kinds: Figures) -> Speeds | None:
 
 def _by_clock(vendor: str | None) -> Callable[[Figures], Speeds | None]:
     def speeds(kinds: Figures) -> Speeds | None:
-        """By the highest clocks. Types are told apart by names, else by the lower clocks that all cores of a type share:
-        the highest are higher on favored cores. Intel's slow types do less in a clock cycle."""
+        """By the highest clocks. Types are told apart by names, else by the base clocks, which all cores of a
+        type share: the highest are higher on favored cores. Intel's slow types do less in a clock cycle."""
         clocks = _numbers(kinds, "FrequencyMaxMHz")
         if not clocks:
             return None
@@ -80,7 +80,9 @@ def _by_rank(kinds: Figures) -> tuple[Speeds, tuple[str, ...]]:
         return {}, ()
     steps = tuple(ASSUMED.values())
     speeds = {
-        pu: steps[min(ranks.index(int(known.get("rank", 0))), len(steps) - 1)] for members, known in kinds for pu in members
+        pu: steps[min(ranks.index(int(known.get("rank", 0))), len(steps) - 1)]
+        for members, known in kinds
+        for pu in members
     }
     shown = ", ".join(f"{speed:g}" for speed in sorted(set(speeds.values()), reverse=True))
     return speeds, (f"the XML ranks {len(ranks)} types of cores without their speeds: assumed {shown}",)

@@ -1,4 +1,4 @@
-"""Whether memory without PUs is DRAM, faster (HBM, MCDRAM) or slower (CXL, NVM) than the memory of the PUs next to it."""
+"""Whether memory without PUs is as fast as that of the PUs next to it, faster (HBM, MCDRAM) or slower (CXL, NVM)."""
 
 import re
 from collections.abc import Mapping

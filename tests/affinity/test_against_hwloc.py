@@ -92,7 +92,12 @@ def of_hwloc(xml: Path) -> dict[str, object]:
 
 
 def lstopo(tree: Path, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": "/usr/bin:/bin", "HWLOC_FSROOT": str(tree), "HWLOC_COMPONENTS": "linux,stop", "HWLOC_HIDE_ERRORS": "1"}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "HWLOC_FSROOT": str(tree),
+        "HWLOC_COMPONENTS": "linux,stop",
+        "HWLOC_HIDE_ERRORS": "1",
+    }
     command = ["lstopo-no-graphics", "--disallowed", *options, str(output)]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 

@@ -78,7 +78,11 @@ def test_what_lstopo_writes_is_read() -> None:
         "L1dCache:2(size=32768) L1iCache:1(size=32768) Core:1 PU:4(indexes=4*68:1*4)"
     )
     machine = synthetic(written)
-    assert (len(machine.cores), machine.cores[0].pus, machine.cores[67].pus) == (68, (0, 68, 136, 204), (67, 135, 203, 271))
+    assert (len(machine.cores), machine.cores[0].pus, machine.cores[67].pus) == (
+        68,
+        (0, 68, 136, 204),
+        (67, 135, 203, 271),
+    )
     assert [(node.id, len(node.pus), node.memory_bytes) for node in machine.numa_nodes] == [(0, 272, 102978359296)]
     assert [core.pus for core in synthetic("core:2 pu:2(indexes=0,2,1,3)").cores] == [(0, 2), (1, 3)]
 

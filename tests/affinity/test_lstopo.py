@@ -65,7 +65,10 @@ def with_core_types(path: Path, *kinds: str) -> Machine:
         (("|LinuxCapacity=718", "|LinuxCapacity=997 FrequencyMaxMHz=1"), [718 / 997, 1.0]),
         (("|LinuxCapacity=1017", "|LinuxCapacity=1024"), [1.0, 1.0]),
         (('forced_efficiency="1"|CoreType=IntelCore', 'forced_efficiency="0"|CoreType=IntelAtom'), [1.0, 0.61]),
-        (("|CoreType=IntelCore FrequencyMaxMHz=5000", "|CoreType=IntelAtom FrequencyMaxMHz=4000"), [1.0, 0.787 * 0.8]),
+        (
+            ("|CoreType=IntelCore FrequencyMaxMHz=5000", "|CoreType=IntelAtom FrequencyMaxMHz=4000"),
+            [1.0, 0.787 * 0.8],
+        ),
         (('forced_efficiency="0"|', 'forced_efficiency="1"|'), [0.61, 1.0]),
         (('efficiency="0"|', 'efficiency="0"|'), [1.0, 1.0]),
     ],
@@ -73,7 +76,7 @@ def with_core_types(path: Path, *kinds: str) -> Machine:
 def test_kinds_of_cores_have_their_speed(tmp_path: Path, kinds: tuple[str, str], speeds: list[float]) -> None:
     machine = with_core_types(tmp_path / "n1.xml", *kinds)
     assert [core.speed for core in machine.cores] == pytest.approx(speeds)
-    ranked = all("|" == kind[-1] for kind in kinds) and len(set(kinds)) > 1
+    ranked = all(kind[-1] == "|" for kind in kinds) and len(set(kinds)) > 1
     assert any("without their speeds" in warning for warning in machine.warnings) == ranked
 
 
@@ -95,7 +98,10 @@ V1 = """<?xml version="1.0"?><topology>
 def test_version_1_is_read_with_its_caches_and_memories(tmp_path: Path) -> None:
     (tmp_path / "x.xml").write_text(V1)
     machine = read_lstopo(tmp_path / "x.xml")
-    assert [(core.pus, core.package, core.l3, core.l2) for core in machine.cores] == [((0, 2), 1, 0, 0), ((1,), 1, 0, 1)]
+    assert [(core.pus, core.package, core.l3, core.l2) for core in machine.cores] == [
+        ((0, 2), 1, 0, 0),
+        ((1,), 1, 0, 1),
+    ]
     assert [(node.pus, node.kind, node.near, node.memory_bytes) for node in machine.numa_nodes] == [
         ((0, 1, 2), "dram", (0,), 4096),
         ((), "hbm", (0,), 1024),
@@ -108,11 +114,18 @@ DAMAGED = {
     FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="0"'): "CPU 0 is in two cores",
     FLAT.format(version="2.0", subtype="").replace('type="PU"', 'type="Misc"'): "core 0 has no CPUs",
     FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="-1"'): "not a number",
-    FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="4294967295"'): "PU has the number",
+    FLAT.format(version="2.0", subtype="").replace(
+        '"PU" os_index="1"', '"PU" os_index="4294967295"'
+    ): "PU has the number",
     FLAT.format(version="2.0", subtype="").replace('"4096"', '"4 GiB"'): "not a number",
     FLAT.format(version="2.0", subtype="").replace('cpuset="0x0000000f"', 'cpuset="all"'): "bad CPU mask",
-    FLAT.format(version="2.0", subtype="").replace('"NUMANode" os_index="1"', '"NUMANode" os_index="0"'): "is there twice",
-    '<topology><object type="Machine">' + '<object type="Group">' * 5000 + "</object>" * 5001 + "</topology>": "levels deep",
+    FLAT.format(version="2.0", subtype="").replace(
+        '"NUMANode" os_index="1"', '"NUMANode" os_index="0"'
+    ): "is there twice",
+    '<topology><object type="Machine">'
+    + '<object type="Group">' * 5000
+    + "</object>" * 5001
+    + "</topology>": "levels deep",
 }
 
 
