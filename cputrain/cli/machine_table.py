@@ -10,7 +10,7 @@ from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.text_table import align_columns
 from affinity.topology.catalog import described_machines, find_machine
-from cputrain.cli.wording import wording_of
+from cputrain.cli.setting_names import wording_of
 
 HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads", "comm", "loader", "memory")
 

@@ -27,13 +27,14 @@ MACHINES = sorted((Path(__file__).parents[1] / "machines").glob("*.tar.xz"))
 XML_FILES = sorted(MACHINES[0].parent.glob("*.xml"))
 # Where we read otherwise than hwloc 2.9.0, and why.
 CAPACITY = "hwloc 2.9 makes a kind of every capacity; later releases merge nearly equal ones, as we do"
-MODULE = "the two halves of a Bulldozer module share one vector unit: one core to a trainer, as thread_siblings say"
 DIFFERENCES: dict[tuple[str, str], str] = {
     ("28em64t-2s2n7c-buggycoresiblings", "packages"): "the kernel's core_siblings stop at the NUMA node; "
     "physical_package_id, which is right, says two packages",
-    ("64amd64-4p2n4ca2co", "cores"): MODULE,
     ("nvidia-dgx-gb10", "core types"): CAPACITY,
 }
+
+# What hwloc's own export loses: version 1 has one node around a set of PUs, so that others beside it are dropped.
+LOST_IN_VERSION_1 = {"fakememinitiators-1np2c+1npp+gi": {"memory", "PUs next to memory", "allowed nodes"}}
 
 Sets = frozenset[frozenset[int]]
 
@@ -120,7 +121,8 @@ def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, tmp_path: Pa
         written = (tmp_path / "machine.txt").read_text().splitlines()[-1]
         forms["synthetic"] = ours(find_machine(written))
     # The text has one size for all nodes, and neither limits nor types of cores; nor has version 1 such types.
-    told = {"2.xml": set(expected), "1.xml": set(expected) - {"core types"}, "synthetic": {"cores", "packages"}}
+    version_1 = set(expected) - {"core types"} - LOST_IN_VERSION_1.get(name, set())
+    told = {"2.xml": set(expected), "1.xml": version_1, "synthetic": {"cores", "packages"}}
     for form, found in forms.items():
         assert {what for what in told[form] if found[what] != expected[what]} <= differing, form
 

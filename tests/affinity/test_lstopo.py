@@ -85,7 +85,8 @@ V1 = """<?xml version="1.0"?><topology>
  nodeset="0x3" allowed_nodeset="0x3"><info name="HostName" value="n1"/>
  <object type="Socket" os_index="1" cpuset="0xf"><info name="CPUModel" value="made"/>
   <object type="Group" cpuset="0xf" depth="0"><object type="NUMANode" os_index="0" cpuset="0xf" local_memory="4096">
-   <object type="Cache" cpuset="0xf" depth="3" cache_type="0"><object type="Cache" cpuset="0x5" depth="2" cache_type="0">
+   <object type="Cache" cpuset="0xf" depth="3" cache_type="0">
+   <object type="Cache" cpuset="0x5" depth="2" cache_type="0">
     <object type="Cache" cpuset="0x5" depth="1" cache_type="2">
      <object type="Core" os_index="0"><object type="PU" os_index="0"/><object type="PU" os_index="2"/></object></object>
     </object><object type="Cache" cpuset="0xa" depth="2" cache_type="0">
