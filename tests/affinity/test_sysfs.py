@@ -1,5 +1,6 @@
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,3 +179,14 @@ def test_packages_without_numbers_are_told_apart_by_their_cpus(tmp_path: Path, s
     machine = read_machine(tmp_path)
     assert machine.packages == (tuple(range(8)) if sets else (0,))
     assert [core.package for core in machine.cores] == [i // 4 if sets else 0 for i in range(32)]
+
+
+def test_descriptions_are_read_without_pyyaml() -> None:
+    """Only the catalog needs it."""
+    code = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from affinity.__main__ import main\n"
+        "sys.exit(main(['plan', '--machine', 'pack:2 core:4 pu:2', '--ppn', '2']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
