@@ -7,10 +7,11 @@ Cores = tuple[Core, ...]
 
 def uniform_groups(cores: Cores) -> list[Cores]:
     """The cores of each NUMA node and core type, in the machine's order; those without a node are one
-    group per type."""
-    groups: dict[tuple[int | None, float], list[Core]] = {}
+    group per package and type."""
+    groups: dict[tuple[int | None, int | None, float], list[Core]] = {}
     for core in cores:
-        groups.setdefault((core.numa_node, core.speed), []).append(core)
+        homeless = core.package if core.numa_node is None else None
+        groups.setdefault((core.numa_node, homeless, core.speed), []).append(core)
     return [tuple(group) for group in groups.values()]
 
 

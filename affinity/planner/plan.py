@@ -88,7 +88,7 @@ def plan_machine(machine: Machine, request: Request | None = None, runtime: Runt
             *ccl_reasons(workers[0].env, profile_why.get("comm_threads")),
             *runtime_reasons(loaded, several_threads=max(w.intra_op for w in workers) > 1, pin=full.pin_threads),
         ),
-        warnings=partition.warnings + runtime_warnings,
+        warnings=machine.warnings + partition.warnings + runtime_warnings,
     )
     _check(plan)
     return plan

@@ -1,10 +1,10 @@
 """Machines by name (configs/machines/PROCESSOR.yaml and one of its variants), and any other description of one."""
 
+import os
+import tarfile
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from affinity.errors import InputError
 from affinity.topology.archive import is_archive, tree_root, unpacked
@@ -29,17 +29,48 @@ def find_machine(spec: str) -> Machine:
     ("pack:2 core:24 pu:2") or a catalog name. Raises InputError where it cannot be read."""
     if spec == "this":
         return this_machine()
-    if Path(spec).is_dir():
-        return read_machine(tree_root(Path(spec)))
-    if is_archive(spec):
-        with unpacked(Path(spec)) as folder:
-            return read_machine(tree_root(folder))
-    if spec.endswith(".xml"):
-        return read_lstopo(Path(spec))
+    try:
+        return _described(spec, Path(spec))
+    except OSError as error:
+        raise InputError(f"cannot read machine {spec[:200]!r}: {error.strerror}") from None
+
+
+def _described(spec: str, path: Path) -> Machine:
+    if path.is_dir():
+        return read_machine(tree_root(path))
+    if is_archive(spec) or (path.is_file() and tarfile.is_tarfile(path)):
+        with unpacked(path) as folder:
+            return read_machine(tree_root(folder), name=path.name.split(".")[0])
+    if spec.endswith(".xml") or (path.is_file() and _starts_as_xml(path)):
+        return read_lstopo(path)
+    if path.is_file():
+        raise InputError(f"{spec} is neither lstopo's XML nor a tarball with a host's sys/ and proc/: give one of them")
     if ":" in spec:
         # hwloc gives a synthetic NUMA node 1 GiB where the text gives no size.
         return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=GIB)
     return named_machine(spec)
+
+
+def _starts_as_xml(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<")
+
+
+def described_machines(folder: Path) -> tuple[Path, ...]:
+    """The descriptions of machines under a folder: tarballs, XML files, folders with sys/ and proc/; by path.
+
+    Raises InputError where there are none.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
+        if "sys" in folders and (Path(place) / "sys/devices/system/cpu").is_dir():
+            found.append(Path(place))
+            folders.clear()
+        folders.sort()
+        found += [Path(place) / file for file in files if is_archive(file) or file.endswith(".xml")]
+    if not found:
+        raise InputError(f"{folder} contains no tarball, XML file or folder that describes a machine")
+    return tuple(sorted(found))
 
 
 def machine_names() -> list[str]:
@@ -60,6 +91,8 @@ def named_machine(name: str) -> Machine:
 
 
 def _entry(path: Path) -> dict[str, Any]:
+    import yaml  # for the catalog alone: `python -m affinity` reads every other description without it
+
     entry: dict[str, Any] = yaml.safe_load(path.read_text())
     return entry
 

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from affinity.errors import InputError
 from affinity.topology.cpuset import parse_list
-from affinity.topology.kernel_files import first_file, number, rows, text
+from affinity.topology.kernel_files import NUMBER, first_file, number, rows, text
 
 # The usual mount points; tried first, as /proc/mounts of an unpacked tree may be missing.
 USUAL_MOUNTS = (
@@ -19,6 +19,11 @@ USUAL_MOUNTS = (
 )
 CPUS = {"v2": "cpuset.cpus.effective", "v1": "cpuset.cpus", "legacy": "cpus"}
 MEMS = {"v2": "cpuset.mems.effective", "v1": "cpuset.mems", "legacy": "mems"}
+LIMIT_FILES = (
+    *CPUS.values(),
+    *MEMS.values(),
+    *("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us", "memory.max", "memory.limit_in_bytes"),
+)
 NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
@@ -63,6 +68,19 @@ def read_limits(root: Path) -> Limits:
         cpu_quota=min(quotas, default=None),
         memory_bytes=min(memory, default=None),
     )
+
+
+def limit_files(root: Path) -> tuple[Path, ...]:
+    """The files of control groups that `read_limits` may read: in the process's own groups and those above."""
+    groups = _own_groups(root)
+    folders = {
+        folder
+        for mount in _mounts(root)
+        for name in (mount.version, "cpuset", *mount.controllers)
+        if name in groups
+        for folder in _upwards(mount.path, groups[name])
+    }
+    return tuple(folder / name for folder in sorted(folders) for name in LIMIT_FILES if (folder / name).is_file())
 
 
 def _mounts(root: Path) -> list[Mount]:
@@ -115,7 +133,7 @@ def _innermost(cpusets: list[tuple[Path, str]], names: dict[str, str]) -> tuple[
             try:
                 return parse_list(text(file))
             except ValueError:
-                raise InputError(f"{file} holds {text(file)[:40]!r}, which is not a list of ids") from None
+                raise InputError(f"{file} contains {text(file)[:40]!r}, which is not a list of ids") from None
     return None
 
 
@@ -126,8 +144,8 @@ def _quota(folder: Path) -> float | None:
         quota, period = (*text(v2).split(), "100000", "")[:2]
         if quota == "max":
             return None
-        if not (quota.isdigit() and period.isdigit() and int(period)):
-            raise InputError(f"{v2} holds {text(v2)[:40]!r}, which is not a quota and a period")
+        if not (NUMBER.fullmatch(quota) and NUMBER.fullmatch(period) and int(quota) > 0 and int(period) > 0):
+            raise InputError(f"{v2} contains {text(v2)[:40]!r}, which is not a quota and a period")
         return int(quota) / int(period)
     if v1.is_file() and number(v1) > 0:
         return number(v1) / max(number(folder / "cpu.cfs_period_us"), 1)

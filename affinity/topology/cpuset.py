@@ -1,8 +1,11 @@
 """Sets of PUs and NUMA nodes: "0-3,8" <-> tuple of ids <-> mask."""
 
+import re
 from collections.abc import Iterable
 
 MOST_IDS = 1 << 16  # far beyond any kernel's NR_CPUS: a larger id is damage, not a machine
+RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+WORD = re.compile(r"(?:0x)?[0-9a-fA-F]*")
 
 
 def parse_list(text: str) -> tuple[int, ...]:
@@ -11,12 +14,10 @@ def parse_list(text: str) -> tuple[int, ...]:
     Raises ValueError on anything else.
     """
     ids: set[int] = set()
-    for part in text.strip().split(","):
-        if not part:
-            continue
-        first, dash, last = part.partition("-")
-        low, high = int(first), int(last if dash else first)
-        if low < 0 or high < low or high >= MOST_IDS:
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = RANGE.fullmatch(part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if high < low or high >= MOST_IDS:
             raise ValueError(f"bad range {part!r} in CPU list {text.strip()!r}")
         ids.update(range(low, high + 1))
     return tuple(sorted(ids))
@@ -38,10 +39,13 @@ def parse_mask(text: str) -> tuple[int, ...]:
 
     The kernel writes "1,00000003", hwloc "0x1,,0x3" with empty words for zero. Raises ValueError on anything else.
     """
+    words = [word.strip() for word in text.strip().split(",")]
+    if len(words) * 32 > MOST_IDS or not all(WORD.fullmatch(word) and len(word) <= MOST_IDS // 4 for word in words):
+        raise ValueError(f"bad CPU mask {text.strip()[:40]!r}")
     mask = 0
-    for word in text.strip().split(","):
-        mask = mask << 32 | int(word or "0", 16)
-    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+    for word in words:
+        mask = mask << 32 | int(word.removeprefix("0x") or "0", 16)
+    return tuple(i for i, bit in enumerate(reversed(f"{mask:b}")) if bit == "1")
 
 
 def format_mask(ids: Iterable[int]) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from affinity.topology.cpuset import format_list
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
@@ -25,8 +27,10 @@ class Core:
 class NumaNode:
     """A memory domain. `pus` may be empty (memory only), `memory_bytes` may be 0 (PUs only).
 
-    `kind` is "dram", "hbm" (faster: MCDRAM, HBM) or "slow" (CXL, NVM). `near` names the nodes with PUs that are nearest
-    to this memory; for a node with PUs that is itself.
+    `kind` is "dram", "hbm" (faster: MCDRAM, HBM), "slow" (CXL, NVM, memory of a GPU), or "unknown": memory without PUs
+    of which nothing tells how fast it is. `near` names the nodes with PUs that are nearest to this memory; for a node
+    with PUs that is itself. `bandwidth_mb_s` and `latency_ns` are those of reads from the nearest PUs (the firmware's
+    HMAT), `tier` is the number of the kernel's memory tier (low tiers are fast); None where unknown.
     """
 
     id: int
@@ -34,6 +38,9 @@ class NumaNode:
     memory_bytes: int
     kind: str = "dram"
     near: tuple[int, ...]
+    bandwidth_mb_s: int | None = None
+    latency_ns: int | None = None
+    tier: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,7 @@ class Machine:
     `cores` are ordered by package, NUMA node, die, caches and first PU. `allowed_pus` is a subset of all PUs,
     `allowed_nodes` of all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology
     alone. `cpu_quota` is the control groups' limit of CPU time, in cores' worth; None without a limit, like
-    `memory_limit_bytes`.
+    `memory_limit_bytes`. `warnings` tell what is wrong or missing in the description that the machine was read from.
     """
 
     name: str
@@ -55,6 +62,7 @@ class Machine:
     allowed_nodes: tuple[int, ...]
     cpu_quota: float | None = None
     memory_limit_bytes: int | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def packages(self) -> tuple[int, ...]:
@@ -92,3 +100,11 @@ def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int]
         allowed_pus=tuple(pu for pu in machine.allowed_pus if pus is None or pu in pus),
         allowed_nodes=tuple(node for node in machine.allowed_nodes if nodes is None or node in nodes),
     )
+
+
+def homeless_warnings(cores: tuple[Core, ...]) -> tuple[str, ...]:
+    """A warning where some cores have no NUMA node: one whose memory is offline, or that the description lacks."""
+    pus = [pu for core in cores if core.numa_node is None for pu in core.pus]
+    if not pus:
+        return ()
+    return (f"CPUs {format_list(pus)} belong to no NUMA node: workers there take memory where the kernel finds it",)

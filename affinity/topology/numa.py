@@ -1,53 +1,92 @@
-"""NUMA nodes of a /sys tree: PUs, memory, kind of memory, nearest PUs."""
+"""NUMA nodes of a /sys tree: PUs, memory, how fast it is, nearest PUs."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.topology.kernel_files import first_file, ids, number, numbers, text
+from affinity.topology.cpuset import format_list
+from affinity.topology.kernel_files import first_file, ids, number_if_any, numbered, numbers, text
 from affinity.topology.machine import NumaNode
+from affinity.topology.memory_kinds import with_kinds
 
-# CPU family and model of Knights Landing and Knights Mill, which have MCDRAM in their package.
-XEON_PHI = (("6", "87"), ("6", "133"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """By node: memory, and its speed by tier and by bandwidth where the kernel has them."""
-
-    memory_bytes: dict[int, int]
-    tier_speed: dict[int, int]
-    bandwidth: dict[int, int]
+PusOf = Mapping[int, tuple[int, ...]]
 
 
-def read_nodes(devices: Path, online: tuple[int, ...], *, on_package_memory: bool) -> tuple[NumaNode, ...]:
-    """The nodes under sys/devices, by id; only online PUs count. Ids may have gaps, and exceed nine.
+def read_nodes(
+    devices: Path, online: tuple[int, ...], *, on_package_memory: bool
+) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
+    """The nodes under sys/devices, by id, and warnings; only online PUs count. Ids may have gaps, and exceed nine.
 
-    `on_package_memory`: this processor's memory without PUs is HBM or MCDRAM, where the kernel has no speed of it.
+    `on_package_memory`: this processor's memory without PUs is HBM or MCDRAM, where the firmware has no speed of it.
+    A kernel without NUMA has one node: all PUs, and the memory of proc/meminfo.
     """
-    folders = {int(f.name[4:]): f for f in (devices / "system/node").glob("node[0-9]*")}
+    folders = numbered(devices / "system/node", "node")
+    if not folders:
+        meminfo = devices.parents[1] / "proc/meminfo"
+        return (NumaNode(id=0, pus=online, memory_bytes=_memory_bytes(meminfo), near=(0,)),), ()
     folders = dict(sorted(folders.items()))
-    pus = {i: _pus(folder, online) for i, folder in folders.items()}
-    near = {i: (i,) if pus[i] else _near(i, folders, pus) for i in folders}
-    facts = _Facts(
-        memory_bytes={i: _memory_bytes(folder / "meminfo") for i, folder in folders.items()},
-        tier_speed=_tier_speeds(devices / "virtual/memory_tiering"),
-        bandwidth={i: value for i, folder in folders.items() if (value := _bandwidth(folder)) is not None},
+    listed = {i: _pus(folder, frozenset(online)) for i, folder in folders.items()}
+    merged_into = overlapping(listed)
+    pus = owners(listed, merged_into)
+    tiers = _tiers(devices / "virtual/memory_tiering")
+    nodes = tuple(
+        _node(i, folders, pus, near=(merged_into[i],) if i in merged_into else None, tier=tiers.get(i)) for i in folders
     )
+    nodes = with_kinds(nodes, {}, on_package_memory=on_package_memory)
+    nodes = tuple(replace(node, kind="dram") if node.id in merged_into else node for node in nodes)
+    return nodes, overlap_warnings(merged_into)
+
+
+def overlapping(listed: PusOf) -> dict[int, int]:
+    """Node -> the lowest node that shares PUs with it, directly or through others, for each node that is not that one.
+
+    A PU is in one node; firmware at fault, and numa=fake on the kernel's command line, list it in several.
+    """
+    found: list[tuple[set[int], set[int]]] = []
+    for node, pus in listed.items():
+        touching = [pair for pair in found if not pair[1].isdisjoint(pus)]
+        found = [pair for pair in found if pair not in touching]
+        found.append(({node}.union(*(n for n, _ in touching)), set(pus).union(*(p for _, p in touching))))
+    return {node: min(nodes) for nodes, _ in found for node in nodes if node != min(nodes)}
+
+
+def owners(listed: PusOf, merged_into: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Node -> its own PUs, each PU in one node: those of overlapping nodes belong to the lowest."""
+    every = {i: {*pus} for i, pus in listed.items()}
+    for node, lowest in merged_into.items():
+        every[lowest] |= every[node]
+        every[node] = set()
+    return {i: tuple(sorted(pus)) for i, pus in every.items()}
+
+
+def overlap_warnings(merged_into: Mapping[int, int]) -> tuple[str, ...]:
+    """One warning for each set of nodes that were merged."""
+    sets = {low: (low, *(n for n, into in merged_into.items() if into == low)) for low in set(merged_into.values())}
     return tuple(
-        NumaNode(
-            id=i,
-            pus=pus[i],
-            memory_bytes=facts.memory_bytes[i],
-            kind="dram" if pus[i] else _kind(i, near, facts, on_package=on_package_memory),
-            near=near[i],
-        )
-        for i in folders
+        f"NUMA nodes {format_list(nodes)} list the same CPUs, a fault of the firmware or numa=fake: they count as one "
+        "node with the memory of all"
+        for _, nodes in sorted(sets.items())
     )
 
 
-def _pus(folder: Path, online: tuple[int, ...]) -> tuple[int, ...]:
+def _node(
+    i: int, folders: Mapping[int, Path], pus: PusOf, *, near: tuple[int, ...] | None, tier: int | None
+) -> NumaNode:
+    initiators = _initiators(folders[i], pus)
+    return NumaNode(
+        id=i,
+        pus=pus[i],
+        memory_bytes=_memory_bytes(folders[i] / "meminfo"),
+        near=near or ((i,) if pus[i] else _named_in(initiators, pus) or _nearest(i, folders, pus)),
+        bandwidth_mb_s=_figure(initiators, "read_bandwidth"),
+        latency_ns=_figure(initiators, "read_latency"),
+        tier=tier,
+    )
+
+
+def _pus(folder: Path, online: frozenset[int]) -> tuple[int, ...]:
     path = first_file(folder, ("cpulist", "cpumap"))
     return () if path is None else tuple(pu for pu in ids(path) if pu in online)
 
@@ -55,59 +94,45 @@ def _pus(folder: Path, online: tuple[int, ...]) -> tuple[int, ...]:
 def _memory_bytes(meminfo: Path) -> int:
     if not meminfo.is_file():
         return 0
-    found = re.search(r"MemTotal:\s*(\d+) kB", text(meminfo))
+    found = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", text(meminfo))
     if found is None:
         raise InputError(f"{meminfo} has no line MemTotal: copy the tree again")
     return int(found.group(1)) * 1024
 
 
-def _near(node: int, folders: dict[int, Path], pus: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The nodes with PUs nearest to a memory-only node: by the firmware's HMAT, else those at the least distance.
+def _initiators(node: Path, pus: PusOf) -> Path | None:
+    """The folder of the firmware's HMAT with the figures of the nearest PUs; None where it has none.
 
     access1 names initiators that are CPUs; access0 may name accelerators, and older kernels have it alone.
     """
-    for access in ("access1", "access0"):
-        folder = folders[node] / access / "initiators"
-        named = sorted(int(f.name[4:]) for f in folder.glob("node[0-9]*"))
-        if found := tuple(i for i in named if pus.get(i)):
-            return found
+    folders = (node / access / "initiators" for access in ("access1", "access0"))
+    return next((folder for folder in folders if _named_in(folder, pus)), None)
+
+
+def _named_in(initiators: Path | None, pus: PusOf) -> tuple[int, ...]:
+    """The nodes with PUs among the initiators."""
+    return () if initiators is None else tuple(sorted(i for i in numbered(initiators, "node") if pus.get(i)))
+
+
+def _figure(initiators: Path | None, name: str) -> int | None:
+    """MB/s or ns; None where the firmware gives none, which some kernels write as 0."""
+    figure = None if initiators is None else number_if_any(initiators / name)
+    return figure if figure is not None and figure > 0 else None
+
+
+def _nearest(node: int, folders: Mapping[int, Path], pus: PusOf) -> tuple[int, ...]:
+    """The nodes with PUs at the least distance from a memory-only node."""
     distance = folders[node] / "distance"
     values = numbers(distance) if distance.is_file() else ()
     to = {other: value for other, value in zip(folders, values, strict=False) if pus[other]}
     return tuple(other for other, value in to.items() if value == min(to.values()))
 
 
-def _tier_speeds(folder: Path) -> dict[int, int]:
-    """Node -> minus the number of its memory tier (low tiers are fast); empty on kernels without tiers."""
+def _tiers(folder: Path) -> dict[int, int]:
+    """Node -> the number of its memory tier; empty on kernels without tiers."""
     return {
-        node: -int(tier.name.removeprefix("memory_tier"))
-        for tier in folder.glob("memory_tier[0-9]*")
+        node: number
+        for number, tier in numbered(folder, "memory_tier").items()
         if (tier / "nodelist").is_file()
         for node in ids(tier / "nodelist")
     }
-
-
-def _kind(node: int, near: dict[int, tuple[int, ...]], facts: _Facts, *, on_package: bool) -> str:
-    """A memory-only node compared with the memory of the PUs next to it: by tier, else bandwidth, else processor."""
-    own = [i for i in near[node] if facts.memory_bytes[i]]
-    if near[node] and not own:  # the PUs' own nodes have no memory: the fastest next to them is their DRAM
-        rivals = [i for i, others in near.items() if set(others) & set(near[node])]
-        fastest = max((facts.bandwidth[i] for i in rivals if i in facts.bandwidth), default=0)
-        return "dram" if facts.bandwidth.get(node, 0) == fastest else "slow"
-    for speed in (facts.tier_speed, facts.bandwidth):
-        beside = [speed[i] for i in own if i in speed]
-        if node in speed and beside:
-            return _compared(speed[node], max(beside))
-    return "hbm" if on_package else "slow"
-
-
-def _compared(speed: int, own: int) -> str:
-    if speed == own:
-        return "dram"
-    return "hbm" if speed > own else "slow"
-
-
-def _bandwidth(folder: Path) -> int | None:
-    """MB/s from the nearest PUs by the firmware's HMAT; None where it has no entry."""
-    path = first_file(folder, ("access1/initiators/read_bandwidth", "access0/initiators/read_bandwidth"))
-    return None if path is None else number(path)

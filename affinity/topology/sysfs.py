@@ -1,54 +1,53 @@
 """A /sys + /proc tree (this host's, or one unpacked from elsewhere) -> Machine. The root is an argument."""
 
 import os
-import re
 from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.topology.cgroup import read_limits
 from affinity.topology.core_types import core_speeds
 from affinity.topology.cpuset import parse_list
-from affinity.topology.kernel_files import first_file, ids, number, text
-from affinity.topology.machine import Core, Machine, narrowed, ordered
-from affinity.topology.numa import XEON_PHI, read_nodes
+from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
+from affinity.topology.machine import Core, Machine, homeless_warnings, narrowed, ordered
+from affinity.topology.memory_kinds import has_on_package_memory
+from affinity.topology.numa import read_nodes
 
-# Sapphire Rapids with HBM in its package: only its name differs from other models.
-XEON_MAX = re.compile(r"Xeon\(R\) CPU Max", re.IGNORECASE)
-# The flags by which oneDNN chooses its kernels, oldest first.
-ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+# The flags by which oneDNN chooses its kernels, oldest first: x86's, then Arm's.
+ISA_FLAGS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16"),
+    *("asimd", "sve", "sve2", "bf16"),
+)
+
+# The PUs of a package: newer names first.
+PACKAGE_SETS = ("package_cpus_list", "core_siblings_list", "package_cpus", "core_siblings")
 
 
 def this_machine() -> Machine:
-    """This host, with the CPUs and memory that this process may use: affinity mask, memory nodes, control groups."""
-    status = Path("/proc/self/status").read_text()
-    nodes = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Mems_allowed_list:")), None)
-    machine = read_machine(Path("/"))
-    return narrowed(
-        machine, frozenset(os.sched_getaffinity(0)), None if nodes is None else frozenset(parse_list(nodes))
-    )
+    """This host, with the CPUs and memory that this thread may use: affinity mask, memory nodes, control groups."""
+    return narrowed(read_machine(Path("/")), frozenset(os.sched_getaffinity(0)), None)
 
 
-def read_machine(root: Path) -> Machine:
-    """Read the machine whose `sys/` and `proc/` are under root, with the limits of its control groups.
+def read_machine(root: Path, *, name: str | None = None) -> Machine:
+    """Read the machine whose `sys/` and `proc/` are under root, with the limits of its process and control groups.
 
-    Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs.
-    Raises InputError that names the file that is missing or contradicts another.
+    Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs. `name` is
+    for hosts that do not tell theirs; default: the folder's. Raises InputError that names the file that is missing or
+    contradicts another.
     """
     cpu_dir = root / "sys/devices/system/cpu"
     online = _online_pus(cpu_dir)
     cpuinfo = _cpuinfo(root / "proc/cpuinfo")
-    flags = cpuinfo.get("flags", "").split()
-    nodes = read_nodes(root / "sys/devices", online, on_package_memory=_has_on_package_memory(cpuinfo))
-    node_of = {pu: node.id for node in nodes for pu in node.pus}
+    flags = {*cpuinfo.get("flags", "").split(), *cpuinfo.get("Features", "").split()}
+    model = cpuinfo.get("model name", "unknown model")
+    on_package = has_on_package_memory(cpuinfo.get("cpu family"), cpuinfo.get("model"), model)
+    nodes, warnings = read_nodes(root / "sys/devices", online, on_package_memory=on_package)
     siblings = _sibling_sets(cpu_dir, online)
-    speeds = core_speeds(root / "sys/devices", tuple(pus[0] for pus in siblings))
-    dies = _dies(cpu_dir, siblings)
-    cores = ordered([_core(cpu_dir, pus, node_of, dies.get(pus[0]), speeds.get(pus[0], 1.0)) for pus in siblings])
+    cores = _cores(root / "sys/devices", siblings, {pu: node.id for node in nodes for pu in node.pus})
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
     machine = Machine(
-        name=text(hostname) if hostname.is_file() else root.resolve().name,
-        model=cpuinfo.get("model name", "unknown model"),
+        name=(text(hostname) if hostname.is_file() else None) or name or root.resolve().name,
+        model=model,
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         cores=cores,
         numa_nodes=nodes,
@@ -56,8 +55,24 @@ def read_machine(root: Path) -> Machine:
         allowed_nodes=tuple(node.id for node in nodes),
         cpu_quota=limits.cpu_quota,
         memory_limit_bytes=limits.memory_bytes,
+        warnings=(*warnings, *homeless_warnings(cores)),
     )
-    return narrowed(machine, *(None if ids is None else frozenset(ids) for ids in (limits.pus, limits.nodes)))
+    process = _allowed(root / "proc/self/status")
+    for pus, memory in ((limits.pus, limits.nodes), (process.get("Cpus"), process.get("Mems"))):
+        machine = narrowed(machine, *(None if ids is None else frozenset(ids) for ids in (pus, memory)))
+    return machine
+
+
+def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
+    """The PUs ("Cpus") and memory nodes ("Mems") of a process; empty where a tree does not tell."""
+    found = {}
+    for name, listed in rows(status, 2, ":") if status.is_file() else ():
+        if name in ("Cpus_allowed_list", "Mems_allowed_list"):
+            try:
+                found[name[:4]] = parse_list(listed)
+            except ValueError:
+                raise InputError(f"{status} contains {listed[:40]!r}, which is not a list of ids") from None
+    return found
 
 
 def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
@@ -67,9 +82,9 @@ def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
     else:  # kernels without cpu/online: a PU is online unless its own file has 0
         pus = tuple(
             sorted(
-                int(d.name[3:])
-                for d in cpu_dir.glob("cpu[0-9]*")
-                if (d / "topology").is_dir() and not ((d / "online").is_file() and text(d / "online") == "0")
+                pu
+                for pu, folder in numbered(cpu_dir, "cpu").items()
+                if (folder / "topology").is_dir() and number_if_any(folder / "online") != 0
             )
         )
     if not pus:
@@ -79,51 +94,75 @@ def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
 
 def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...]]:
     """One tuple of online PUs per core, each PU in exactly one."""
+    every = frozenset(online)
     core_of: dict[int, tuple[int, ...]] = {}
     for pu in online:
         path = first_file(cpu_dir / f"cpu{pu}/topology", ("core_cpus_list", "thread_siblings_list", "thread_siblings"))
         # No topology folder: some virtual machines and old kernels; each PU is then a core of its own.
-        siblings = (pu,) if path is None else tuple(i for i in ids(path) if i in online)
+        siblings = (pu,) if path is None else tuple(i for i in ids(path) if i in every)
         if pu not in siblings or any(core_of.get(i, siblings) != siblings for i in siblings):
             raise InputError(f"{path} contradicts the other CPUs' siblings: copy the tree again")
         core_of[pu] = siblings
     return sorted(set(core_of.values()))
 
 
-def _core(cpu_dir: Path, pus: tuple[int, ...], node_of: dict[int, int], die: int | None, speed: float) -> Core:
-    caches = _caches(cpu_dir / f"cpu{pus[0]}/cache")
-    return Core(
-        pus=pus,
-        package=_package(cpu_dir, pus[0]),
-        numa_node=node_of.get(pus[0]),
-        die=die,
-        l3=caches.get(3),
-        l2=caches.get(2),
-        speed=speed,
-    )
+def _cores(devices: Path, siblings: list[tuple[int, ...]], node_of: dict[int, int]) -> tuple[Core, ...]:
+    """One core for each set of siblings."""
+    cpu_dir = devices / "system/cpu"
+    speeds = core_speeds(devices, tuple(pus[0] for pus in siblings))
+    packages = _packages(cpu_dir, siblings)
+    dies = _dies(cpu_dir, siblings, packages)
+    made = []
+    for pus in siblings:
+        caches = _caches(cpu_dir / f"cpu{pus[0]}/cache")
+        made.append(
+            Core(
+                pus=pus,
+                package=packages[pus[0]],
+                numa_node=next((node_of[pu] for pu in pus if pu in node_of), None),
+                die=dies.get(pus[0]),
+                l3=caches.get(3),
+                l2=caches.get(2),
+                speed=speeds.get(pus[0], 1.0),
+            )
+        )
+    return ordered(made)
 
 
-def _package(cpu_dir: Path, pu: int) -> int:
-    path = cpu_dir / f"cpu{pu}/topology/physical_package_id"
-    return max(number(path), 0) if path.is_file() else 0
+def _packages(cpu_dir: Path, siblings: list[tuple[int, ...]]) -> dict[int, int]:
+    """First PU of a core -> its package.
+
+    By physical_package_id; where firmware gives none (-1) by the sets of PUs in a package, in the order of their first
+    PUs; one package where there are none either.
+    """
+    firsts = [pus[0] for pus in siblings]
+    topology = {pu: cpu_dir / f"cpu{pu}/topology" for pu in firsts}
+    files = {pu: topology[pu] / "physical_package_id" for pu in firsts}
+    known = {pu: package for pu, file in files.items() if file.is_file() and (package := number(file)) >= 0}
+    if len(known) == len(firsts):
+        return known
+    paths = {pu: first_file(topology[pu], PACKAGE_SETS) for pu in firsts}
+    lowest = {pu: min(ids(path), default=pu) for pu, path in paths.items() if path is not None}
+    order = sorted(set(lowest.values()))
+    return {pu: order.index(lowest[pu]) if pu in lowest else 0 for pu in firsts}
 
 
-def _dies(cpu_dir: Path, siblings: list[tuple[int, ...]]) -> dict[int, int]:
+def _dies(cpu_dir: Path, siblings: list[tuple[int, ...]], packages: dict[int, int]) -> dict[int, int]:
     """First PU of a core -> its die; empty where each package is one die."""
-    paths = {pus[0]: cpu_dir / f"cpu{pus[0]}/topology/die_id" for pus in siblings}
-    dies = {pu: number(path) for pu, path in paths.items() if path.is_file()}
-    packages = {pu: _package(cpu_dir, pu) for pu in dies}
-    several = len(set(zip(packages.values(), dies.values(), strict=True))) > len(set(packages.values()))
+    found = {pus[0]: number_if_any(cpu_dir / f"cpu{pus[0]}/topology/die_id") for pus in siblings}
+    dies = {pu: die for pu, die in found.items() if die is not None}
+    several = len({(packages[pu], die) for pu, die in dies.items()}) > len({packages[pu] for pu in dies})
     return dies if several else {}
 
 
 def _caches(folder: Path) -> dict[int, int]:
-    """Level -> lowest PU that shares the cache of that level."""
+    """Level -> lowest PU that shares the data cache of that level."""
     found = {}
-    for index in sorted(folder.glob("index[0-9]")):
+    for _, index in sorted(numbered(folder, "index").items()):
         shared = first_file(index, ("shared_cpu_list", "shared_cpu_map"))
-        if shared is not None and (index / "level").is_file() and (pus := ids(shared)):
-            found[number(index / "level")] = pus[0]
+        level = number_if_any(index / "level")
+        if shared is not None and level is not None and (pus := ids(shared)):
+            found[level] = pus[0]
     return found
 
 
@@ -135,8 +174,3 @@ def _cpuinfo(path: Path) -> dict[str, str]:
         if colon:
             fields.setdefault(key.strip(), value.strip())
     return fields
-
-
-def _has_on_package_memory(cpuinfo: dict[str, str]) -> bool:
-    family_model = (cpuinfo.get("cpu family"), cpuinfo.get("model"))
-    return family_model in XEON_PHI or XEON_MAX.search(cpuinfo.get("model name", "")) is not None

@@ -5,7 +5,7 @@ from textwrap import wrap
 
 from affinity.planner.plan import Plan
 from affinity.topology.machine import Core
-from affinity.units import GIB
+from affinity.units import memory_text
 from affinity.views.legend import COMM, COMPUTE, IDLE, LOADER, SHARED, color, legend, letter, roles, sign
 
 CELL, GAP, COLUMNS, LINE = 26, 4, 24, 16  # pixels; cores a row; pixels between lines of text
@@ -19,7 +19,7 @@ def plan_to_svg(plan: Plan) -> str:
     nodes: dict[tuple[int, int | None], list[Core]] = {}
     for core in plan.machine.cores:
         nodes.setdefault((core.package, core.numa_node), []).append(core)
-    memory = {node.id: f", {node.memory_bytes / GIB:.0f} GiB" for node in plan.machine.numa_nodes if node.memory_bytes}
+    memory = {node.id: f", {memory_text(node.memory_bytes)}" for node in plan.machine.numa_nodes if node.memory_bytes}
     width = 2 * GAP + COLUMNS * (CELL + GAP) + 2 * GAP
     parts: list[str] = []
     y = _text(parts, GAP, 0, f"{plan.machine.name}: {plan.machine.model}", bold=True)
@@ -35,7 +35,7 @@ def plan_to_svg(plan: Plan) -> str:
         y += height + GAP
     for node_only in (node for node in plan.machine.numa_nodes if not node.pus):
         near = ", ".join(map(str, node_only.near)) or "none"
-        amount = f"{node_only.memory_bytes / GIB:.0f} GiB of {node_only.kind} memory"
+        amount = f"{memory_text(node_only.memory_bytes)} of {node_only.kind} memory"
         y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {amount}, next to node {near}")
     y = _text(parts, GAP, y, f"{legend(plan, ';')}; ~: communicates; *: loads images; .: idle", bold=True)
     for worker in plan.workers:

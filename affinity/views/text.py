@@ -7,7 +7,7 @@ from affinity.planner.reasons import Reason
 from affinity.text_table import align_columns
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine
-from affinity.units import GIB
+from affinity.units import memory_text
 from affinity.views.explain import ASSUMPTIONS, alternatives
 from affinity.views.legend import color, legend, letter, roles, sign
 
@@ -58,13 +58,13 @@ def _map(plan: Plan, colored: bool) -> str:
     lines = []
     for (package, node), cells in blocks.items():
         size = memory.get(-1 if node is None else node, 0)
-        room = f", {size / GIB:.0f} GiB" if size else ""
+        room = f", {memory_text(size)}" if size else ""
         lines.append(f"package {package}, NUMA node {'none' if node is None else node}{room}")
         lines += ["  " + " ".join(cells[i : i + per_line]).rstrip() for i in range(0, len(cells), per_line)]
     for memory_only in plan.machine.numa_nodes:
         if not memory_only.pus:
             near = ", ".join(map(str, memory_only.near)) or "none"
-            amount = f"{memory_only.memory_bytes / GIB:.0f} GiB"
+            amount = memory_text(memory_only.memory_bytes)
             lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
     lines.append(f"  one sign per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from cputrain.cli.setting_names import wording_of
 
 COMMANDS = {
     "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",
+    "machine": "save this host's topology as a tarball, to plan for it elsewhere",
     "launch": "run any command with planned and bound workers, on one host or many",
     "train": "train a recipe",
     "sweep": "train a recipe with many settings and compare the results",

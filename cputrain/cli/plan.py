@@ -24,7 +24,14 @@ from affinity.views.text import plan_to_text
 from affinity.wording import counted
 from cputrain.cli.options import host_groups_option, planning_options, settings_argument
 from cputrain.launch.hosts import converted_hostfile, with_host_groups
-from cputrain.launch.options import PlanningOptions, network_of, network_settings, plan_hosts, planned_launcher
+from cputrain.launch.options import (
+    PlanningOptions,
+    network_of,
+    network_settings,
+    plan_hosts,
+    planned_launcher,
+    request_of_options,
+)
 from cputrain.launch.plan_files import cluster_json, plan_files, start_command
 from mpi.hosts.groups import Cluster
 from mpi.hosts.nodelist import fold
@@ -71,6 +78,12 @@ FORMATS: dict[str, Callable[[Cluster], str]] = {"json": cluster_json, "yaml": _y
     "--diff", nargs=2, type=click.Path(path_type=Path), metavar="A.json B.json", help="compare two saved plans instead"
 )
 @click.option(
+    "--machines",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="plan every machine described in a folder and print a table; exit status 1: one could not be planned",
+)
+@click.option(
     "--write", type=click.Path(path_type=Path), metavar="DIR", help="write plan.json, hostfile, launch.sh and a picture"
 )
 @host_groups_option
@@ -83,9 +96,10 @@ def command(
     explained: bool,
     with_curve: bool,
     diff: tuple[Path, Path] | None,
+    machines: Path | None,
     write: Path | None,
     host_groups: tuple[str, ...],
-) -> None:
+) -> int | None:
     """Show the cores, threads and memory that each worker gets, and why, on this machine or any other.
 
     With RECIPE (a file or a shipped name) also its batch, steps, learning rate and command line. Where hosts differ,
@@ -93,13 +107,15 @@ def command(
     """
     if diff is not None:
         click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the plans are the same")
-        return
+        return None
     if with_curve and (recipe is None or output_format != "text"):
-        raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and leave --format out")
+        raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and remove --format")
     base, training = Request(local_batch=USUAL_BATCH, workload=RESNET50), None
     if recipe is not None:
         base, training = _recipe_request(options, recipe, settings)
         options = replace(options, share=options.share or training.plan.share)
+    if machines is not None:
+        return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
     options = with_host_groups(options, host_groups)
     cluster = plan_hosts(options, base, os.environ)
     job = Job(
@@ -125,6 +141,20 @@ def command(
         )
     else:
         _show(cluster, job, options, training, explained=explained, with_curve=with_curve)
+    return None
+
+
+def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alone: bool) -> int:
+    """Print the table of a folder's machines; 1 where one could not be planned."""
+    from cputrain.cli.machine_table import machine_table, plan_folder
+
+    if not alone or options.machine != "this" or options.share:
+        raise InputError(
+            "--machines prints a table of other machines: remove --machine, --share, --host-group, --write and --format"
+        )
+    rows = plan_folder(folder, request_of_options(options, base))
+    click.echo(machine_table(rows))
+    return int(any(row.plan is None for row in rows))
 
 
 def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, ...]) -> "tuple[Request, Recipe]":

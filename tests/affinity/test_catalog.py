@@ -10,6 +10,7 @@ from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
 from affinity.topology.catalog import MACHINES, find_machine, machine_names
 from affinity.topology.cpuset import format_list
+from affinity.topology.sysfs import ISA_FLAGS
 
 # name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets
 SHAPES = {
@@ -24,7 +25,12 @@ SHAPES = {
     "emr-8592plus-2s": (2, 128, 256, 2),
     "max-9480-2s-snc4-flat": (2, 112, 224, 16),
     "gnr-6980p-2s-snc3": (2, 256, 512, 6),
+    "gnr-6972p-2s-snc3": (2, 192, 384, 6),
     "srf-6780e-2s": (2, 288, 288, 2),
+    "grace-superchip-2s": (2, 144, 144, 2),
+    "graviton4-2s": (2, 192, 192, 2),
+    "turin-9755-2s-nps4": (2, 256, 512, 8),
+    "turin-9965-1s-nps1": (1, 192, 384, 1),
     "knl-7210-quad-cache": (1, 64, 256, 1),
     "knl-7250-snc4-flat": (1, 68, 272, 8),
     "milan-7763-2s-nps4": (2, 128, 256, 8),
@@ -46,6 +52,12 @@ def line(plan: Plan) -> str:
 def test_shapes_are_those_of_the_data_sheets(name: str) -> None:
     machine = find_machine(name)
     assert (len(machine.packages), len(machine.cores), len(machine.pus), len(machine.numa_nodes)) == SHAPES[name]
+
+
+def test_flags_are_those_that_machines_are_read_by() -> None:
+    flags = {flag for path in MACHINES.glob("*.yaml") for flag in yaml.safe_load(path.read_text())["isa"]}
+    assert flags <= set(ISA_FLAGS)
+    assert {"amx_bf16", "avx512_bf16", "sve2"} <= flags
 
 
 def test_every_entry_names_its_source() -> None:

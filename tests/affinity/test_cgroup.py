@@ -97,7 +97,7 @@ def test_legacy_cpusets_have_names_without_prefix(tmp_path: Path, mount: str) ->
 
 def test_nonsense_names_its_file(tmp_path: Path) -> None:
     write(tmp_path, **{"sys/fs/cgroup/cpuset.cpus.effective": "all\n"})
-    with pytest.raises(InputError, match=r"cpuset.cpus.effective holds 'all'"):
+    with pytest.raises(InputError, match=r"cpuset.cpus.effective contains 'all'"):
         read_limits(tmp_path)
 
 
@@ -120,9 +120,14 @@ def test_a_tarball_is_read_like_its_folder(tmp_path: Path) -> None:
     assert find_machine(str(tmp_path / "host.tar.gz")) == machine == find_machine(str(tmp_path / "host"))
     whole = (tmp_path / "host.tar.gz").read_bytes()
     (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
-    for broken in ("cut.tar.gz", "absent.tar"):
-        with pytest.raises(InputError, match="cannot unpack"):
+    for broken, why in (("cut.tar.gz", "cannot unpack"), ("absent.tar", "does not exist")):
+        with pytest.raises(InputError, match=why):
             find_machine(str(tmp_path / broken))
+    (tmp_path / "host/sys/devices/system/cpu/online").write_text("all\n")
+    with tarfile.open(tmp_path / "wrong.tar", "w") as tar:
+        tar.add(tmp_path / "host", arcname="some/host")
+    with pytest.raises(InputError, match=r"wrong\.tar: some/host/sys/devices/system/cpu/online contains 'all'"):
+        find_machine(str(tmp_path / "wrong.tar"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="holds no sys/devices/system/cpu"):
+    with pytest.raises(InputError, match="contains no sys/devices/system/cpu"):
         tree_root(tmp_path / "empty")

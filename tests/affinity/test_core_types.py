@@ -56,7 +56,7 @@ def test_intel_s_lists_give_the_core_types_and_clocks_their_speed(tmp_path: Path
     put(tmp_path, "cpu_atom/cpus", "2-3")
     for pu, clock in enumerate((5200000, 5000000, 3600000, 3600000)):
         put(tmp_path, f"system/cpu/cpu{pu}/cpufreq/cpuinfo_max_freq", str(clock))
-    assert speeds(tmp_path) == pytest.approx([1.0, 1.0, 3.6 / 5.1, 3.6 / 5.1])
+    assert speeds(tmp_path) == pytest.approx([1.0, 1.0, 0.787 * 3.6 / 5.0, 0.787 * 3.6 / 5.0])
 
 
 def test_the_scheduler_s_capacities_come_first(tmp_path: Path) -> None:
@@ -64,3 +64,19 @@ def test_the_scheduler_s_capacities_come_first(tmp_path: Path) -> None:
     for pu in range(16):
         put(tmp_path, f"system/cpu/cpu{pu}/cpu_capacity", "1024" if pu < 8 else "512")
     assert speeds(tmp_path) == [1.0] * 4 + [0.5] * 8
+
+
+def test_nearly_equal_capacities_are_one_type(tmp_path: Path) -> None:
+    """As on NVIDIA's GB10: five capacities, two designs of cores."""
+    write_sysfs(build_machine(1, 1, 10, 1), tmp_path)
+    for pu, capacity in enumerate((718, 718, 997, 997, 997, 731, 731, 1017, 1017, 1024)):
+        put(tmp_path, f"system/cpu/cpu{pu}/cpu_capacity", str(capacity))
+    assert sorted(speeds(tmp_path)) == [718 / 997] * 4 + [1.0] * 6
+
+
+def test_intel_s_types_without_figures_have_assumed_speeds(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
+    put(tmp_path, "cpu_core/cpus", "0-1")
+    put(tmp_path, "cpu_atom/cpus", "2-3")
+    put(tmp_path, "system/cpu/cpu0/acpi_cppc/highest_perf", "<unsupported>")
+    assert speeds(tmp_path) == [1.0, 1.0, 0.61, 0.61]

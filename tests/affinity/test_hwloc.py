@@ -62,9 +62,36 @@ def test_shapes_are_hwloc_s(shape: str) -> None:
     [
         *("core:0", "pu:2", "core:2 pack:2", "pack:1 cores:2", "core:2 core:2", "core:2 pu:2(indexes=3*1)"),
         *("core:-1 x", "core:2 pu:2(indexes=2**2:2)", "numa:1(memory=big) core:2", "core:2(memory=1GB)"),
-        *("[numa] core:2", "pack:2 l3:0"),
+        *("pack:2 [numa] l3:2 [numa] core:1", "pack:2 l3:0", "[numa core:2", "pack:[numa]"),
+        *("core:2 pu:2(indexes=0,1,2)", "core:2 pu:2(indexes=0,1,2,9)", "pack:999999 core:999999"),
     ],
 )
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="machine"):
         synthetic(text)
+
+
+def test_what_lstopo_writes_is_read() -> None:
+    """Memory of the whole host, groups, sizes of caches, numbers of PUs in loops or as a list."""
+    written = (
+        "[NUMANode(memory=102978359296)] Package:1 Group:2 L3Cache:1(size=1048576) L2Cache:17(size=1048576) "
+        "L1dCache:2(size=32768) L1iCache:1(size=32768) Core:1 PU:4(indexes=4*68:1*4)"
+    )
+    machine = synthetic(written)
+    assert (len(machine.cores), machine.cores[0].pus, machine.cores[67].pus) == (
+        68,
+        (0, 68, 136, 204),
+        (67, 135, 203, 271),
+    )
+    assert [(node.id, len(node.pus), node.memory_bytes) for node in machine.numa_nodes] == [(0, 272, 102978359296)]
+    assert [core.pus for core in synthetic("core:2 pu:2(indexes=0,2,1,3)").cores] == [(0, 2), (1, 3)]
+
+
+def test_a_second_memory_has_no_pus() -> None:
+    machine = synthetic("pack:2 [numa(memory=64GB)][numa(memory=16GB)] core:2")
+    assert [(node.id, node.pus, node.memory_bytes >> 30, node.kind, node.near) for node in machine.numa_nodes] == [
+        (0, (0, 1), 64, "dram", (0,)),
+        (1, (2, 3), 64, "dram", (1,)),
+        (2, (), 16, "unknown", (0,)),
+        (3, (), 16, "unknown", (1,)),
+    ]

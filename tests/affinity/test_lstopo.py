@@ -30,7 +30,7 @@ FLAT = """<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd">
 
 
 @pytest.mark.parametrize("version", ["2.0", "3.0"])
-@pytest.mark.parametrize(("subtype", "kind"), [('subtype="MCDRAM"', "hbm"), ('subtype="HBM"', "hbm"), ("", "slow")])
+@pytest.mark.parametrize(("subtype", "kind"), [('subtype="MCDRAM"', "hbm"), ('subtype="HBM"', "hbm"), ("", "unknown")])
 def test_both_versions_are_read(tmp_path: Path, version: str, subtype: str, kind: str) -> None:
     (tmp_path / "n1.xml").write_text(FLAT.format(version=version, subtype=subtype))
     machine = find_machine(str(tmp_path / "n1.xml"))
@@ -43,16 +43,100 @@ def test_both_versions_are_read(tmp_path: Path, version: str, subtype: str, kind
     ]
 
 
-def test_kinds_of_cores_have_their_speed(tmp_path: Path) -> None:
-    kinds = "".join(
-        f'<cpukind cpuset="{cpus}" efficiency="{rank}"><info name="FrequencyMaxMHz" value="{clock}"/></cpukind>'
-        for cpus, rank, clock in (("0x5", 1, 5000), ("0xa", 0, 4000))
+def with_core_types(path: Path, *kinds: str) -> Machine:
+    """Two cores: PUs 0 and 2, PUs 1 and 3; a kind is the attributes and the information of one of them."""
+    elements = (
+        f'<cpukind cpuset="{cpus}" {kind.partition("|")[0]}>'
+        + "".join('<info name="{}" value="{}"/>'.format(*pair.split("=")) for pair in kind.partition("|")[2].split())
+        + "</cpukind>"
+        for cpus, kind in zip(("0x5", "0xa"), kinds, strict=True)
     )
-    path = tmp_path / "n1.xml"
-    path.write_text(FLAT.format(version="2.0", subtype="").replace("</topology>", f"{kinds}</topology>"))
-    assert [core.speed for core in read_lstopo(path).cores] == [1.0, 0.8]
-    path.write_text(path.read_text().replace('efficiency="1"', 'efficiency="0"'))
-    assert [core.speed for core in read_lstopo(path).cores] == [1.0, 1.0]
+    text = FLAT.format(version="2.0", subtype="").replace("</topology>", f"{''.join(elements)}</topology>")
+    path.write_text(text)
+    return read_lstopo(path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "speeds"),
+    [
+        (("|FrequencyMaxMHz=5000", "|FrequencyMaxMHz=4000"), [1.0, 0.8]),
+        (("|FrequencyMaxMHz=5000", "|FrequencyMaxMHz=4800"), [1.0, 1.0]),  # favored cores
+        (("|FrequencyMaxMHz=5000 FrequencyBaseMHz=2000", "|FrequencyMaxMHz=4000 FrequencyBaseMHz=2000"), [1.0, 1.0]),
+        (("|LinuxCapacity=718", "|LinuxCapacity=997 FrequencyMaxMHz=1"), [718 / 997, 1.0]),
+        (("|LinuxCapacity=1017", "|LinuxCapacity=1024"), [1.0, 1.0]),
+        (('forced_efficiency="1"|CoreType=IntelCore', 'forced_efficiency="0"|CoreType=IntelAtom'), [1.0, 0.61]),
+        (
+            ("|CoreType=IntelCore FrequencyMaxMHz=5000", "|CoreType=IntelAtom FrequencyMaxMHz=4000"),
+            [1.0, 0.787 * 0.8],
+        ),
+        (('forced_efficiency="0"|', 'forced_efficiency="1"|'), [0.61, 1.0]),
+        (('efficiency="0"|', 'efficiency="0"|'), [1.0, 1.0]),
+    ],
+)
+def test_kinds_of_cores_have_their_speed(tmp_path: Path, kinds: tuple[str, str], speeds: list[float]) -> None:
+    machine = with_core_types(tmp_path / "n1.xml", *kinds)
+    assert [core.speed for core in machine.cores] == pytest.approx(speeds)
+    ranked = all(kind[-1] == "|" for kind in kinds) and len(set(kinds)) > 1
+    assert any("without their speeds" in warning for warning in machine.warnings) == ranked
+
+
+V1 = """<?xml version="1.0"?><topology>
+<object type="Machine" os_index="0" cpuset="0x0000000f" online_cpuset="0x00000007" allowed_cpuset="0x00000007"
+ nodeset="0x3" allowed_nodeset="0x3"><info name="HostName" value="n1"/>
+ <object type="Socket" os_index="1" cpuset="0xf"><info name="CPUModel" value="made"/>
+  <object type="Group" cpuset="0xf" depth="0"><object type="NUMANode" os_index="0" cpuset="0xf" local_memory="4096">
+   <object type="Cache" cpuset="0xf" depth="3" cache_type="0">
+   <object type="Cache" cpuset="0x5" depth="2" cache_type="0">
+    <object type="Cache" cpuset="0x5" depth="1" cache_type="2">
+     <object type="Core" os_index="0"><object type="PU" os_index="0"/><object type="PU" os_index="2"/></object></object>
+    </object><object type="Cache" cpuset="0xa" depth="2" cache_type="0">
+     <object type="Core" os_index="1"><object type="PU" os_index="1"/><object type="PU" os_index="3"/></object></object>
+   </object></object>
+   <object type="NUMANode" os_index="1" cpuset="0x0" local_memory="1024"><info name="Type" value="MCDRAM"/></object>
+  </object></object></object></topology>"""
+
+
+def test_version_1_is_read_with_its_caches_and_memories(tmp_path: Path) -> None:
+    (tmp_path / "x.xml").write_text(V1)
+    machine = read_lstopo(tmp_path / "x.xml")
+    assert [(core.pus, core.package, core.l3, core.l2) for core in machine.cores] == [
+        ((0, 2), 1, 0, 0),
+        ((1,), 1, 0, 1),
+    ]
+    assert [(node.pus, node.kind, node.near, node.memory_bytes) for node in machine.numa_nodes] == [
+        ((0, 1, 2), "dram", (0,), 4096),
+        ((), "hbm", (0,), 1024),
+    ]
+    assert (machine.allowed_pus, machine.allowed_nodes) == ((0, 1, 2), (0, 1))
+
+
+DAMAGED = {
+    "<?xml version='1.0' encoding='zz'?><topology/>": "unknown encoding",
+    FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="0"'): "CPU 0 is in two cores",
+    FLAT.format(version="2.0", subtype="").replace('type="PU"', 'type="Misc"'): "core 0 has no CPUs",
+    FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="-1"'): "not a number",
+    FLAT.format(version="2.0", subtype="").replace(
+        '"PU" os_index="1"', '"PU" os_index="4294967295"'
+    ): "PU has the number",
+    FLAT.format(version="2.0", subtype="").replace('"4096"', '"4 GiB"'): "not a number",
+    FLAT.format(version="2.0", subtype="").replace('cpuset="0x0000000f"', 'cpuset="all"'): "bad CPU mask",
+    FLAT.format(version="2.0", subtype="").replace(
+        '"NUMANode" os_index="1"', '"NUMANode" os_index="0"'
+    ): "is there twice",
+    '<topology><object type="Machine">'
+    + '<object type="Group">' * 5000
+    + "</object>" * 5001
+    + "</topology>": "levels deep",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=DAMAGED.values())
+def test_damage_is_one_line_that_names_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.xml").write_text(text)
+    with pytest.raises(InputError, match=DAMAGED[text]) as caught:
+        read_lstopo(tmp_path / "x.xml")
+    assert str(caught.value).startswith(f"cannot read {tmp_path}/x.xml: ")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +151,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def comparable(machine: Machine) -> Machine:
-    """Without what only one of the two forms tells: name, model, ISA, limits of time and memory, sizes."""
-    nodes = tuple(replace(node, memory_bytes=0) for node in machine.numa_nodes)
+    """Without what only one of the two forms tells: name, model, ISA, limits of time and memory, sizes, tiers."""
+    nodes = tuple(replace(node, memory_bytes=0, tier=None) for node in machine.numa_nodes)
     return replace(machine, name="", model="", isa=(), cpu_quota=None, memory_limit_bytes=None, numa_nodes=nodes)
 
 

@@ -1,5 +1,6 @@
 """Memory without PUs: which is fast, which is slow, whose it is, and what a plan makes of it."""
 
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -19,7 +20,11 @@ DISTANCES = ((10, 21, 41, 31), (21, 10, 31, 41))  # of nodes 0 and 1 to 0, 1 and
 
 
 def with_memories(
-    root: Path, cpuinfo: str = "", bandwidth: tuple[int, int] | None = None, tier: int | None = None
+    root: Path,
+    cpuinfo: str = "",
+    bandwidth: tuple[int, int] | None = None,
+    latency: tuple[int, int] | None = None,
+    tier: int | None = None,
 ) -> Machine:
     """Two nodes of four cores and two memory-only nodes, paired crosswise by distance or by HMAT."""
     write_sysfs(build_machine(2, 1, 4, 1), root)
@@ -33,23 +38,26 @@ def with_memories(
         (folder / "meminfo").write_text(f"Node {memory} MemTotal: 4194304 kB\n")
         (folder / "distance").write_text(" ".join(str(row[memory - 10]) for row in DISTANCES) + " 10 41\n")
         if bandwidth:
-            hmat(folder, owner, bandwidth[1])
+            hmat(folder, owner, "read_bandwidth", bandwidth[1])
+        if latency:
+            hmat(folder, owner, "read_latency", latency[1])
     for node in (0, 1):
         if bandwidth:
-            hmat(nodes / f"node{node}", node, bandwidth[0])
+            hmat(nodes / f"node{node}", node, "read_bandwidth", bandwidth[0])
+        if latency:
+            hmat(nodes / f"node{node}", node, "read_latency", latency[0])
     if tier is not None:
-        for number, listed in ((4, "0-1"), (tier, "12-13")):
+        for number, listed in ((4, "0-1"), (tier, "12-13")) if tier != 4 else ((4, "0-1,12-13"),):
             path = root / f"sys/devices/virtual/memory_tiering/memory_tier{number}/nodelist"
             path.parent.mkdir(parents=True)
             path.write_text(listed + "\n")
     return read_machine(root)
 
 
-def hmat(folder: Path, initiator: int, bandwidth: int) -> None:
+def hmat(folder: Path, initiator: int, figure: str, value: int) -> None:
     initiators = folder / "access1/initiators"
-    initiators.mkdir(parents=True)
-    (initiators / f"node{initiator}").mkdir()
-    (initiators / "read_bandwidth").write_text(f"{bandwidth}\n")
+    (initiators / f"node{initiator}").mkdir(parents=True, exist_ok=True)
+    (initiators / figure).write_text(f"{value}\n")
 
 
 @pytest.mark.parametrize(
@@ -57,13 +65,22 @@ def hmat(folder: Path, initiator: int, bandwidth: int) -> None:
     [
         ({"cpuinfo": PHI}, "hbm"),
         ({"cpuinfo": MAX}, "hbm"),
-        ({}, "slow"),  # CXL or NVM: nothing says that it is fast
+        ({}, "unknown"),  # nothing tells HBM from CXL
+        ({"tier": 4}, "unknown"),  # nor do equal tiers, which kernels before 6.8 give to all memory
+        ({"tier": 4, "bandwidth": (200, 400)}, "hbm"),
+        ({"tier": 4, "bandwidth": (200, 60)}, "slow"),
+        ({"tier": 4, "bandwidth": (200, 195)}, "dram"),
+        ({"tier": 4, "latency": (100, 250)}, "slow"),
+        ({"bandwidth": (100, 100), "latency": (100, 300)}, "slow"),
+        ({"latency": (100, 110)}, "unknown"),
+        ({"bandwidth": (100, 0)}, "unknown"),  # 0: the firmware gives no figure
         ({"bandwidth": (100, 400)}, "hbm"),
         ({"bandwidth": (400, 100)}, "slow"),
         ({"bandwidth": (400, 100), "cpuinfo": PHI}, "slow"),  # the firmware's word goes before the model's name
         ({"tier": 2}, "hbm"),
         ({"tier": 22}, "slow"),
-        ({"tier": 22, "bandwidth": (100, 400)}, "slow"),
+        ({"tier": 22, "bandwidth": (100, 400)}, "hbm"),  # as DAX puts HBM online
+        ({"tier": 22, "cpuinfo": MAX}, "hbm"),
     ],
 )
 def test_the_kind_of_memory_comes_from_facts(tmp_path: Path, facts: dict, kind: str) -> None:
@@ -105,3 +122,60 @@ def test_a_node_without_memory_uses_the_memory_near_it(tmp_path: Path) -> None:
     assert [node.kind for node in machine.numa_nodes] == ["dram"] * 4
     plan = plan_machine(machine, Request(ppn=2), Runtime())
     assert [w.memory_nodes for w in plan.workers] == [(13,), (12,)]
+
+
+@pytest.mark.parametrize(
+    ("listed", "pus", "near"),
+    [
+        (("0-7",) * 4, [8, 0, 0, 0], [0, 0, 0, 0]),
+        (("0-3", "2-5", "6-7"), [6, 0, 2], [0, 0, 2]),
+        (("0-3", "4-7", "3-4"), [8, 0, 0], [0, 0, 0]),
+    ],
+)
+def test_nodes_that_list_the_same_cpus_count_as_one(
+    tmp_path: Path, listed: tuple[str, ...], pus: list[int], near: list[int]
+) -> None:
+    """A fault of firmware: every CPU belongs to one node only; the memory of all nodes stays in use."""
+    write_sysfs(build_machine(1, 1, 8, 1), tmp_path)
+    for i, cpus in enumerate(listed):
+        folder = tmp_path / f"sys/devices/system/node/node{i}"
+        folder.mkdir(exist_ok=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+        (folder / "meminfo").write_text(f"Node {i} MemTotal: 2097152 kB\n")
+    machine = read_machine(tmp_path)
+    assert [len(node.pus) for node in machine.numa_nodes] == pus
+    assert [node.near for node in machine.numa_nodes] == [(i,) for i in near]
+    assert {node.kind for node in machine.numa_nodes} == {"dram"}
+    plan = plan_machine(machine, Request(ppn=1), Runtime())
+    assert plan.workers[0].memory_nodes == tuple(range(len(listed)))
+    assert any("list the same CPUs" in warning for warning in plan.warnings)
+
+
+def test_figures_of_accelerators_are_not_those_of_cpus(tmp_path: Path) -> None:
+    """access0 may name a node without CPUs as the nearest initiator."""
+    with_memories(tmp_path)
+    for node, initiator in ((0, 0), (1, 1), (12, 13), (13, 13)):
+        initiators = tmp_path / f"sys/devices/system/node/node{node}/access0/initiators"
+        (initiators / f"node{initiator}").mkdir(parents=True)
+        (initiators / "read_bandwidth").write_text("400\n" if node > 1 else "100\n")
+    nodes = {node.id: node for node in read_machine(tmp_path).numa_nodes}
+    assert (nodes[12].kind, nodes[12].bandwidth_mb_s, nodes[12].near) == ("unknown", None, (1,))
+
+
+def test_a_kernel_without_numa_has_one_node(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 2, 1), tmp_path)
+    shutil.rmtree(tmp_path / "sys/devices/system/node")
+    (tmp_path / "proc/meminfo").write_text("MemTotal:        2097152 kB\nMemFree: 1 kB\n")
+    machine = read_machine(tmp_path)
+    assert [(node.id, node.pus, node.memory_bytes) for node in machine.numa_nodes] == [(0, (0, 1), 2 << 30)]
+    assert (machine.allowed_nodes, machine.warnings) == ((0,), ())
+
+
+def test_cores_whose_node_is_missing_are_named(tmp_path: Path) -> None:
+    write_sysfs(build_machine(4, 1, 4, 1), tmp_path)
+    for node in (2, 3):
+        shutil.rmtree(tmp_path / f"sys/devices/system/node/node{node}")
+    plan = plan_machine(read_machine(tmp_path), Request(), Runtime())
+    assert "CPUs 8-15 belong to no NUMA node" in plan.warnings[0]
+    package = {pu: core.package for core in plan.machine.cores for pu in core.pus}
+    assert all(len({package[pu] for pu in worker.pus}) == 1 for worker in plan.workers)

@@ -1,5 +1,6 @@
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,3 +155,38 @@ def test_odd_texts_are_named_or_harmless(
         plan_machine(read_machine(root), Request(), Runtime())
     except InputError as error:
         assert str(root) in str(error) or "is available to this process" in str(error)
+
+
+def test_a_nul_byte_at_the_end_of_a_file_is_no_error(tmp_path: Path) -> None:
+    """As some Arm servers' kernels write lists of CPUs."""
+    machine = build_machine(2, 1, 4, 2)
+    write_sysfs(machine, tmp_path)
+    for path in (tmp_path / "sys").rglob("*list"):
+        path.write_bytes(path.read_bytes() + b"\0")
+    assert read_machine(tmp_path) == machine
+
+
+@pytest.mark.parametrize("sets", ["package_cpus_list", "core_siblings", None])
+def test_packages_without_numbers_are_told_apart_by_their_cpus(tmp_path: Path, sets: str | None) -> None:
+    write_sysfs(build_machine(8, 1, 4, 1), tmp_path)
+    for pu in range(32):
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{pu}/topology"
+        (topology / "physical_package_id").write_text("-1\n")
+        first = pu // 4 * 4
+        if sets is not None:
+            written = f"{first}-{first + 3}" if sets.endswith("list") else f"{15 << first:x}"
+            (topology / sets).write_text(f"{written}\n")
+    machine = read_machine(tmp_path)
+    assert machine.packages == (tuple(range(8)) if sets else (0,))
+    assert [core.package for core in machine.cores] == [i // 4 if sets else 0 for i in range(32)]
+
+
+def test_descriptions_are_read_without_pyyaml() -> None:
+    """Only the catalog needs it."""
+    code = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from affinity.__main__ import main\n"
+        "sys.exit(main(['plan', '--machine', 'pack:2 core:4 pu:2', '--ppn', '2']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -1,0 +1,74 @@
+"""Whether memory without PUs is as fast as that of the PUs next to it, faster (HBM, MCDRAM) or slower (CXL, NVM)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from affinity.topology.machine import NumaNode
+
+# HBM has at least twice the bandwidth of DRAM, CXL at most half and twice the latency; the firmware's figures of equal
+# memories differ by a few percent.
+BANDWIDTH_MARGIN = 1.2
+LATENCY_MARGIN = 1.5
+# CPU family and model of Knights Landing and Knights Mill, which have MCDRAM in their package.
+XEON_PHI = (("6", "87"), ("6", "133"))
+# Sapphire Rapids with HBM in its package: only its name differs from other models.
+XEON_MAX = re.compile(r"Xeon ?\(R\) CPU Max", re.IGNORECASE)
+
+
+def has_on_package_memory(family: str | None, number: str | None, model: str) -> bool:
+    """Whether a processor of this family, model number and name has HBM or MCDRAM in its package."""
+    return (family, number) in XEON_PHI or XEON_MAX.search(model) is not None
+
+
+def with_kinds(
+    nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_memory: bool
+) -> tuple[NumaNode, ...]:
+    """The nodes with the kind of each that has no PUs.
+
+    Decided by the first of these that is known and tells memories apart: bandwidth and latency (HMAT), the kind in
+    `named`, an HBM processor (`on_package_memory`), the kernel's tiers. Kernels before 6.8 have all memory in one tier,
+    and later ones put memory that a driver adds into a low one, so that tiers come last, and equal ones tell nothing.
+    """
+    return tuple(
+        node if node.pus else replace(node, kind=_kind(node, nodes, named.get(node.id), on_package=on_package_memory))
+        for node in nodes
+    )
+
+
+def _kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None, *, on_package: bool) -> str:
+    own = tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
+    if node.near and not own:
+        return _beside_empty_nodes(node, nodes)
+    by_hmat = _by_bandwidth_and_latency(node, own)
+    if by_hmat or named:
+        return by_hmat or named or "unknown"
+    if on_package:
+        return "hbm"
+    tiers = [other.tier for other in own if other.tier is not None]
+    if node.tier is None or not tiers or node.tier in tiers:
+        return "unknown"
+    return "hbm" if node.tier < min(tiers) else "slow"
+
+
+def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str | None:
+    """None where neither tells the node from the memory of the PUs next to it, unless both have equal bandwidths."""
+    ratio = None
+    bandwidths = [other.bandwidth_mb_s for other in own if other.bandwidth_mb_s]
+    if node.bandwidth_mb_s and bandwidths:
+        ratio = node.bandwidth_mb_s / max(bandwidths)
+        if ratio > BANDWIDTH_MARGIN:
+            return "hbm"
+        if ratio < 1 / BANDWIDTH_MARGIN:
+            return "slow"
+    latencies = [other.latency_ns for other in own if other.latency_ns]
+    if node.latency_ns and latencies and node.latency_ns > LATENCY_MARGIN * min(latencies):
+        return "slow"
+    return None if ratio is None else "dram"
+
+
+def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
+    """The nodes of the PUs next to it have no memory: the fastest memory next to them is their DRAM."""
+    rivals = [o for o in nodes if o.memory_bytes and not o.pus and set(o.near) & set(node.near)]
+    fastest = max((other.bandwidth_mb_s or 0 for other in rivals), default=0)
+    return "dram" if (node.bandwidth_mb_s or 0) == fastest else "slow"
