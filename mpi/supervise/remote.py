@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import RunError
+from affinity.named import first_named
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import job_plan_json
 from mpi.launchers.command import launch_command
@@ -28,7 +29,6 @@ LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
 GRACE_S = 4.0  # between stopping the agents and ending the launcher
 KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
 START_TIMEOUT_S = 120.0  # from the launcher's start to the last rank's hello
-MAX_HOSTS_NAMED = 5
 logger = logging.getLogger(__name__)
 
 
@@ -106,7 +106,7 @@ def _missing(job: Job, monitor: Monitor) -> str:
     ranks = [host for group in job.groups for host in group.hosts for _ in group.plan.workers]
     missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
     names = list(dict.fromkeys(ranks[i] for i in missing))
-    return f"host {names[0]}" if len(names) == 1 else f"{len(names)} hosts ({', '.join(names[:MAX_HOSTS_NAMED])})"
+    return f"host {names[0]}" if len(names) == 1 else f"{len(names)} hosts ({first_named(names)})"
 
 
 def _tear_down(process: subprocess.Popen[bytes] | None, monitor: Monitor) -> None:
