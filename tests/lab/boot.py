@@ -44,6 +44,11 @@ class Guest:
         """The file with the command's exit status, once it has ended."""
         return self.exchange / f"status-{self.name}"
 
+    @property
+    def console(self) -> Path:
+        """What the guest prints."""
+        return self.exchange / f"console-{self.name}"
+
 
 def missing() -> str | None:
     """What the lab needs and this host lacks; None where it has all."""
@@ -81,25 +86,24 @@ def _boot(guest: Guest) -> str:
         argv = [
             QEMU,
             *machine_arguments(guest.topology, Path(folder)),
-            *("-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio"),
+            *("-nodefaults", "-display", "none", "-no-reboot", "-serial", f"file:{guest.console}"),
             *("-kernel", str(kernel), "-initrd", str(initrd), "-append", " ".join(words)),
             *("-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"),
             *("-virtfs", f"local,path={guest.exchange},mount_tag=exchange,security_model=none"),
             *guest.more,
         ]
-        return _console(argv)
+        _run_qemu(argv)
+    return guest.console.read_text(errors="replace").replace("\r", "")
 
 
-def _console(argv: list[str]) -> str:
-    with subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output = f"{process.communicate()[0]}\nno end after {TIMEOUT_S:.0f} s"
-    return "\n".join(line for line in output.replace("\r", "").splitlines() if "TCG doesn't support" not in line)
+def _run_qemu(argv: list[str]) -> None:
+    """Until the guest has powered off. Raises RuntimeError after TIMEOUT_S, and where qemu refuses its arguments."""
+    try:
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the guest has not ended after {TIMEOUT_S:.0f} s: {argv}") from None
+    if ended.returncode != 0:
+        raise RuntimeError(f"qemu failed: {ended.stderr[-500:]}: {argv}")
 
 
 def _initrd(kernel: Path, folder: Path) -> Path:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +17,6 @@ from tests.lab.table import table
 from tests.lab.topologies import TOPOLOGIES
 
 BOOTS = pytest.StashKey[dict[tuple[str, str], Future[dict[str, Any]]]]()
-GUEST = ".venv/bin/python -m tests.lab.guest.main"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _checked(topology: str, kernel: str, exchange: Path) -> dict[str, Any]:
-    command = f"{GUEST} {topology}"
+    command = f"{shlex.quote(sys.executable)} -m tests.lab.guest.main {topology}"
     boot.run(boot.Guest(topology=TOPOLOGIES[topology], kernel=kernel, command=command, exchange=exchange))
     return json.loads((exchange / "results.json").read_text())

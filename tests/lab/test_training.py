@@ -1,6 +1,8 @@
 """PyTorch trains on an emulated SNC-2 host; two emulated hosts run one launch over a network of their own."""
 
 import json
+import shlex
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.lab.topologies import SNC2, Topology, even
 from tests.support.fake_hosts import write_ssh_files
 
 pytestmark = pytest.mark.slow
+PYTHON = shlex.quote(sys.executable)
 STEPS = 3
 LENET = (
     *("large-batch-mnist", "data.path=synthetic", "data.train_images=64", "batch.local=4", "plan.ppn=2"),
@@ -40,7 +43,7 @@ def _needs_qemu_and_kernels() -> None:
 
 def test_two_workers_train_lenet_on_snc2(tmp_path: Path) -> None:
     """The trainer itself checks each OpenMP thread and the nodes of its first large allocation, and fails otherwise."""
-    command = f".venv/bin/python -m cputrain train {' '.join(LENET)}"
+    command = f"{PYTHON} -m cputrain train {' '.join(LENET)}"
     boot.run(boot.Guest(topology=SMALL_SNC2, kernel="newer", command=command, exchange=tmp_path))
     run = tmp_path / "run"
     end = read_events(run)[-1]
@@ -97,7 +100,7 @@ def _launch(folder: Path, mpich: Path) -> str:
     options = "--launcher mpich --hosts h1,h2 --ppn 2 --output /mnt/run"
     return (
         f"until {folder}/ssh h2 true; do sleep 1; done; export PATH={mpich}:$PATH HYDRA_LAUNCHER_EXEC={folder}/ssh; "
-        f".venv/bin/python -m cputrain launch {options} -- .venv/bin/python /mnt/rank.py"
+        f"{PYTHON} -m cputrain launch {options} -- {PYTHON} /mnt/rank.py"
     )
 
 

@@ -45,9 +45,8 @@ def shrunk_cpuset(scene: Scene) -> None:
     """A cpuset that loses a CPU, or a node, after the plan: the worker that had it is refused."""
     worker = scene.plan.workers[-1]
     left = tuple(pu for pu in scene.machine.allowed_pus if pu != worker.pus[-1])
-    if len(worker.pus) > 1:
-        with group(cpuset_cpus=format_list(left)) as folder:
-            refused(scene.plan, worker.local_rank, group=folder)
+    with group(cpuset_cpus=format_list(left)) as folder:
+        refused(scene.plan, worker.local_rank, group=folder)
     nodes = {*scene.memory_nodes} - {*worker.memory_nodes}
     if worker.memory_policy != "default" and nodes:
         with group(cpuset_mems=format_list(nodes)) as folder:
