@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from affinity.errors import InputError
 from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.running import planned_pids, planned_worker_of, variables_of
-from affinity.named import first_named
 from affinity.planner.plan import Plan, Request
 from affinity.planner.this_machine import plan_this_machine
 from affinity.topology.cpuset import format_list
+from affinity.wording import first_named
 
 # Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
 # path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from affinity.named import first_named
+from affinity.wording import first_named
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it

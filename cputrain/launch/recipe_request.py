@@ -1,5 +1,6 @@
 """Recipe -> the planner's request; never torch."""
 
+from affinity.errors import InputError
 from affinity.planner.plan import Request
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.derivation import largest_local_batch
@@ -29,6 +30,12 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
         local_batch=recipe.batch.local if section.balance == "batch" else largest_local_batch(recipe.batch, workers),
         workload=workload_of(recipe),
     )
+
+
+def check_local_batch(local_batch: int | None) -> None:
+    """Raise InputError where --local-batch is given beside a recipe, which has a batch of its own."""
+    if local_batch is not None:
+        raise InputError(f"--local-batch with a recipe: set batch.local={local_batch} in the recipe instead")
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:

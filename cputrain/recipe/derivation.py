@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.recipe.rates import peak_rate
 from cputrain.recipe.schema import BatchSection, Recipe
-from cputrain.recipe.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
