@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from affinity.planner.plan_file import plan_to_json
 
 PROBE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("probe.py")))
 PLAN_FILE = Path("/run/plan.json")
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Started:
         while not (text := self.output.read_text()).startswith("{") or not text.endswith("\n"):
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             assert ended == 0, f"the worker ended with status {os.waitstatus_to_exitcode(status)}: {text}"
-            os.sched_yield()
+            time.sleep(POLL_S)
         return json.loads(text.splitlines()[0])
 
     def end(self) -> tuple[int, str]:
