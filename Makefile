@@ -1,5 +1,6 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: everything that must hold; make test-fast: its quick part; make docs: the documentation.
+# make lab: plans and bindings on emulated machines, after make kernels.
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
@@ -13,7 +14,7 @@ PARALLEL ?= -n 2 --dist worksteal
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-fast check docs install mpi bench clean
+.PHONY: demo test test-fast check docs install mpi kernels lab bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -48,6 +49,17 @@ check: install
 test: check
 	$(RUN) pytest $(PARALLEL)
 
+# The same planner and binding under real kernels with many NUMA nodes, in emulated machines: tests/lab/.
+lab: install
+	$(RUN) pytest tests/lab
+
+# Debian's kernels for the lab, as packages unpacked into .lab: the one of Debian 12 and the newest.
+kernels: .lab/installed
+
+.lab/installed: tests/lab/fetch_kernels.sh
+	tests/lab/fetch_kernels.sh .lab
+	@touch $@
+
 # For daily work: what starts no process and takes no seconds of computing.
 test-fast: install
 	$(RUN) pytest $(PARALLEL) -m "not processes and not slow"
@@ -59,4 +71,4 @@ bench: install
 	$(RUN) benchmarks.train_throughput
 
 clean:
-	rm -rf .venv .mpi build dist docs/_build
+	rm -rf .venv .mpi .lab build dist docs/_build

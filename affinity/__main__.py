@@ -13,7 +13,7 @@ from affinity import bind
 from affinity.errors import InputError, RequestError, as_option
 from affinity.exit_status import exit_status
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
-from affinity.kernel.running import comparison, inspect_process, planned_pids
+from affinity.kernel.running import compare_running
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, read_plan
 from affinity.planner.profiles import PROFILES
@@ -98,22 +98,15 @@ def _show(options: dict[str, Any], _env: Mapping[str, str]) -> int:
     if len(paths) > 2:
         raise InputError(f"{len(paths)} plans given: give one to show or two to compare")
     if not paths:
-        return _show_running(options["pid"] or planned_pids())
+        text, status = compare_running(tuple(options["pid"] or ()))
+        print(text)
+        return status
     plans = [read_plan(path) for path in paths]
     if len(plans) == 2:
         print("\n".join(plan_differences(*plans)) or "the plans are the same")
     else:
         _print(plans[0], options["format"])
     return 0
-
-
-def _show_running(pids: list[int] | tuple[int, ...]) -> int:
-    """Compare processes with their plans; 1 where one differs."""
-    if not pids:
-        raise InputError("no process of yours on this host was bound by a plan: give a plan, or --pid")
-    processes = [inspect_process(pid) for pid in pids]
-    print(comparison(processes))
-    return int(any(process.differs for process in processes))
 
 
 def _print(plan: Plan, output_format: str, *, explained: bool = False) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from affinity.errors import InputError, as_option
 from affinity.exit_status import exit_status
-from affinity.kernel.bound_plan import plan_in_memory, planned_worker
+from affinity.kernel.bound_plan import plan_in_memory, read_host_plan
 from affinity.kernel.exec_bound import exec_bound
-from affinity.planner.plan_file import request_from_json
+from affinity.kernel.layout import OTHER_LAYOUT_VARIABLE, check_layout
+from affinity.planner.plan_file import plan_from_dict, request_from_json, worker_from_dict
 from affinity.planner.this_machine import plan_this_machine
 from affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
+from affinity.topology.sysfs import this_machine
 
 
 def main(arguments: list[str]) -> int:
@@ -40,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
         "--bound", action="store_true", help="check that the launcher has bound this process as planned"
     )
     parser.add_argument("--no-verify", action="store_true", help="continue when the kernel differs from the plan")
+    parser.add_argument(
+        "--allow-other-layout",
+        action="store_true",
+        help=f"continue when this host's cores, caches or NUMA nodes are not the plan's; or {OTHER_LAYOUT_VARIABLE}=1",
+    )
     parser.add_argument("--keep-env", action="store_true", help="inherited variables take precedence over the plan's")
     parser.add_argument("command", nargs="+", help="-- CMD...")
     return parser
@@ -54,8 +61,12 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
         raise InputError(f"no local rank: none of {', '.join(LOCAL_RANK_VARIABLES)} is set: give --local-rank")
     command = tuple(options.command)
     path = options.plan or plan_in_memory(plan_this_machine(request_from_json(options.plan_here), env, command))
+    plan = read_host_plan(path)
+    allowed = options.allow_other_layout or env.get(OTHER_LAYOUT_VARIABLE) == "1"
+    if options.plan and not (options.no_verify or allowed):
+        check_layout(plan_from_dict(plan), this_machine())
     exec_bound(
-        planned_worker(path, local_rank),
+        worker_from_dict(plan, local_rank),
         path,
         command,
         env,

@@ -46,6 +46,10 @@ class RequestError(SettingsError, InputError):
     """A request for a plan is wrong, or does not fit the host."""
 
 
+class PlanOfAnotherMachineError(SettingsError, InputError):
+    """A plan's machine has other cores, caches or NUMA nodes than this host."""
+
+
 class DoesNotFitError(RequestError):
     """A batch needs more memory than a worker has; `largest` is the largest local batch that fits, 0 if none does."""
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+NAMED = 5
+
 
 def counted(number: int, noun: str) -> str:
     """ "1 worker", "2,048 workers"."""
@@ -13,3 +15,9 @@ def either(words: Sequence[str]) -> str:
     if any("," in word for word in words):
         return ", or ".join(words)
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def first_named(items: Sequence[str]) -> str:
+    """The items, NAMED of them at most: "a, b" or "a, b, c, d, e and 3 more"."""
+    more = f" and {len(items) - NAMED:,} more" if len(items) > NAMED else ""
+    return f"{', '.join(items[:NAMED])}{more}"

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from affinity.planner.plan import Plan, WorkerPlan
 from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, worker_from_dict
@@ -24,7 +25,12 @@ def plan_in_memory(plan: Plan) -> Path:
 
 def planned_worker(path: Path, local_rank: int) -> WorkerPlan:
     """Worker `local_rank` of this host in a plan file. Raises InputError when the file or the worker does not exist."""
-    return worker_from_dict(plan_of_host(read_json(path), socket.gethostname()), local_rank)
+    return worker_from_dict(read_host_plan(path), local_rank)
+
+
+def read_host_plan(path: Path) -> Any:
+    """This host's plan in a plan file, as JSON data. Raises InputError when there is none."""
+    return plan_of_host(read_json(path), socket.gethostname())
 
 
 def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None:

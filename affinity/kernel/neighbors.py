@@ -10,8 +10,8 @@ from affinity.kernel.running import planned_pids, planned_worker_of, variables_o
 from affinity.planner.plan import Plan, Request
 from affinity.planner.this_machine import plan_this_machine
 from affinity.topology.cpuset import format_list
+from affinity.wording import first_named
 
-NAMED = 4  # processes that a warning names
 # Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
 # path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.
 JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
@@ -64,9 +64,8 @@ def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
     found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
     if not found:
         return ()
-    named = ", ".join(f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found[:NAMED])
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
     return (
-        f"cores of this plan are in use by processes {named}{more}, which another plan has bound: plan with "
+        f"cores of this plan are in use by processes {named}, which another plan has bound: plan with "
         "--share (in a recipe: plan.share=true) to avoid them",
     )

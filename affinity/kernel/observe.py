@@ -1,13 +1,13 @@
 """What the kernel gave a process (PUs, memory, the place of each thread), and where that differs from a plan."""
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.errors import BindingError
 from affinity.kernel.mempolicy import forbids_default_policy, get_memory_policy
+from affinity.kernel.numa_memory import pages_by_node
 from affinity.planner.openmp import BINDERS
 from affinity.planner.plan import WorkerPlan
 from affinity.topology.cpuset import format_list, format_mask, parse_list
@@ -159,14 +159,6 @@ def memory_share(address: int) -> dict[int, float]:
     at = max((line for line in lines if int(line.split()[0], 16) <= address), key=_start, default="")
     pages = pages_by_node(at)
     return {node: count / sum(pages.values()) for node, count in pages.items()}
-
-
-def pages_by_node(numa_maps: str) -> dict[int, int]:
-    """NUMA node -> resident pages, summed over the lines of a numa_maps file."""
-    pages: dict[int, int] = {}
-    for node, count in re.findall(r" N(\d+)=(\d+)", numa_maps):
-        pages[int(node)] = pages.get(int(node), 0) + int(count)
-    return pages
 
 
 def misallocated(worker: WorkerPlan, share: dict[int, float]) -> list[str]:

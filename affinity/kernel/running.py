@@ -1,13 +1,13 @@
 """Running processes compared with their plans. Processes that a plan has bound are found by their environment."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, planned_worker
-from affinity.kernel.observe import Thread, pages_by_node, threads_of
+from affinity.kernel.numa_memory import anonymous_bytes
+from affinity.kernel.observe import Thread, threads_of
 from affinity.planner.plan import WorkerPlan
 from affinity.topology.cpuset import format_list
 from affinity.units import MIB
@@ -15,7 +15,7 @@ from affinity.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A process, its worker in a plan (None where no plan can be read), its threads, its memory by NUMA node."""
+    """A process, its worker in a plan (None where no plan can be read), its threads, anonymous memory by NUMA node."""
 
     pid: int
     command: str
@@ -88,13 +88,23 @@ def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | No
 
 
 def _memory(proc: Path) -> dict[int, int]:
-    """NUMA node -> bytes of a process's pages there; empty where the kernel does not list them."""
+    """NUMA node -> bytes of a process's anonymous memory; empty where the kernel does not list it."""
     try:
-        pages = pages_by_node((proc / "numa_maps").read_text())
+        return anonymous_bytes((proc / "numa_maps").read_text())
     except OSError:
         return {}
-    size = os.sysconf("SC_PAGE_SIZE")
-    return {node: count * size for node, count in pages.items()}
+
+
+def compare_running(pids: tuple[int, ...]) -> tuple[str, int]:
+    """Compare processes, or for () all that a plan has bound, with their plans: a text, and the exit status, which is 1
+    where one differs. Raises InputError where there is none."""
+    found = pids or planned_pids()
+    if not found:
+        raise InputError(
+            "no process of yours is bound by a plan on this host: start one with a plan, or name a process"
+        )
+    processes = [inspect_process(pid) for pid in found]
+    return comparison(processes), int(any(process.differs for process in processes))
 
 
 def comparison(processes: list[Running]) -> str:

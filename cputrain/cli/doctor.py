@@ -4,8 +4,7 @@ import os
 
 import click
 
-from affinity.errors import InputError
-from affinity.kernel.running import comparison, inspect_process, planned_pids
+from affinity.kernel.running import compare_running
 
 
 @click.group("doctor")
@@ -20,12 +19,9 @@ def affinity(pids: tuple[int, ...]) -> int:
 
     Without PID: every process on this host that a plan has bound. The exit status is 1 if one differs from its plan.
     """
-    found = pids or planned_pids()
-    if not found:
-        raise InputError("no process on this host is bound by a plan: start one with cputrain launch, or name a PID")
-    processes = [inspect_process(pid) for pid in found]
-    click.echo(comparison(processes))
-    return int(any(process.differs for process in processes))
+    text, status = compare_running(pids)
+    click.echo(text)
+    return status
 
 
 @command.command("ccl")

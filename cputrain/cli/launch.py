@@ -13,6 +13,7 @@ from affinity.errors import InputError, RunError
 from affinity.filesystem import check_writable
 from affinity.kernel.bound_plan import plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
+from affinity.kernel.layout import OTHER_LAYOUT_VARIABLE
 from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import Request
 from affinity.ranks.rank import MASTER_PORT, Rank, discover
@@ -51,6 +52,12 @@ OF_A_WHOLE_JOB = (
 )
 @no_verify_option
 @click.option(
+    "--allow-other-layout",
+    is_flag=True,
+    envvar=OTHER_LAYOUT_VARIABLE,
+    help="continue if a host's cores, caches or NUMA nodes differ from the plan's",
+)
+@click.option(
     "--pin-threads", is_flag=True, help="bind each OpenMP thread to one CPU (data-loader processes then share one CPU)"
 )
 @click.option(
@@ -68,6 +75,7 @@ def command(
     cmd: tuple[str, ...],
     output: Path | None,
     no_verify: bool,
+    allow_other_layout: bool,
     pin_threads: bool,
     keep_env: bool,
     host_groups: tuple[str, ...],
@@ -90,8 +98,13 @@ def command(
     if launcher is not None and (note := converted_hostfile(options, launcher)):
         click.echo(note, err=True)
     folder = output or Path(f"runs/launch-{time.strftime('%Y%m%d-%H%M%S')}")
+    switches = {
+        "verify": not no_verify,
+        "allow_other_layout": allow_other_layout,
+        "keep_env": keep_env,
+        "plan_on_host": plan_on_host,
+    }
     cluster = plan_hosts(options, base, os.environ, cmd)
-    switches = {"verify": not no_verify, "keep_env": keep_env, "plan_on_host": plan_on_host}
     job = command_job(options, cluster, cmd, folder, os.environ, **switches)
     if dry_run:
         _show(job, launcher, folder)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from affinity.wording import first_named
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
 JOIN_S = 1.0
 OVERDUE_S = 10.0  # for a backend to end a collective after its timeout, before the rank is ended
-MAX_NAMED = 5
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,8 @@ def absent_ranks(last: dict[int, LastHeartbeat]) -> str:
     absent = [rank for rank in last if rank not in waiting or waiting[rank].sequence < newest]
     if not absent:
         return f"all ranks are in collective #{newest}, but not all in the same one"
-    named = []
-    for rank in absent[:MAX_NAMED]:
-        named.append(f"rank {rank} on {last[rank].heartbeat.host} ({_where(last[rank].heartbeat)})")
-    more = f" and {len(absent) - MAX_NAMED} more" if len(absent) > MAX_NAMED else ""
-    return f"not joined by {', '.join(named)}{more}"
+    described = [f"rank {rank} on {last[rank].heartbeat.host} ({_where(last[rank].heartbeat)})" for rank in absent]
+    return f"not joined by {first_named(described)}"
 
 
 def _where(heartbeat: Heartbeat) -> str:

@@ -15,6 +15,7 @@ INTRODUCTION = """# Environment variables
 
 """
 MEANINGS = {
+    "AFFINITY_ALLOW_OTHER_LAYOUT": "read: `1` lets ranks use the plan of a machine with another layout",
     "AFFINITY_PLAN": "set for every rank: the plan that it was bound by",
     "AFFINITY_WORKER": "set for every rank: its worker in that plan",
     "CPUTRAIN_CACHE": "read: folder for what is compiled on first use; default `~/.cache/cputrain`",

@@ -20,11 +20,12 @@ class Job:
 
     `plan_path` is where the ranks find the plan; `log_dir` gets one rank-N.log each. `binder` is "self" where each rank
     binds itself, "launcher" where the launcher binds the ranks. With `verify` a rank fails if the kernel bound it
-    otherwise; with `keep_env` variables that a rank inherits win over the plan's. The output of `plain_rank` is shown
-    without a label. `master_addr` and `master_port` are where the ranks meet; by default that is the first host, at a
-    port that the ranks choose. `variables` are set for every rank; `secrets` too, but in no command line, where every
-    user of a host can read them. With `plan_on_host` the ranks of each host plan it themselves, by the request of the
-    groups' plans: hosts may differ.
+    otherwise, or if its host is laid out otherwise and `allow_other_layout` is not set. With `keep_env` variables that
+    a rank inherits win over the plan's. The output of `plain_rank` is shown without a label. `master_addr` and
+    `master_port` are where the ranks meet; by default that is the first host, at a port that the ranks choose.
+    `variables` are set for every rank; `secrets` too, but in no command line, where every user of a host can read them.
+    With `plan_on_host` the ranks of each host plan it themselves, by the request of the groups' plans: hosts may
+    differ.
     """
 
     groups: tuple[HostGroup, ...]
@@ -33,6 +34,7 @@ class Job:
     log_dir: Path
     binder: str = "self"
     verify: bool = True
+    allow_other_layout: bool = False
     keep_env: bool = False
     plain_rank: int | None = None
     master_addr: str | None = None
@@ -77,6 +79,7 @@ def bound_command(job: Job) -> tuple[str, ...]:
     flags = (
         *(("--bound",) if job.binder == "launcher" else ()),
         *(() if job.verify else ("--no-verify",)),
+        *(("--allow-other-layout",) if job.allow_other_layout else ()),
         *(("--keep-env",) if job.keep_env else ()),
     )
     plan = ("--plan", str(job.plan_path))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from affinity.errors import RunError
 from affinity.planner.plan import Plan
+from affinity.wording import first_named
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
@@ -32,7 +33,6 @@ POLL_S = 0.1
 LAUNCHER_EXIT_S = 5.0
 KILL_S = 2.0  # between SIGTERM and SIGKILL for what the launcher has started
 SSH_PORT, SSH_TIMEOUT_S, MAX_SSH_CONNECTIONS = 22, 3.0, 64
-MAX_HOSTS_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -125,9 +125,7 @@ def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Pop
 
 
 def _no_answer(hosts: list[str]) -> str:
-    more = len(hosts) - MAX_HOSTS_NAMED
-    named = ", ".join(hosts[:MAX_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return f"pre-flight: no answer from {named}: check these hosts, or leave them out"
+    return f"pre-flight: no answer from {first_named(hosts)}: check these hosts, or leave them out"
 
 
 def unreachable(hosts: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import RunError
-from affinity.wording import counted
+from affinity.wording import counted, first_named
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import job_plan_json
 from mpi.launchers.command import launch_command
@@ -27,7 +27,6 @@ POLL_S = 0.1
 LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
 KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
 START_TIMEOUT_S = 120.0  # from the launcher's start to the last rank's hello
-MAX_HOSTS_NAMED = 5
 logger = logging.getLogger(__name__)
 
 
@@ -108,10 +107,7 @@ def _missing(job: Job, monitor: Monitor) -> str:
     ranks = job.host_of_ranks
     missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
     names = list(dict.fromkeys(ranks[i] for i in missing))
-    more = ", ..." if len(names) > MAX_HOSTS_NAMED else ""
-    return (
-        f"host {names[0]}" if len(names) == 1 else f"{len(names):,} hosts ({', '.join(names[:MAX_HOSTS_NAMED])}{more})"
-    )
+    return f"host {names[0]}" if len(names) == 1 else f"{len(names):,} hosts ({first_named(names)})"
 
 
 def _tear_down(process: subprocess.Popen[bytes] | None, monitor: Monitor) -> None:

@@ -118,7 +118,7 @@ def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() ->
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=2, loader_cores=0), Runtime())
     assert contention(plan, ()) == contention(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
     (warning,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
-    assert "10 (CPUs 8-9), 11 (CPUs 8-9), 12 (CPUs 8-9), 13 (CPUs 8-9) and 6 more," in warning
+    assert "10 (CPUs 8-9), 11 (CPUs 8-9), 12 (CPUs 8-9), 13 (CPUs 8-9), 14 (CPUs 8-9) and 5 more," in warning
 
 
 def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:

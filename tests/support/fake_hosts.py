@@ -110,7 +110,7 @@ def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
     names = [f"h{i}" for i in range(1, hosts + 1)]
     started: list[subprocess.Popen[bytes]] = []
     network = next(NETWORKS)
-    _files(folder, names, network)
+    write_ssh_files(folder, names, network)
     subprocess.run(["ip", "link", "add", bridge(network), "type", "bridge"], check=True)
     try:
         subprocess.run(["ip", "link", "set", bridge(network), "up"], check=True)
@@ -131,7 +131,8 @@ def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
         subprocess.run(["ip", "link", "del", bridge(network)], check=True)
 
 
-def _files(folder: Path, names: list[str], network: int) -> None:
+def write_ssh_files(folder: Path, names: list[str], network: int) -> None:
+    """Keys, configurations and addresses of hosts that reach each other by `folder`/ssh."""
     folder.mkdir(parents=True, exist_ok=True)
     addresses = [f"10.78.{network}.{i} {name}" for i, name in enumerate(names, 1)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))

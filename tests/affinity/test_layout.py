@@ -1,0 +1,153 @@
+"""Plans of other machines are refused where they would be applied; what a container or the kernel hides is not."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from affinity.errors import PlanOfAnotherMachineError
+from affinity.kernel.layout import check_layout, layout_difference
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.plan_file import plan_from_dict, plan_to_dict
+from affinity.planner.runtime import Runtime
+from affinity.topology.catalog import find_machine
+from affinity.topology.machine import Machine, narrowed
+from affinity.topology.sysfs import this_machine
+from tests.affinity.test_plan import machines_and_requests
+from tests.support.commands import cputrain
+from tests.support.machines import build_machine
+
+HOST = build_machine(2, 2, 6, 2)
+
+
+def planned(machine: Machine, **fields: object) -> Plan:
+    return plan_machine(machine, Request(**fields), Runtime())
+
+
+def without(machine: Machine, pus: set[int]) -> Machine:
+    """The machine as seen where these PUs are offline or hidden."""
+    left = tuple(tuple(pu for pu in core.pus if pu not in pus) for core in machine.cores)
+    return replace(
+        machine,
+        cores=tuple(replace(core, pus=pus) for core, pus in zip(machine.cores, left, strict=True) if pus),
+        numa_nodes=tuple(replace(n, pus=tuple(pu for pu in n.pus if pu not in pus)) for n in machine.numa_nodes),
+        allowed_pus=tuple(pu for pu in machine.allowed_pus if pu not in pus),
+    )
+
+
+def with_memory(machine: Machine, factor: float) -> Machine:
+    return replace(
+        machine,
+        numa_nodes=tuple(replace(node, memory_bytes=int(node.memory_bytes * factor)) for node in machine.numa_nodes),
+    )
+
+
+@given(machines_and_requests())
+@settings(max_examples=30)
+def test_a_plan_of_this_machine_is_of_this_machine(drawn) -> None:
+    machine, request = drawn
+    plan = plan_from_dict(json.loads(json.dumps(plan_to_dict(plan_machine(machine, request, Runtime())))))
+    assert layout_difference(plan, machine) is None
+    assert layout_difference(plan, narrowed(machine, frozenset(machine.pus[:1]), frozenset())) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (build_machine(2, 2, 6, 2, "interleaved"), "CPU 1 is on NUMA node 0 in the plan, on node 2 here"),
+        (build_machine(2, 1, 12, 2), "CPU 6 is on NUMA node 1 in the plan, on node 0 here"),
+        (build_machine(2, 2, 12, 1), "CPU 6 is on NUMA node 1 in the plan, on node 0 here"),
+        (build_machine(4, 1, 6, 2), "CPU 0 shares a package with CPUs 1-11,24-35 in the plan, with 1-5,24-29 here"),
+        (with_memory(HOST, 0.5), "NUMA node 0 has 64.0 GiB in the plan, 32.0 GiB here"),
+        (
+            replace(
+                HOST,
+                cores=tuple(
+                    replace(core, pus=tuple(pu ^ 1 for pu in core.pus[:1]) + core.pus[1:]) for core in HOST.cores
+                ),
+            ),
+            "CPU 0 shares a core with CPUs 24 in the plan, with 25 here",
+        ),
+    ],
+)
+def test_the_first_difference_of_another_machine_is_named(other: Machine, difference: str) -> None:
+    assert {*other.pus} == {*HOST.pus}
+    assert layout_difference(planned(HOST, ppn=4), other) == difference
+
+
+def test_caches_are_compared_where_both_sides_know_them() -> None:
+    eight = find_machine("pack:2 l3:2 core:4")
+    assert layout_difference(planned(eight), find_machine("pack:2 l3:4 core:2")) == (
+        "CPU 0 shares an L3 cache with CPUs 1-3 in the plan, with 1 here"
+    )
+    assert layout_difference(planned(eight), find_machine("pack:2 core:8")) is None
+
+
+def test_kinds_of_memory_and_missing_nodes_are_differences() -> None:
+    flat, cache = find_machine("knl-7250-quad-flat"), find_machine("knl-7250-quad-cache")
+    assert layout_difference(planned(flat), cache) == "it uses NUMA node 1, this host has nodes 0"
+    assert layout_difference(planned(cache), flat) is None
+    nodes = tuple(replace(node, kind="slow") if not node.pus else node for node in flat.numa_nodes)
+    found = layout_difference(planned(flat), replace(flat, numa_nodes=nodes))
+    assert found == "NUMA node 1 is hbm in the plan, slow here"
+
+
+def test_what_a_container_or_an_offline_cpu_hides_is_no_difference() -> None:
+    hidden = without(HOST, {5, 24, 30})
+    assert layout_difference(planned(HOST), hidden) is None
+    assert layout_difference(planned(hidden), HOST) is None
+
+
+def test_memory_may_be_more_or_a_little_less_than_planned() -> None:
+    plan = planned(HOST)
+    assert layout_difference(plan, with_memory(HOST, 2)) is None
+    assert layout_difference(plan, with_memory(HOST, 0.95)) is None
+
+
+def test_a_machine_with_other_cpus_alone_is_another() -> None:
+    far = replace(without(HOST, set(range(24))))
+    assert layout_difference(planned(without(HOST, set(range(24, 48)))), far) == (
+        "it has CPUs 0-23, this host has CPUs 24-47"
+    )
+
+
+def test_the_error_says_what_to_do() -> None:
+    with pytest.raises(PlanOfAnotherMachineError, match="plan again on this host, or continue with allow_other_layout"):
+        check_layout(planned(HOST), with_memory(HOST, 0.5))
+
+
+def bind(plan: dict, place: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (place / "plan.json").write_text(json.dumps(plan))
+    argv = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", *options, "--", "true"]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=place, env={**os.environ, **env})
+
+
+def foreign_plan() -> dict:
+    """A plan of a machine with this host's CPUs and four times its memory."""
+    return plan_to_dict(planned(with_memory(this_machine(), 4), ppn=1))
+
+
+def test_bind_refuses_a_plan_of_another_machine(tmp_path: Path) -> None:
+    refused = bind(foreign_plan(), tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"affinity.bind: the plan is of another machine ({this_machine().name}, ")
+    assert refused.stderr.endswith("plan again on this host, or continue with --allow-other-layout\n")
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_bind_takes_a_plan_of_another_machine_where_that_is_allowed(tmp_path: Path) -> None:
+    assert bind(foreign_plan(), tmp_path, "--allow-other-layout").returncode == 0
+    assert bind(foreign_plan(), tmp_path, "--no-verify").returncode == 0
+    assert bind(foreign_plan(), tmp_path, AFFINITY_ALLOW_OTHER_LAYOUT="1").returncode == 0
+    assert bind(foreign_plan(), tmp_path, AFFINITY_ALLOW_OTHER_LAYOUT="0").returncode == 2
+
+
+def test_launch_hands_the_permission_to_its_ranks(tmp_path: Path) -> None:
+    launch = ("launch", "--dry-run", "--output", "out", "--ppn", "1", "--allow-other-layout", "--", "true")
+    shown = cputrain(*launch, cwd=tmp_path)
+    assert "--allow-other-layout" in shown.stdout, shown.stderr

@@ -1,0 +1,63 @@
+"""Run in a guest: every check of one topology, in one process. The results are /mnt/results.json.
+
+python -m tests.lab.guest.main TOPOLOGY
+"""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from affinity.planner.plan_file import plan_to_dict
+from tests.lab.guest import binding, limits, planned, readers
+from tests.lab.guest.scene import NotApplicableError, Scene, set_scene
+from tests.lab.topologies import TOPOLOGIES
+
+RESULTS = Path("/mnt/results.json")
+CHECKS: dict[str, Callable[[Scene], None]] = {
+    "as emulated": readers.as_emulated,
+    "lscpu": readers.lscpu,
+    "numactl": readers.numactl,
+    "lstopo": readers.lstopo,
+    "kinds of memory": readers.memory_kinds,
+    "domains": planned.domains,
+    "even workers": planned.even_workers,
+    "memory": planned.memory,
+    "bound": binding.workers,
+    "shown": binding.shown_as_planned,
+    "taskset": binding.moved_by_taskset,
+    "migratepages": binding.moved_by_migratepages,
+    "other machine": binding.plan_of_another_machine,
+    "offline": binding.taken_offline,
+    "cpuset": limits.cpuset,
+    "shrunk cpuset": limits.shrunk_cpuset,
+    "quotas": limits.quotas,
+}
+
+
+def main(topology: str) -> int:
+    """Run the checks; each one's problem is "" where it holds, None where the topology has nothing to check."""
+    scene = set_scene(TOPOLOGIES[topology])
+    problems: dict[str, str | None] = {}
+    seconds: dict[str, float] = {}
+    for name, check in CHECKS.items():
+        started = time.monotonic()
+        try:
+            check(scene)
+        except NotApplicableError:
+            problems[name] = None
+        except Exception as error:  # noqa: BLE001  every check reports
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            problems[name] = f"{type(error).__name__} in {place.name}, line {place.lineno}: {error}"[:2000]
+        else:
+            problems[name] = ""
+        seconds[name] = round(time.monotonic() - started, 1)
+        print(f"{seconds[name]:6.1f} s  {name}: {(problems[name] or 'holds')[:300]}", flush=True)
+    RESULTS.write_text(json.dumps({"problems": problems, "seconds": seconds, "plan": plan_to_dict(scene.plan)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""What affinity.bind becomes in the lab: touch pages of three sizes, print what the kernel gave, wait for a line.
+
+    python -I -S probe.py
+
+prints one line of JSON. It imports nothing of the project, as a user's program would not.
+"""
+
+import ctypes
+import json
+import mmap
+import sys
+from pathlib import Path
+
+MIB = 1 << 20
+HUGE = 2 * MIB
+NO_HUGE_PAGES, HUGE_PAGES = 15, 14  # madvise(2)
+HUGETLB = 0x40000  # mmap(2)
+
+
+def touched(size: int, flags: int, advice: int | None) -> tuple[mmap.mmap, int]:
+    """A mapping with every page written, and its address."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    if advice is not None:
+        memory.madvise(advice)
+    for offset in range(0, size, 4096):
+        memory[offset] = 1
+    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def main() -> None:
+    """Touch, report, wait."""
+    wanted = {
+        "small": touched(4 * MIB, 0, NO_HUGE_PAGES),
+        "transparent": touched(8 * MIB, 0, HUGE_PAGES),
+        "hugetlb": touched(2 * HUGE, HUGETLB, None),
+    }
+    lines = {int(line.split()[0], 16): line for line in Path("/proc/self/numa_maps").read_text().splitlines()}
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    report = {
+        "cpus": status["Cpus_allowed_list"].strip(),
+        "mappings": {name: lines[max(a for a in lines if a <= at)] for name, (_, at) in wanted.items()},
+        "transparent_kib": next(int(line.split()[1]) for line in rollup if line.startswith("AnonHugePages:")),
+    }
+    print(json.dumps(report), flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()

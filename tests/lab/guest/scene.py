@@ -1,0 +1,57 @@
+"""What the guest's checks look at: the topology that was asked for, and what this kernel makes of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.topology.machine import Machine
+from affinity.topology.sysfs import this_machine
+from tests.lab.topologies import Topology
+
+NODES = Path("/sys/devices/system/node")
+CPUS = Path("/sys/devices/system/cpu")
+HUGETLB_PAGES = 6  # a node's, of 2 MiB
+
+
+class NotApplicableError(Exception):
+    """A topology has nothing that the check is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The topology, the machine that the project reads, its plan."""
+
+    topology: Topology
+    machine: Machine
+    plan: Plan
+
+    @property
+    def cpu_nodes(self) -> tuple[int, ...]:
+        """NUMA nodes that have CPUs."""
+        return tuple(node.id for node in self.machine.numa_nodes if node.pus)
+
+    @property
+    def memory_nodes(self) -> tuple[int, ...]:
+        """NUMA nodes that have memory."""
+        return tuple(node.id for node in self.machine.numa_nodes if node.memory_bytes)
+
+
+def set_scene(topology: Topology) -> Scene:
+    """Take the CPUs offline that the topology has so, reserve huge pages, read the machine, plan it."""
+    for pu in topology.offline:
+        set_online(pu, online=False)
+    for folder in NODES.glob("node*/hugepages/hugepages-2048kB"):
+        (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES))
+    machine = this_machine()
+    return Scene(topology=topology, machine=machine, plan=plan_here())
+
+
+def plan_here(**fields: object) -> Plan:
+    """A plan of this machine as this process may use it."""
+    return plan_machine(this_machine(), Request(**fields), Runtime())
+
+
+def set_online(pu: int, *, online: bool) -> None:
+    """Take a CPU offline, or back online."""
+    (CPUS / f"cpu{pu}/online").write_text(str(int(online)))
