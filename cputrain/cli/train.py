@@ -65,7 +65,7 @@ def _show_sizes(planned: PlannedTraining) -> None:
     recipe = planned.recipe
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
     click.echo(
-        f"{recipe.name}: {recipe.model.name}, {planned.found.summary}; {planned.ppn} worker(s) of {threads} threads"
+        f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; {planned.ppn} worker(s) of {threads} threads"
     )
     click.echo(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
 

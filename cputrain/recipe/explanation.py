@@ -3,10 +3,10 @@
 from math import ceil
 
 from affinity.planner.reasons import Reason
+from affinity.wording import counted
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.rates import peak_rate
 from cputrain.recipe.schema import PhaseSection, Recipe, ScheduleSection
-from cputrain.recipe.wording import counted
 
 
 def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> list[Reason]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.recipe.schema import Recipe
-from cputrain.recipe.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

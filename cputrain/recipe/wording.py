@@ -1,11 +1,6 @@
-"""Numbers and lists of words in messages."""
+"""Lists of words in messages."""
 
 from collections.abc import Sequence
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 worker", "2,048 workers"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def either(words: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.planner.core_roles import TOO_SLOW
+from affinity.planner.core_roles import OTHER_TYPE
 from affinity.planner.domains import partition_host
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
@@ -79,7 +79,7 @@ def test_one_worker_computes_on_the_type_that_does_most_and_loads_on_the_others(
     worker = made.workers[0]
     assert worker.compute_pus == tuple(range(8, 16))  # 8 x 0.6 is more than 4 x 1
     assert worker.loader_pus == (0, 1)  # a fast core, which would only wait, decodes
-    assert {item.why: item.pus for item in made.unused}[TOO_SLOW] == (2, 3, 4, 5, 6, 7)
+    assert {item.why: item.pus for item in made.unused}[OTHER_TYPE] == (2, 3, 4, 5, 6, 7)
 
 
 def test_every_core_of_a_hybrid_processor_has_work() -> None:
