@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 # The part of its speed that a worker would lose if all of its memory were remote. Assumed.
 LOST_BY_REMOTE_MEMORY = 0.2
+# Layouts whose rates differ by less are equally fast: that is less than the rules can tell.
+NEARLY = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,11 @@ class Layout:
     def across(self) -> int:
         """Workers whose cores are in several NUMA nodes."""
         return sum(len({core.numa_node for core in part}) > 1 for part in self.parts)
+
+    @property
+    def nodes(self) -> int:
+        """NUMA nodes of all workers, those of several workers as often."""
+        return sum(len({core.numa_node for core in part}) for part in self.parts)
 
     def pace(self, *, proportional: bool) -> float:
         """What the workers compute together, in cores of the fastest type, without remote memory.
@@ -61,10 +68,13 @@ def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
 
 
 def best_layout(cores: Cores, ppn: int, *, proportional: bool) -> Layout:
-    """The layout of exactly ppn workers, at most one per core, that computes most; of equal ones the one that uses most
-    cores, then the one with the fewest workers across NUMA nodes. A worker has cores of one type."""
+    """The layout of exactly ppn workers, at most one per core, that computes most; of nearly equal ones the one that
+    uses most cores, then the one whose workers have the fewest NUMA nodes. A worker has cores of one type."""
+    layouts = _layouts(cores, ppn)
+    most = max(one.pace(proportional=proportional) for one in layouts)
     return max(
-        _layouts(cores, ppn), key=lambda one: (one.pace(proportional=proportional), len(one.used), -one.across)
+        (one for one in layouts if one.pace(proportional=proportional) >= NEARLY * most),
+        key=lambda one: (len(one.used), -one.nodes, one.pace(proportional=proportional)),
     )
 
 
@@ -98,7 +108,9 @@ def _in_each(groups: Sequence[Cores], ppn: int) -> Layout:
     """Workers inside groups, at least one in each."""
     workers = [1] * len(groups)
     for _ in range(ppn - len(groups)):
-        widest = max(range(len(groups)), key=lambda i: (len(groups[i]) / workers[i] * (workers[i] < len(groups[i])), -i))
+        widest = max(
+            range(len(groups)), key=lambda i: (len(groups[i]) / workers[i] * (workers[i] < len(groups[i])), -i)
+        )
         workers[widest] += 1
     return _divided(groups, workers)
 

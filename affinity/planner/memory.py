@@ -132,7 +132,9 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     if len(local) == 1:
         return chosen("bind", local, near_share, "only the memory next to the worker")
     spans = len([node for node in local if memory.usable[node].pus]) > 1
-    why = "the worker spans NUMA nodes" if spans else "memory of equal speed next to the worker is in several NUMA nodes"
+    why = (
+        "the worker spans NUMA nodes" if spans else "memory of equal speed next to the worker is in several NUMA nodes"
+    )
     return chosen("interleave", local, near_share, f"{why}: its pages alternate")
 
 
@@ -189,8 +191,7 @@ def check_fit(
         most = largest_batch(workload, int(memory.room_bytes))
         misfit = (
             f"{workload.name} with {batch} images per step needs {peak / GIB:.1f} GiB; "
-            f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: "
-            + _remedy(most, len(memories))
+            f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: " + _remedy(most, len(memories))
         )
         if not workload.assumed:
             raise DoesNotFitError(misfit, largest=most)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from affinity.errors import InputError
+from affinity.errors import InputError, Wording, worded
 from affinity.planner.core_roles import CoreRoles, assign_roles
 from affinity.planner.domains import Domain, Partition, partition_host
 from affinity.planner.local_batches import local_batches, most_per_pass
@@ -26,7 +26,7 @@ __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A host's workers, with a reason for every value."""
+    """A host's workers, with a reason for every value. Texts name settings in braces, `{balance=batch}`: see `worded`."""
 
     machine: Machine
     request: Request
@@ -42,6 +42,15 @@ class Plan:
         core_of = {pu: core for core in self.machine.cores for pu in core.pus}
         used = [core for worker in self.workers for core in {core_of[pu] for pu in worker.pus}]
         return len(used) > len(set(used))
+
+    def worded(self, wording: Wording) -> "Plan":
+        """The plan with the settings that its texts name as `wording(name, value)` spells them."""
+        return replace(
+            self,
+            unused=tuple(replace(item, why=worded(item.why, wording)) for item in self.unused),
+            reasons=tuple(replace(reason, why=worded(reason.why, wording)) for reason in self.reasons),
+            warnings=tuple(worded(text, wording) for text in self.warnings),
+        )
 
     def memory_kind(self, worker: WorkerPlan) -> str:
         """The memory that a worker uses: "DRAM", "HBM", "MCDRAM"; "HBM + DRAM" where it may overflow into DRAM."""
@@ -204,6 +213,8 @@ def _check(plan: Plan) -> None:
         assert worker.intra_op == len(worker.compute_pus), f"worker {worker.local_rank}: threads and PUs differ"
     assert plan.request.oversubscribe or not plan.oversubscribed, "two workers share a core"
     batches = [worker.local_batch for worker in plan.workers if worker.local_batch is not None]
-    assert sum(batches) == (_local_batch(plan.request, len(plan.workers)) or 0) * len(plan.workers), "batches do not add up"
+    assert sum(batches) == (_local_batch(plan.request, len(plan.workers)) or 0) * len(plan.workers), (
+        "batches do not add up"
+    )
     named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
     assert named == allowed, f"PUs {format_list(allowed ^ named)} are neither used nor named"

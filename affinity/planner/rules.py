@@ -55,7 +55,10 @@ def loader_cores(domain: Domain, machine: Machine, workload: Workload) -> tuple[
             f"{workload.decoded_per_core_s:,.0f} images/s by {workload.decoder}"
         )
     else:
-        count, why = 0, f"a domain of {counted(cores, 'core')} is too small to spare one; decoding shares the compute cores"
+        count, why = (
+            0,
+            f"a domain of {counted(cores, 'core')} is too small to spare one; decoding shares the compute cores",
+        )
     return count, Reason(what="loader cores per worker", value=str(count), why=why)
 
 

@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-from affinity.errors import InputError
+from affinity.errors import InputError, Wording, as_field, describe
 from affinity.planner import layouts, memory, rules, worker_count, workload
 from affinity.planner.plan import Plan, plan_machine
 from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 
 
-def alternatives(plan: Plan) -> list[tuple[str, ...]]:
+def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...]]:
     """A table with a header: the plans for other numbers of workers, with their warnings and errors."""
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime)
+            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime).worded(wording)
         except InputError as error:
-            rows.append((str(ppn), "", "", "", "", f"impossible: {error}"))
+            rows.append((str(ppn), "", "", "", "", f"impossible: {describe(error, wording)}"))
             continue
         threads = sorted({worker.intra_op for worker in other.workers})
         first = other.workers[0]

@@ -1,6 +1,7 @@
 """The role of each PU in a plan, and the letters and colors of the workers."""
 
 from affinity.planner.plan import Plan
+from affinity.units import GIB, MIB
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}
@@ -28,6 +29,13 @@ def legend(plan: Plan, separator: str) -> str:
     """The legend of compute PUs."""
     shared = f"{separator} {SIGNS[SHARED]}: computes for several workers" if plan.oversubscribed else ""
     return f"A: computes for worker A{shared}"
+
+
+def amount(memory_bytes: int) -> str:
+    """Memory as "64 GiB", "2.9 GiB" or "231 MiB"."""
+    if memory_bytes >= 10 * GIB or memory_bytes % GIB == 0:
+        return f"{memory_bytes / GIB:.0f} GiB"
+    return f"{memory_bytes / GIB:.1f} GiB" if memory_bytes >= GIB else f"{memory_bytes / MIB:.0f} MiB"
 
 
 def letter(local_rank: int) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from affinity.errors import InputError
+from affinity.errors import InputError, as_option
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Request
 from affinity.planner.plan_file import read_plan
@@ -38,7 +38,7 @@ def _yaml(cluster: Cluster) -> str:
 
 
 def _svg(cluster: Cluster) -> str:
-    return plan_to_svg(cluster.groups[0].plan)
+    return plan_to_svg(cluster.groups[0].plan, wording=as_option)
 
 
 def _env(cluster: Cluster) -> str:
@@ -91,7 +91,7 @@ def command(
     each group gets a plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
     """
     if diff is not None:
-        click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the plans are the same")
+        click.echo("\n".join(plan_differences(*map(read_plan, diff), wording=as_option)) or "the plans are the same")
         return
     if with_curve and (recipe is None or output_format != "text"):
         raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and leave --format out")
@@ -199,6 +199,8 @@ def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
     for kind in cluster.groups:
         if several:
             click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
-        click.echo(plan_to_text(kind.plan, colored=colored, explained=explained) + ("\n" if several else ""))
+        click.echo(
+            plan_to_text(kind.plan, colored=colored, explained=explained, wording=as_option) + ("\n" if several else "")
+        )
     if several:
         click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")

@@ -8,6 +8,7 @@ from affinity.ranks.rank import discover
 from affinity.views.text import plan_to_text
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, settings_argument
+from cputrain.cli.wording import as_recipe_key
 from cputrain.launch.local import PlannedTraining, plan_training, train_here
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.explanation import explain
@@ -56,7 +57,7 @@ def command(
     if dry_run:
         _show_plan(planned)
         return 0
-    for warning in planned.plan.warnings:
+    for warning in planned.plan.worded(as_recipe_key).warnings:
         click.echo(f"warning: {warning}")
     return train_here(planned, os.environ, resume=resume, overwrite=overwrite, verify=not no_verify)
 

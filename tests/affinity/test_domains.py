@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from affinity.errors import InputError
 from affinity.planner.core_roles import OTHER_TYPE
-from affinity.planner.domains import partition_host
+from affinity.planner.domains import Domain, partition_host
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
@@ -22,8 +22,13 @@ def synthetic(text: str) -> Machine:
     return read_synthetic(text, name="s", model="m", isa=("avx2",), memory_bytes=64 << 30)
 
 
+def plenty(domains: tuple[Domain, ...]) -> float:
+    """Memory for any domains."""
+    return 2.0
+
+
 def widths(machine: Machine, ppn: int | None = None) -> list[int]:
-    return [len(domain.cores) for domain in partition_host(machine, ppn, proportional=False).domains]
+    return [len(domain.cores) for domain in partition_host(machine, ppn, proportional=False, headroom=plenty).domains]
 
 
 def plan(machine: Machine, **fields: object) -> Plan:
@@ -52,7 +57,7 @@ def test_workers_share_caches_only_where_they_must(caches: int, cores: int, ppn:
     machine = synthetic(f"pack:1 numa:1 l3:{caches} core:{cores}")
     if ppn > caches * cores or caches % ppn:
         return
-    domains = partition_host(machine, ppn, proportional=False).domains
+    domains = partition_host(machine, ppn, proportional=False, headroom=plenty).domains
     used = [{core.l3 for core in domain.cores} for domain in domains]
     assert sum(map(len, used)) == caches
 
