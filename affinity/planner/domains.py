@@ -64,11 +64,15 @@ def partition_host(
             f"{{ppn={ppn}}} needs {ppn} cores; host {machine.name} has {len(cores)} available: set {{ppn}} to "
             f"{len(cores)} or fewer, or let workers share cores with {{oversubscribe=true}}"
         )
+
+    def room(layout: Layout) -> float:
+        return headroom(domains_of(cores, layout))
+
     if ppn is None:
-        chosen = choose_layout(cores, most, lambda one: headroom(domains_of(cores, one)), proportional=proportional)
+        chosen = choose_layout(cores, most, room, proportional=proportional)
         layout, ppn_why = chosen.layout, chosen.why
     else:
-        layout = best_layout(cores, ppn, proportional=proportional)
+        layout = best_layout(cores, ppn, room, proportional=proportional)
     domains = domains_of(cores, layout)
     return Partition(
         domains=domains,

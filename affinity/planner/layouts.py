@@ -3,7 +3,7 @@
 Geometry alone; how many workers suit a host is decided in worker_count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -67,10 +67,14 @@ def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
     return [items[a:b] for a, b in pairwise(bounds)]
 
 
-def best_layout(cores: Cores, ppn: int, *, proportional: bool) -> Layout:
+def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
     """The layout of exactly ppn workers, at most one per core, that computes most; of nearly equal ones the one that
-    uses most cores, then the one whose workers have the fewest NUMA nodes. A worker has cores of one type."""
+    uses most cores, then the one whose workers have the fewest NUMA nodes. A worker has cores of one type.
+
+    Layouts that fit in memory come first: `headroom` is the least ratio of a worker's memory to its need.
+    """
     layouts = _layouts(cores, ppn)
+    layouts = [one for one in layouts if headroom(one) >= 1] or layouts
     most = max(one.pace(proportional=proportional) for one in layouts)
     return max(
         (one for one in layouts if one.pace(proportional=proportional) >= NEARLY * most),

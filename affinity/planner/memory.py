@@ -12,6 +12,7 @@ from affinity.planner.workload import Workload, footprint, largest_batch
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine, NumaNode
 from affinity.units import GIB
+from affinity.wording import counted
 
 USABLE = 0.95  # of a node's memory; the kernel and the page cache of the images keep some
 
@@ -190,7 +191,7 @@ def check_fit(
             continue
         most = largest_batch(workload, int(memory.room_bytes))
         misfit = (
-            f"{workload.name} with {batch} images per step needs {peak / GIB:.1f} GiB; "
+            f"{workload.name} with {counted(batch or 0, 'image')} per step needs {peak / GIB:.1f} GiB; "
             f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: " + _remedy(most, len(memories))
         )
         if not workload.assumed:

@@ -26,7 +26,10 @@ __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A host's workers, with a reason for every value. Texts name settings in braces, `{balance=batch}`: see `worded`."""
+    """A host's workers, with a reason for every value.
+
+    The texts name settings in braces, `{balance=batch}`: see `worded`.
+    """
 
     machine: Machine
     request: Request

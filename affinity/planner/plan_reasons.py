@@ -35,7 +35,7 @@ def batch_reasons(
         room = min(memory.room_bytes for memory in memories)
         name = f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}"
         why = (
-            f"{name}, {batches[-1]} images per step: activations {parts.activations / GIB:.2f}, weights "
+            f"{name}, {counted(batches[-1], 'image')} per step: activations {parts.activations / GIB:.2f}, weights "
             f"{parts.weights / GIB:.2f}, gradients {parts.gradients / GIB:.2f}, optimizer {parts.optimizer / GIB:.2f}, "
             f"the process itself {parts.process / GIB:.2f} GiB"
         )

@@ -37,14 +37,14 @@ def choose_layout(
     workers. `headroom` is the least ratio of a worker's memory to its need; where the layout lacks memory, fewer
     workers have more. `most`: the most workers.
     """
-    suited = _suited(cores, proportional=proportional)
+    suited = _suited(cores, headroom, proportional=proportional)
     why = _why(cores, suited)
     if most is not None and most < len(suited.parts):
-        suited = best_layout(cores, most, proportional=proportional)
+        suited = best_layout(cores, most, headroom, proportional=proportional)
         why = f"the batch and the images suffice for {counted(most, 'worker')} per host"
     if headroom(suited) >= 1:
         return ChosenLayout(layout=suited, why=why)
-    fewer = [best_layout(cores, ppn, proportional=proportional) for ppn in range(len(suited.parts), 0, -1)]
+    fewer = [best_layout(cores, ppn, headroom, proportional=proportional) for ppn in range(len(suited.parts), 0, -1)]
     fitting = [layout for layout in fewer if headroom(layout) >= 1]
     wanted = counted(len(suited.parts), "worker")
     if fitting:
@@ -54,10 +54,10 @@ def choose_layout(
     return ChosenLayout(layout=chosen, why="no number of workers fits in the memory; this one comes nearest")
 
 
-def _suited(cores: Cores, *, proportional: bool) -> Layout:
+def _suited(cores: Cores, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
     """The layout that suits the cores, whatever memory there is."""
     if len(cores) <= SMALL_HOST_CORES:
-        return best_layout(cores, len(cores), proportional=proportional)
+        return best_layout(cores, len(cores), headroom, proportional=proportional)
     groups = uniform_groups(cores)
     fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
     every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]

@@ -68,7 +68,7 @@ ASSUMPTIONS = (
     Reason(
         what="decoding, ns per pixel of an image",
         value=", ".join(f"{name} {ns:g}" for name, ns in workload.DECODING_NS.items()),
-        why=f"measured in CPU time on AMD EPYC, images of 86,000 to 204,000 pixels (ImageNet: {workload.IMAGE_PIXELS:,})",
+        why=f"measured on an AMD EPYC, images of 86,000 to 204,000 pixels; ImageNet's have {workload.IMAGE_PIXELS:,}",
     ),
     Reason(
         what="GB/s per comm core",

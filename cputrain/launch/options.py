@@ -24,7 +24,7 @@ THIS_MACHINE, THIS_HOST = "this", ("localhost",)
 class PlanningOptions:
     """What a user requests of a plan; None: the recipe or the planner's rules decide.
 
-    `named`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list was
+    `real_hosts`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list was
     written. `groups`: the hosts and the machine of each group, where hosts differ.
     """
 
@@ -46,7 +46,7 @@ class PlanningOptions:
     launcher: str
     bind: str
     fabric: str
-    named: bool
+    real_hosts: bool
     hostfile_format: str
     groups: tuple[tuple[tuple[str, ...], str], ...] = ()
 

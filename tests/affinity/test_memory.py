@@ -74,7 +74,7 @@ def test_fewer_workers_are_planned_where_more_would_not_fit() -> None:
     """A plan refuses no batch for a number of workers that it chose itself."""
     made = plan(build_machine(4, 1, 8, 1, memory_bytes=4 * GIB), 32)
     assert len(made.workers) == 2 and "memory is too small for the 4 workers" in why(made, "workers per host")
-    with pytest.raises(InputError, match="worker 0 has 3.8 GiB"):
+    with pytest.raises(InputError, match=r"worker 0 has 3\.8 GiB"):
         plan(build_machine(4, 1, 8, 1, memory_bytes=4 * GIB), 32, ppn=4)
 
 
