@@ -67,8 +67,8 @@ def _map(plan: Plan, colored: bool) -> str:
     for memory_only in plan.machine.numa_nodes:
         if not memory_only.pus:
             near = ", ".join(map(str, memory_only.near)) or "none"
-            size = amount(memory_only.memory_bytes)
-            lines.append(f"NUMA node {memory_only.id}: {size} of {memory_only.kind} memory, next to node {near}")
+            kind = f"{amount(memory_only.memory_bytes)} of {memory_only.kind} memory"
+            lines.append(f"NUMA node {memory_only.id}: {kind}, next to node {near}")
     lines.append(f"  one sign per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 

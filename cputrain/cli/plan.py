@@ -15,7 +15,7 @@ import yaml
 from affinity.errors import InputError, as_option
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Request
-from affinity.planner.plan_file import read_plan
+from affinity.planner.plan_file import PLAN_FILE, read_plan
 from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.text_table import align_columns
 from affinity.views.diff import plan_differences
@@ -104,7 +104,7 @@ def command(
     job = Job(
         groups=cluster.groups,
         command=_train_command(options, recipe, settings, training) if recipe else ("CMD...",),
-        plan_path=Path("plan.json"),
+        plan_path=Path(PLAN_FILE),
         log_dir=Path("logs"),
         binder=options.bind,
         variables=tuple((name, value) for name, value, _ in network_settings(options)),

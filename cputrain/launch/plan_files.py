@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinity.errors import InputError
-from affinity.planner.plan_file import dumps, plan_to_json
+from affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
 from affinity.ranks.rank import MASTER_PORT
 from affinity.views.svg import plan_to_svg
+from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.options import THIS_MACHINE, PlanningOptions, planned_launcher
 from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
@@ -54,7 +55,7 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
         alone = replace(job, plan_on_host=True)
         return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
     made = launch_command(job, launcher, bound_command(job), Path())
-    files = "plan.json, hosts" if made.files else "plan.json"
+    files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
     return shell_line(made), f"--write DIR writes {files} and a launch.sh with this command"
 
 
@@ -63,16 +64,16 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
 
     Without a recipe launch.sh takes the command to start as its arguments.
     """
-    texts = {"plan.json": job_plan_json(job.groups)}
+    texts = {PLAN_FILE: job_plan_json(job.groups)}
     command: tuple[str, ...] = ()
     if recipe is not None:
         from cputrain.recipe.loading import dump_recipe, with_absolute_paths
 
         texts["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
         command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))
-    job = replace(job, command=command, plan_path=HERE / "plan.json")
+    job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
     made = launch_command(job, launcher, bound_command(job), HERE)
-    about = f"{job.world_size:,} ranks on {len(job.hosts):,} host(s), as in plan.json; written by cputrain plan"
+    about = f"{job.world_size:,} ranks on {counted(len(job.hosts), 'host')}, as in plan.json; written by cputrain plan"
     texts |= {path.name: text for path, text in made.files}
     texts["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, group in enumerate(job.groups):
