@@ -3,9 +3,12 @@
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
-#   make demo TORCH="torch==2.13.0 --index-url=..."
+#   make demo TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 VISION ?= torchvision==0.28.0
+
+# Two tests at a time: many wait for processes, which take two cores at most.
+PARALLEL ?= -n 2 --dist worksteal
 
 BIN := .venv/bin
 RUN := $(BIN)/python -m
@@ -43,11 +46,11 @@ check: install
 	$(BIN)/lint-imports
 
 test: check
-	$(RUN) pytest
+	$(RUN) pytest $(PARALLEL)
 
 # For daily work: what starts no process and takes no seconds of computing.
 test-fast: install
-	$(RUN) pytest -m "not processes and not slow"
+	$(RUN) pytest $(PARALLEL) -m "not processes and not slow"
 
 docs: install
 	$(RUN) sphinx --fail-on-warning --keep-going docs docs/_build/html

@@ -9,7 +9,7 @@ from affinity.errors import InputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
-    **dict.fromkeys(FULL, "make room, or name another folder"),
+    **dict.fromkeys(FULL, "free some space, or name another folder"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another folder"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system itself failed: check its servers and disks"),
 }

@@ -1,6 +1,6 @@
-"""Numbers of things in messages."""
+"""Numbers and lists of words in messages."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 
 def counted(number: int, noun: str) -> str:
@@ -12,3 +12,10 @@ def spread(numbers: Collection[int]) -> str:
     """The smallest and the largest: "4", "4-5"."""
     least, most = min(numbers), max(numbers)
     return str(least) if least == most else f"{least}-{most}"
+
+
+def either(words: Sequence[str]) -> str:
+    """ "lars", "momentum or lars", "momentum, lars or rmsprop"; ", or" throughout where a word has a comma itself."""
+    if any("," in word for word in words):
+        return ", or ".join(words)
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

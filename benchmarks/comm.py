@@ -107,7 +107,7 @@ def show_steps(rounds: int, batch: int, crop: int) -> None:
 
 def environment(transport: str, rank: int) -> dict[str, str]:
     """What a rank of two needs to run over a transport."""
-    place = Rank(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launcher="env")
+    place = Rank(rank=rank, world_size=2, local_rank=rank, local_world_size=2, convention="env")
     pmi = {"PMI_RANK": str(rank), "PMI_SIZE": "2", "PMI_FD": "set by mpiexec"} if transport == "mpi" else {}
     told = {name: value for name, value, _ in settings(LIBRARIES, place, pmi)}
     return {**told, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": f"{LIBRARIES.ccl.parent}:{PREFIX}/lib"}

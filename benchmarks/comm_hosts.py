@@ -94,7 +94,7 @@ def told_by_rank_0(
             world_size=HOSTS * per_host,
             local_rank=number % per_host,
             local_world_size=per_host,
-            launcher="env",
+            convention="env",
         )
         told = {**SETTINGS, **settings, **rendezvous(place, asked.stdout.split()[0], port)}
         words = ("env", *(f"{name}={value}" for name, value in told.items()))

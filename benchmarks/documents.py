@@ -3,7 +3,7 @@
     python -m benchmarks.documents --mnist DIR --photos DIR [--only TEXT]
 
 runs each row's small commands as a user would, in a folder of their own, and prints the tables with what came of them.
-A row that fails holds its last line of output, and makes the exit status 1.
+A row that fails shows its last line of output, and makes the exit status 1.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import time
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.documents_rows import ROWS, Row
+from benchmarks.documents_row import Row
+from benchmarks.documents_rows import ROWS
 
 LIMIT_S = 1200  # of one command
 HEADS = ("experiment", "at full size", "on two cores", "shown here", "s")
@@ -28,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.documents", description=__doc__)
     parser.add_argument("--mnist", type=Path, required=True, help="folder of MNIST's four files")
     parser.add_argument("--photos", type=Path, required=True, help="folder with train/CLASS/* and val/CLASS/*")
-    parser.add_argument("--only", default="", help="rows whose document or experiment holds this text")
+    parser.add_argument("--only", default="", help="rows whose document or experiment contains this text")
     options = parser.parse_args()
     chosen = [row for row in ROWS if options.only in f"{row.document}: {row.experiment}"]
     failed = 0

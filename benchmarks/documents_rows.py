@@ -1,38 +1,7 @@
 """The experiments of the reference documents: the command of each at its published size, and one for two cores."""
 
-from dataclasses import dataclass
-
-INTEL = "SURFsara and Intel: ResNet-50 on 256 hosts of 2 x 24-core Xeon"
-YOU = "You et al.: LARS, ImageNet in minutes"
-GIST = "GIST: conversion, batch size, weight decay, optimizers"
-WORKERS = "Multi-worker lab: fruits and Caltech-256"
-LAB3 = "Lab 3: optimizers on a line and on MNIST"
-
-PHOTOS = "data.path=data/photos data.crop=32"
-SMALL_8K = f"cputrain train resnet50-8k {PHOTOS} batch.local=8 schedule.warmup_epochs=1 schedule.start_rate=0.0"
-NO_WEIGHTS = f"{PHOTOS} model.weights=null data.resize=32"
-TOP1 = r"^(top-1) +([\d.]+ %)"
-TRAINED = (r"total steps +(\S+):", TOP1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """An experiment: `full` are its command lines at full size, `small` those for two cores, run in their order in one
-    folder that holds data/photos, data/mnist and data/mnist-3-splits; `shows` are patterns of the small ones' output,
-    whose groups are what is shown; `status` is the exit status of each small one."""
-
-    document: str
-    experiment: str
-    full: tuple[str, ...]
-    small: tuple[str, ...]
-    shows: tuple[str, ...]
-    status: int = 0
-
-
-def same(document: str, experiment: str, command: str, *shows: str) -> Row:
-    """A row whose command is as quick here as anywhere."""
-    return Row(document=document, experiment=experiment, full=(command,), small=(command,), shows=shows)
-
+from benchmarks.documents_labs import LAB_ROWS
+from benchmarks.documents_row import GIST, INTEL, PHOTOS, SMALL_8K, TRAINED, YOU, Row, same
 
 ROWS = (
     Row(
@@ -40,7 +9,7 @@ ROWS = (
         experiment="images to TFRecords, categories shuffled over them (5)",
         full=("cputrain prepare imagenet SRC data/imagenet --format tfrecord --shards 1024",),
         small=("cputrain prepare imagefolder data/photos tf --format tfrecord --shards 4", "cputrain data verify tf"),
-        shows=(r"(train [\d,]+ images in \d+ shard\(s\))", r"(different classes among 32 .*)", r"(0 of .* damaged)"),
+        shows=(r"(train [\d,]+ images in \d+ shards?)", r"(different classes among 32 .*)", r"(0 of .* damaged)"),
     ),
     same(
         INTEL,
@@ -146,12 +115,12 @@ ROWS = (
         experiment="AlexNet at 32,768, 2,048 CPUs; Table 3: norms of weights and gradients by layer",
         full=(
             "cputrain job slurm alexnet-bn-32k log_norms_every_steps=40 --nodes 1024 --time 00:30:00 --submit",
-            "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
+            "cputrain bench optimizer runs/alexnet-bn-32k",
         ),
         small=(
             "cputrain train alexnet-bn-32k data.path=data/photos data.crop=67 data.resize=67 batch.local=16 epochs=1 "
             "schedule.warmup_epochs=1 log_norms_every_steps=5",
-            "cputrain bench optimizer --ratios runs/alexnet-bn-32k",
+            "cputrain bench optimizer runs/alexnet-bn-32k",
         ),
         shows=(r"^(features.0.weight .*)$", r"^(classifier.6.weight .*)$"),
     ),
@@ -211,72 +180,5 @@ ROWS = (
         ),
         shows=(r"^(momentum .*)$", r"^(sgd .*)$", r"^(adam .*)$", r"^(adagrad_da .*)$"),
     ),
-    Row(
-        document=WORKERS,
-        experiment="fruits, fine-tuned on 1, 2 and 4 workers (parts 1 and 2)",
-        full=(
-            "cputrain prepare imagefolder SRC data/fruits-fresh-rotten",
-            "cputrain sweep fruits-fresh-rotten --workers 1,2,4",
-        ),
-        small=(f"cputrain sweep fruits-fresh-rotten {NO_WEIGHTS} batch.local=8 epochs=2 --workers 1,2,4",),
-        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$", r"^ *(4 .*)$"),
-    ),
-    Row(
-        document=WORKERS,
-        experiment="Caltech-256, a new last layer on 2, 4 and 8 workers (parts 3 and 4)",
-        full=(
-            "cputrain prepare caltech256 SRC data/caltech256 --val-fraction 0.2 --seed 1",
-            "cputrain sweep caltech256-finetune-frozen --workers 2,4,8",
-        ),
-        small=(f"cputrain sweep caltech256-finetune-frozen {NO_WEIGHTS} batch.local=8 epochs=2 --workers 1,2",),
-        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$"),
-    ),
-    Row(
-        document=WORKERS,
-        experiment="a batch that stays while workers are added",
-        full=("cputrain sweep fruits-fresh-rotten batch.global=64 --workers 1,2,4",),
-        small=(f"cputrain sweep fruits-fresh-rotten {NO_WEIGHTS} batch.global=16 epochs=1 --workers 1,2",),
-        shows=(r"^ *(1 .*)$", r"^ *(2 .*)$"),
-    ),
-    Row(
-        document=LAB3,
-        experiment="exercise 1: gradient descent, momentum, Adam on a line, several rates",
-        full=("cputrain sweep linear-regression",),
-        small=("cputrain sweep linear-regression",),
-        shows=(
-            r"^(sgd +0.01 .*)$",
-            r"^(sgd +0.05 .* diverged)$",
-            r"^(momentum +0.01 +.*0\.9 .*)$",
-            r"^(adam +0.05 .*)$",
-        ),
-        status=1,  # one of the lab's rates diverges
-    ),
-    Row(
-        document=LAB3,
-        experiment="any script as a Slurm job (exercise 1)",
-        full=("cputrain job slurm --qos debug --module-purge --time 00:02:00 --submit -- python script.py",),
-        small=("cputrain job slurm --qos debug --module-purge --time 00:02:00 -- python script.py",),
-        shows=(r"^#SBATCH (--qos=.*)$", r"^(module purge)$"),
-    ),
-    Row(
-        document=LAB3,
-        experiment="exercise 2: the same on softmax regression, the best rates",
-        full=("cputrain sweep mnist-linear-study",),
-        small=("cputrain sweep mnist-linear-study max_steps=300",),
-        shows=(r"^(sgd +0.5 .*)$", r"^(momentum +0.05 .*)$", r"^(adam +0.005 .*)$"),
-    ),
-    Row(
-        document=LAB3,
-        experiment="exercise 3: two convolutions, three splits, 99.2 % on the test images",
-        full=("cputrain sweep mnist-multilayer --run optim.name=adam --grid seed=1,2,3",),
-        small=("cputrain train mnist-multilayer epochs=1",),
-        shows=(TOP1, r"^(test top-1) +([\d.]+ %)"),
-    ),
-    Row(
-        document=LAB3,
-        experiment="exercise 4: workers, more epochs, batches of 5,000",
-        full=("cputrain sweep mnist-workers",),
-        small=("cputrain sweep mnist-workers max_steps=12 --workers 1,2 --grid batch.local=50,5000",),
-        shows=(r"^ *(local 50 +1 .*)$", r"^ *(local 50 +2 .*)$", r"^ *(local 5000 +1 .*)$", r"^ *(local 5000 +2 .*)$"),
-    ),
+    *LAB_ROWS,
 )

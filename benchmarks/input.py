@@ -2,7 +2,7 @@
 
     python -m benchmarks.input [FOLDER] [--rounds 5]
 
-FOLDER holds JPEGs at any depth (default: ../shared/data/imagenet-sample). Each is taken as it is, and as prepared:
+FOLDER contains JPEGs at any depth (default: ../shared/data/imagenet-sample). Each is taken as it is, and as prepared:
 short side 256, quality 90, 4:2:0. A training's random part, 224 x 224, mirrored or not. The limit: the entropy decoding
 of whole files, with nothing kept of it. Peers: benchmarks/input_peers.py, those that are installed.
 """
@@ -176,7 +176,7 @@ def start(rounds: int) -> tuple[float, float]:
         (folder / "train-00000.tar").write_bytes(b"")
         made = {"images": IMAGENET, "shards": 1, "bytes": [0]}
         (folder / "manifest.json").write_text(
-            json.dumps({"version": VERSION, "classes": ["a"], "made": {}, "splits": {"train": made}})
+            json.dumps({"version": VERSION, "classes": ["a"], "options": {}, "splits": {"train": made}})
         )
         for epoch in range(rounds):
             begun = time.perf_counter()

@@ -60,7 +60,7 @@ def installed_peers() -> dict[str, Contender]:
     for name, (contender, modules) in wanted.items():
         missing = [module for module in modules if not installed(module)]
         if missing:
-            print(f"{', '.join(missing)}: not installed, left out", file=sys.stderr)
+            print(f"{', '.join(missing)}: not installed, skipped", file=sys.stderr)
         else:
             found[name] = contender
     return found

@@ -18,7 +18,7 @@ from pathlib import Path
 
 CPUTRAIN = (sys.executable, "-m", "cputrain")
 KINDS = ("n[00001-04000]=skx-8160-2s", "k[00001-03000]=knl-7250-snc4-flat", "g[00001-03000]=genoa-9654-2s-nps4")
-MIB = 1 << 10  # of what the kernel counts in KiB
+KIB_PER_MIB = 1 << 10
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def timed(argv: tuple[str, ...]) -> tuple[float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{' '.join(argv)} ended with {process.returncode}")
-    return took, usage.ru_maxrss / MIB
+    return took, usage.ru_maxrss / KIB_PER_MIB
 
 
 if __name__ == "__main__":

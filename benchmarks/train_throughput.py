@@ -56,7 +56,7 @@ def show(rates: dict[str, list[float]]) -> None:
 
 
 def ours(data: Path, run: Path, steps: int) -> float:
-    """Images per second of cputrain's median step, first step left out."""
+    """Images per second of cputrain's median step, without the first."""
     settings = (f"data.path={data}", f"batch.local={LOCAL_BATCH}", f"max_steps={steps}", f"output={run}")
     start([sys.executable, "-m", "cputrain", "train", "imagefolder", *settings, f"plan.ppn={WORKERS}"])
     rates = [event["images_per_s"] for event in read_events(run) if event["event"] == "step"]
@@ -64,7 +64,7 @@ def ours(data: Path, run: Path, steps: int) -> float:
 
 
 def plain(data: Path, steps: int, *, processes: int) -> float:
-    """Images per second of the plain script's median step, first step left out."""
+    """Images per second of the plain script's median step, without the first."""
     script = str(Path(__file__).with_name("plain_ddp.py"))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     launcher = torchrun if processes > 1 else ()

@@ -17,7 +17,7 @@ from affinity.planner.runtime import with_libiomp5
 from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import with_rank
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def exec_bound(
@@ -41,12 +41,12 @@ def exec_bound(
     if bound and check:
         refuse(worker, launcher_differences(worker, tuple(os.sched_getaffinity(0))))
     if problem := bind_process(worker):
-        log.warning(problem)
+        logger.warning(problem)
     if check:
         verify(worker)
     full, warnings = command_environment(worker, plan_path, command, env, rank=rank, keep_env=keep_env)
     for warning in warnings if worker.local_rank == 0 else ():
-        log.warning(warning)
+        logger.warning(warning)
     sys.stdout.flush()
     try:
         os.execvpe(command[0], command, full)

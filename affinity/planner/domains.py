@@ -17,7 +17,7 @@ TOO_FEW = "too few in their NUMA node: all other workers would wait for one ther
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """One worker's cores: `cores` of one type, which may compute, and `spare` ones of others, which load and communicate."""
+    """One worker's cores: `cores` of one type, which may compute, and `spare` ones, which load and communicate."""
 
     cores: Cores
     spare: Cores = ()

@@ -18,13 +18,14 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
         for core, workers in zip(cores, shares(tuple(range(ppn)), len(cores)), strict=True)
         for part in _parts(core, len(workers))
     )
+    most = -(-ppn // len(cores))
     why = f"requested, more than the {counted(len(cores), 'core')} ({{oversubscribe=true}})"
     return Partition(
         domains=domains,
         unused=(),
         reasons=(Reason(what="workers per host", value=str(ppn), why=why),),
         warnings=(
-            f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {-(-ppn // len(cores))} per core, and "
+            f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {most} per core, and "
             "slow each other down: use this to test a number of workers, not to measure speed",
         ),
     )

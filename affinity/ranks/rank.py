@@ -11,13 +11,13 @@ MASTER_PORT = 29500  # torch.distributed's own default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One process's place in its job; `launcher` names the convention it was read from."""
+    """One process's place in its job; `convention` names the variables it was read from."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    launcher: str
+    convention: str
 
     @property
     def one_host(self) -> bool:
@@ -25,7 +25,7 @@ class Rank:
         return self.local_world_size == self.world_size
 
 
-# (launcher, rank, world size, local rank, local world size), most specific first: srun's variables are also there
+# (convention, rank, world size, local rank, local world size), most specific first: srun's variables are also there
 # when another launcher runs inside a Slurm job, and PMI's under several of them.
 CONVENTIONS = (
     ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -53,7 +53,7 @@ LOCAL_RANK_VARIABLES = (*(names[3] for names in CONVENTIONS), "SLURM_LOCALID")
 def discover(env: Mapping[str, str]) -> Rank | None:
     """This process's rank; None when no launcher started it. Raises InputError where variables are missing."""
     incomplete = []
-    for launcher, *names in CONVENTIONS:
+    for convention, *names in CONVENTIONS:
         if names[0] not in env or names[1] not in env:
             continue
         missing = [name for name in names if name not in env]
@@ -62,7 +62,7 @@ def discover(env: Mapping[str, str]) -> Rank | None:
             continue
         rank, world, local, local_world = (_number(env, name) for name in names)
         return _checked(
-            Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, launcher=launcher)
+            Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, convention=convention)
         )
     # srun leaves half of PMI's variables too. A batch script has SLURM_PROCID like a task, but only tasks belong to a
     # numbered step; a step of one task is most often a shell, in which people start things themselves.
@@ -90,7 +90,7 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
             world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(env, "SLURM_LOCALID"),
             local_world_size=tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[_number(env, "SLURM_NODEID")],
-            launcher="srun",
+            convention="srun",
         )
     )
 

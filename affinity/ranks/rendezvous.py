@@ -20,7 +20,7 @@ JOB_VARIABLES = (("I_MPI_HYDRA_UUID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "S
 # Names that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. An MPI does not conclude from
 # these alone that its own mpirun started the process.
 OTHER_NAMES = {
-    **{launcher: names for launcher, *names in CONVENTIONS if launcher in ("intelmpi", "openmpi")},
+    **{convention: names for convention, *names in CONVENTIONS if convention in ("intelmpi", "openmpi")},
     "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"],
 }
 PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to PMI's server
@@ -36,9 +36,9 @@ def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     address, port = meeting_place(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    node = {} if rank.launcher == "srun" else {"SLURM_NODEID": str(rank.rank // rank.local_world_size)}
+    node = {} if rank.convention == "srun" else {"SLURM_NODEID": str(rank.rank // rank.local_world_size)}
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
-    others = [names for launcher, names in OTHER_NAMES.items() if launcher != rank.launcher]
+    others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
     same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
     # A PMI from outside this job (that of a shell that srun started) does not know its ranks.
     foreign = [env.get(name) for name in OTHER_NAMES["intelmpi"][:2]] != numbers[:2]

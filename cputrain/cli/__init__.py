@@ -12,7 +12,7 @@ import click
 
 from affinity.exit_status import exit_status
 from cputrain import __version__
-from cputrain.cli.wording import wording_of
+from cputrain.cli.setting_names import wording_of
 
 COMMANDS = {
     "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",

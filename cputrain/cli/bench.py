@@ -16,9 +16,7 @@ def command() -> None:
 
 
 @command.command("optimizer")
-@click.option(
-    "--ratios", "run", required=True, type=click.Path(path_type=Path), metavar="RUN", help="folder of the run"
-)
+@click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, metavar="N", help="step to print  [default: the last recorded one]")
 def optimizer(run: Path, step: int | None) -> None:
     """Print each layer's norms of weights and gradients, their ratio, and LARS' trust ratio, as recorded in RUN.
@@ -26,7 +24,7 @@ def optimizer(run: Path, step: int | None) -> None:
     A run records them every N steps with log_norms_every_steps=N in its recipe. See You et al. 2018, Table 3.
     """
     if not (run / FILE).is_file():
-        raise InputError(f"{run} holds no run: give a run's output folder")
+        raise InputError(f"{run} contains no run: give a run's output folder")
     written = {event["step"]: event for event in read_events(run) if event["event"] == "ratios"}
     if not written:
         raise InputError(f"{run} has recorded no norms: train with log_norms_every_steps=N")

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.data.formats.folder import SPLITS
 from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.open import open_dataset
@@ -45,10 +46,11 @@ def info(folder: Path) -> None:
         click.echo(f"  different classes among {WINDOW} images in a row: {mean:.1f} (in random order {expected:.1f})")
         if manifest:
             entry = manifest["splits"][split]
-            odd = "".join(f", {name}: {count:,}" for name, count in sorted(entry["odd"].items()))
-            click.echo(f"  {entry['shards']} shard(s), left out as damaged: {len(entry['damaged']):,}{odd}")
+            unusual = "".join(f", {name}: {count:,}" for name, count in sorted(entry["unusual"].items()))
+            damaged = counted(len(entry["damaged"]), "damaged image")
+            click.echo(f"  {counted(entry['shards'], 'shard')}, {damaged} not packed{unusual}")
     if manifest:
-        options = (f"{key}={value}" for key, value in manifest["made"].items() if value is not None)
+        options = (f"{key}={value}" for key, value in manifest["options"].items() if value is not None)
         click.echo(f"prepared with {', '.join(options)}")
 
 

@@ -61,7 +61,7 @@ def command(
         from cputrain.training.eval_entry import eval_rank  # torch: after the binding is read back
 
         switches = {"check": not no_verify, "as_json": as_json, "bar": bar or sys.stderr.isatty()}
-        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, checkpoints, **switches))
+        run_rank(rank, lambda: eval_rank(training, rank, worker, observed, os.environ, checkpoints, **switches))
         return 0
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
     flags = {"--json": as_json, "--no-verify": no_verify, "--bar": sys.stderr.isatty()}

@@ -1,13 +1,13 @@
 """cputrain job: a training, an image preparation or any command as a script for Slurm or PBS."""
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
 from affinity.errors import InputError
+from affinity.wording import either
 from cputrain.cli.options import planning_options
 from cputrain.jobs.directives import SCHEDULERS, Resources
 from cputrain.jobs.script import RUNTIMES, BatchJob, Command, Container, job_script, parse_array
@@ -118,7 +118,9 @@ def command(
     """
     _check(options, scheduler, {"ncpus": ncpus, **given})
     if chain > 1 and not submit:
-        raise InputError(f"--chain {chain} submits the job {chain} times: add --submit, or leave --chain out")
+        raise InputError(
+            f"--chain {chain} needs --submit, which submits the job {chain} times: add it, or leave --chain out"
+        )
     sized = _work(options, words, prepare, array, stage)
     job = BatchJob(
         resources=Resources(
@@ -166,11 +168,13 @@ def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> N
     if options.oversubscribe:
         raise InputError("--oversubscribe is for trying plans on one host: leave it out of a job")
     if options.bind == "launcher":
-        raise InputError("--bind launcher: in a job the ranks bind themselves, by the plan made there: leave it out")
+        raise InputError(
+            "--bind launcher: in a job each rank binds itself, by the plan that is made there: leave it out"
+        )
     usable = [launcher.name for launcher in launchers_for(scheduler)]
     if options.launcher not in ("auto", *usable):
         raise InputError(
-            f"--launcher {options.launcher} cannot start {scheduler} jobs: leave it out, or give {' or '.join(usable)}"
+            f"--launcher {options.launcher} cannot start {scheduler} jobs: leave it out, or give {either(usable)}"
         )
 
 
@@ -193,9 +197,7 @@ def _work(
         prepare_command.make_context("cputrain job --prepare", [*prepare, *words, *cmd])  # raises for wrong arguments
         return work
     if unknown := [word for word in words if word.startswith("-")]:
-        known = [option for parameter in context.command.params for option in parameter.opts]
-        near = get_close_matches(unknown[0].partition("=")[0], known)
-        raise click.NoSuchOption(unknown[0], possibilities=near, ctx=context)
+        raise click.NoSuchOption(unknown[0].partition("=")[0], ctx=context)
     if bool(words) == bool(cmd):
         raise InputError("a job runs one thing: name a RECIPE, or give --prepare KIND SRC OUT, or -- CMD...")
     return command_work(options, cmd, os.environ) if cmd else recipe_work(options, words, array, stage, os.environ)

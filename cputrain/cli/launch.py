@@ -17,9 +17,10 @@ from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import Request
 from affinity.ranks.rank import MASTER_PORT, Rank, discover
 from affinity.views.text import plan_to_text
+from affinity.wording import counted
 from cputrain.cli.options import host_groups_option, no_verify_option, planning_options
-from cputrain.launch.command import check_launch, command_job, new_folder, uses_launcher
-from cputrain.launch.hosts import converted_hostfile, with_allocated_hosts, with_host_groups
+from cputrain.launch.command import check_launch, command_job, new_folder
+from cputrain.launch.hosts import converted_hostfile, uses_launcher, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
 from cputrain.runs.folder import LOGS, PLAN, write_plan
 from mpi.hosts.groups import Cluster
@@ -115,16 +116,16 @@ def _run(job: Job, cluster: Cluster, launcher: InstalledLauncher | None, folder:
 
 
 def _preflight(job: Job, launcher: InstalledLauncher, folder: Path) -> None:
-    """Check the hosts and print what is doubtful. Raises RunError with everything that is wrong."""
+    """Check the hosts and print the warnings. Raises RunError with all errors."""
     started = time.monotonic()
-    verdict = run_preflight(job, launcher, folder / "preflight", os.environ)
-    for doubt in verdict.doubtful:
-        click.echo(f"pre-flight: {doubt}", err=True)
-    if verdict.wrong:
-        more = "".join(f"\n  {wrong}" for wrong in verdict.wrong[1:])
-        raise RunError(f"pre-flight: {verdict.wrong[0]}{more}\n  (--no-preflight starts without this check)")
+    findings = run_preflight(job, launcher, folder / "preflight", os.environ)
+    for warning in findings.warnings:
+        click.echo(f"pre-flight: {warning}", err=True)
+    if findings.errors:
+        more = "".join(f"\n  {error}" for error in findings.errors[1:])
+        raise RunError(f"pre-flight: {findings.errors[0]}{more}\n  (--no-preflight starts without this check)")
     seconds = time.monotonic() - started
-    click.echo(f"pre-flight: {len(job.hosts)} hosts are alike and answer ({seconds:.1f} s)", err=True)
+    click.echo(f"pre-flight: {counted(len(job.hosts), 'host')} checked in {seconds:.1f} s", err=True)
 
 
 def _become_rank(
@@ -158,12 +159,13 @@ def _show(job: Job, launcher: InstalledLauncher | None, folder: Path) -> None:
         start = remote_command(job, launcher, folder, "PORT", "TOKEN")
         click.echo(f"command\n  {shell_line(start)}")
         click.echo(
-            "PORT and TOKEN are new for each launch; mpi.supervise.agent reports to them. To start without them:\n"
-            "cputrain plan --write DIR with the same planning options, then DIR/launch.sh CMD"
+            "mpi.supervise.agent reports to this host at PORT, with the TOKEN of the launch. To start the ranks "
+            "without it:\ncputrain plan --write DIR with the same planning options, then DIR/launch.sh CMD"
         )
         return
     port = job.master_port or MASTER_PORT
-    click.echo(f"command of worker 0 of {job.ppn}; the others differ in RANK and LOCAL_RANK")
+    more = "; the others differ in RANK and LOCAL_RANK" if job.ppn > 1 else ""
+    click.echo(f"command of worker 0 of {job.ppn}{more}")
     click.echo(f"  {shell_line(local_commands(job, port)[0])}")
     click.echo("to start the workers by hand, without a folder for plan and logs")
     click.echo(f"  {workers_line(replace(job, plan_on_host=True), port)}")

@@ -9,13 +9,13 @@ import click
 from affinity.planner.profiles import PROFILES
 from affinity.planner.request import BALANCES, OPENMP
 from cputrain.launch.hosts import requested_hosts, workers_per_host
-from cputrain.launch.options import NUMBERS, OTHERS, PlanningOptions
+from cputrain.launch.options import NUMBERS_OR_AUTO, REQUEST_FIELDS, PlanningOptions
 from mpi.fabric import FABRICS
 from mpi.launchers.table import LAUNCHERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
-PLAIN = ("machine", "smt", "share", "launcher", "bind", "fabric")
+OTHER_OPTIONS = ("machine", "smt", "share", "launcher", "bind", "fabric")
 
 
 class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
@@ -112,7 +112,7 @@ def planning_options(command: F) -> F:
     def gathered(
         hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
     ) -> Any:  # click passes options by name
-        given = {key: rest.pop(key) for key in (*PLAIN, *NUMBERS, *OTHERS)}
+        given = {key: rest.pop(key) for key in (*OTHER_OPTIONS, *NUMBERS_OR_AUTO, *REQUEST_FIELDS)}
         listed = requested_hosts(hosts, hostfile, nodes)
         given["ppn"] = workers_per_host(listed.hosts, given["ppn"])
         options = PlanningOptions(

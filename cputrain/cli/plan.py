@@ -21,6 +21,7 @@ from affinity.text_table import align_columns
 from affinity.views.diff import plan_differences
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import plan_to_text
+from affinity.wording import counted
 from cputrain.cli.options import host_groups_option, planning_options, settings_argument
 from cputrain.launch.hosts import converted_hostfile, with_host_groups
 from cputrain.launch.options import PlanningOptions, network_of, network_settings, plan_hosts, planned_launcher
@@ -127,11 +128,10 @@ def command(
 
 
 def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, ...]) -> "tuple[Request, Recipe]":
-    from cputrain.launch.recipe_request import request_of  # pydantic: only where there is a recipe
+    from cputrain.launch.recipe_request import check_local_batch, request_of  # pydantic: only where there is a recipe
     from cputrain.recipe.loading import load_recipe
 
-    if options.local_batch is not None:
-        raise InputError(f"--local-batch with a recipe: set batch.local={options.local_batch} in the recipe instead")
+    check_local_batch(options.local_batch)
     training = load_recipe(recipe, settings)
     return request_of(training), training
 
@@ -196,11 +196,10 @@ def _show(
 def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
     colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     several = len(cluster.groups) > 1
-    for kind in cluster.groups:
+    for group in cluster.groups:
         if several:
-            click.echo(f"{len(kind.hosts):,} host(s) {fold(kind.hosts)}")
-        click.echo(
-            plan_to_text(kind.plan, colored=colored, explained=explained, wording=as_option) + ("\n" if several else "")
-        )
+            click.echo(f"{counted(len(group.hosts), 'host')}: {fold(group.hosts)}")
+        shown = plan_to_text(group.plan, colored=colored, explained=explained, wording=as_option)
+        click.echo(shown + ("\n" if several else ""))
     if several:
-        click.echo(f"{len(job.hosts):,} hosts, {job.world_size:,} workers")
+        click.echo(f"{counted(len(job.hosts), 'host')}, {counted(job.world_size, 'worker')}")

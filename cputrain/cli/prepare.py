@@ -3,6 +3,7 @@
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -10,6 +11,7 @@ from tqdm import tqdm
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
 from affinity.units import MIB
+from affinity.wording import counted
 from cputrain.data.prepare.digits import write_digits
 from cputrain.data.prepare.options import SHARD_BYTES, Options
 from cputrain.data.prepare.pack import prepare
@@ -101,7 +103,7 @@ def command(
 
     Image files are stored unchanged; with --short-side or --quality they become new JPEGs. TFRecords, whose readers
     decode only JPEGs, are an exception: other formats and CMYK become JPEGs of quality 100. Images that cannot be read
-    are left out and named. A command that was killed continues when it is given again; a finished one does nothing.
+    are skipped and named. A command that was killed continues when it is given again; a finished one does nothing.
     """
     check_writable(out, "OUT")
     if kind == "digits" and not source.exists():
@@ -128,18 +130,23 @@ def command(
             raise RunError(
                 f"prepare: {error}: finished shards are kept; repair this and give the same command again"
             ) from None
-    if shard_format == "tfrecord":
-        names = dataset.classes
+    _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
+
+
+def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: dict[str, dict[str, Any]]) -> None:
+    """Print the labels of TFRecords, and each split's images, mixing and unusual or damaged files."""
+    if tfrecord_classes:
+        names = tfrecord_classes
         click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}); 0 is not used")
     for split, entry in splits.items():
-        mix = entry["mix"]
-        click.echo(f"{out}: {split} {entry['images']:,} images in {entry['shards']} shard(s)")
+        mixing = entry["mixing"]
+        click.echo(f"{out}: {split} {entry['images']:,} images in {counted(entry['shards'], 'shard')}")
         click.echo(
-            f"  different classes among 32 images in a row: {mix['classes_in_32']:.1f} (in random order "
-            f"{mix['at_random']:.1f})"
+            f"  different classes among 32 images in a row: {mixing['classes_in_32']:.1f} (in random order "
+            f"{mixing['at_random']:.1f})"
         )
-        if entry["odd"]:
-            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["odd"].items())))
+        if entry["unusual"]:
+            click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
             first = "; ".join(entry["damaged"][:3])
-            click.echo(f"  {len(entry['damaged']):,} image(s) cannot be read and are left out: {first}")
+            click.echo(f"  {counted(len(entry['damaged']), 'unreadable image')} skipped: {first}")

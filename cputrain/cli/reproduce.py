@@ -10,6 +10,7 @@ import click
 
 from affinity.errors import RunError
 from affinity.text_table import align_columns, markdown_table
+from affinity.wording import counted
 from cputrain.cli.options import settings_argument
 from cputrain.files import write_atomic
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -73,7 +74,9 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
 
     every = [with_seed(variant.settings, 1) for variant in variants(load_recipe(name, settings).sweep, (), ())]
     first = [(variant, plan(variant)) for variant in every]
-    click.echo(f"{len(first)} trainings with the first seed, then the best rates with {seeds - 1} more seed(s)")
+    click.echo(
+        f"{len(first)} trainings with the first seed, then the best rates with {counted(seeds - 1, 'more seed')}"
+    )
     tried = train_all(first, os.environ)
     found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
     if not found[0].best.top1:
@@ -154,4 +157,8 @@ def _cells(one: ExperimentComparison) -> list[tuple[str, str, str, str]]:
 
 def _recipe(one: ExperimentComparison) -> str:
     """The recipe with its settings and workers."""
-    return f"recipe {one.command} on {one.hosts:,} host(s) x {one.ppn} worker(s)" if one.command else "no recipe"
+    return (
+        f"recipe {one.command} on {counted(one.hosts, 'host')} x {counted(one.ppn, 'worker')}"
+        if one.command
+        else "no recipe"
+    )

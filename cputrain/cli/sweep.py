@@ -10,6 +10,7 @@ from affinity.errors import DoesNotFitError, InputError, RunError
 from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
 from affinity.units import GIB
+from affinity.wording import counted
 from cputrain.cli.options import settings_argument
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
@@ -17,7 +18,7 @@ from cputrain.recipe.schema import SweepSection
 from cputrain.sweep.clock import parse_clock
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
-from cputrain.sweep.find_batch import Search, find_batch
+from cputrain.sweep.find_batch import BatchSearch, find_batch
 from cputrain.sweep.outcomes import DOES_NOT_FIT, DONE, INVALID
 from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, write_results
 from cputrain.sweep.results import group_by_seed
@@ -79,7 +80,7 @@ def command(
     base = load_recipe(recipe, settings)
     if find:
         if grids or runs or workers or limit or dry_run:
-            raise InputError("--find-batch goes only with --memory and --output: leave the other options out")
+            raise InputError("--find-batch goes only with --memory and --output: remove the other options")
         return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory)
     if memory is not None:
         raise InputError("--memory goes only with --find-batch: add it, or set a limit with the job's scheduler")
@@ -109,7 +110,7 @@ def _sharing_cores(variant: Variant) -> Variant:
     cores = len(this_machine().allowed_cores)
     if count <= cores:
         return variant
-    click.echo(f"{count} workers share {cores} core(s): they train no faster than {cores} worker(s)")
+    click.echo(f"{count} workers share {counted(cores, 'core')}: they train no faster than {counted(cores, 'worker')}")
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
 
 
@@ -141,7 +142,7 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
 def _find_batch(recipe: str, settings: tuple[str, ...], folder: Path, memory_gib: float | None) -> int:
     """Print the largest local batch that trains, and why the next one does not. Raises RunError where none trains."""
     limit = None if memory_gib is None else round(memory_gib * GIB)
-    found = find_batch(Search(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
+    found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
     click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
     best, larger = found.best, found.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"

@@ -6,9 +6,10 @@ import click
 
 from affinity.ranks.rank import discover
 from affinity.views.text import plan_to_text
+from affinity.wording import counted
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, settings_argument
-from cputrain.cli.wording import as_recipe_key
+from cputrain.cli.setting_names import as_recipe_key
 from cputrain.launch.local import PlannedTraining, plan_training, train_here
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.explanation import explain
@@ -44,10 +45,10 @@ def command(
         from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
         switches = {"resume": resume, "overwrite": overwrite, "prepared": prepared, "check": not no_verify}
-        run_rank(rank, lambda: train_rank(training, rank, worker, observed, **switches))
+        run_rank(rank, lambda: train_rank(training, rank, worker, observed, os.environ, **switches))
         return 0
     planned = plan_training(training, os.environ, resume=resume)
-    resumption = check_folder(training, planned.facts, resume=resume, overwrite=overwrite)
+    resumption = check_folder(training, planned.scale, resume=resume, overwrite=overwrite)
     if resume and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
         click.echo(message)
         return 0
@@ -66,7 +67,8 @@ def _show_sizes(planned: PlannedTraining) -> None:
     recipe = planned.recipe
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
     click.echo(
-        f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; {planned.ppn} worker(s) of {threads} threads"
+        f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
+        f"{counted(planned.ppn, 'worker')} of {threads} threads"
     )
     click.echo(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
 

@@ -4,8 +4,9 @@ From the bottom: `order/` (which image is used when), `pixels/` (what is done to
 stored), `batches.py` (threads that decode ahead), `loader.py`; beside them `prepare/`, which packs images into shards.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from cputrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cputrain.data.loader import ImageLoader
@@ -14,11 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Augmentation", "ImageLoader", "Transform"]
 
-MODULES = {"Augmentation": "pixels.augment", "ImageLoader": "loader", "Transform": "pixels.transform"}
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name on its first use: other modules of this package must not need torch."""
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+# Other modules of this package must not need torch.
+__getattr__ = lazy_names(
+    __name__,
+    {"Augmentation": "pixels.augment", "ImageLoader": "loader", "Transform": "pixels.transform"},
+)

@@ -22,6 +22,7 @@ cputrain's trainer uses the same class (cputrain.training.feed).
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from affinity.errors import InputError, RunError
 from affinity.kernel.bound_plan import bound_worker
 from affinity.ranks.rank import discover
+from affinity.wording import counted
 from cputrain.data.batches import Batch, decoded_batches
 from cputrain.data.formats.block_reader import BlockReader, images_per_block
 from cputrain.data.formats.dataset import Dataset, Images, check_labels
@@ -103,12 +105,11 @@ class ImageLoader:
         batch_size: images in a batch of this rank.
         split: "train", "val" or "test".
         image_size: side of the square images, in pixels.
-        shuffle: a new permutation each epoch, and equally many batches on all ranks. Without it each image is used
-            exactly once, on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
-        drop_last: leave out the images that do not fill the last batches of all ranks; otherwise an epoch has one batch
+        shuffle: a new permutation each epoch, and equally many batches on all ranks; otherwise each image is used once,
+            on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
+        drop_last: skip the images that do not fill the last batches of all ranks; otherwise an epoch has one batch
             more, and all batches are a little smaller. Only with shuffle.
-        augment: crops of random area, aspect ratio and place, half of them mirrored, instead of center crops. None: as
-            shuffle.
+        augment: crops of random area, shape and place, half of them mirrored; otherwise center crops. None: as shuffle.
         transform: crop and augmentation in detail, instead of image_size and augment.
         mean, std: of red, green and blue (0 to 1), for normalization.
         seed: of the order and of the crops; the same on all ranks.
@@ -117,29 +118,21 @@ class ImageLoader:
         cpus: where they run. None: on those CPUs of the plan; empty, or without a plan: anywhere.
         block_mib: read shards in pieces of so many MiB, for parallel file systems; 0 reads image by image.
         decoder: "turbo" (libjpeg-turbo 3), "pillow", or "auto": turbo where it is available.
-        on_error: "skip" leaves damaged images out of their batch and logs a warning; "raise" raises RunError.
+        on_error: "skip" removes damaged images from their batch and logs a warning; "raise" raises RunError.
 
         Raises InputError where the folder, the split or an argument does not fit.
         """
-        env = os.environ
-        if batch_size < 1 or image_size < 1:
-            raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
-        dataset = open_dataset(os.fspath(path))
-        check_labels(dataset)
-        if split not in dataset.splits:
-            raise InputError(f"{os.fspath(path)} has no split {split!r}: use one of {', '.join(dataset.splits)}")
+        _check_sizes(batch_size, image_size)
+        dataset = _open_with_split(os.fspath(path), split)
         shuffle = split == "train" if shuffle is None else shuffle
-        rank, world_size = _rank_of(rank, world_size, env)
-        images = dataset.splits[split]
-        if shuffle:
-            sampler = _shuffled(images, batch_size, rank, world_size, seed, drop_last=drop_last, block_mib=block_mib)
-        else:
-            sampler = SequentialSampler(images=len(images), batch_size=batch_size, rank=rank, world_size=world_size)
+        env, images = os.environ, dataset.splits[split]
+        ranks = _rank_of(rank, world_size, env)
+        shuffling = _Shuffling(seed=seed, drop_last=drop_last, block_mib=block_mib) if shuffle else None
         planned_threads, planned_cpus = _planned(env)
         return cls(
             dataset,
             split,
-            sampler=sampler,
+            sampler=_sampler(images, batch_size, *ranks, shuffling),
             transform=transform or _transform(image_size, augment=shuffle if augment is None else augment),
             decode=choose_decoder(decoder, env)[0],
             normalize=choose_normalize(mean, std, decoder, env),
@@ -166,8 +159,8 @@ class ImageLoader:
             images, labels = batch.images, batch.labels
             if batch.damaged:
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
-                    raise RunError(f"{len(batch.damaged)} damaged image(s) in a batch: {batch.damaged[0]}")
-                logger.warning("%d damaged image(s) left out: %s", len(batch.damaged), "; ".join(batch.damaged))
+                    raise RunError(f"{counted(len(batch.damaged), 'damaged image')} in a batch: {batch.damaged[0]}")
+                logger.warning("%s skipped: %s", counted(len(batch.damaged), "damaged image"), "; ".join(batch.damaged))
                 undamaged = batch.weights > 0
                 images, labels = images[undamaged], labels[undamaged]
             yield self._normalize(images), labels
@@ -211,28 +204,51 @@ def _planned(env: Mapping[str, str]) -> tuple[int, tuple[int, ...]]:
     return len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
 
 
-def _shuffled(
-    images: Images, batch_size: int, rank: int, world_size: int, seed: int, *, drop_last: bool, block_mib: float
-) -> BatchSampler:
-    """The sampler of a shuffled split. Raises InputError where there are too few images."""
+def _check_sizes(batch_size: int, image_size: int) -> None:
+    if batch_size < 1 or image_size < 1:
+        raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
+
+
+def _open_with_split(path: str, split: str) -> Dataset:
+    """The data set of a folder. Raises InputError where it does not fit or has no such split."""
+    dataset = open_dataset(path)
+    check_labels(dataset)
+    if split not in dataset.splits:
+        raise InputError(f"{path} has no split {split!r}: use one of {', '.join(dataset.splits)}")
+    return dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shuffling:
+    """How a split is shuffled: the arguments of these names of `ImageLoader.open`."""
+
+    seed: int
+    drop_last: bool
+    block_mib: float
+
+
+def _sampler(images: Images, batch_size: int, rank: int, world_size: int, shuffling: _Shuffling | None) -> BatchSampler:
+    """The sampler of a split. Raises InputError where there are too few images to shuffle."""
+    if shuffling is None:
+        return SequentialSampler(images=len(images), batch_size=batch_size, rank=rank, world_size=world_size)
     global_batch = batch_size * world_size
     steps = len(images) // global_batch
     used = steps * global_batch
-    if not drop_last and used < len(images):
+    if not shuffling.drop_last and used < len(images):
         steps, used = steps + 1, len(images)
     if steps == 0 or used // steps < world_size:
         raise InputError(
-            f"batch_size={batch_size} on {world_size} rank(s) needs {global_batch:,} images, and there are "
+            f"batch_size={batch_size} on {counted(world_size, 'rank')} needs {global_batch:,} images, and there are "
             f"{len(images):,}: use a smaller batch_size"
         )
     return ShuffledSampler(
         images=len(images),
         used=used,
         steps=steps,
-        seed=seed,
+        seed=shuffling.seed,
         shares=(1,) * world_size,
         rank=rank,
-        block_length=images_per_block(images, block_mib, steps),
+        block_length=images_per_block(images, shuffling.block_mib, steps),
     )
 
 

@@ -35,7 +35,7 @@ def staged(dataset: Dataset, where: str | None, rank: Rank, cpus: tuple[int, ...
         return
     splits = (dataset.train, dataset.val)
     if not all(isinstance(split, Shards) for split in splits):
-        raise InputError("data.stage_dir copies shards, which data.path does not hold: cputrain prepare makes them")
+        raise InputError("data.stage_dir copies shards, but data.path has none: make them with cputrain prepare")
     shards = [split for split in splits if isinstance(split, Shards)]
     paths = [path for split in shards for path in split.paths]
     folder = Path(where) / copies_folder_name(paths)
@@ -75,7 +75,7 @@ def _make_folder(paths: Sequence[Path], folder: Path) -> str:
     if needed > free:
         return (
             f"data.stage_dir={folder.parent}: {os.uname().nodename} has {free / 1e9:.1f} GB free there, the shards "
-            f"need {needed / 1e9:.1f}: make room, or set data.stage_dir=null"
+            f"need {needed / 1e9:.1f}: free some space, or set data.stage_dir=null"
         )
     return ""
 

@@ -9,8 +9,15 @@ from affinity.errors import InputError
 from affinity.planner.plan import Request
 from affinity.topology.catalog import find_machine
 from cputrain.jobs.script import Command, Preparation, Training, parse_array
-from cputrain.launch.options import NUMBERS, OTHERS, THIS_MACHINE, PlanningOptions, plan_host, request_of_options
-from cputrain.launch.recipe_request import request_of
+from cputrain.launch.options import (
+    NUMBERS_OR_AUTO,
+    REQUEST_FIELDS,
+    THIS_MACHINE,
+    PlanningOptions,
+    plan_host,
+    request_of_options,
+)
+from cputrain.launch.recipe_request import check_local_batch, request_of
 from cputrain.recipe.loading import dump_recipe, load_recipe
 
 
@@ -28,15 +35,16 @@ def recipe_work(
     options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
 ) -> SizedWork:
     """The training of the recipe words[0] with the settings words[1:]."""
-    if options.local_batch is not None:
-        raise InputError(f"--local-batch with a recipe: set batch.local={options.local_batch} in the recipe instead")
+    check_local_batch(options.local_batch)
     recipe = load_recipe(words[0], words[1:])
     if recipe.plan.share or recipe.plan.oversubscribe:
         raise InputError(
             "plan.share and plan.oversubscribe are for a host that is shared with others: leave them out of a job"
         )
     if stage is not None and (recipe.data.path is None or recipe.data.generated):
-        raise InputError("--stage copies the recipe's data.path, which is no folder: set it, or leave --stage out")
+        raise InputError(
+            "--stage copies the recipe's data.path, which is not a folder: set it to one, or leave --stage out"
+        )
     ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
     fixed_ppn = ppn if options.machine != THIS_MACHINE else options.ppn
     work = Training(
@@ -58,7 +66,7 @@ def recipe_work(
 
 def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
     """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
-    given = [name for name in (*NUMBERS, *OTHERS, "smt") if getattr(options, name) is not None]
+    given = [name for name in (*NUMBERS_OR_AUTO, *REQUEST_FIELDS, "smt") if getattr(options, name) is not None]
     given += [name for name in ("fabric", "launcher") if getattr(options, name) != "auto"]
     if given or len(options.hosts) > 1:
         option = given[0].replace("_", "-") if given else "nodes"

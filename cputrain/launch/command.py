@@ -7,6 +7,7 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks.rendezvous import port_of
+from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.runs.folder import LOGS, PLAN
 from mpi.hosts.groups import Cluster
@@ -47,7 +48,7 @@ def command_job(
 
 def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
     """Raise InputError where the options of a launch exclude each other."""
-    here, remote = options.on_this_host, uses_launcher(options)
+    here = options.on_this_host
     if options.machine != "this" and here:
         raise InputError("launch runs on real hosts: leave --machine out, or name hosts of that machine with --hosts")
     if options.launcher == "local" and not here:
@@ -55,19 +56,14 @@ def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
     launcher = LAUNCHERS.get(options.launcher)
     if launcher is not None and not launcher.reaches_hosts and not here:
         raise InputError(
-            f"{launcher.title} must be started on each host: run there what cputrain plan prints, or use mpirun"
+            f"{launcher.title} must be started on every host: run there what cputrain plan prints, or name an MPI's "
+            "launcher"
         )
-    if options.bind == "launcher" and not remote:
-        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    check_binder(options)
     if plan_on_host and options.share:
         raise InputError("--share and --plan-on-host exclude each other: leave one out")
     if plan_on_host and (not isinstance(options.ppn, int) or options.bind == "launcher"):
-        raise InputError("--plan-on-host needs --ppn N, the same on every host, and no --bind launcher")
-
-
-def uses_launcher(options: PlanningOptions) -> bool:
-    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
-    return not options.on_this_host or options.launcher not in ("auto", "local")
+        raise InputError("--plan-on-host needs the same --ppn N on every host, and excludes --bind launcher")
 
 
 def new_folder(folder: Path, *, named: bool) -> Path:
@@ -86,4 +82,4 @@ def new_folder(folder: Path, *, named: bool) -> Path:
                 break
             continue
         return candidate
-    raise InputError(f"output {folder} already exists: name another folder")
+    raise InputError(f"--output {folder} already exists: name another folder")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.launch.options import THIS_MACHINE, PlanningOptions
 from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_name, read_hostfile
 from mpi.hosts.nodelist import expand
@@ -24,7 +25,9 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
     if nodes not in (None, len(listed.hosts)):
-        raise InputError(f"--nodes {nodes}, but {len(listed.hosts)} hosts are named: leave one of the two out")
+        raise InputError(
+            f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: leave --nodes out"
+        )
     return listed
 
 
@@ -36,15 +39,20 @@ def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | st
     if len(slots) > 1:
         first, other = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
         raise InputError(
-            f"host {first.name} has {first.slots} slots, {other.name} has {other.slots}: describe hosts that differ "
-            "with one --host-group for each group"
+            f"host {first.name} has {_slots(first)}, {other.name} has {_slots(other)}: describe hosts that differ with "
+            "one --host-group for each group"
         )
     each = slots.pop()
     if isinstance(ppn, int) and ppn != each:
         raise InputError(
-            f"ppn={ppn}, but the hostfile gives {hosts[0].name} {each} slots: set ppn to {each} or change the hostfile"
+            f"ppn={ppn}, but the hostfile gives {hosts[0].name} {_slots(hosts[0])}: set ppn to {each} or change "
+            "the hostfile"
         )
     return each
+
+
+def _slots(host: Host) -> str:
+    return "no number of slots" if host.slots is None else counted(host.slots, "slot")
 
 
 def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
@@ -55,7 +63,9 @@ def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> Pl
     if found is not None and len(found.hosts) > 1:
         hosts = tuple(host.name for host in found.hosts)
         if len(options.hosts) not in (1, len(hosts)):
-            raise InputError(f"--nodes {len(options.hosts)}, but this job has {len(hosts)} hosts: leave --nodes out")
+            raise InputError(
+                f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: leave --nodes out"
+            )
         return replace(options, hosts=hosts, real_hosts=True)
     if len(options.hosts) > 1:
         raise InputError(
@@ -80,9 +90,20 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
     return replace(options, hosts=every, real_hosts=True, groups=tuple(pairs))
 
 
+def check_binder(options: PlanningOptions) -> None:
+    """Raise InputError where a launcher is to bind the ranks, and none starts them."""
+    if options.bind == "launcher" and not uses_launcher(options):
+        raise InputError("--bind launcher needs a launcher: name one with --launcher")
+
+
+def uses_launcher(options: PlanningOptions) -> bool:
+    """Whether a launcher starts the ranks; otherwise this process starts them on this host."""
+    return not options.on_this_host or options.launcher not in ("auto", "local")
+
+
 def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) -> str | None:
     """A note that the hostfile is in another launcher's format, so that this one gets a converted copy."""
     own = launcher.launcher.hosts
     if own is None or options.hostfile_format in ("plain", own.file_format):
         return None
-    return f"the hostfile is {FORMATS[options.hostfile_format]}: converted for {launcher.name}"
+    return f"the hostfile is in {FORMATS[options.hostfile_format]}: converted for {launcher.launcher.title}"

@@ -14,8 +14,8 @@ from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import LOGS, PLAN, RECIPE, check_folder, make_folder
-from cputrain.runs.resume import Facts
+from cputrain.runs.folder import LOGS, PLAN, RECIPE, make_folder
+from cputrain.runs.resume import TrainingScale
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
@@ -36,13 +36,10 @@ class PlannedTraining:
         return len(self.plan.workers)
 
     @property
-    def facts(self) -> Facts:
+    def scale(self) -> TrainingScale:
         """What a resumed run compares with its earlier starts."""
-        return Facts(
-            workers=self.ppn,
-            global_batch=self.sizes.global_batch,
-            train_images=self.survey.train,
-            classes=len(self.survey.classes),
+        return TrainingScale.of(
+            self.sizes, workers=self.ppn, train_images=self.survey.train, classes=self.survey.classes
         )
 
 
@@ -68,12 +65,11 @@ def plan_recipe(recipe: Recipe, env: Mapping[str, str], *, images: int | None = 
 
 
 def train_here(planned: PlannedTraining, env: Mapping[str, str], *, resume: bool, overwrite: bool, verify: bool) -> int:
-    """Train to the end; returns the exit status. Raises RunError naming the rank that failed.
+    """Train to the end, in a folder that `check_folder` allows; returns the exit status.
 
-    Raises InputError where the recipe's folder may not be written to.
+    Raises RunError naming the rank that failed.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    check_folder(recipe, planned.facts, resume=resume, overwrite=overwrite)
     make_folder(recipe, planned.plan, overwrite=overwrite)
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
     flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))

@@ -16,8 +16,8 @@ from mpi.launchers.detect import find_launcher, newest_version, without_path
 from mpi.launchers.intelmpi import INTEL_MPI
 from mpi.launchers.launcher import InstalledLauncher
 
-NUMBERS = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")  # a number or "auto"
-OTHERS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
+NUMBERS_OR_AUTO = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")
+REQUEST_FIELDS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
 THIS_MACHINE, THIS_HOST = "this", ("localhost",)
 
 
@@ -77,8 +77,8 @@ def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
 def request_of_options(options: PlanningOptions, base: Request) -> Request:
     """The options over `base`, which is a recipe's request or the default one."""
     changes: dict[str, Any] = {"nodes": len(options.hosts), "link_gbit": network_of(options).link_gbit}
-    changes |= {name: value for name in OTHERS if (value := getattr(options, name)) is not None}
-    for name in NUMBERS:
+    changes |= {name: value for name in REQUEST_FIELDS if (value := getattr(options, name)) is not None}
+    for name in NUMBERS_OR_AUTO:
         value = getattr(options, name)
         if value is not None:
             changes[name] = None if value == "auto" else value

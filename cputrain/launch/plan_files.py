@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from affinity.errors import InputError
 from affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
 from affinity.ranks.rank import MASTER_PORT
 from affinity.views.svg import plan_to_svg
 from affinity.wording import counted
 from cputrain.files import write_atomic
+from cputrain.launch.hosts import check_binder, uses_launcher
 from cputrain.launch.options import THIS_MACHINE, PlanningOptions, planned_launcher
 from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from mpi.launchers.command import launch_command
@@ -43,9 +43,8 @@ def cluster_json(cluster: Cluster) -> str:
 
 def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) -> tuple[str, str]:
     """The command line that starts the job from any folder, and a hint where it needs files of `plan --write`."""
-    if job.hosts == ("localhost",) and options.launcher in ("auto", "local"):
-        if job.binder == "launcher":
-            raise InputError("--bind launcher needs a launcher: name one with --launcher")
+    check_binder(options)
+    if not uses_launcher(options):
         if options.machine == THIS_MACHINE:
             return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
         return workers_line(job, MASTER_PORT), "plan.json is the output of --format json"
@@ -73,7 +72,8 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
         command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))
     job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
     made = launch_command(job, launcher, bound_command(job), HERE)
-    about = f"{job.world_size:,} ranks on {counted(len(job.hosts), 'host')}, as in plan.json; written by cputrain plan"
+    size = f"{counted(job.world_size, 'rank')} on {counted(len(job.hosts), 'host')}"
+    about = f"{size}, as in {PLAN_FILE}; written by cputrain plan"
     texts |= {path.name: text for path, text in made.files}
     texts["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, group in enumerate(job.groups):

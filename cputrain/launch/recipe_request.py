@@ -1,5 +1,6 @@
 """Recipe -> the planner's request; never torch."""
 
+from affinity.errors import InputError
 from affinity.planner.plan import Request
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.schema import BatchSection, Recipe
@@ -38,6 +39,12 @@ def _most_workers(recipe: Recipe, images: int | None) -> int | None:
         return batch.global_
     epoch = recipe.data.images_per_epoch or images or recipe.data.train_images
     return None if epoch is None else max(1, epoch // (batch.local * batch.accumulation))
+
+
+def check_local_batch(local_batch: int | None) -> None:
+    """Raise InputError where --local-batch is given beside a recipe, which has a batch of its own."""
+    if local_batch is not None:
+        raise InputError(f"--local-batch with a recipe: set batch.local={local_batch} in the recipe instead")
 
 
 def for_evaluation(recipe: Recipe) -> Recipe:

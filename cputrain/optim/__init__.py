@@ -4,8 +4,9 @@ build.py makes a recipe's optimizer from these and torch's; schedules.py has the
 functions of the step; ratios.py measures each layer's weight and gradient norms.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cputrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cputrain.optim.adagrad_da import AdagradDA
@@ -14,11 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdagradDA", "Lamb", "Lars"]
 
-_MODULES = {"AdagradDA": "adagrad_da", "Lamb": "lamb", "Lars": "lars"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import an optimizer on first use: the command line reads schedules.py and must not import torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+# The command line reads schedules.py and must not import torch.
+__getattr__ = lazy_names(
+    __name__,
+    {"AdagradDA": "adagrad_da", "Lamb": "lamb", "Lars": "lars"},
+)

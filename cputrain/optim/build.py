@@ -43,7 +43,7 @@ def _lars(groups: ParamGroups, optim: OptimSection) -> Optimizer:
         groups,
         lr=0.0,
         momentum=optim.momentum,
-        family=optim.lars_variant,
+        variant=optim.lars_variant,
         trust_coefficient=optim.trust_coefficient,
         nesterov=optim.nesterov,
         trust_clip=optim.trust_clip,

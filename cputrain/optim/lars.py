@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cputrain.optim.groups import GroupOptimizer, check_not_negative
 
-Family = Literal["caffe", "timm", "nus"]
+LarsVariant = Literal["caffe", "timm", "nus"]
 
 
 class Lars(GroupOptimizer):
-    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv:1708.03888), in the three forms in use.
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv:1708.03888), in the three variants in use.
 
     For a layer's weights w and gradients g, d = g + weight_decay w, and the layer's trust ratio is
     t = trust_coefficient |w| / (|g| + weight_decay |w| + eps), 1 where a norm is 0. (You et al. 2018, ImageNet Training
@@ -22,7 +22,7 @@ class Lars(GroupOptimizer):
     - "timm": v = momentum v + t d; w -= lr v
     - "nus" (NUS, MLPerf's PyTorch by Intel): v = momentum v + d; w -= lr t v
 
-    The families differ only where lr or t change. It works with any model and any learning-rate scheduler::
+    The variants differ only where lr or t change. It works with any model and any learning-rate scheduler::
 
         from cputrain.optim import Lars
 
@@ -43,7 +43,7 @@ class Lars(GroupOptimizer):
         lr: learning rate; LARS needs larger ones than SGD, as t is near trust_coefficient.
         momentum: of v.
         weight_decay: L2 penalty.
-        family: one of the forms above.
+        variant: one of those above.
         trust_coefficient: scale of t.
         eps: added to the denominator of t.
         nesterov: Nesterov momentum.
@@ -52,7 +52,7 @@ class Lars(GroupOptimizer):
             arXiv:1706.02677, section 3).
 
     Raises:
-        ValueError: if an option is negative or the family unknown.
+        ValueError: if an option is negative or the variant unknown.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Lars(GroupOptimizer):
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        family: Family = "caffe",
+        variant: LarsVariant = "caffe",
         trust_coefficient: float = 0.001,
         eps: float = 0.0,
         nesterov: bool = False,
@@ -72,13 +72,13 @@ class Lars(GroupOptimizer):
         check_not_negative(
             lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps
         )
-        if family not in get_args(Family):
-            raise ValueError(f"family={family!r}: must be one of {', '.join(get_args(Family))}")
+        if variant not in get_args(LarsVariant):
+            raise ValueError(f"variant={variant!r}: must be one of {', '.join(get_args(LarsVariant))}")
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
-            "family": family,
+            "variant": variant,
             "trust_coefficient": trust_coefficient,
             "eps": eps,
             "nesterov": nesterov,
@@ -93,7 +93,7 @@ class Lars(GroupOptimizer):
         grads = [_laid_out_as(p, g) for p, g in zip(params, grads, strict=True)]
         velocities = self._state_of(params, "momentum_buffer", torch.zeros_like)
         momentum = group["momentum"]
-        if group["momentum_correction"] and group["family"] == "caffe" and group["last_lr"]:
+        if group["momentum_correction"] and group["variant"] == "caffe" and group["last_lr"]:
             momentum *= group["lr"] / group["last_lr"]
         group["last_lr"] = group["lr"]
         for p, g, v, t in zip(params, grads, velocities, trust_ratios(group, params, grads), strict=True):
@@ -116,7 +116,7 @@ def trust_ratios(group: dict[str, Any], params: Sequence[Tensor], grads: Sequenc
 def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: float, t: float) -> None:
     """v = momentum v + inner d; w -= outer v, in torch's fused kernel of SGD, whose dampening is 1 - inner."""
     lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
-    inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["family"]]
+    inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
     if nesterov and inner != 1.0:  # the kernel's Nesterov form does not dampen d
         d = g.add(p, alpha=weight_decay)
         v.mul_(momentum).add_(d, alpha=inner)

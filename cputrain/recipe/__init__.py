@@ -5,8 +5,9 @@ settings), rates and derivation (batch, steps and peak rate for a number of work
 phases (settings of an epoch), reference (all keys as data).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cputrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cputrain.recipe.derivation import TrainingSizes, derive
@@ -16,17 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Recipe", "TrainingSizes", "derive", "explain", "load_recipe"]
 
-MODULES = {
-    "Recipe": "schema",
-    "TrainingSizes": "derivation",
-    "derive": "derivation",
-    "explain": "explanation",
-    "load_recipe": "loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, from its module at first use, so that importing one module does not import them all."""
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Recipe": "schema",
+        "TrainingSizes": "derivation",
+        "derive": "derivation",
+        "explain": "explanation",
+        "load_recipe": "loading",
+    },
+)

@@ -9,10 +9,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from affinity.wording import either
 from cputrain.recipe.keys import Keys, annotation_of, describe_key, fields_of, known_path, similar_keys
 from cputrain.recipe.schema import Recipe
 from cputrain.recipe.schema.base import MISFIT
-from cputrain.recipe.wording import either
 
 # pydantic's error types -> the required value; {} is the limit.
 REQUIRED = {

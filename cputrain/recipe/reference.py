@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
+from affinity.wording import either
 from cputrain.recipe.keys import section_of
 from cputrain.recipe.schema import Recipe
 from cputrain.recipe.schema.base import Section
-from cputrain.recipe.wording import either
 
 TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false", NoneType: "null"}
 LIMITS = {"ge": "{:g} or more", "gt": "more than {:g}", "le": "{:g} or less", "lt": "less than {:g}"}

@@ -18,12 +18,12 @@ from mpi.usage.file import FOLDER as USAGE
 def write_report(folder: Path) -> Path:
     """Write the report of a training, finished or not, or of the resource use of a launched command.
 
-    Raises InputError where the folder holds neither.
+    Raises InputError where the folder contains neither.
     """
     trained = (folder / FILE).is_file() and (folder / RECIPE).is_file()
     usage = read_usage(folder)
     if not trained and usage is None:
-        raise InputError(f"{folder} holds no run ({RECIPE} and {FILE}, or {USAGE}/): give a run's output folder")
+        raise InputError(f"{folder} contains no run ({RECIPE} and {FILE}, or {USAGE}/): give a run's output folder")
     environment = Environment(
         loader=PackageLoader("cputrain.report", ""), undefined=StrictUndefined, autoescape=True, trim_blocks=False
     )

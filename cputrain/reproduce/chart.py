@@ -16,7 +16,7 @@ def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     base = mean(found[0].top1s)
     for below, style in ((0.0, "-"), (HOLDS, "--"), (LOSES, ":")):
-        label = f"baseline {base:.2f} %" if below == 0 else f"{below:g} point(s) below it"
+        label = f"baseline {base:.2f} %" if below == 0 else f"{below:g} {'point' if below == 1 else 'points'} below it"
         axes.axhline(base - below, color="gray", linewidth=0.8, linestyle=style, label=label)
     for optimizer, mark in MARKS.items():
         finished = [entry for entry in found if entry.top1s and (entry.optimizer == optimizer or entry is found[0])]

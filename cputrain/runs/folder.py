@@ -9,12 +9,19 @@ from affinity.errors import InputError
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json
+from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with_absolute_paths
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
-from cputrain.runs.resume import Facts, changes_training, describe_differences, differences, reason_not_to_resume
+from cputrain.runs.resume import (
+    TrainingScale,
+    changes_training,
+    describe_differences,
+    differences,
+    reason_not_to_resume,
+)
 from mpi.usage.file import FOLDER as USAGE
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
@@ -63,7 +70,7 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
     Raises InputError where there is none.
     """
     if named and last:
-        raise InputError("--checkpoint and --last exclude each other: give one")
+        raise InputError("--checkpoint and --last cannot be used together: remove one")
     if named:
         return tuple(path for each in named for path in _checkpoints_in(each))
     if run is None:
@@ -93,20 +100,20 @@ def _instead(saved: Sequence[Path]) -> str:
     return f"--last evaluates {saved[-1].name}" if saved else "the run has saved no checkpoint yet"
 
 
-def check_folder(recipe: Recipe, now: Facts, *, resume: bool, overwrite: bool) -> str:
+def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite: bool) -> str:
     """Raise InputError where the recipe's folder may not be written to; changes nothing.
 
     Returns one line about what a resumed run continues from and changes; "" where nothing is resumed.
     """
     folder = recipe.folder
     if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other: give one")
+        raise InputError("--resume and --overwrite cannot be used together: remove one")
     check_writable(folder, "output")
     if not (folder / RECIPE).is_file():
         if resume:
-            raise InputError(f"--resume: {folder} holds no run: leave --resume out, or set output to the run's folder")
+            raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
         if folder.is_dir() and any(folder.iterdir()):
-            raise InputError(f"output {folder} holds other files and no run: set output to a new folder")
+            raise InputError(f"output {folder} contains other files but no run: set output to a new folder")
         return ""
     if overwrite:
         return ""
@@ -115,18 +122,18 @@ def check_folder(recipe: Recipe, now: Facts, *, resume: bool, overwrite: bool) -
         return _resumption(recipe, old, now)
     if changed := changes_training(differences(old, recipe), recipe):
         raise InputError(
-            f"output {folder} holds a run of another recipe ({describe_differences(changed)}): set output to "
+            f"output {folder} contains a run of another recipe ({describe_differences(changed)}): set output to "
             "another folder, or add --overwrite to delete that run"
         )
     raise InputError(
-        f"output {folder} holds a run of this recipe: add --resume or --overwrite, or set output to another folder"
+        f"output {folder} contains a run of this recipe: add --resume or --overwrite, or set output to another folder"
     )
 
 
-def _resumption(recipe: Recipe, old: Recipe, now: Facts) -> str:
+def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     folder = recipe.folder
     starts = [event for event in read_events(folder) if event["event"] == "start"]
-    before = Facts.of_start(starts[-1]) if starts else None
+    before = TrainingScale.of_start(starts[-1]) if starts else None
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
     saved = list_checkpoints(folder / CHECKPOINTS)
@@ -134,7 +141,7 @@ def _resumption(recipe: Recipe, old: Recipe, now: Facts) -> str:
     changed = differences(old, recipe)
     changes = [describe_differences(changed)] if changed else []
     if before and before.workers != now.workers:
-        changes.insert(0, f"{now.workers} worker(s) instead of {before.workers}")
+        changes.insert(0, f"{counted(now.workers, 'worker')} instead of {before.workers}")
     return f"{folder} continues {where}" + (f", with {', '.join(changes)}" if changes else "")
 
 

@@ -1,9 +1,12 @@
 """What a resumed run may change: pure comparisons of recipes, data and workers."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from affinity.wording import counted
+from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import Recipe
 
@@ -37,7 +40,7 @@ Differences = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class TrainingScale:
     """Workers, images per step, training images and classes of one start of a training."""
 
     workers: int
@@ -46,13 +49,18 @@ class Facts:
     classes: int
 
     @classmethod
-    def of_start(cls, event: dict[str, Any]) -> "Facts | None":
-        """The facts in a start event; None where it lacks them."""
+    def of(cls, sizes: TrainingSizes, *, workers: int, train_images: int, classes: Sequence[str]) -> "TrainingScale":
+        """The scale of a training with these sizes."""
+        return cls(workers=workers, global_batch=sizes.global_batch, train_images=train_images, classes=len(classes))
+
+    @classmethod
+    def of_start(cls, event: dict[str, Any]) -> "TrainingScale | None":
+        """The scale in a start event; None where it lacks a field."""
         names = cls.__dataclass_fields__
         return cls(**{name: event[name] for name in names}) if names.keys() <= event.keys() else None
 
     def as_fields(self) -> dict[str, int]:
-        """The facts as fields of a start event."""
+        """The fields of a start event."""
         return asdict(self)
 
 
@@ -85,7 +93,9 @@ def changes_training(found: Differences, new: Recipe) -> Differences:
     return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
 
 
-def reason_not_to_resume(folder: Path, old: Recipe, new: Recipe, before: Facts | None, now: Facts) -> str | None:
+def reason_not_to_resume(
+    folder: Path, old: Recipe, new: Recipe, before: TrainingScale | None, now: TrainingScale
+) -> str | None:
     """Why the run in a folder cannot continue with this recipe and these workers, and what to do; None where it can."""
     changed = changes_training(differences(old, new), new)
     if changed:
@@ -102,18 +112,20 @@ def reason_not_to_resume(folder: Path, old: Recipe, new: Recipe, before: Facts |
         return None
     if (now.train_images, now.classes) != (before.train_images, before.classes):
         return (
-            f"--resume: data.path={new.data.path} holds {now.train_images:,} training {new.data.unit} of {now.classes} "
+            f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
             f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
             + ("set data.train_images back" if new.data.generated else "set data.path to the same images")
         )
     if now.global_batch != before.global_batch:
         return (
-            f"--resume: {now.workers} worker(s) make a global batch of {now.global_batch:,}, the run in {folder} has "
-            f"{before.global_batch:,} ({before.workers} workers): set batch.global={before.global_batch}"
+            f"--resume: the global batch is {now.global_batch:,} with {counted(now.workers, 'worker')}, but "
+            f"{before.global_batch:,} in the run in {folder} ({counted(before.workers, 'worker')}): set "
+            f"batch.global={before.global_batch}"
         )
     if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
         return (
-            f"--resume: optim.scale_rate_by=workers, and {now.workers} worker(s) instead of {before.workers} would "
-            f"change the learning rate of the run in {folder}: start {before.workers} workers again"
+            f"--resume: optim.scale_rate_by=workers, and {counted(now.workers, 'worker')} instead of "
+            f"{before.workers} would change the learning rate of the run in {folder}: start "
+            f"{counted(before.workers, 'worker')} again"
         )
     return None

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
+from affinity.wording import counted
 from cputrain.report.curves import figure_svg
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, has_diverged
@@ -168,7 +169,7 @@ def _accuracy_line(axes: Axes, row: WorkerComparison, results: Sequence[RunResul
     result = next((r for r in results if r.run == row.run), None)
     if result is None or not result.top1s:
         return
-    label = f"{row.workers} worker(s) {row.training}".strip()
+    label = f"{counted(row.workers, 'worker')} {row.training}".strip()
     (line,) = axes.plot(result.epochs, result.top1s, linestyle=dashes, marker=".", label=label)
     if row.stable_epoch is not None:
         top1 = result.top1s[result.epochs.index(row.stable_epoch)]

@@ -9,6 +9,7 @@ from affinity.errors import DoesNotFitError, InputError
 from affinity.planner.workload import footprint, largest_batch
 from affinity.text_table import csv_table, markdown_table
 from affinity.units import GIB
+from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
@@ -17,14 +18,14 @@ from cputrain.sweep.outcomes import DOES_NOT_FIT, INVALID
 from cputrain.sweep.search import next_batch
 from cputrain.sweep.trial import STEPS, TRAINS, Trial, run_trial
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 HEADINGS = ("local batch", "global batch", "memory", "estimate GiB", "peak RSS GiB", "result", "ended by")
 TRIAL_SETTINGS = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "max_steps=10")
 CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSearch:
+class SearchResult:
     """A finished search: all trials by batch, the largest batch that trains (None: none does) and the next larger one
     tried, which does not."""
 
@@ -39,7 +40,7 @@ class BatchSearch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class BatchSearch:
     """What is searched: a recipe with settings, under a limit in bytes for all workers together (None: the machine's).
 
     Trials run in subfolders of `folder`.
@@ -61,14 +62,14 @@ class Search:
         return planned
 
 
-def find_batch(search: Search) -> BatchSearch:
+def find_batch(search: BatchSearch) -> SearchResult:
     """Try larger and larger local batches, each for STEPS steps in real processes, up to the planner's estimate.
 
     Writes find-batch.csv and find-batch.md. Raises InputError where not even a batch of 1 can be planned.
     """
     start = load_recipe(search.recipe, search.settings)
     smallest = search.plan(1)
-    LOGGER.info("%s: %s; %d steps of each local batch", start.name, _room(smallest, search.limit), STEPS)
+    logger.info("%s: %s; %d steps of each local batch", start.name, _room(smallest, search.limit), STEPS)
     trials: list[Trial] = []
     rejected, most = None, None
     while batch := next_batch({one.local_batch: one.status == TRAINS for one in trials}, start.batch.local, most):
@@ -81,11 +82,11 @@ def find_batch(search: Search) -> BatchSearch:
             continue
         trials.append(run_trial(planned, search.limit, search.env))
         peak = trials[-1].peak_bytes
-        LOGGER.info("batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {_gib(peak)} GiB" if peak else "")
+        logger.info("batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {_gib(peak)} GiB" if peak else "")
     best = max((one for one in trials if one.status == TRAINS), key=_size, default=None)
     next_larger = min((one for one in trials if one.status != TRAINS), key=_size, default=rejected)
     assert next_larger is not None, "the search ends at a batch that does not train"
-    found = BatchSearch(trials=tuple(sorted({*trials, next_larger}, key=_size)), best=best, next_larger=next_larger)
+    found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=_size)), best=best, next_larger=next_larger)
     title = f"# {start.name}: largest batch\n\n"
     write_atomic(search.folder / CSV, csv_table(found.rows).encode())
     write_atomic(search.folder / MARKDOWN, (title + markdown_table(found.rows)).encode())
@@ -99,7 +100,7 @@ def _check_limit(planned: PlannedTraining, limit: int | None) -> None:
     if workload is not None and not workload.assumed and peak is not None and share is not None and peak > share:
         raise DoesNotFitError(
             f"{workload.name} with {planned.recipe.batch.local} images per step needs {peak / GIB:.2f} GiB; "
-            f"--memory leaves {share / GIB:.2f} GiB to each of {planned.ppn} worker(s)",
+            f"--memory leaves {share / GIB:.2f} GiB to each of {counted(planned.ppn, 'worker')}",
             largest=largest_batch(workload, share),
         )
 
@@ -139,7 +140,7 @@ def _room(planned: PlannedTraining, limit: int | None) -> str:
         limits.append(f"{machine.memory_limit_bytes / GIB:.1f} GiB in this control group")
     workload = plan.request.workload
     known = "" if workload is None or not workload.assumed else f"; the planner has no estimate for {workload.name}"
-    return f"{planned.ppn} worker(s), {', '.join(limits)}{known}"
+    return f"{counted(planned.ppn, 'worker')}, {', '.join(limits)}{known}"
 
 
 def _gib(value: int | None) -> str:

@@ -10,7 +10,7 @@ from affinity.errors import InputError, RunError
 from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import LOGS, RECIPE
+from cputrain.runs.folder import LOGS, RECIPE, check_folder
 from cputrain.runs.resume import differences
 from cputrain.sweep.clock import time_limit
 from cputrain.sweep.outcomes import DONE, INVALID, STOPPED, TIME_LIMIT, oom_kills, outcome_of
@@ -18,7 +18,7 @@ from cputrain.sweep.record import Record, write_record
 from cputrain.sweep.results import RunResult, invalid_result, result_of, setup_of
 from cputrain.sweep.variants import Variant
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def train_all(
 ) -> list[RunResult]:
     """Train everything that is not done yet, one after another, each for at most `limit_s` seconds over all its starts.
 
-    `env` is the environment that the workers inherit. Raises InputError where a folder holds another training,
+    `env` is the environment that the workers inherit. Raises InputError where a folder contains another training,
     RunError where the user stopped one, KeyboardInterrupt where a signal did.
     """
     results = []
@@ -49,13 +49,13 @@ def train_all(
         known = (folder / RECIPE).is_file()
         if known and differences(load_recipe(str(folder / RECIPE)), one.recipe):
             raise InputError(
-                f"{folder} holds a run of another recipe: name another folder with --output, or remove this one"
+                f"{folder} contains a run of another recipe: name another folder with --output, or remove this one"
             )
         setup = setup_of(one)
         result = result_of(variant, setup, folder)
         used_s = result.wall_s or 0.0
         if result.status != DONE and (limit_s is None or used_s < limit_s):
-            LOGGER.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
+            logger.info("\n%d/%d  %s", number, len(planned), " ".join(variant.arguments))
             _train(one, env, resume=known, limit_s=limit_s, used_s=used_s)
             result = result_of(variant, setup, folder)
         if result.status == STOPPED:
@@ -65,7 +65,8 @@ def train_all(
 
 
 def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
-    """Train, and record how long it took and how it ended."""
+    """Train, and record how long it took and how it ended. Raises InputError where the folder may not be written to."""
+    check_folder(one.recipe, one.scale, resume=resume, overwrite=False)
     started, killed, message = time.monotonic(), oom_kills(), ""
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:
         try:
@@ -73,7 +74,7 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
         except RunError as error:
             message, status = str(error), 1
     if status == 1:
-        LOGGER.error("cputrain: %s", message)
+        logger.error("cputrain: %s", message)
         outcome, why = outcome_of(message, oom_killed=oom_kills() > killed)
     elif status == 2:
         outcome, why = INVALID, _last_line(one.recipe.folder / LOGS / "rank-0.log")

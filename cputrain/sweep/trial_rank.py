@@ -61,7 +61,7 @@ def main() -> None:
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
     switches = {"resume": False, "overwrite": False, "prepared": True, "check": True}
-    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **switches))
+    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **switches))
     write_peak(peak_file(recipe.folder, rank.rank))
 
 

@@ -66,7 +66,7 @@ def variants(section: SweepSection, grids: Sequence[str], runs: Sequence[str]) -
         )
     twice = [one.folder for one in made if sum(other.folder == one.folder for other in made) > 1]
     if twice:
-        raise InputError(f"the sweep has {twice[0]} twice: leave one out")
+        raise InputError(f"the sweep has {twice[0]} twice: remove one")
     return made
 
 

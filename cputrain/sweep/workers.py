@@ -11,7 +11,7 @@ from cputrain.sweep.variants import WORKERS, label_of
 NEAR, DROP = 0.5, 1.0  # points of validation top-1
 RULE = (
     f"stable maximum: the first epoch whose validation accuracy is within {NEAR:g} points of the best of all epochs "
-    f"and after which it never falls more than {DROP:g} point(s) below that epoch's"
+    f"and after which it never falls more than {DROP:g} point below that epoch's"
 )
 FEWEST = "speed-up: images/s relative to the fewest workers; efficiency: the same per worker"
 OVERSUBSCRIBE = "plan.oversubscribe"

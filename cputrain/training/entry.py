@@ -1,7 +1,6 @@
 """The entry of a rank for `train`: from joining the process group to the last line of output."""
 
 import json
-import os
 import resource
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,13 +16,13 @@ from cputrain.files import write_atomic
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import Events, SilentEvents, time_spent
 from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
-from cputrain.runs.resume import Facts
+from cputrain.runs.resume import TrainingScale
 from cputrain.training.environment import binding_record, describe_environment
-from cputrain.training.in_use import start_lines
 from cputrain.training.loop import TrainResult
 from cputrain.training.sampling import sample_usage
 from cputrain.training.session import Session, start_session
 from cputrain.training.start import start_training
+from cputrain.training.startup_lines import startup_lines
 from cputrain.training.summary import summary_lines
 
 
@@ -32,6 +31,7 @@ def train_rank(
     rank: Rank,
     worker: WorkerPlan,
     observed: Observed,
+    env: Mapping[str, str],
     *,
     resume: bool,
     overwrite: bool,
@@ -43,7 +43,6 @@ def train_rank(
     With `prepared`, the launcher has made the run's folder and samples the ranks' use of resources; otherwise rank 0
     checks and makes the folder, and each rank samples itself.
     """
-    env = os.environ
     session = start_session(recipe, rank, worker, observed, env, check=check)
     is_main_rank, loader_pus = session.ranks.is_main_rank, session.binding.loader_pus
     message = None
@@ -71,7 +70,7 @@ def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainRe
     environment = describe_environment(session, env)
     write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
     in_use = {name: environment[name] for name in ("backend", "backend_why", "decoder", "allocator")}
-    print("\n".join(start_lines(**in_use, ranks=session.ranks.this.world_size)), flush=True)
+    print("\n".join(startup_lines(**in_use, ranks=session.ranks.this.world_size)), flush=True)
     with Events(recipe.folder) as events:
         training = start_training(session, events, env, resume=resume)
         events.write(
@@ -80,7 +79,7 @@ def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainRe
             data=recipe.data.kind,
             backend=session.ranks.group.backend,
             bindings=bindings,
-            **_facts(session).as_fields(),
+            **_scale(session).as_fields(),
         )
         result = training.run()
         _write_end(events, session, result)
@@ -109,19 +108,20 @@ def _write_end(events: Events, session: Session, result: TrainResult) -> None:
     )
 
 
-def _facts(session: Session) -> Facts:
-    return Facts(
+def _scale(session: Session) -> TrainingScale:
+    dataset = session.data.dataset
+    return TrainingScale.of(
+        session.sizes,
         workers=session.ranks.this.world_size,
-        global_batch=session.sizes.global_batch,
-        train_images=len(session.data.dataset.train),
-        classes=len(session.data.dataset.classes),
+        train_images=len(dataset.train),
+        classes=dataset.classes,
     )
 
 
 def _make_run(session: Session, env: Mapping[str, str], *, resume: bool, overwrite: bool) -> str | None:
     """Check and make the run's folder; for a finished run return a message about it and write nothing."""
     recipe = session.recipe
-    resumption = check_folder(recipe, _facts(session), resume=resume, overwrite=overwrite)
+    resumption = check_folder(recipe, _scale(session), resume=resume, overwrite=overwrite)
     if resume and (message := finished(recipe.folder, session.sizes.last_step(recipe.max_steps))):
         return message
     if resumption:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cputrain import __version__
-from cputrain.training.in_use import planned_allocator
 from cputrain.training.session import Session
+from cputrain.training.startup_lines import planned_allocator
 
 PREFIXES = (
     *("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "I_MPI_", "FI_", "CCL_", "GLOO_", "AFFINITY_", "SLURM_", "PBS_"),

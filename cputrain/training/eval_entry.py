@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from affinity.text_table import align_columns
+from affinity.wording import counted
 from cputrain.comm.group import all_gather, end_group
 from cputrain.data.formats.survey import Survey
 from cputrain.models.build import build_model
@@ -53,6 +54,7 @@ def eval_rank(
     rank: Rank,
     worker: WorkerPlan,
     observed: Observed,
+    env: Mapping[str, str],
     checkpoints: tuple[Path, ...],
     *,
     check: bool,
@@ -60,7 +62,7 @@ def eval_rank(
     bar: bool,
 ) -> None:
     """Evaluate checkpoints one after another as one rank; rank 0 prints."""
-    session = start_session(recipe, rank, worker, observed, os.environ, check=check)
+    session = start_session(recipe, rank, worker, observed, env, check=check)
     network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
     prepare_model(network, recipe.engine, recipe.precision)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
@@ -110,7 +112,7 @@ def result_text(one: EvalResult, kind: str) -> str:
         f"{accuracy.images:,} {kind}, each once, {one.seconds:.1f} s ({accuracy.images / one.seconds:.1f} a second)",
     ]
     if one.damaged:
-        lines.insert(0, f"warning: {len(one.damaged)} damaged image(s) skipped: {'; '.join(one.damaged[:3])}")
+        lines.insert(0, f"warning: {counted(len(one.damaged), 'damaged image')} skipped: {'; '.join(one.damaged[:3])}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from affinity.wording import counted
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog
 from cputrain.training.metrics import Accuracy, StepResult
@@ -24,7 +25,7 @@ class TrainingLog:
 
     def warn_of_damaged_images(self, step: int, names: Sequence[str]) -> None:
         """Report images that could not be read, of all ranks."""
-        self.progress.line(f"warning: {len(names)} damaged image(s) skipped: {'; '.join(names[:3])}")
+        self.progress.line(f"warning: {counted(len(names), 'damaged image')} skipped: {'; '.join(names[:3])}")
         self.events.write("warning", step=step, what="damaged images", images=list(names))
 
     def step(

@@ -9,6 +9,7 @@ from affinity.errors import InputError
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.wording import counted
 from cputrain.comm.group import CommGroup, all_gather, start_group
 from cputrain.data.formats.block_reader import images_per_block
 from cputrain.data.formats.dataset import Dataset, check_labels
@@ -115,7 +116,7 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> 
     images = sizes.used_images_per_epoch // sizes.steps_per_epoch
     if images * min(batches) // sum(batches) < sizes.accumulation_steps:
         raise InputError(
-            f"a step's {images} images, split in proportion to {batches}, leave a rank without an image in each of "
-            f"{sizes.accumulation_steps} backward pass(es): set plan.balance=equal"
+            f"a step's {images} images, split in proportion to {batches}, leave a rank without an image in some of "
+            f"the step's {counted(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
         )
     return batches

@@ -9,7 +9,7 @@ from site_pages.text import code, plain, table
 
 INTRODUCTION = """# plan.json
 
-A run's folder holds this file, and `cputrain plan --format json` prints it.
+A run's folder contains this file, and `cputrain plan --format json` prints it.
 [plan.schema.json](../plan.schema.json) is its JSON Schema. `[]` marks the elements of a list.
 """
 

@@ -14,7 +14,7 @@ MACHINES = """# Catalog of machines
 
 `--machine NAME` takes any of these names, so that a cluster can be planned from a laptop. A form tells the number of
 packages and how their memory is configured: `1s`, `2s`, ... packages; `snc2`, `snc4` NUMA nodes in each; `flat` or
-`cache` where a package has HBM or MCDRAM. `configs/machines/` holds the files.
+`cache` where a package has HBM or MCDRAM. The files are in `configs/machines/`.
 """
 
 

@@ -3,18 +3,15 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from affinity.text_table import markdown_table
+
 MARKUP = re.compile(r"[*<\[\]]|(?<!\w)_|_(?!\w)")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in lines)
-
-
-def cell(text: str) -> str:
-    """The text on one line, with | escaped."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """A Markdown table, each cell on one line."""
+    lines = [[" ".join(text.split()) for text in row] for row in (head, *rows)]
+    return markdown_table(lines).removesuffix("\n")
 
 
 def code(text: str) -> str:

@@ -9,13 +9,18 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks.rank import tasks_per_node
+from affinity.wording import counted
 from mpi.hosts.nodelist import expand
 
 # Names reach shells, ssh and files: nothing else is let through.
 NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 WITH_SLOTS = re.compile(r"(.+):(\d+)")
 SLOTS_KEYS = ("slots", "max_slots", "max-slots")
-FORMATS = {"openmpi": "Open MPI's (h1 slots=4)", "hydra": "Intel MPI's and MPICH's (h1:4)", "plain": "a plain list"}
+FORMATS = {
+    "openmpi": "Open MPI's format (h1 slots=4)",
+    "hydra": "Intel MPI's and MPICH's format (h1:4)",
+    "plain": "no launcher's format (h1)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +65,16 @@ def parse_hosts(text: str, source: str) -> HostList:
         for name in names:
             repeats[name] += 1
             if repeats[name] > 1 and count is not None:
-                raise InputError(f"{source}:{number}: host {name} is listed twice with slots: give each host one line")
+                raise InputError(
+                    f"{source}:{number}: the file contains {name} twice, with slots: remove one of the two lines"
+                )
             slots[name] = count
     if not slots:
-        raise InputError(f"{source} has no hosts: write one host per line")
+        raise InputError(f"{source} contains no hosts: write one host per line")
     if "openmpi" in formats and "hydra" in formats:
         raise InputError(
-            f"{source} is {FORMATS['openmpi']} at line {formats['openmpi']} and {FORMATS['hydra']} at line "
-            f"{formats['hydra']}: write it in one format"
+            f"{source} mixes two formats: line {formats['openmpi']} is in {FORMATS['openmpi']}, line "
+            f"{formats['hydra']} in {FORMATS['hydra']}: use one of them"
         )
     several = any(count > 1 for count in repeats.values())
     hosts = (Host(name=n, slots=repeats[n] if several and count is None else count) for n, count in slots.items())
@@ -88,9 +95,10 @@ def _parse_line(words: list[str], place: str) -> tuple[tuple[str, ...], str, int
         elif key == "binding" and line_format != "openmpi":
             line_format = "hydra"
         else:
-            raise InputError(f"{place}: {key}={value} is not slots=N, max_slots=N or binding=...: correct the line")
+            word = next(word for word in words[1:] if word.partition("=")[0] == key)
+            raise InputError(f"{place}: {word[:60]!r} is not slots=N, max_slots=N or binding=...: remove or correct it")
     if slots == 0:
-        raise InputError(f"{place}: {first} has 0 slots: give it at least one, or remove the line")
+        raise InputError(f"{place}: {first} has 0 slots: set slots to 1 or more, or remove the line")
     names = expand(first) if "[" in first and not first.startswith("[") else (first,)
     return tuple(check_name(name, place) for name in names), line_format, slots
 
@@ -98,7 +106,7 @@ def _parse_line(words: list[str], place: str) -> tuple[tuple[str, ...], str, int
 def check_name(name: str, source: str) -> str:
     """The name, if it is a valid name of a host. Raises InputError otherwise."""
     if not NAME.fullmatch(name) and not _is_ip(name.rpartition("@")[2]):
-        raise InputError(f"{source}: {name[:60]!r} is no host name or address: use letters, digits, . - _ only")
+        raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
     return name
 
 
@@ -117,7 +125,10 @@ def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
         tasks = env.get("SLURM_TASKS_PER_NODE") if "SLURM_NTASKS" in env else None
         counts: tuple[int | None, ...] = tasks_per_node(tasks) if tasks else (None,) * len(names)
         if len(counts) != len(names):
-            raise InputError(f"SLURM_TASKS_PER_NODE={tasks} does not match the {len(names)} hosts of {nodes}")
+            raise InputError(
+                f"SLURM_TASKS_PER_NODE={tasks} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes} has "
+                f"{len(names):,}: unset SLURM_TASKS_PER_NODE, or name the hosts with --hosts"
+            )
         hosts = tuple(Host(name=check_name(n, nodes), slots=c) for n, c in zip(names, counts, strict=True))
         return HostList(hosts=hosts, format="plain")
     if path := env.get("PBS_NODEFILE"):

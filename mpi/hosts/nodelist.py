@@ -1,6 +1,7 @@
 """Lists of host names, expanded and folded as Slurm does: n[001-128,130],gpu-x3."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from affinity.errors import InputError
@@ -20,7 +21,8 @@ def expand(text: str) -> tuple[str, ...]:
         place = match.end()
         if place < len(text) and text[place] != ",":
             raise InputError(
-                f"hosts {text[:60]!r}: {text[place:][:20]!r} is neither a name nor n[1-9]: give host,host,..."
+                f"hosts {text[:60]!r}: {text[place:][:20]!r} is neither a name nor a range: give names as in "
+                "n1,n2 or n[001-128,130]"
             )
         place += 1
         prefix, ranges, suffix = match.groups()
@@ -29,9 +31,12 @@ def expand(text: str) -> tuple[str, ...]:
         else:
             hosts += [f"{prefix.strip()}{number}{suffix.strip()}" for number in _numbers(ranges, text)]
         if len(hosts) > MOST_HOSTS:
-            raise InputError(f"hosts {text[:60]!r} are more than {MOST_HOSTS:,}: correct the range")
-    if not hosts or len(set(hosts)) < len(hosts):
-        raise InputError(f"hosts {text[:60]!r}: the list is empty or names a host twice: give host,host,...")
+            raise InputError(f"hosts {text[:60]!r}: the list has more than {MOST_HOSTS:,} hosts: correct the range")
+    if not hosts:
+        raise InputError(f"hosts {text[:60]!r}: the list is empty: give HOST,HOST,...")
+    if len(set(hosts)) < len(hosts):
+        twice = next(name for name, count in Counter(hosts).items() if count > 1)
+        raise InputError(f"hosts {text[:60]!r}: the list contains {twice} twice: remove one of the two")
     return tuple(hosts)
 
 
@@ -41,13 +46,13 @@ def _numbers(ranges: str, text: str) -> list[str]:
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not (first.isdigit() and last.isdigit() and int(first) <= int(last) < int(first) + MOST_HOSTS):
-            raise InputError(f"hosts {text[:60]!r}: {part!r} is no range of numbers, as in n[001-128,130]")
+            raise InputError(f"hosts {text[:60]!r}: {part!r} is not a range of numbers: write it as in n[001-128,130]")
         numbers += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
     return numbers
 
 
 def fold(hosts: Iterable[str]) -> str:
-    """The shortest list that `expand` turns into these hosts, in this order; neighbours in number become ranges."""
+    """The shortest list that `expand` turns into these hosts, in this order; consecutive numbers become ranges."""
     parts: list[str] = []
     runs: list[tuple[int, int, int]] = []  # first, last, digits of the first
     around: tuple[str, str] | None = None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.wording import either
 from mpi.launchers.launcher import InstalledLauncher, Launcher
 from mpi.launchers.table import LAUNCHERS
 
@@ -48,7 +49,7 @@ def find_launcher(
     found = [one for name in programs if (one := _identify(name, env, candidates))]
     match = next((one for one in found if launcher in (None, one.launcher)), None)
     if match is None:
-        missing = "no mpirun, mpiexec or srun" if launcher is None else f"no {requested}"
+        missing = f"no {_any_program(launchers)}" if launcher is None else f"no {requested}"
         here = f"; {Path(found[0].program).name} here is {found[0].launcher.title}" if found else ""
         raise InputError(f"{missing} on PATH{here}: install {(launcher or launchers[SUGGESTED]).package}")
     return match
@@ -108,6 +109,11 @@ def _identify(name: str, env: Mapping[str, str], candidates: list[Launcher]) -> 
                 as_root=os.geteuid() == 0,
                 variables=needed[launcher.name],
             )
-    *others, last = [launcher.title for launcher in candidates]
-    known = f"{', '.join(others)} or {last}" if others else last
+    known = either([launcher.title for launcher in candidates])
     raise InputError(f"{program} is an unknown launcher: put {known} first on PATH")
+
+
+def _any_program(launchers: Mapping[str, Launcher]) -> str:
+    """The programs that "auto" looks for, in every job or in one of the launcher's own."""
+    found = [one for one in launchers.values() if one.version is not None or one.job_variable is not None]
+    return either(list(dict.fromkeys(name for one in found for name in one.programs)))

@@ -42,7 +42,6 @@ INTEL_MPI = Launcher(
     newest=(2021, 17),
     environment=_environment,
     schedulers=("pbs",),
-    rank_convention="intelmpi",
     rank_counts=_rank_counts,
     hosts=HostOptions(
         file_format="hydra",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpi.hosts.hostfile import hosts_with_slots
 from mpi.launchers.job import Job, Variables, rank_variables
 
 Tokens = tuple[str, ...]
@@ -55,8 +56,6 @@ class Launcher:
     """What to install where it is missing."""
     rank_counts: Callable[[Job, "InstalledLauncher"], Tokens]
     """Tokens for the number of ranks, after the program."""
-    rank_convention: str
-    """The convention of affinity.ranks.rank (`Rank.launcher`) by whose variables its ranks know their numbers."""
 
     version: re.Pattern[str] | None = None
     """Finds the version's numbers in the output of `PROGRAM --version`; None: the program's name is proof enough."""
@@ -113,6 +112,15 @@ class InstalledLauncher:
     def name(self) -> str:
         """The launcher's name, as --launcher takes it."""
         return self.launcher.name
+
+
+def hosts_with_ranks(file_format: str, file_option: str, list_option: str) -> HostOptions:
+    """The options of a launcher that takes each host's number of ranks with its name, in a file and in a list."""
+    return HostOptions(
+        file_format=file_format,
+        from_file=lambda path: (file_option, str(path)),
+        inline=lambda job: (list_option, hosts_with_slots(job.slots)),
+    )
 
 
 def by_genv(name: str, value: str) -> Tokens:

@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from mpi.hosts.hostfile import hosts_with_slots
 from mpi.launchers.job import Job
-from mpi.launchers.launcher import Files, HostOptions, InstalledLauncher, Launcher, Tokens, by_genv
+from mpi.launchers.launcher import Files, InstalledLauncher, Launcher, Tokens, by_genv, hosts_with_ranks
 
 
 def _bound(job: Job, _installed: InstalledLauncher, _folder: Path | None) -> tuple[Tokens, Files]:
@@ -21,13 +20,8 @@ MPICH = Launcher(
     version=re.compile(r"(?s)HYDRA build details:.*?Version:\s*(\d+)\.(\d+)"),
     newest=(5, 0),
     schedulers=("pbs",),
-    rank_convention="intelmpi",  # both number their ranks by Hydra's variables
     rank_counts=lambda job, _installed: ("-n", str(job.world_size)),
-    hosts=HostOptions(
-        file_format="hydra",
-        from_file=lambda path: ("-f", str(path)),
-        inline=lambda job: ("-hosts", hosts_with_slots(job.slots)),
-    ),
+    hosts=hosts_with_ranks("hydra", "-f", "-hosts"),
     unbound=("-bind-to", "none"),
     bound=_bound,
     rank_variable=by_genv,

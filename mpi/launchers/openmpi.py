@@ -5,9 +5,8 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.topology.cpuset import format_list
-from mpi.hosts.hostfile import hosts_with_slots
 from mpi.launchers.job import Job
-from mpi.launchers.launcher import Files, HostOptions, InstalledLauncher, Launcher, Tokens
+from mpi.launchers.launcher import Files, InstalledLauncher, Launcher, Tokens, hosts_with_ranks
 
 RANKFILE = "rankfile"
 RANKFILE_IS_A_MAPPER = (5,)  # from this version on a rankfile is an argument of --map-by
@@ -52,13 +51,8 @@ OPEN_MPI = Launcher(
     newest=(5, 0),
     schedulers=("pbs",),
     slots_of_scheduler=True,
-    rank_convention="openmpi",
     rank_counts=_rank_counts,
-    hosts=HostOptions(
-        file_format="openmpi",
-        from_file=lambda path: ("--hostfile", str(path)),
-        inline=lambda job: ("--host", hosts_with_slots(job.slots)),
-    ),
+    hosts=hosts_with_ranks("openmpi", "--hostfile", "--host"),
     unbound=("--map-by", "slot", "--bind-to", "none"),
     bound=_bound,
     binds_by_file=True,

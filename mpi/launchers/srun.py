@@ -37,7 +37,6 @@ SRUN = Launcher(
     package="slurm-client (Debian), Slurm",
     job_variable="SLURM_JOB_ID",
     schedulers=("slurm",),
-    rank_convention="srun",
     rank_counts=_rank_counts,
     hosts=HostOptions(
         file_format="plain",

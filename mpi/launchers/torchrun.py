@@ -18,7 +18,6 @@ TORCHRUN = Launcher(
     title="torchrun",
     programs=("torchrun",),
     package="torch",
-    rank_convention="env",
     rank_counts=_rank_counts,
     equal_hosts=True,
     reaches_hosts=False,

@@ -1,6 +1,6 @@
 """The checks of a job's hosts before it starts: the same software and files, the planned CPUs, memory, a fast link.
 
-    python -m mpi.preflight.checks --monitor HOST:PORT FILE...
+    python -m mpi.preflight.checks --report-to HOST:PORT FILE...
 
 checks one host; `run_preflight` starts it on each of them.
 """
@@ -58,39 +58,41 @@ class HostReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class Verdict:
-    """What is wrong (the job must not start) and what is doubtful: messages of one line that name hosts."""
+class Findings:
+    """What the checks have found, in lines that name hosts. With errors the job must not start."""
 
-    wrong: list[str] = field(default_factory=list)
-    doubtful: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
-def judge(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Verdict:
+def compare_hosts(reports: Iterable[HostReport], plans: dict[str, Plan]) -> Findings:
     """Compare the hosts' reports with each other and with the hosts' plans (by host name)."""
-    known, verdict = list(reports), Verdict()
-    _compare_software(known, verdict)
+    known, findings = list(reports), Findings()
+    _compare_software(known, findings)
     for report in known:
-        _compare_with_plan(report, plans[report.host], verdict)
+        _compare_with_plan(report, plans[report.host], findings)
         if report.no_provider:
-            verdict.doubtful.append(
+            findings.warnings.append(
                 f"{report.host}'s libfabric has no provider {report.no_provider} (fi_info -l): unless the MPI brings "
                 "its own, choose another --fabric"
             )
         if abs(report.clock_s) > CLOCK_S:
-            verdict.doubtful.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: check its time service")
+            findings.warnings.append(f"{report.host}'s clock is {report.clock_s:+.1f} s off: check its time service")
         if report.scratch_bytes < SCRATCH_BYTES:
-            verdict.doubtful.append(f"{report.host} has {report.scratch_bytes / GIB:.1f} GiB of scratch free")
+            findings.warnings.append(
+                f"{report.host} has {report.scratch_bytes / GIB:.1f} GiB free in its temporary folder"
+            )
     speeds = [report.link_gbit for report in known if report.link_gbit is not None]
     for report in known:
         if report.link_gbit is not None and report.link_gbit < SLOW * median(speeds):
-            verdict.doubtful.append(
-                f"{report.host} sends {report.link_gbit:.2f} Gbit/s to its neighbor, half of the hosts "
-                f"{median(speeds):.2f} or more: a slow link or a slow host"
+            findings.warnings.append(
+                f"{report.host} sends {report.link_gbit:.2f} Gbit/s to the next host, the median is "
+                f"{median(speeds):.2f}: check its cable, its network card and what else runs there"
             )
-    return verdict
+    return findings
 
 
-def _compare_software(reports: list[HostReport], verdict: Verdict) -> None:
+def _compare_software(reports: list[HostReport], findings: Findings) -> None:
     """Versions of Python and packages, and digests of files, that differ from those of most hosts."""
     compared: dict[str, dict[str, str]] = {"Python": {report.host: report.python for report in reports}}
     for name in dict.fromkeys(name for report in reports for name, _ in report.packages):
@@ -101,18 +103,21 @@ def _compare_software(reports: list[HostReport], verdict: Verdict) -> None:
         usual = Counter(values.values()).most_common(1)[0][0]
         for host, value in values.items():
             if value != usual:
-                verdict.wrong.append(f"{host} has {what} {value[:12]}, the others {usual[:12]}: make them the same")
+                findings.errors.append(
+                    f"{host} has {what} {value[:12]}, most hosts have {usual[:12]}: make them the same"
+                )
 
 
-def _compare_with_plan(report: HostReport, plan: Plan, verdict: Verdict) -> None:
+def _compare_with_plan(report: HostReport, plan: Plan, findings: Findings) -> None:
     """CPUs and memory that the plan needs and the host does not have."""
     missing = sorted({pu for worker in plan.workers for pu in worker.pus} - {*report.allowed_pus})
     if missing:
-        verdict.wrong.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan it again")
+        findings.errors.append(f"{report.host} does not allow CPUs {format_list(missing)} of its plan: plan it again")
     need = sum(worker.memory_bytes or 0 for worker in plan.workers)
     if report.memory_bytes < need:
-        verdict.wrong.append(
-            f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, its plan needs {need / GIB:.1f}"
+        findings.errors.append(
+            f"{report.host} has {report.memory_bytes / GIB:.1f} GiB of memory free, but its plan needs "
+            f"{need / GIB:.1f}: end what else runs there, or lower the batch"
         )
 
 
@@ -164,14 +169,14 @@ def _digest(path: Path) -> str:
 def main(arguments: list[str]) -> int:
     """Check one host: report, then send to the next host of the ring for RING_S while the one before sends here."""
     parser = argparse.ArgumentParser(prog="python -m mpi.preflight.checks", description=__doc__)
-    parser.add_argument("--monitor", required=True, metavar="HOST:PORT")
+    parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
     rank = discover(os.environ)
     server = socket.create_server(("", 0))
     threading.Thread(target=_receive_all, args=(server,), daemon=True).start()
-    connection = connect(options.monitor, os.environ.get(TOKEN_VARIABLE, ""), rank.rank if rank else 0)
+    connection = connect(options.report_to, os.environ.get(TOKEN_VARIABLE, ""), rank.rank if rank else 0)
     own_address = connection.socket.getsockname()[0]
     clock = _next(connection, "clock")
     provider = os.environ.get("FI_PROVIDER")

@@ -20,7 +20,7 @@ from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import InstalledLauncher
-from mpi.preflight.checks import RING_S, HostReport, Verdict, judge
+from mpi.preflight.checks import RING_S, Findings, HostReport, compare_hosts
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE
 from mpi.supervise.process import start_launcher, write_files
 from mpi.supervise.reaper import end_descendants
@@ -55,7 +55,7 @@ class Answers:
         return [host for host in range(self.hosts) if host not in done]
 
 
-def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> Verdict:
+def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> Findings:
     """Check every host. `env` is the launcher's environment, `folder` gets the launcher's files.
 
     Raises RunError naming those that do not answer within 15 s (0.02 s more for each host).
@@ -71,7 +71,7 @@ def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Map
             binder="self",
             variables=(*job.variables, (TOKEN_VARIABLE, server.token)),
         )
-        probe = (sys.executable, "-m", "mpi.preflight.checks", "--monitor", monitor, "--", *files)
+        probe = (sys.executable, "-m", "mpi.preflight.checks", "--report-to", monitor, "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         process = start_launcher(command, env)
@@ -89,7 +89,7 @@ def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Map
         for group in job.groups
         for host in group.hosts
     }
-    return judge(reports, plans)
+    return compare_hosts(reports, plans)
 
 
 def _await_exit(process: subprocess.Popen[bytes]) -> None:

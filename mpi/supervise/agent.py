@@ -15,13 +15,12 @@ from pathlib import Path
 from affinity.errors import InputError, RunError
 from affinity.exit_status import exit_status
 from affinity.ranks.rank import Rank, discover
-from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, connect
+from mpi.supervise.connection import GRACE_S, HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, connect
 from mpi.supervise.process import is_stopped
 from mpi.supervise.ranks import RankSupervisor
 from mpi.supervise.signals import PREEMPTION_SIGNAL, InterruptedBySignalError, ignore_stop_signals, interruptible
 
 POLL_S = 0.2
-GRACE_S = 3.0  # between SIGTERM and SIGKILL
 MAX_LINE = 1000  # characters of each of a rank's last lines that are reported
 
 
@@ -29,7 +28,7 @@ MAX_LINE = 1000  # characters of each of a rank's last lines that are reported
 def main(arguments: list[str]) -> int:
     """The rank's exit status; 128 + n where signal n ended it; 1 where the job ended it."""
     parser = argparse.ArgumentParser(prog="python -m mpi.supervise.agent", description=__doc__)
-    parser.add_argument("--report-to", required=True, metavar="HOST:PORT", dest="monitor")
+    parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--into", type=Path, required=True, dest="logs", metavar="DIR", help="folder of rank-N.log")
     parser.add_argument("--plain-rank", type=int, help="the rank whose lines have no label")
     parser.add_argument("--live", action="store_true", help="a person watches: redraw progress bars")
@@ -38,8 +37,8 @@ def main(arguments: list[str]) -> int:
     try:
         rank = discover(os.environ)
         if rank is None:
-            raise InputError("this agent was started without a launcher: cputrain launch starts it")
-        connection = _connect(options.monitor, os.environ.get(TOKEN_VARIABLE, ""), rank)
+            raise InputError("no launcher has started this agent: start it with cputrain launch")
+        connection = _connect(options.report_to, os.environ.get(TOKEN_VARIABLE, ""), rank)
         label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
         supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=options.live)
         return supervise(rank, tuple(options.command), os.environ, supervisor, connection, label=label)
@@ -47,12 +46,12 @@ def main(arguments: list[str]) -> int:
         return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
 
 
-def _connect(monitor: str, token: str, rank: Rank) -> Connection:
+def _connect(server: str, token: str, rank: Rank) -> Connection:
     try:
-        return connect(monitor, token, rank.rank)
+        return connect(server, token, rank.rank)
     except OSError as error:
         raise RunError(
-            f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {monitor}: {error}: check "
+            f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {server}: {error}: check "
             "the firewall between them"
         ) from None
 

@@ -7,6 +7,8 @@ from typing import Any
 TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # lets the server tell the job's own ranks from strangers who find its port
 HEARTBEAT_S = 2.0  # between two heartbeats of a rank
 HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's heartbeat
+GRACE_S = 3.0  # an agent gives its rank between SIGTERM and SIGKILL
+STOP_S = GRACE_S + 1.0  # the launching host waits from "stop" to the end of the agents
 SEND_TIMEOUT_S = 5.0  # a message waits no longer for room
 MAX_MESSAGE_BYTES = 1 << 20
 

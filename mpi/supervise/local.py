@@ -9,6 +9,7 @@ from typing import TextIO
 
 from affinity.errors import RunError
 from affinity.ranks.rank import LOOPBACK
+from affinity.wording import counted
 from mpi.launchers.job import Job
 from mpi.launchers.local import local_commands
 from mpi.supervise.exits import SETTLE_S, describe_exit, first_cause
@@ -41,7 +42,7 @@ def run_local(job: Job, env: Mapping[str, str], out: TextIO | None = None, err: 
             return _watch(supervisor)
         except InterruptedBySignalError as stop:
             number = stop.args[0]
-            print(f"\nstopping {len(supervisor.ranks)} workers ({signal.Signals(number).name})", file=err)
+            print(f"\nstopping {counted(len(supervisor.ranks), 'worker')} ({signal.Signals(number).name})", file=err)
             return 128 + int(number)
         finally:
             supervisor.stop(GRACE_S, REAP_S)

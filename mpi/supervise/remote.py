@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import RunError
+from affinity.wording import counted
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job, bound_command
 from mpi.launchers.launcher import InstalledLauncher, LaunchCommand
-from mpi.supervise.connection import TOKEN_VARIABLE
+from mpi.supervise.connection import STOP_S, TOKEN_VARIABLE
 from mpi.supervise.exits import SETTLE_S
 from mpi.supervise.monitor import Monitor
 from mpi.supervise.process import start_launcher, write_files
@@ -25,7 +26,6 @@ from mpi.supervise.signals import InterruptedBySignalError, interruptible
 
 POLL_S = 0.1
 LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
-GRACE_S = 4.0  # between stopping the agents and ending the launcher
 KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
 START_TIMEOUT_S = 120.0  # from the launcher's start to the last rank's hello
 MAX_HOSTS_NAMED = 5
@@ -60,7 +60,7 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
             return _watch(job, installed, process, monitor)
         except InterruptedBySignalError as stop:
             number = stop.args[0]
-            logger.warning("\nstopping %d ranks (%s)", job.world_size, signal.Signals(number).name)
+            logger.warning("\nstopping %s (%s)", counted(job.world_size, "rank"), signal.Signals(number).name)
             return 128 + int(number)
         finally:
             _tear_down(process, monitor)
@@ -106,15 +106,18 @@ def _missing(job: Job, monitor: Monitor) -> str:
     ranks = [host for group in job.groups for host in group.hosts for _ in group.plan.workers]
     missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
     names = list(dict.fromkeys(ranks[i] for i in missing))
-    return f"host {names[0]}" if len(names) == 1 else f"{len(names)} hosts ({', '.join(names[:MAX_HOSTS_NAMED])})"
+    more = ", ..." if len(names) > MAX_HOSTS_NAMED else ""
+    return (
+        f"host {names[0]}" if len(names) == 1 else f"{len(names):,} hosts ({', '.join(names[:MAX_HOSTS_NAMED])}{more})"
+    )
 
 
 def _tear_down(process: subprocess.Popen[bytes] | None, monitor: Monitor) -> None:
-    """End the ranks through their agents, then the launcher: after GRACE_S, or at a second stop signal."""
+    """End the ranks through their agents, then the launcher: after STOP_S, or at a second stop signal."""
     try:
         if process is not None and process.poll() is None:
             monitor.stop()
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + STOP_S
             while time.monotonic() < deadline and process.poll() is None:
                 monitor.poll(POLL_S)
     except InterruptedBySignalError:

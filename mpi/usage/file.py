@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Generic
 
-from mpi.usage.records import MOST_RECORDS, Use, fitting_period, from_line, thinned, to_line
+from mpi.usage.records import MOST_RECORDS, Use, fitting_period, from_line, merged, thinned, to_line
 
 FOLDER = "usage"  # beside a run's logs
 SHORTEST_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
@@ -44,14 +44,14 @@ class UsageFile(Generic[Use]):
 
     def add(self, record: Use) -> None:
         """Add a record; it is written once it covers as much time as each record in the file."""
-        self._pending = record if self._pending is None else self._pending.and_then(record)
+        self._pending = record if self._pending is None else merged(self._pending, record)
         if self._pending.seconds >= self._period_s:
             self._flush()
 
     def close(self) -> None:
         """Write the rest, as part of the last record where it is so short that its rates would be noise."""
         if self._pending is not None and self._records and self._pending.seconds < self._period_s:
-            self._records[-1] = self._records[-1].and_then(self._pending)
+            self._records[-1] = merged(self._records[-1], self._pending)
             self._pending = None
             self._rewrite()
         self._flush()

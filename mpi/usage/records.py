@@ -1,8 +1,9 @@
 """CPU, memory and network use over time as records: made from counters, merged, thinned, as lines of JSON. Pure."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 MOST_RECORDS = 600  # of a worker or a host, however long the run
@@ -26,17 +27,6 @@ class WorkerUse:
     rss_bytes: int
     processes: int
 
-    def and_then(self, later: "WorkerUse") -> "WorkerUse":
-        """Both as one record."""
-        return WorkerUse(
-            time=later.time,
-            seconds=self.seconds + later.seconds,
-            host=later.host,
-            cpu_s=self.cpu_s + later.cpu_s,
-            rss_bytes=max(self.rss_bytes, later.rss_bytes),
-            processes=max(self.processes, later.processes),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUse:
@@ -52,18 +42,14 @@ class HostUse:
     memory_available_bytes: int
     network: Network
 
-    def and_then(self, later: "HostUse") -> "HostUse":
-        """Both as one record."""
-        return HostUse(
-            time=later.time,
-            seconds=self.seconds + later.seconds,
-            cpu_s=self.cpu_s + later.cpu_s,
-            memory_available_bytes=min(self.memory_available_bytes, later.memory_available_bytes),
-            network=busiest(total(self.network, later.network)),
-        )
-
 
 Use = TypeVar("Use", WorkerUse, HostUse)
+
+
+def merged(earlier: Use, later: Use) -> Use:
+    """Two successive records as one."""
+    names = (field.name for field in fields(earlier))
+    return type(earlier)(**{name: MERGE[name](getattr(earlier, name), getattr(later, name)) for name in names})
 
 
 def total(*parts: Mapping[str, tuple[int, int]]) -> Network:
@@ -91,12 +77,22 @@ def busiest(network: Mapping[str, tuple[int, int]]) -> Network:
     return dict(sorted(network.items(), key=lambda item: (-sum(item[1]), item[0]))[:MOST_INTERFACES])
 
 
+MERGE: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("time", "host"), lambda _earlier, later: later),
+    **dict.fromkeys(("seconds", "cpu_s"), operator.add),
+    **dict.fromkeys(("rss_bytes", "processes"), max),
+    "memory_available_bytes": min,
+    "network": lambda earlier, later: busiest(total(earlier, later)),
+}
+"""How each field of two successive records becomes that of both."""
+
+
 def grouped(records: Iterable[Use], period_s: float) -> list[Use]:
     """Successive records, merged until each covers at least the period, except perhaps the last one."""
     made: list[Use] = []
     for record in records:
         if made and made[-1].seconds < period_s:
-            made[-1] = made[-1].and_then(record)
+            made[-1] = merged(made[-1], record)
         else:
             made.append(record)
     return made
@@ -114,16 +110,16 @@ def fitting_period(records: Iterable[Use], most: int = MOST_RECORDS) -> float:
 
 def to_line(record: Use) -> bytes:
     """A record as a line of JSON, times to the millisecond."""
-    fields = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(record).items()}
-    return json.dumps(fields).encode() + b"\n"
+    values = {key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(record).items()}
+    return json.dumps(values).encode() + b"\n"
 
 
 def from_line(line: bytes, kind: type[Use]) -> Use:
     """The inverse of `to_line`. Raises ValueError on a line that is cut short or of another kind."""
-    fields: dict[str, Any] = json.loads(line)
+    values: dict[str, Any] = json.loads(line)
     try:
-        if "network" in fields:
-            fields["network"] = {name: (int(a), int(b)) for name, (a, b) in fields["network"].items()}
-        return kind(**fields)
+        if "network" in values:
+            values["network"] = {name: (int(a), int(b)) for name, (a, b) in values["network"].items()}
+        return kind(**values)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"no record of {kind.__name__}: {error}") from None

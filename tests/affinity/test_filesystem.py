@@ -61,7 +61,8 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(
     script = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
     ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {script}")
     lines = err.splitlines()
-    full = "cputrain: out/run/checkpoints/step-0000002.pt: No space left on device: make room, or name another folder"
+    saved = "out/run/checkpoints/step-0000002.pt"
+    full = f"cputrain: {saved}: No space left on device: free some space, or name another folder"
     assert full in lines and lines[-1] == "1", err
     assert "Traceback" not in err and "cputrain: rank 0 on " in err
 
@@ -88,7 +89,7 @@ def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
             check_writable(folder, "--write")
     check_writable(tmp_path / "a/b/c", "--write")
     assert refusal(OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt")) == (
-        "x.pt: Disk quota exceeded: make room, or name another folder"
+        "x.pt: Disk quota exceeded: free some space, or name another folder"
     )
     assert refusal(OSError(errno.ENOSPC, "No space left on device")) is not None
     assert refusal(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None

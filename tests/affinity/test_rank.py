@@ -34,7 +34,7 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("launcher", ENVIRONMENTS)
 def test_every_launcher_is_understood(launcher: str) -> None:
-    expected = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher=launcher)
+    expected = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention=launcher)
     assert discover(ENVIRONMENTS[launcher]) == expected
     if launcher != "srun":  # a launcher inside a Slurm job decides, not the batch script's variables
         assert discover({**ENVIRONMENTS["srun"], **ENVIRONMENTS[launcher]}) == expected
@@ -49,7 +49,7 @@ def test_no_launcher_is_no_rank() -> None:
 
 def test_srun_with_pmi2_is_srun() -> None:
     rank = discover({**ENVIRONMENTS["srun"], "PMI_RANK": "3", "PMI_SIZE": "4"})
-    assert rank is not None and rank.launcher == "srun"
+    assert rank is not None and rank.convention == "srun"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_tasks_per_node_unfolds(counts: list[int]) -> None:
 
 
 def test_rendezvous_is_read_back() -> None:
-    rank = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="env")
+    rank = Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="env")
     env = rendezvous(rank, "n1", 29500)
     assert discover(env) == rank
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("n1", "29500")

@@ -46,7 +46,7 @@ def test_a_worker_reads_a_block_or_two_for_each_image_of_its_batch(ranks: int) -
         mine = np.stack([rank_share(order, step, steps, [1] * ranks, rank) for step in range(steps)])
         assert mine.shape == (steps, lanes // ranks)
         blocks, counts = np.unique(mine // length, return_counts=True)
-        assert len(blocks) <= images // ranks // length + 2  # those at its edges are shared with a neighbour
+        assert len(blocks) <= images // ranks // length + 2  # those at its edges are shared with a neighbor
         assert (counts == length).sum() >= len(blocks) - 2
         held = [len(np.unique(mine[step] // length)) for step in range(steps)]
         assert max(held) <= lanes // ranks
@@ -103,7 +103,7 @@ def test_blocks_are_read_once_given_back_and_hold_what_the_shards_hold(
     assert not reader._blocks
 
 
-def test_a_damaged_byte_is_named_and_its_neighbours_are_whole(folder: Path) -> None:
+def test_a_damaged_byte_is_named_and_its_neighbors_are_whole(folder: Path) -> None:
     images = Shards(folder, "train")
     record = images.index[7]
     with Shards(folder, "train").paths[int(record["shard"])].open("r+b") as file:

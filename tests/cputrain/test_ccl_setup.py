@@ -25,7 +25,7 @@ from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.training.binding import misplaced_comm_threads
 from tests.support.commands import cputrain
 
-RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, launcher="env")
+RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "11"}
 
 
@@ -145,7 +145,7 @@ def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     """As containers have it, 64 MB; here in a mount namespace of its own."""
     code = (
         "import os; from affinity.ranks.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
-        "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, launcher='env'), os.environ)"
+        "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, convention='env'), os.environ)"
     )
     small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]

@@ -11,7 +11,7 @@ from cputrain.comm import ccl
 from cputrain.comm.choice import choose_backend
 from cputrain.comm.group import convert_lost_peer_errors
 
-RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, launcher="env") for i in range(3)]
+RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, convention="env") for i in range(3)]
 
 
 def chosen(requested: str) -> list[tuple[str, str] | str]:

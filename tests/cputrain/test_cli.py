@@ -81,8 +81,8 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
-        (("plan", "--hosts", "a,a"), "names a host twice"),
-        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3, but 2 hosts are named"),
+        (("plan", "--hosts", "a,a"), "the list contains a twice"),
+        (("plan", "--hosts", "a,b", "--nodes", "3"), "--nodes 3, but the list contains 2 hosts"),
         (("launch", "--nodes", "2", "--", "true"), "launch needs the names of its hosts"),
         (("launch", "--pnn", "2", "--", "true"), "No such option --pnn: did you mean --ppn?"),
         (("plan", "--bind", "launcher", "--format", "command"), "--bind launcher needs a launcher"),
@@ -110,9 +110,9 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("train", "imagefolder", "data.path=empty"), "train has no class folders"),
         (("train", "imagefolder", "data.path=extra"), "val has classes that train/ lacks: class9"),
         (("train", "imagefolder", "data.path=images", "batch.local=100"), "set batch.local to "),
-        (("train", "imagefolder", "data.path=images", "--resume"), "holds no run"),
+        (("train", "imagefolder", "data.path=images", "--resume"), "contains no run"),
         (("eval", "imagefolder", "--checkpoint", "absent.pt"), "checkpoint absent.pt is not there"),
-        (("report", "images"), "holds no run"),
+        (("report", "images"), "contains no run"),
         (("prepare", "imagefolder", "images", "images"), "already exists"),
         (("prepare", "imagefolder", "nowhere", "out"), "data folder nowhere does not exist"),
         (("frobnicate",), "No such command"),
@@ -158,7 +158,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("precious")
     arguments = ("train", "imagefolder", "data.path=images", "output=mine", "batch.local=2")
-    assert "holds other files and no run" in refused(cputrain(*arguments, "--overwrite", cwd=tmp_path))
+    assert "contains other files but no run" in refused(cputrain(*arguments, "--overwrite", cwd=tmp_path))
     assert (tmp_path / "mine/thesis.tex").read_text() == "precious"
 
 
@@ -190,10 +190,14 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
     plan = ("plan", "--machine", "skx-8160-2s", "--hostfile", "theirs")
     written = cputrain(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
-    assert "the hostfile is Open MPI's (h1 slots=4): converted for mpich" in written.stderr
+    assert "the hostfile is in Open MPI's format (h1 slots=4): converted for MPICH" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
     assert "ppn=4, but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
-    for text, expected in (("", "has no hosts"), ("h1 slots=2\nh2:2\n", "write it in one format"), ("h1 slo", "slo=")):
+    for text, expected in (
+        ("", "contains no hosts"),
+        ("h1 slots=2\nh2:2\n", "mixes two formats"),
+        ("h1 slo", "'slo' is not slots=N"),
+    ):
         (tmp_path / "theirs").write_text(text)
         assert expected in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):

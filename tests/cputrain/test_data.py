@@ -63,7 +63,7 @@ def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(InputError, match="class a has no image"):
         survey(str(tmp_path / "empty"))
     write_images(tmp_path / "half", val=0)
-    with pytest.raises(InputError, match="val holds no image"):
+    with pytest.raises(InputError, match="val contains no image"):
         survey(str(tmp_path / "half"))
 
 

@@ -7,7 +7,8 @@ import click
 import pytest
 
 from benchmarks.documents import commands
-from benchmarks.documents_rows import ROWS, Row
+from benchmarks.documents_row import Row
+from benchmarks.documents_rows import ROWS
 from cputrain.cli import group
 
 PAGE = (Path(__file__).parents[2] / "docs/documents.md").read_text()

@@ -69,7 +69,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="contains no run"):
         write_report(tmp_path)
     (tmp_path / "recipe.yaml").write_text("name: <x>\n")
     with Events(tmp_path) as events:

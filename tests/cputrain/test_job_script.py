@@ -265,7 +265,7 @@ def test_the_first_host_tells_launcher_and_network(
     assert (tmp_path / "hosts").read_text() == "n9 slots=1\nn10 slots=1\n"
     assert printed.out.startswith("launch=(mpirun -np 2 --hostfile ")
     assert "-x MASTER_ADDR=n9 -x MASTER_PORT=29507 -x FI_PROVIDER=mine -x I_MPI_FABRICS=shm:ofi" in printed.out
-    assert "1 worker(s) of" in printed.err and "on each of 2 host(s), network ethernet" in printed.err
+    assert "1 worker of" in printed.err and "on each of 2 hosts, fabric ethernet" in printed.err
     plan = read_plan(tmp_path / "plan.json")
     assert plan.request.link_gbit == FABRICS["ethernet"].link_gbit and len(plan.workers) == 1
 
@@ -297,7 +297,7 @@ SLURM, PBS = ("slurm", *RECIPE), ("pbs", *RECIPE, "--machine", "skx-8160-2s")
         ((*PBS, "--partition", "p"), "give --queue"),
         ((*PBS, "--qos", "q"), "--directive"),
         ((*PBS, "--constraint", "c"), "--directive"),
-        ((*PBS, "--launcher", "torchrun"), "intelmpi or openmpi or mpich"),
+        ((*PBS, "--launcher", "torchrun"), "intelmpi, openmpi or mpich"),
         (("pbs", *RECIPE), "--ncpus N"),
         (("pbs", *RECIPE, "--ncpus", "8", "--launcher", "openmpi"), "give --ppn N"),
         (("slurm",), "name a RECIPE"),

@@ -235,7 +235,7 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
     launch = ("salloc", "-N2", "--exclusive", sys.executable, "-m", "cputrain", "launch", "--ppn", str(CORES))
     ran = slurm.run(*launch, "--", sys.executable, "-c", TOGETHER, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert "pre-flight: 2 hosts are alike and answer" in ran.stderr
+    assert "pre-flight: 2 hosts checked in" in ran.stderr
     printed = sorted(re.findall(r"rank (\d) sum (\d) pus (\[.*\])", ran.stdout))
     pus = [list(worker.pus) for worker in plan_machine(this_machine(), Request(ppn=CORES), Runtime()).workers]
     assert printed == [(str(i), str(2 * CORES), str(pus[i % CORES])) for i in range(2 * CORES)]

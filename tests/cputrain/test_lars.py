@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.optim.lars import Family, Lars
+from cputrain.optim.lars import Lars, LarsVariant
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,8 @@ STEPS = 100
 class Plain:
     """LARS of one layer as defined, in float64 and without a library's optimizer."""
 
-    def __init__(self, family: Family, **how: float | bool) -> None:
-        self.family, self.how, self.v, self.last = family, how, 0.0, None
+    def __init__(self, variant: LarsVariant, **how: float | bool) -> None:
+        self.variant, self.how, self.v, self.last = variant, how, 0.0, None
 
     def step(self, w: torch.Tensor, g: torch.Tensor, rate: float, adapt: bool) -> torch.Tensor:
         how = self.how
@@ -30,13 +30,13 @@ class Plain:
         if adapt and how["trust_clip"]:
             t = min(t / rate, 1.0)
         d = g + decay * w
-        if how["momentum_correction"] and self.family == "caffe" and self.last:
+        if how["momentum_correction"] and self.variant == "caffe" and self.last:
             momentum = momentum * rate / self.last
         self.last = rate
-        if self.family == "caffe":
+        if self.variant == "caffe":
             self.v = momentum * self.v + rate * t * d
             return w - (momentum * self.v + rate * t * d if how["nesterov"] else self.v)
-        if self.family == "timm":
+        if self.variant == "timm":
             self.v = momentum * self.v + t * d
             return w - rate * (momentum * self.v + t * d if how["nesterov"] else self.v)
         self.v = momentum * self.v + d
@@ -44,7 +44,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-@pytest.mark.parametrize("family", ["caffe", "timm", "nus"])
+@pytest.mark.parametrize("variant", ["caffe", "timm", "nus"])
 @pytest.mark.parametrize(
     "how",
     [
@@ -57,7 +57,7 @@ class Plain:
     ],
     ids=str,
 )
-def test_every_family_follows_its_definition_over_100_steps(kind: torch.dtype, family: Family, how: dict) -> None:
+def test_each_variant_follows_its_definition_in_100_steps(kind: torch.dtype, variant: LarsVariant, how: dict) -> None:
     options = {
         **{"momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01, "eps": 0.0},
         **{"nesterov": False, "trust_clip": False, "momentum_correction": False, **how},
@@ -68,9 +68,9 @@ def test_every_family_follows_its_definition_over_100_steps(kind: torch.dtype, f
         nn.Parameter(w.to(kind).to(memory_format=torch.channels_last) if w.ndim == 4 else w.to(kind)) for w in weights
     ]
     expected = [w.double() for w in weights]
-    plain = [Plain(family, **options) for _ in weights]
+    plain = [Plain(variant, **options) for _ in weights]
     groups = [{"params": ours[:3]}, {"params": ours[3:], "adapt": False, "weight_decay": 0.0}]
-    optimizer = Lars(groups, lr=0.0, family=family, **options)
+    optimizer = Lars(groups, lr=0.0, variant=variant, **options)
     for step in range(STEPS):
         rate = 0.5 * (1 + math.cos(math.pi * step / STEPS)) + 0.01
         for i, p in enumerate(ours):
@@ -97,11 +97,11 @@ def test_a_layer_s_step_does_not_depend_on_its_gradient_norm() -> None:
         assert float((p.detach() - before).norm()) == pytest.approx(3.0 * 0.001 * 20.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["caffe", "timm", "nus"])
-def test_a_restored_optimizer_continues_bit_for_bit(family: Family) -> None:
+@pytest.mark.parametrize("variant", ["caffe", "timm", "nus"])
+def test_a_restored_optimizer_continues_bit_for_bit(variant: LarsVariant) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    options = {"family": family, "trust_coefficient": 0.1, "weight_decay": 1e-3, "momentum_correction": True}
+    options = {"variant": variant, "trust_coefficient": 0.1, "weight_decay": 1e-3, "momentum_correction": True}
     optimizer = Lars(model.parameters(), lr=1.0, **options)
 
     def train(model: nn.Module, optimizer: Lars, first: int, last: int) -> None:
@@ -125,7 +125,7 @@ def test_a_parameter_group_may_have_options_of_its_own() -> None:
     """Each group steps as an optimizer of its own with those options would."""
     torch.manual_seed(2)
     weights, gradients = torch.randn(2, 6, 5), torch.randn(2, 6, 5)
-    options = ({"family": "nus", "trust_coefficient": 0.3, "momentum": 0.5}, {"nesterov": True, "weight_decay": 0.1})
+    options = ({"variant": "nus", "trust_coefficient": 0.3, "momentum": 0.5}, {"nesterov": True, "weight_decay": 0.1})
 
     def stepped(*groups: dict, **shared: object) -> list[torch.Tensor]:
         optimizer = Lars(list(groups), lr=0.5, **shared)
@@ -145,7 +145,9 @@ def test_a_parameter_group_may_have_options_of_its_own() -> None:
     assert not torch.equal(together[0], stepped({"params": [parameter(0)]})[0])
 
 
-@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"lr": 1.0, "momentum": -0.9}, {"lr": 1.0, "family": "lars"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"lr": 1.0, "momentum": -0.9}, {"lr": 1.0, "variant": "lars"}], ids=str
+)
 def test_wrong_options_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=r"lr=-1.0|momentum=-0.9|must be one of caffe, timm, nus"):
         Lars([nn.Parameter(torch.ones(2))], **wrong)

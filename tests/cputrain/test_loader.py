@@ -74,7 +74,7 @@ def session_of(path: Path, rank: int, world_size: int, block_mib: float) -> Simp
     )
     dataset = open_dataset(str(path))
     sizes = derive(recipe, ppn=world_size, nodes=1, images=len(dataset.train))
-    this = Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, launcher="env")
+    this = Rank(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, convention="env")
     data = SessionData(
         dataset=dataset,
         decode=choose_decoder("auto", os.environ)[0],
@@ -197,11 +197,11 @@ def test_damaged_images_are_left_out_with_a_warning_or_stop_the_loop(
     (images / "val/class0/000.jpg").write_bytes(b"junk")
     with caplog.at_level(logging.WARNING):
         sizes = [len(labels) for _, labels in batches_of(images, split="val")]
-    assert sizes == [3, 4, 4, 3] and "1 damaged image(s) left out: " in caplog.text
+    assert sizes == [3, 4, 4, 3] and "1 damaged image skipped: " in caplog.text
     assert "val/class0/000.jpg" in caplog.text
-    with pytest.raises(RunError, match=r"1 damaged image\(s\) in a batch: .*class0/000.jpg"):
+    with pytest.raises(RunError, match=r"1 damaged image in a batch: .*class0/000.jpg"):
         batches_of(images, split="val", on_error="raise")
-    with pytest.raises(RunError, match=r"1 damaged image\(s\) in a batch: "):
+    with pytest.raises(RunError, match=r"1 damaged image in a batch: "):
         batches_of(images, split="val", batch_size=1)
 
 

@@ -105,7 +105,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
     (folder / "test/class2/000.jpg").unlink()
     for found in (open_folder(folder), open_source("imagefolder", folder, val_fraction=None, seed=1)):
         assert [len(images) for images in found.splits.values()] == [36, 15, 14]
-    with pytest.raises(InputError, match="has validation and test images of its own: leave --val-fraction out"):
+    with pytest.raises(InputError, match="has validation and test images of its own: remove --val-fraction"):
         open_source("imagefolder", folder, val_fraction=0.25, seed=1)
     shutil.rmtree(folder / "val")
     assert (survey(str(folder)).val, survey(str(folder)).test) == (14, 0), (
@@ -159,7 +159,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
         (folder / "empty.jpg").write_bytes(b"")
     how = {"short_side": 16, "quality": 90} if anew else {}
     made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, **how))["train"]
-    assert made["odd"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
+    assert made["unusual"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
     assert made["images"] == 5 and len(made["damaged"]) == 3
     assert sorted(line.split(":")[0].rsplit("/", 1)[1] for line in made["damaged"]) == [
         "cut.jpg",
@@ -239,7 +239,7 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     (folder / "train/class2/004.jpg").unlink()
     (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
     result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
-    assert result.returncode == 0 and "1 image(s) cannot be read and are left out" in result.stdout, result.stderr
+    assert result.returncode == 0 and "1 unreadable image skipped" in result.stdout, result.stderr
     (tmp_path / ".second.partial").write_text("a file in the way")
     result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
@@ -276,7 +276,7 @@ def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
             for i in range(8):
                 (tmp_path / f"in/{split}/c{k:02d}/{i}.jpg").write_bytes(jpeg(1, 8))
     made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path))
-    mix = made["train"]["mix"]
+    mix = made["train"]["mixing"]
     assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
 
 
@@ -315,7 +315,7 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
         assert shown.returncode == 0, shown.stderr
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
-    assert "left out as damaged: 1" in info.stdout and "prepared with kind=imagefolder" in info.stdout
+    assert "1 damaged image not packed" in info.stdout and "prepared with kind=imagefolder" in info.stdout
     wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in wrong.stderr
@@ -340,7 +340,7 @@ def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
     (tmp_path / "train-00000.tar").write_bytes(b"")
     np.save(tmp_path / "train.index.npy", np.zeros(count, dtype=RECORD))
     made = {"images": count, "shards": 1, "bytes": [0]}
-    manifest = {"version": 2, "classes": ["a"], "made": {}, "splits": {"train": made}}
+    manifest = {"version": 3, "classes": ["a"], "options": {}, "splits": {"train": made}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     code = (
         "import resource, sys\nfrom pathlib import Path\nfrom cputrain.data.formats.shards import Shards\n"

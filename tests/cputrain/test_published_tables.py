@@ -52,7 +52,7 @@ def test_tables_are_text_markdown_or_json(capsys: pytest.CaptureFixture[str]) ->
     assert {"quantity": "global batch", "published": 16000, "recipe": 16000, "differs": False} in rows[-4]["rows"]
     assert main(["reproduce", "tables", "surfsara-intel"]) == 0
     text = capsys.readouterr().out
-    assert "recipe resnet50-skx-256node on 256 host(s) x 2 worker(s)" in text
+    assert "recipe resnet50-skx-256node on 256 hosts x 2 workers" in text
     assert "  steps per epoch          52.08         52  differs\n" in text and "note: it counts 1,280,000" in text
     assert main(["reproduce", "tables", "--format", "markdown"]) == 0
     markdown = capsys.readouterr().out

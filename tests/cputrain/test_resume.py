@@ -15,7 +15,7 @@ import pytest
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
-from cputrain.runs.resume import Facts, changes_training, differences, reason_not_to_resume
+from cputrain.runs.resume import TrainingScale, changes_training, differences, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.commands import cputrain, refused
@@ -25,7 +25,7 @@ LENET = (
     *("data.path=images", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=6", "epochs=900"),
     *("schedule.warmup_epochs=1", "comm.backend=gloo", f"plan.ppn={PPN}"),
 )
-FACTS = Facts(workers=2, global_batch=12, train_images=27, classes=3)
+SCALE = TrainingScale(workers=2, global_batch=12, train_images=27, classes=3)
 
 
 def raw(run: Path) -> list[dict]:
@@ -71,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> None:
     printed, steps = (place / "printed").read_text(), read_events(place / "run")[-1]["steps"]
-    workers = "1 worker(s) instead of 2, " if PPN == 2 else ""
+    workers = "1 worker instead of 2, " if PPN == 2 else ""
     passes = f"batch.accumulation: 1 -> {PPN}, " if PPN == 2 else ""
     expected = f"../run continues after step {steps - 3}, with {workers}name: imagefolder -> other, "
     message = f"{expected}{passes}max_steps: null -> "
@@ -118,9 +118,9 @@ def test_a_finished_run_is_not_trained_again(place: Path) -> None:
         (("epochs=901",), "epochs: 900 -> 901 would change"),
         (
             ("data.path=fewer",),
-            "data.path=fewer holds 24 training images of 3 classes, the run in run was trained on 27",
+            "data.path=fewer has 24 training images of 3 classes, the run in run was trained on 27",
         ),
-        (("batch.local=3",), f"make a global batch of {3 * PPN}, the run in run has {6 * PPN}"),
+        (("batch.local=3",), f"the global batch is {3 * PPN} with "),
     ],
 )
 def test_what_would_change_the_training_is_refused_and_nothing_is_written(
@@ -163,7 +163,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
     (place / "junk.pt").write_text("junk")
     requested = {
         ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead",
-        ("run", "--last", "--checkpoint", "junk.pt"): "exclude each other",
+        ("run", "--last", "--checkpoint", "junk.pt"): "cannot be used together",
         ("run", "--checkpoint", "images"): "checkpoint images is not there",
         ("run", "--checkpoint", "junk.pt"): "cannot read junk.pt",
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best.pt has weights of another model: ",
@@ -207,13 +207,13 @@ def test_only_what_decides_how_and_where_may_change(old: tuple[str, ...], new: t
 def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], workers: int) -> None:
     new = recipe(*settings)
     batch = workers * new.batch.local * new.batch.accumulation
-    now = Facts(workers=workers, global_batch=batch, train_images=27, classes=3)
-    printed = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, now)
+    now = TrainingScale(workers=workers, global_batch=batch, train_images=27, classes=3)
+    printed = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, SCALE, now)
     assert printed and printed.endswith("the run in run has 12 (2 workers): set batch.global=12")
     advised = recipe("batch.local=6", "batch.global=12")
     assert (
-        reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, FACTS, replace(now, global_batch=12))
+        reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, SCALE, replace(now, global_batch=12))
         is None
     )
-    assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, FACTS, FACTS) is None
+    assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, SCALE, SCALE) is None
     assert reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, None, now) is None, "nothing was trained yet"

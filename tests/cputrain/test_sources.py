@@ -100,9 +100,9 @@ def append_twice(folder: Path) -> None:
         (lambda f: (f / SYNSETS[0]).unlink(), f"put {DEVKIT} there"),
         (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
         (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is not a class of"),
-        (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip holds no image"),
+        (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip contains no image"),
         (lambda f: archive(f / TRAIN, {"readme.txt": b"x"}), "'readme.txt' is not SYNSET.tar"),
-        (append_twice, "holds ILSVRC2012_val_00000001.JPEG twice"),
+        (append_twice, "contains ILSVRC2012_val_00000001.JPEG twice"),
         (lambda f: (f / TRAIN).write_bytes((f / TRAIN).read_bytes()[:30000]), "is the download complete"),
         (lambda f: (f / TRAIN).write_bytes(b"junk" * 1000), "cannot read .*: is the download complete"),
     ],
@@ -121,7 +121,7 @@ def test_mnist_becomes_gray_pngs(tmp_path: Path, zipped: bool) -> None:
         tmp_path / "out",
         options(tmp_path, "mnist"),
     )
-    assert made["train"]["odd"] == {"gray": 20, "no jpeg": 20}
+    assert made["train"]["unusual"] == {"gray": 20, "no jpeg": 20}
     dataset = open_dataset(str(tmp_path / "out"))
     assert dataset.classes == tuple("0123456789")
     found = {np.asarray(Image.open(io.BytesIO(dataset.train.read(i)))).tobytes() for i in range(20)}

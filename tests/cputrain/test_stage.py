@@ -18,7 +18,7 @@ from tests.cputrain.test_training import PPN
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 
-ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="env")
+ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 HERE = tuple(sorted(os.sched_getaffinity(0)))
 
 

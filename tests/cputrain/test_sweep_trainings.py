@@ -45,7 +45,7 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     assert (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes() == before
     assert [line.split()[0] for line in again.stdout.splitlines()[-4:-2]] == ["0.01", "0.02"]
     other = cputrain("sweep", "imagefolder", *SMALL, *rates[:4], "epochs=3", cwd=place)
-    assert "holds a run of another recipe: name another folder with --output" in refused(other)
+    assert "contains a run of another recipe: name another folder with --output" in refused(other)
 
 
 def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
@@ -181,7 +181,7 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
     )
     trained = cputrain("train", "imagefolder", *SMALL, *lars, cwd=place)
     assert trained.returncode == 0, trained.stderr
-    shown = cputrain("bench", "optimizer", "--ratios", "run", cwd=place)
+    shown = cputrain("bench", "optimizer", "run", cwd=place)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("step 6, learning rate ") and lines[1].split()[:3] == ["layer", "|w|", "|g|"]
@@ -190,6 +190,6 @@ def test_ratios_are_written_at_an_interval_and_shown_as_a_table(place: Path) -> 
     assert ratio == pytest.approx(w / g, rel=1e-2)
     assert trust == pytest.approx(0.001 * w / (g + 5e-5 * w), rel=1e-2)
     assert rows["bn1.weight"][-1] == "1" and len(rows) == 62
-    early = cputrain("bench", "optimizer", "--ratios", "run", "--step", "4", cwd=place)
+    early = cputrain("bench", "optimizer", "run", "--step", "4", cwd=place)
     assert refused(early).endswith("run has recorded no norms at step 4: its steps are 3, 6")
-    assert "holds no run" in refused(cputrain("bench", "optimizer", "--ratios", "images", cwd=place))
+    assert "contains no run" in refused(cputrain("bench", "optimizer", "images", cwd=place))

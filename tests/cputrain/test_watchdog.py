@@ -87,7 +87,7 @@ def test_a_rank_lost_at_the_end_of_a_gloo_job_ends_the_other() -> None:
         for lost, by in cases:
             port = free_port()
             for number in range(2):
-                rank = Rank(rank=number, world_size=2, local_rank=number, local_world_size=2, launcher="env")
+                rank = Rank(rank=number, world_size=2, local_rank=number, local_world_size=2, convention="env")
                 env = {**os.environ, **rendezvous(rank, "127.0.0.1", port), "LOST": str(lost), "BY": by}
                 argv = [sys.executable, "-c", AT_THE_END]
                 process = stack.enter_context(subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True))

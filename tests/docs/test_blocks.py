@@ -17,7 +17,8 @@ TAGS = {
     "sh": "runs in a scratch folder, the blocks of a page in their order",
     "sh cluster": "needs hosts, data or files that are not here: parsed by test_commands",
     "sh install": "installs: parsed likewise",
-    "console": "a transcript: commands behind $ are parsed likewise",
+    "console": "a transcript: its commands run, and print what it shows (test_transcripts)",
+    "console here": "a transcript from another machine: commands behind $ are parsed by test_commands",
     "text": "output alone",
     "python": "compiles",
     "json": "",
@@ -71,5 +72,5 @@ def test_every_block_of_a_page_says_what_it_is(page: Path) -> None:
     for block in found:
         if block.tag == "python":
             ast.parse(block.text)
-        if block.tag == "console":
+        if block.tag.startswith("console"):
             assert block.text.startswith("$ ")

@@ -10,7 +10,8 @@ import pytest
 from site_pages.recipe_keys import keys
 
 from cputrain.cli import group
-from tests.support.markdown import PAGES, commands, inline, name_of, scripts
+from mpi.launchers.table import LAUNCHERS
+from tests.support.markdown import PAGES, ROOT, commands, inline, name_of, prose, scripts
 
 # Options of other programs that the pages mention.
 FOREIGN = {
@@ -108,3 +109,9 @@ def test_the_recipe_keys_that_a_page_names_exist(page: Path) -> None:
     words = [word for code in inline(page) for word in code.split() if not word.endswith(FILES)]
     named = {found[0] for word in words if (found := KEY.match(word))}
     assert {key for key in named if key.partition(".")[0] in sections} <= known
+
+
+def test_the_guide_to_launching_lists_the_launchers_that_reach_other_hosts() -> None:
+    listed = re.search(r"`--launcher ([a-z|]+)`", prose(ROOT / "docs/guides/launching.md"))
+    assert listed is not None
+    assert listed[1].split("|") == [name for name, launcher in LAUNCHERS.items() if launcher.reaches_hosts]

@@ -83,4 +83,4 @@ def test_the_drawing_has_every_package_once() -> None:
 
 def test_text_in_a_page_reads_as_it_was_written() -> None:
     assert plain("workers.* of [A] in `a*b` and two_words") == r"workers.\* of \[A\] in `a*b` and two_words"
-    assert table(["a"], [["x | y"]]) == "| a |\n| --- |\n| x \\| y |"
+    assert table(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"

@@ -38,7 +38,7 @@ def test_on_the_command_line() -> None:
     options = [word for hosts, name in GROUPS for word in ("--host-group", f"{hosts}={name}")]
     text = cputrain("plan", *options, "--fabric", "ethernet")
     assert text.returncode == 0, text.stderr
-    assert "4,000 host(s) n[0001-4000]" in text.stdout and "knl-7250-quad-cache" in text.stdout
+    assert "4,000 hosts: n[0001-4000]" in text.stdout and "knl-7250-quad-cache" in text.stdout
     fabric = text.stdout.partition("fabric ")[2]
     assert fabric.startswith("ethernet") and "I_MPI_FABRICS=shm:ofi" in fabric  # several hosts, not one
     data = json.loads(cputrain("plan", *options, "--format", "json").stdout)

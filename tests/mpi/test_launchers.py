@@ -16,10 +16,10 @@ from mpi.hosts.groups import HostGroup, job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher
 from mpi.launchers.job import Job, bound_command
-from mpi.launchers.table import LAUNCHERS
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 
+CONVENTIONS = {"intelmpi": "intelmpi", "openmpi": "openmpi", "openmpi4": "openmpi", "mpich": "intelmpi"}
 CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
 REQUEST = Request(ppn=WORKERS)
@@ -31,7 +31,7 @@ PRINT_RANK = (
 )
 PRINT_CONVENTION = (
     "import os; from affinity.ranks.rank import discover; "
-    "os.write(1, f'convention {discover(os.environ).launcher}\\n'.encode())"
+    "os.write(1, f'convention {discover(os.environ).convention}\\n'.encode())"
 )
 # A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.
 PRINT_NAMES = """
@@ -109,8 +109,7 @@ def test_each_rank_has_its_pus(name: str, binder: str, tmp_path: Path) -> None:
 def test_each_rank_has_the_variables_of_the_launcher_s_convention(name: str, tmp_path: Path) -> None:
     result = ran(name, tmp_path, "self", (sys.executable, "-c", PRINT_CONVENTION), bound=False)
     assert result.returncode == 0, result.stderr
-    convention = LAUNCHERS[name.removesuffix("4")].rank_convention
-    assert [line for line in result.stdout.splitlines() if line] == [f"convention {convention}"] * WORKERS
+    assert [line for line in result.stdout.splitlines() if line] == [f"convention {CONVENTIONS[name]}"] * WORKERS
 
 
 @pytest.mark.parametrize("name", MPI)

@@ -10,7 +10,6 @@ import pytest
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
-from affinity.ranks.rank import CONVENTIONS
 from affinity.topology.cpuset import format_list
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
@@ -28,7 +27,6 @@ EXAMPLE = Launcher(
     version=re.compile(r"example launcher, release (\d+)\.(\d+)"),
     newest=(3, 0),
     environment=lambda prefix, _env: (("EXAMPLE_HOME", str(prefix)),),
-    rank_convention="env",
     rank_counts=lambda job, installed: (*(("--root",) if installed.as_root else ()), "--ranks", str(job.world_size)),
     hosts=HostOptions(
         file_format="hydra",
@@ -76,7 +74,7 @@ def test_inside_a_job_of_its_own_auto_takes_it(tmp_path: Path, monkeypatch: pyte
     own = {**LAUNCHERS, "example": replace(EXAMPLE, version=None, job_variable="EXAMPLE_JOB")}
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(InputError, match="no mpirun, mpiexec or srun on PATH"):
+    with pytest.raises(InputError, match="no mpirun, mpiexec, srun or example-run on PATH"):
         find_launcher("auto", os.environ, own)
     monkeypatch.setenv("EXAMPLE_JOB", "7")
     assert find_launcher("auto", os.environ, own).program == str(tmp_path / "example-run")
@@ -99,9 +97,3 @@ def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
     made = launch_command(JOB, INSTALLED, ("CMD",), None)
     first = ("/opt/bin/example-run", "--ranks", "4", "--hosts", "h1+h2", "--bind=none")
     assert made.argv == (*first, *SET, "--", "CMD") and made.files == ()
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_every_launcher_numbers_its_ranks_by_a_known_convention(name: str) -> None:
-    """srun's ranks are found by several variables that are no row of CONVENTIONS."""
-    assert LAUNCHERS[name].rank_convention in {*(convention[0] for convention in CONVENTIONS), "srun"}

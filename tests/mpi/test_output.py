@@ -21,7 +21,7 @@ def feed(terminal: io.StringIO, *chunks: bytes, label: str = "[1] ") -> tuple[st
 
 
 @pytest.mark.parametrize("chunks", [(b"one\ntwo\n",), (b"o", b"ne\ntw", b"o\n"), (b"one\r\ntwo",)])
-def test_lines_are_labelled_whole(chunks: tuple[bytes, ...]) -> None:
+def test_lines_are_labeled_whole(chunks: tuple[bytes, ...]) -> None:
     assert feed(io.StringIO(), *chunks) == ("[1] one\n[1] two\n", b"one\ntwo\n")
 
 

@@ -10,7 +10,7 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
-from mpi.preflight.checks import HostReport, judge, missing_provider
+from mpi.preflight.checks import HostReport, compare_hosts, missing_provider
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts
@@ -30,37 +30,37 @@ HOST = HostReport(
 )
 
 
-def judge_with(**changes: object) -> tuple[list[str], list[str]]:
-    """The verdict on four equal hosts, the third of which is changed."""
+def findings_with(**changes: object) -> tuple[list[str], list[str]]:
+    """Errors and warnings about four equal hosts, the third of which is changed."""
     reports = [replace(HOST, host=f"h{i}") for i in (1, 2, 3, 4)]
     reports[2] = replace(reports[2], **changes)
-    verdict = judge(reports, {report.host: PLAN for report in reports})
-    return verdict.wrong, verdict.doubtful
+    findings = compare_hosts(reports, {report.host: PLAN for report in reports})
+    return findings.errors, findings.warnings
 
 
 def test_equal_hosts_pass() -> None:
-    assert judge_with() == ([], [])
+    assert findings_with() == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("changes", "wrong", "doubtful"),
+    ("changes", "error", "warning"),
     [
-        ({"packages": (("torch", "2.8.0"),)}, "h3 has torch 2.8.0, the others 2.13.0", ""),
+        ({"packages": (("torch", "2.8.0"),)}, "h3 has torch 2.8.0, most hosts have 2.13.0", ""),
         ({"packages": ()}, "h3 has torch none", ""),
         ({"python": "3.12.1"}, "h3 has Python 3.12.1", ""),
-        ({"files": (("/x/train.py", "bb"),)}, "h3 has /x/train.py bb, the others aa", ""),
+        ({"files": (("/x/train.py", "bb"),)}, "h3 has /x/train.py bb, most hosts have aa", ""),
         ({"allowed_pus": (0, 1)}, "h3 does not allow CPUs 2-3", ""),
         ({"memory_bytes": 1 << 30}, "h3 has 1.0 GiB of memory free", ""),
         ({"clock_s": -7.25}, "", "h3's clock is -7.2 s off"),
-        ({"scratch_bytes": 0}, "", "h3 has 0.0 GiB of scratch"),
+        ({"scratch_bytes": 0}, "", "h3 has 0.0 GiB free in its temporary folder"),
         ({"link_gbit": 1.0}, "", "h3 sends 1.00 Gbit/s"),
         ({"no_provider": "psm3"}, "", "h3's libfabric has no provider psm3"),
     ],
 )
-def test_a_host_that_differs_is_named(changes: dict, wrong: str, doubtful: str) -> None:
-    found_wrong, found_doubtful = judge_with(**changes)
-    assert len(found_wrong) == bool(wrong) and all(wrong in line for line in found_wrong)
-    assert len(found_doubtful) == bool(doubtful) and all(doubtful in line for line in found_doubtful)
+def test_a_host_that_differs_is_named(changes: dict, error: str, warning: str) -> None:
+    errors, warnings = findings_with(**changes)
+    assert len(errors) == bool(error) and all(error in line for line in errors)
+    assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
 
 
 def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
 
         good = launched("a")
         assert good.returncode == 0 and good.stdout.count("ran") == 3 * 2, good.stderr
-        assert "pre-flight: 3 hosts are alike and answer" in good.stderr
+        assert "pre-flight: 3 hosts checked in" in good.stderr
         hosts.slow_down("h2", "50mbit")
         slow = launched("b")
         assert slow.returncode == 0

@@ -54,7 +54,7 @@ def test_a_rank_s_death_ends_the_job_and_is_named(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", MPI)
-def test_output_is_labelled_and_logged(name: str, tmp_path: Path) -> None:
+def test_output_is_labeled_and_logged(name: str, tmp_path: Path) -> None:
     result = launch(name, "--", sys.executable, "-c", "print('hello')", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout
@@ -76,7 +76,7 @@ def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert {line.split("] ")[1] for line in result.stdout.splitlines()} == {f"rank {i}" for i in range(WORKERS)}
     refused = cputrain("launch", "--launcher", "torchrun", "--hosts", "a,b", "--", "true", cwd=tmp_path, PATH=path)
-    assert refused.returncode == 2 and "on each host" in refused.stderr
+    assert refused.returncode == 2 and "on every host" in refused.stderr
 
 
 def test_a_signal_ends_everything(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mpi.usage.records import (
     HostUse,
     WorkerUse,
     from_line,
+    merged,
     moved,
     thinned,
     to_line,
@@ -78,11 +79,11 @@ def test_thinned_records_are_few_and_lose_no_second_and_no_peak(records: list[Wo
 
 @given(st.lists(hosts, min_size=2, max_size=30))
 def test_a_merged_host_keeps_its_busiest_interfaces_and_its_least_memory(records: list[HostUse]) -> None:
-    merged = reduce(HostUse.and_then, records)
-    assert len(merged.network) <= MOST_INTERFACES
-    assert merged.memory_available_bytes == min(r.memory_available_bytes for r in records)
+    whole = reduce(merged, records)
+    assert len(whole.network) <= MOST_INTERFACES
+    assert whole.memory_available_bytes == min(r.memory_available_bytes for r in records)
     both = total(records[0].network, records[1].network)
-    kept = records[0].and_then(records[1]).network
+    kept = merged(*records[:2]).network
     left_out = [sum(both[name]) for name in both.keys() - kept.keys()]
     assert all(both[name] == moved for name, moved in kept.items())
     assert max(left_out, default=0) <= min((sum(moved) for moved in kept.values()), default=0)

@@ -52,7 +52,7 @@ def scripts(page: Path) -> Iterator[str]:
     for block in blocks(page):
         if block.tag.split()[:1] == ["sh"]:
             yield block.text
-        elif block.tag == "console":
+        elif block.tag.split()[:1] == ["console"]:
             yield "\n".join(line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ "))
 
 

@@ -14,10 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from affinity.ranks.rank import discover
+from affinity.topology.sysfs import this_machine
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
 from mpi.supervise.local import free_port
 from tests.support.commands import cputrain
+
+PPN = min(2, len(this_machine().allowed_cores))
+SMALL = (
+    "data.path=images",
+    "model.name=resnet18",
+    "data.crop=32",
+    "batch.local=6",
+    "epochs=2",
+    "schedule.warmup_epochs=1",
+    f"plan.ppn={PPN}",
+    "output=run",
+)
 
 
 def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -> subprocess.CompletedProcess[str]:
@@ -40,7 +53,7 @@ def main(trainings: list[dict[str, Any]]) -> None:
         worker, observed = bind_rank(recipe, rank, os.environ, check=True)
         how = {"resume": False, "overwrite": False, "prepared": False, "check": True}
         poison(training["poison"])
-        run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, **how))  # noqa: B023  called at once
+        run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how))  # noqa: B023  called at once
         faulthandler.cancel_dump_traceback_later()  # a rank ends with its group; this one goes on
         print(f"trained {recipe.name}", flush=True)
 

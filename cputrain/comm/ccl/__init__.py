@@ -57,7 +57,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
         world_size=options.group_size,
         local_rank=options.group_rank,
         local_world_size=options.group_size,
-        launcher="script",
+        convention="script",
     )
     loaded = extension(rank)
     backend = loaded.CclBackend(

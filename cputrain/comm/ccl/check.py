@@ -27,7 +27,7 @@ def time_two_ranks() -> dict[int, float]:
     with tempfile.TemporaryFile() as output:
         ranks = []
         for i in (0, 1):
-            rank = Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, launcher="env")
+            rank = Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, convention="env")
             env = {**os.environ, **rendezvous(rank, LOOPBACK, port)}
             command = [sys.executable, "-m", "cputrain.comm.ccl.check"]
             ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))

@@ -1,4 +1,4 @@
 """Encoded images on disk, by number: image folders, shards, TFRecords, archives, MNIST's files, generated data.
 
-`open.open_dataset` recognizes what a folder holds; `survey` counts it without torch. Each format is one module.
+`open.open_dataset` recognizes what a folder contains; `survey` counts it without torch. Each format is one module.
 """

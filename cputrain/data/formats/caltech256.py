@@ -25,7 +25,7 @@ def open_caltech256(source: Path) -> tuple[tuple[str, ...], Images]:
     by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]
     classes = tuple(sorted({row[0] for row in by_class}))
     if not by_class:
-        raise InputError(f"{source} holds no image: is it 256_ObjectCategories.tar?")
+        raise InputError(f"{source} contains no image: is it 256_ObjectCategories.tar?")
     label = {name: number for number, name in enumerate(classes)}
     images = ArchiveMembers(
         source,

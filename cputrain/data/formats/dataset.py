@@ -56,12 +56,10 @@ def check_labels(dataset: Dataset) -> None:
             raise InputError(f"{split}: {found}, but there are {len(dataset.classes)} classes: prepare again")
 
 
-class ImageFiles:
-    """Images that are files."""
+class LabeledImages:
+    """What data sets have in common that keep the labels of their images in memory."""
 
-    def __init__(self, paths: Sequence[str], labels: Sequence[int]) -> None:
-        self._paths = paths
-        self._labels = np.array(labels, dtype=np.int64)
+    _labels: NDArray[np.int64]
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -69,7 +67,15 @@ class ImageFiles:
         return self._labels
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._labels)
+
+
+class ImageFiles(LabeledImages):
+    """Images that are files."""
+
+    def __init__(self, paths: Sequence[str], labels: Sequence[int]) -> None:
+        self._paths = paths
+        self._labels = np.array(labels, dtype=np.int64)
 
     def read(self, i: int) -> bytes:
         """The file's bytes."""
@@ -87,7 +93,7 @@ class ImageFiles:
         return self._paths[i]
 
 
-class ArchiveMembers:
+class ArchiveMembers(LabeledImages):
     """Images that are members of an uncompressed archive, each `length` bytes from `offset` on."""
 
     def __init__(
@@ -102,14 +108,6 @@ class ArchiveMembers:
         self._offset, self._length = offset, length
         self._names = names
         self._labels = np.array(labels, dtype=np.int64)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each image, shape (n,)."""
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
 
     def read(self, i: int) -> bytes:
         """The member's bytes. Raises OSError where the archive ends before them."""

@@ -13,7 +13,7 @@ TRAIN, VAL, TEST = SPLITS
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """The folders of the splits: train/, val/ and, if it holds class folders, test/.
+    """The folders of the splits: train/, val/ and, if it contains class folders, test/.
 
     Without val/ the test/ folder is the validation split. Raises InputError when a split is missing.
     """
@@ -47,7 +47,7 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
 def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> tuple[list[str], list[int]]:
     """Paths and labels of the images in a folder CLASS/*, sorted by class and file name.
 
-    Raises InputError when it holds no image, or with `every_class` when a class has none.
+    Raises InputError when it contains no image, or with `every_class` when a class has none.
     """
     paths: list[str] = []
     labels: list[int] = []
@@ -63,7 +63,7 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> t
         paths += [f"{class_folder}/{name}" for name in names]
         labels += [label] * len(names)
     if not paths:
-        raise InputError(f"{folder} holds no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
+        raise InputError(f"{folder} contains no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
     return paths, labels
 
 

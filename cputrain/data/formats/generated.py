@@ -8,27 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cputrain.data.formats.dataset import LabeledImages
 from cputrain.data.pixels.crops import CropFunction
 
 DIFFERENT = 64  # images of random pixels; the others repeat them
 SLOPE, INTERCEPT, NOISE, LARGEST_X = 2.0, 1.0, 0.5, 10.0
 
 
-class SyntheticImages:
+class SyntheticImages(LabeledImages):
     """Random pixels with random labels: image i has the pixels of image i modulo DIFFERENT."""
 
     def __init__(self, count: int, classes: int, side: int, seed: int) -> None:
         rng = np.random.Generator(np.random.Philox(key=[seed, count]))
         self._labels = rng.integers(0, classes, count)
         self._pixels = rng.integers(0, 256, (min(count, DIFFERENT), side, side, 3), dtype=np.uint8)
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each image, shape (n,)."""
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
 
     def read(self, i: int) -> bytes:
         """The image's number, which `decode` understands."""

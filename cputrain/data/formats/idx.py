@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.data.formats.dataset import Dataset
 
 FILES = {"train": ("train-images", "train-labels"), "val": ("t10k-images", "t10k-labels")}
@@ -70,7 +71,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
         raise InputError(f"cannot read {path}: {error}") from None
     head = struct.pack(">HBB", 0, UNSIGNED_BYTES, dimensions)
     if data[:4] != head or len(data) < 4 + 4 * dimensions:
-        raise InputError(f"{path} is not an idx file of bytes in {dimensions} dimension(s)")
+        raise InputError(f"{path} is not an idx file of bytes in {counted(dimensions, 'dimension')}")
     shape = struct.unpack_from(f">{dimensions}I", data, 4)
     values = np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions)
     if len(values) != np.prod(shape):
@@ -83,5 +84,5 @@ def _find(source: Path, name: str) -> Path:
     candidates = [source / (stem + suffix) for stem in (name, dotted) for suffix in ("", ".gz")]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
-        raise InputError(f"{source} has no {name} (or {name}.gz): name the folder that holds MNIST's four files")
+        raise InputError(f"{source} has no {name} (or {name}.gz): name the folder that contains MNIST's four files")
     return found

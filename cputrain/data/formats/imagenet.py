@@ -15,14 +15,14 @@ SYNSET = re.compile(r"n\d{8}")
 
 
 def open_imagenet(source: Path) -> Dataset:
-    """Open a folder that holds both archives and the labels of the validation images.
+    """Open a folder that contains both archives and the labels of the validation images.
 
     The labels are in the development kit's archive, or in a text file: one synset a line, in the order of the images'
     names, or lines of "FILE SYNSET". Raises InputError that names what is missing or wrong.
     """
     for name in (TRAIN, VAL):
         if not (source / name).is_file():
-            raise InputError(f"{source} has no {name}: name the folder that holds ImageNet's archives")
+            raise InputError(f"{source} has no {name}: name the folder that contains ImageNet's archives")
     classes, train = _training(source / TRAIN)
     return Dataset(classes=classes, train=train, val=_validation(source, classes))
 
@@ -36,10 +36,10 @@ def _training(archive: Path) -> tuple[tuple[str, ...], Images]:
             raise InputError(f"{archive}: member {inner!r} is not SYNSET.tar: is it ImageNet's training archive?")
         images = [(synset, offset, length, name) for name, offset, length in members(archive, start)]
         if not images:
-            raise InputError(f"{archive}: {inner} holds no image: is the download complete?")
+            raise InputError(f"{archive}: {inner} contains no image: is the download complete?")
         found += images
     if not found:
-        raise InputError(f"{archive} holds no image")
+        raise InputError(f"{archive} contains no image")
     classes = tuple(sorted({synset for synset, *_ in found}))
     label = {synset: number for number, synset in enumerate(classes)}
     train = ArchiveMembers(

@@ -7,14 +7,16 @@ from typing import Any
 from affinity.errors import InputError
 from cputrain.files import write_atomic
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """{"version", "classes", "made", "splits": {split: {"images", "shards", "bytes", "mix", "odd", "damaged"}}}.
+    """{"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
 
-    `made` holds the options of `cputrain prepare`, `bytes` each shard's size. Raises InputError on any other file.
+    `options` are those of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32 in a row,
+    `unusual` how many images have each unusual property, `damaged` the images that could not be packed.
+    Raises InputError on any other file.
     """
     path = folder / MANIFEST
     try:
@@ -27,8 +29,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(
-    folder: Path, classes: tuple[str, ...], made: dict[str, Any], splits: dict[str, dict[str, Any]]
+    folder: Path, classes: tuple[str, ...], options: dict[str, Any], splits: dict[str, dict[str, Any]]
 ) -> None:
     """Write the manifest of a folder whose shards and indices are complete."""
-    manifest = {"version": VERSION, "classes": list(classes), "made": made, "splits": splits}
+    manifest = {"version": VERSION, "classes": list(classes), "options": options, "splits": splits}
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())

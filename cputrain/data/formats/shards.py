@@ -1,6 +1,6 @@
 """Shards in a format that other programs read, too, and an index for random access.
 
-A prepared folder holds manifest.json, SPLIT.index.npy and the shards. These are either SPLIT-00000.tar, ... for
+A prepared folder contains manifest.json, SPLIT.index.npy and the shards. These are either SPLIT-00000.tar, ... for
 webdataset readers, with two members for each sample, KEY.jpg (or the suffix of its format) and KEY.cls with the label
 in decimal; or train-00000-of-01024, validation-..., test-... for TensorFlow's readers.
 """
@@ -46,7 +46,7 @@ def shard_paths(folder: Path, split: str, count: int, shard_format: str) -> list
 
 def shard_format_of(manifest: dict[str, Any]) -> str:
     """The format of a prepared folder's shards: "tar" or "tfrecord"."""
-    return str(manifest["made"].get("format", "tar"))
+    return str(manifest["options"].get("format", "tar"))
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -124,7 +124,7 @@ class Shards:
         raise OSError(f"checksum differs from the index: the shard is damaged at byte {offset:,}")
 
     def read_pieces(self, first: int, last: int) -> ShardPieces:
-        """The pieces of shards that hold the samples [first, last), each read in one go."""
+        """The pieces of shards that contain the samples [first, last), each read in one go."""
         records, pieces = self.index[first:last], {}
         for shard in np.unique(records["shard"]).tolist():
             mine = records[records["shard"] == shard]

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from affinity.wording import counted
 from cputrain.data.formats.dataset import Dataset, Images
 from cputrain.data.order.permutations import Indices, epoch_order
 
@@ -52,7 +53,9 @@ def split_off(classes: tuple[str, ...], images: Images, fractions: Mapping[str, 
     for name, mine, *counts in zip(classes, members, *drawn.values(), strict=True):
         if sum(counts) >= len(mine):
             requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
-            raise InputError(f"class {name} has {len(mine)} image(s): too few to split off {requested} of them")
+            raise InputError(
+                f"class {name} has {counted(len(mine), 'image')}: too few to split off {requested} of them"
+            )
         rest = mine
         for split, count in zip(fractions, counts, strict=True):
             parts[split].append(rest[:count])

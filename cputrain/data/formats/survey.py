@@ -64,7 +64,7 @@ def _survey(classes: tuple[str, ...], counts: dict[str, int]) -> Survey:
 
 
 def has_tfrecords(root: Path) -> bool:
-    """Whether a folder holds TFRecords, by the names of its files."""
+    """Whether a folder contains TFRecords, by the names of its files."""
     return next(root.glob("train-*-of-*"), None) is not None
 
 

@@ -21,7 +21,7 @@ def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
                 for member in tar:
                     if member.isfile():
                         if member.name in names:
-                            raise InputError(f"{archive} holds {member.name} twice: was something appended to it?")
+                            raise InputError(f"{archive} contains {member.name} twice: was something appended to it?")
                         names.add(member.name)
                         yield member.name, member.offset_data, member.size
                     tar.members.clear()  # type: ignore[attr-defined]  # it would keep all 1.3 million

@@ -79,7 +79,7 @@ def open_tfrecords(source: Path) -> Dataset:
     found = {split: sorted(source.glob(pattern)) for split, pattern in SPLITS.items()}
     for split in ("train", "val"):
         if not found[split]:
-            raise InputError(f"{source} has no {SPLITS[split]}: name the folder that holds ImageNet's TFRecords")
+            raise InputError(f"{source} has no {SPLITS[split]}: name the folder that contains ImageNet's TFRecords")
     splits = {split: RecordImages(paths) for split, paths in found.items() if paths}
     names = splits["train"].names
     numbers = {label: number for number, label in enumerate(sorted(names))}

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.data.formats.dataset import Dataset
+from cputrain.data.formats.dataset import Dataset, LabeledImages
 from cputrain.models.vision import import_torchvision
 
 
-class TorchvisionImages:
+class TorchvisionImages(LabeledImages):
     """A torchvision data set, whose images are encoded as PNGs when they are read."""
 
     def __init__(self, items: Any, name: str) -> None:
@@ -24,14 +23,6 @@ class TorchvisionImages:
         found = [items[i][1] for i in range(len(items))] if targets is None else targets
         self._labels = np.asarray(found, dtype=np.int64)
         self._typical = len(self.read(0))
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each image, shape (n,)."""
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._labels)
 
     def read(self, i: int) -> bytes:
         """Image i as a PNG."""

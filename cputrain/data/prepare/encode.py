@@ -18,7 +18,7 @@ SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "BMP": ".bmp", "WEBP": ".webp", "TIFF
 class Encoded:
     """An image as it is stored in a shard: its bytes, the suffix of its real format, width and height in pixels.
 
-    `odd` lists unusual properties: "gray", "cmyk", "no jpeg", "exif rotation" (which is ignored, as torchvision does),
+    `unusual` lists properties: "gray", "cmyk", "no jpeg", "exif rotation" (which is ignored, as torchvision does),
     "no end marker".
     """
 
@@ -26,7 +26,7 @@ class Encoded:
     suffix: str
     width: int
     height: int
-    odd: tuple[str, ...]
+    unusual: tuple[str, ...]
 
 
 def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_only: bool) -> Encoded:
@@ -37,7 +37,7 @@ def encode(data: bytes, *, short_side: int | None, quality: int | None, jpeg_onl
     if quality is not None:
         return reencode(data, short_side=short_side, quality=quality)
     image = inspect(data)
-    if jpeg_only and {"no jpeg", "cmyk"} & {*image.odd}:
+    if jpeg_only and {"no jpeg", "cmyk"} & {*image.unusual}:
         return reencode(data, short_side=None, quality=NEARLY_LOSSLESS)
     return image
 
@@ -46,11 +46,11 @@ def inspect(data: bytes) -> Encoded:
     """The image unchanged. It is decoded only where its end marker is missing or it is no JPEG. Raises ImageError."""
     try:
         with _open(data) as image:
-            odd = _oddities(image, data)
-            if "no end marker" in odd or image.format != "JPEG":
+            unusual = _oddities(image, data)
+            if "no end marker" in unusual or image.format != "JPEG":
                 image.load()
             suffix = SUFFIXES.get(image.format or "", ".img")
-            return Encoded(data=data, suffix=suffix, width=image.width, height=image.height, odd=odd)
+            return Encoded(data=data, suffix=suffix, width=image.width, height=image.height, unusual=unusual)
     except DAMAGE as error:
         raise ImageError(str(error)) from None
 
@@ -59,7 +59,7 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
     """The image as a JPEG (4:2:0, or gray if it is gray), its short side at most `short_side`. Raises ImageError."""
     try:
         with _open(data) as image:
-            odd = _oddities(image, data)
+            unusual = _oddities(image, data)
             pixels = image if image.mode == "L" else image.convert("RGB")
             short = min(pixels.size)
             if short_side is not None and short > short_side:
@@ -71,12 +71,12 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
             pixels.save(out, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_rows=1)
     except DAMAGE as error:
         raise ImageError(str(error)) from None
-    return Encoded(data=out.getvalue(), suffix=".jpg", width=pixels.width, height=pixels.height, odd=odd)
+    return Encoded(data=out.getvalue(), suffix=".jpg", width=pixels.width, height=pixels.height, unusual=unusual)
 
 
 def _open(data: bytes) -> Image.Image:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd metadata; the pixels are what counts
+        warnings.simplefilter("ignore")  # of unusual metadata; the pixels are what counts
         return Image.open(io.BytesIO(data))
 
 

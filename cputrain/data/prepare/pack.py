@@ -62,7 +62,7 @@ def prepare(
     threads: int | None = None,
     on_image: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Pack all splits into shards, each in one random permutation; images that cannot be read are left out and named.
+    """Pack all splits into shards, each in one random permutation; images that cannot be read are skipped and named.
 
     `out` is complete or absent. Unfinished work is kept beside it, in .OUT.partial, and continued when prepare is
     called again with the same options; a complete `out` with the same options is left as it is. `on_image` is called
@@ -72,7 +72,7 @@ def prepare(
     requested = asdict(options)
     if out.exists():
         manifest = read_manifest(out) if (out / MANIFEST).is_file() else None
-        if manifest is None or asdict(Options(**manifest["made"])) != requested:
+        if manifest is None or asdict(Options(**manifest["options"])) != requested:
             raise InputError(
                 f"{out} already exists, and was not made with this source and these options: remove it, or prepare "
                 "into another folder"
@@ -115,8 +115,8 @@ def _check_space(folder: Path, needed: float) -> None:
     free = shutil.disk_usage(folder).free
     if needed - written > free:
         raise InputError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, the shards need about {needed / 1e9:.1f}: make room, or "
-            "prepare elsewhere"
+            f"{folder.parent} has {free / 1e9:.1f} GB free, the shards need about {needed / 1e9:.1f}: free some space, "
+            "or prepare elsewhere"
         )
 
 
@@ -182,16 +182,16 @@ def _write_split(
     for receipt in receipts:
         receipt.unlink()
     labels = index["label"].astype(np.int64)
-    odd: Counter[str] = sum((Counter(shard["odd"]) for shard in shards), Counter())
+    unusual: Counter[str] = sum((Counter(shard["unusual"]) for shard in shards), Counter())
     return {
         "images": len(index),
         "shards": len(parts),
         "bytes": [path.stat().st_size for path in paths],
-        "mix": {
+        "mixing": {
             "classes_in_32": mean_classes_in_window(labels),
             "at_random": expected_classes_in_window(labels),
         },
-        "odd": dict(odd),
+        "unusual": dict(unusual),
         "damaged": [line for shard in shards for line in shard["damaged"]],
     }
 
@@ -204,7 +204,7 @@ def _write_shard(
     first_key: int,
 ) -> None:
     """Write a shard, then its receipt: a file that exists only beside a complete shard, with the shard's records."""
-    odd: Counter[str] = Counter()
+    unusual: Counter[str] = Counter()
     damaged: list[str] = []
     records: list[Record] = []
 
@@ -214,7 +214,7 @@ def _write_shard(
             if image.encoded is None:
                 damaged.append(f"{image.name}: {image.error}")
                 continue
-            odd.update(image.encoded.odd)
+            unusual.update(image.encoded.unusual)
             shard.add(
                 Sample(
                     key=first_key + len(shard.records),
@@ -228,7 +228,7 @@ def _write_shard(
         records.extend(shard.records)
 
     write_with(path, write)
-    write_atomic(receipt, json.dumps({"records": records, "odd": odd, "damaged": damaged}).encode())
+    write_atomic(receipt, json.dumps({"records": records, "unusual": unusual, "damaged": damaged}).encode())
 
 
 def _prepared_images(

@@ -39,7 +39,7 @@ def open_source(
     if val_fraction is None:
         return dataset
     if dataset.test is not None:
-        raise InputError(f"{source} has validation and test images of its own: leave --val-fraction out")
+        raise InputError(f"{source} has validation and test images of its own: remove --val-fraction")
     return replace(split_off(dataset.classes, dataset.train, drawn, seed), test=dataset.val)
 
 

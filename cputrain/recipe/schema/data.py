@@ -73,10 +73,10 @@ class DataSection(Section):
     """JPEG decoder: turbo (libjpeg-turbo 3) or pillow. turbo decodes only the cropped region of an image; auto takes
     turbo where it can be compiled, otherwise Pillow."""
     on_error: Literal["skip", "raise"] = "skip"
-    """What to do with an image that cannot be decoded. skip: leave it out of its batch, with a warning and a count;
+    """What to do with an image that cannot be decoded. skip: remove it from its batch, with a warning and a count;
     raise: end the training with an error."""
     last_batch: Literal["drop", "spread"] = "drop"
-    """What to do with the images of an epoch that are too few for another global batch. drop: leave them out of this
+    """What to do with the images of an epoch that are too few for another global batch. drop: skip them in this
     epoch (each epoch draws a new order); spread: add one step and make all steps of the epoch slightly smaller."""
     train_images: Positive | None = None
     """Number of training images, for plans made on a machine without the data. A training counts the images itself. For

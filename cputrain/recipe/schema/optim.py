@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from affinity.wording import either
 from cputrain.recipe.schema.base import Auto, Rate, Section, misfit
-from cputrain.recipe.wording import either
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal[

@@ -1,4 +1,4 @@
-"""What a run communicates, decodes and allocates with, and how to get what is faster."""
+"""What a run prints at its start: what it communicates, decodes and allocates with, and what would be faster."""
 
 import socket
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ TURBO_GAIN = "2.6-3.6 times the images per CPU-second"
 OWN_CHOICE = ("comm.backend=gloo", "data.decoder=pillow")
 
 
-def start_lines(*, backend: str, backend_why: str, decoder: str, allocator: str, ranks: int) -> list[str]:
+def startup_lines(*, backend: str, backend_why: str, decoder: str, allocator: str, ranks: int) -> list[str]:
     """What rank 0 says at its start: a line of what is in use, and one for each faster part that is missing.
 
     `decoder` is its name, a colon, and where it lies or why it was taken.

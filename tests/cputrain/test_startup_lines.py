@@ -1,13 +1,13 @@
 """What a run says at its start of what it uses."""
 
-from cputrain.training.in_use import start_lines
+from cputrain.training.startup_lines import startup_lines
 
 NO_CCL = 'rank 0: oneCCL is not installed: pip install "cputrain[ccl]", or set comm.backend=gloo'
 NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'"
 
 
 def output(backend: str, why: str, decoder: str, allocator: str, ranks: int = 2) -> list[str]:
-    return start_lines(backend=backend, backend_why=why, decoder=decoder, allocator=allocator, ranks=ranks)
+    return startup_lines(backend=backend, backend_why=why, decoder=decoder, allocator=allocator, ranks=ranks)
 
 
 def test_where_all_is_fast_there_is_one_line() -> None:
