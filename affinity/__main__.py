@@ -113,9 +113,9 @@ def _print(plan: Plan, output_format: str, *, explained: bool = False) -> None:
     if output_format == "json":
         print(plan_to_json(plan))
     elif output_format == "svg":
-        print(plan_to_svg(plan))
+        print(plan_to_svg(plan, wording=as_option))
     else:
-        print(plan_to_text(plan, colored=sys.stdout.isatty(), explained=explained))
+        print(plan_to_text(plan, colored=sys.stdout.isatty(), explained=explained, wording=as_option))
 
 
 COMMANDS: dict[str, Callable[[dict[str, Any], Mapping[str, str]], int]] = {"read": _read, "plan": _plan, "show": _show}

@@ -20,6 +20,11 @@ def as_option(name: str, value: str | None) -> str:
     return f"--{option}" if value in (None, "true") else f"--{option} {value}"
 
 
+def worded(text: str, wording: Wording) -> str:
+    """A text with each setting in braces, `{ppn}` or `{oversubscribe=true}`, as `wording(name, value)` spells it."""
+    return SETTING.sub(lambda match: wording(match[1], match[2]), text)
+
+
 class InputError(Exception):
     """The input is wrong (exit status 2): one line with what was requested, what was found and what to do next."""
 
@@ -36,7 +41,7 @@ class SettingsError(Exception):
 
     def worded(self, wording: Wording) -> str:
         """The message with each setting as `wording(name, value)` spells it."""
-        return SETTING.sub(lambda match: wording(match[1], match[2]), str(self.args[0]))
+        return worded(str(self.args[0]), wording)
 
     def __str__(self) -> str:
         return self.worded(as_field)

@@ -1,6 +1,6 @@
 """Numbers and lists of words in messages."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 NAMED = 5
 
@@ -8,6 +8,12 @@ NAMED = 5
 def counted(number: int, noun: str) -> str:
     """ "1 worker", "2,048 workers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def spread(numbers: Collection[int]) -> str:
+    """The smallest and the largest: "4", "4-5"."""
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least}-{most}"
 
 
 def either(words: Sequence[str]) -> str:

@@ -98,6 +98,14 @@ FABRICS = {
 }
 
 
+def fabric_between(hosts: int, requested: str, *, elsewhere: str | None = None) -> Fabric:
+    """The fabric between so many hosts: the requested one; for "auto" this host's own, or on another machine the one
+    named `elsewhere`."""
+    if requested != "auto":
+        return FABRICS[requested]
+    return FABRICS["shm" if hosts == 1 else elsewhere or fabric_here()]
+
+
 def fabric_here(root: Path = Path("/")) -> str:
     """The fabric of the host under root, by its fastest network device; Ethernet where nothing else is found."""
     if any((root / "sys/class/hfi1").glob("hfi1*")):

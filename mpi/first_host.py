@@ -18,10 +18,10 @@ from pathlib import Path
 
 from affinity.exit_status import exit_status
 from affinity.planner.plan import Plan
-from affinity.planner.plan_file import plan_to_json, read_plan, request_from_json
+from affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
 from affinity.planner.this_machine import plan_this_machine
 from affinity.wording import counted
-from mpi.fabric import FABRICS, Fabric, fabric_here
+from mpi.fabric import FABRICS, Fabric, fabric_between
 from mpi.hosts.groups import HostGroup
 from mpi.hosts.hostfile import read_hostfile
 from mpi.launchers.command import launch_command
@@ -33,16 +33,9 @@ from mpi.launchers.table import LAUNCHERS
 from mpi.supervise.connection import TOKEN_VARIABLE
 from mpi.supervise.process import write_files
 
-NODES, PLAN = "nodes", "plan.json"
+NODES, PLAN = "nodes", PLAN_FILE
 # Made by the script, as others may read the file of these lines.
 NEW_TOKEN = f"export {TOKEN_VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
-
-
-def network(requested: str, hosts: int) -> Fabric:
-    """The fabric between so many hosts: the requested one, or for "auto" this host's own."""
-    if requested != "auto":
-        return FABRICS[requested]
-    return FABRICS["shm" if hosts == 1 else fabric_here()]
 
 
 def plan_here(text: str, fabric: Fabric, command: tuple[str, ...], env: Mapping[str, str]) -> Plan:
@@ -94,7 +87,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         hosts = tuple(host.name for host in read_hostfile(options.folder / NODES).hosts)
-        fabric = network(options.fabric, len(hosts))
+        fabric = fabric_between(len(hosts), options.fabric)
         if options.request is not None:
             program = () if options.program is None else (options.program,)
             plan = plan_here(options.request, fabric, program, os.environ)

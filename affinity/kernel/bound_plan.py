@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from affinity.planner.plan import Plan, WorkerPlan
-from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, worker_from_dict
+from affinity.planner.plan_file import PLAN_FILE, plan_of_host, plan_to_json, read_json, worker_from_dict
 
 # They name the plan that a command was bound by, and its worker in that plan.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
 DESCRIPTORS = "/proc/self/fd/"  # a plan in memory has a path in this folder
-MEMORY_FILE = "plan.json"
+MEMORY_FILE = PLAN_FILE
 
 
 def plan_in_memory(plan: Plan) -> Path:

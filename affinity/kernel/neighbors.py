@@ -31,8 +31,8 @@ def plan_beside(request: Request, env: Mapping[str, str], command: tuple[str, ..
     warns. `env` is this process's environment. Raises InputError where the request does not fit, or no core is left."""
     neighbors = find_neighbors(env)
     if share:
-        taken = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
-        return plan_this_machine(replace(request, taken=taken), env, command)
+        occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
+        return plan_this_machine(replace(request, occupied=occupied), env, command)
     plan = plan_this_machine(request, env, command)
     return replace(plan, warnings=plan.warnings + contention(plan, neighbors))
 

@@ -56,13 +56,13 @@ def differences(worker: WorkerPlan, observed: Observed) -> list[str]:
     if observed.pus != worker.pus:
         found.append(
             f"CPUs planned {format_list(worker.pus)} (mask {format_mask(worker.pus)}), "
-            f"given {format_list(observed.pus)} (mask {format_mask(observed.pus)})"
+            f"actual {format_list(observed.pus)} (mask {format_mask(observed.pus)})"
         )
     given = (observed.memory_policy, observed.memory_nodes)
     if observed.memory_policy is not None and given != (worker.memory_policy, worker.memory_nodes):
         found.append(
             f"memory planned {worker.memory_policy} {format_list(worker.memory_nodes)}, "
-            f"given {given[0]} {format_list(given[1])}"
+            f"actual {given[0]} {format_list(given[1])}"
         )
     if not set(worker.memory_nodes) <= set(observed.allowed_nodes):
         found.append(
@@ -147,7 +147,7 @@ def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
     if sorted(given) == sorted((pu,) for pu in worker.compute_pus):
         return []
     found = " ".join(format_list(pus) for pus in given)
-    return [f"OpenMP threads planned on CPUs {format_list(worker.compute_pus)}, one each, given {found}"]
+    return [f"OpenMP threads planned on CPUs {format_list(worker.compute_pus)}, one each, actual {found}"]
 
 
 def memory_share(address: int) -> dict[int, float]:

@@ -120,7 +120,7 @@ def comparison(processes: list[Running]) -> str:
             nodes = format_list(process.worker.memory_nodes)
             planned = f"CPUs {format_list(process.worker.pus)}, memory {process.worker.memory_policy} {nodes}".rstrip()
             lines.append(f"  planned  worker {process.worker.local_rank}: {planned}")
-        lines.append(f"  given    CPUs {used} to {len(process.threads)} threads" + (f"; {memory}" if memory else ""))
+        lines.append(f"  actual   CPUs {used} to {len(process.threads)} threads" + (f"; {memory}" if memory else ""))
         for thread in process.misplaced_threads:
             lines.append(f"  differs  thread {thread.tid} ({thread.name}) may run on CPUs {format_list(thread.pus)}")
         if process.remote_bytes:

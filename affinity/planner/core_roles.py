@@ -3,16 +3,14 @@
 from dataclasses import dataclass
 
 from affinity.errors import RequestError
-from affinity.planner.domains import Domain
+from affinity.planner.domains import OTHER_TYPE, Domain
 from affinity.planner.reasons import Unused
 from affinity.topology.machine import Core
-
-TOO_SLOW = "slower than the compute cores: a step would wait for them (balance=batch may use them)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """A domain's cores: those reserved for communication and loading, those that compute, slow ones without work."""
+    """A domain's cores: those reserved for communication and loading, those that compute, spare ones without work."""
 
     reserved: tuple[Core, ...]
     compute: tuple[Core, ...]
@@ -39,15 +37,15 @@ class CoreRoles:
 
 
 def reserve(domain: Domain, count: int, *, at_end: bool) -> Reserved:
-    """Reserve `count` cores, slow ones first, then the domain's first ones (`at_end`: its last ones).
+    """Reserve `count` cores, spare ones first, then the domain's first ones (`at_end`: its last ones).
 
     At the start because a host's first cores also take its interrupts.
     """
-    slow, taken = domain.slow[:count], max(0, count - len(domain.slow))
+    spare, taken = domain.spare[:count], max(0, count - len(domain.spare))
     kept = len(domain.cores) - taken
-    fast = domain.cores[kept:] if at_end else domain.cores[:taken]
+    own = domain.cores[kept:] if at_end else domain.cores[:taken]
     compute = domain.cores[:kept] if at_end else domain.cores[taken:]
-    return Reserved(reserved=slow + fast, compute=compute, idle=domain.slow[count:])
+    return Reserved(reserved=spare + own, compute=compute, idle=domain.spare[count:])
 
 
 def compute_candidates(cores: tuple[Core, ...], *, smt: bool) -> tuple[int, ...]:
@@ -100,7 +98,7 @@ def _idle(cores: Reserved, busy_pus: set[int], threads: int) -> tuple[Unused, ..
     beyond = tuple(pu for core in cores.compute if core not in busy for pu in core.pus)
     idle = (
         Unused(pus=siblings, why="second threads of compute cores: two would compete for one core's vector units"),
-        Unused(pus=beyond, why=f"threads={threads} was requested"),
-        Unused(pus=_pus(cores.idle), why=TOO_SLOW),
+        Unused(pus=beyond, why=f"{{threads={threads}}} was requested"),
+        Unused(pus=_pus(cores.idle), why=OTHER_TYPE),
     )
     return tuple(item for item in idle if item.pus)

@@ -1,6 +1,17 @@
 """Images per step of each worker."""
 
+from math import ceil
+
 from affinity.planner.domains import Domain
+
+
+def most_per_pass(local_batch: int, global_batch: int | None, workers: int) -> int:
+    """Images of a worker's largest backward pass: `local_batch`, or less where equal shares of a global batch over all
+    workers need as few passes with less."""
+    if global_batch is None:
+        return local_batch
+    passes = ceil(global_batch / (workers * local_batch))
+    return ceil(ceil(global_batch / workers) / passes)
 
 
 def local_batches(

@@ -1,5 +1,6 @@
 """The memory that each worker uses: policy, NUMA nodes, room; and whether a batch fits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -8,8 +9,10 @@ from affinity.planner.domains import Domain
 from affinity.planner.profiles import is_phi
 from affinity.planner.reasons import Reason
 from affinity.planner.workload import Workload, footprint, largest_batch
-from affinity.topology.machine import Machine
+from affinity.topology.cpuset import format_list
+from affinity.topology.machine import Machine, NumaNode
 from affinity.units import GIB
+from affinity.wording import counted
 
 USABLE = 0.95  # of a node's memory; the kernel and the page cache of the images keep some
 
@@ -32,8 +35,57 @@ def peak_bytes(workload: Workload | None, batch: int | None) -> int | None:
 def place_memory(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int | None, ...]) -> tuple[Memory, ...]:
     """Memory for each worker. `needs` is what each will use, in bytes, None where unknown.
 
-    A worker with high-bandwidth memory of its own is bound to it where its need fits, and prefers it otherwise.
+    A worker with high-bandwidth memory of its own is bound to it where its need fits, and prefers it otherwise. Memory
+    without PUs that is slow, or of which nothing is known, is left out. Each byte counts for one worker.
     """
+    memory = _memory_of(machine, domains)
+    return tuple(_decide(memory, machine, worker, need) for worker, need in enumerate(needs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostMemory:
+    """The nodes whose memory the process may use, by id; of each worker those with HBM and with DRAM next to it; the
+    nodes of `common` memory, and those of them that are next to no worker. `limit` is each worker's part of the
+    control group's."""
+
+    usable: Mapping[int, NumaNode]
+    fast: tuple[tuple[int, ...], ...]
+    local: tuple[tuple[int, ...], ...]
+    common: tuple[int, ...]
+    spare: tuple[int, ...]
+    limit: float
+
+    @property
+    def roaming(self) -> int:
+        """Workers without memory next to them, which take it anywhere."""
+        return sum(not nodes for nodes in self.local)
+
+    def part(self, node: int) -> float:
+        """The bytes of a node's common memory that a worker next to it gets. Roaming workers count in equal parts on
+        every node."""
+        users = sum(node in nodes for nodes in self.local) + self.roaming / max(1, len(self.common))
+        return self.usable[node].memory_bytes * USABLE / users
+
+    def near_share(self, worker: int) -> float:
+        """A worker's part of the common memory next to it, or anywhere where it has none."""
+        if self.local[worker]:
+            return sum(map(self.part, self.local[worker]))
+        return sum(map(self.part, self.common)) / max(1, len(self.common)) if self.usable else inf
+
+    def fast_share(self, worker: int) -> float:
+        """A worker's part of the high-bandwidth memory next to it."""
+        return sum(
+            self.usable[n].memory_bytes * USABLE / sum(n in nodes for nodes in self.fast) for n in self.fast[worker]
+        )
+
+    @property
+    def spare_share(self) -> float:
+        """A worker's part of the memory that is next to no worker."""
+        spare = 0 if self.roaming else sum(self.usable[n].memory_bytes for n in self.spare)
+        return spare * USABLE / len(self.local)
+
+
+def _memory_of(machine: Machine, domains: tuple[Domain, ...]) -> _HostMemory:
     usable = {node.id: node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes}
     fast, local = [], []
     for domain in domains:
@@ -41,38 +93,77 @@ def place_memory(machine: Machine, domains: tuple[Domain, ...], needs: tuple[int
         near = [node for node in usable.values() if not own.isdisjoint(node.near)]
         fast.append(tuple(node.id for node in near if node.kind == "hbm" and not node.pus))
         local.append(tuple(node.id for node in near if node.kind == "dram" or node.pus))
-    limit = inf if machine.memory_limit_bytes is None else machine.memory_limit_bytes / len(domains)
-    everywhere = sum(node.memory_bytes for node in usable.values()) * USABLE / len(domains) if usable else inf
+    common = tuple(node.id for node in usable.values() if node.kind == "dram" or node.pus) or tuple(usable)
+    return _HostMemory(
+        usable=usable,
+        fast=tuple(fast),
+        local=tuple(local),
+        common=common,
+        spare=tuple(node for node in common if not any(node in nodes for nodes in local)),
+        limit=inf if machine.memory_limit_bytes is None else machine.memory_limit_bytes / len(domains),
+    )
 
-    def share(of: list[tuple[int, ...]], worker: int) -> float:
-        """A worker's part of its nodes' memory, each node divided among those that use it."""
-        return sum(usable[n].memory_bytes * USABLE / sum(n in nodes for nodes in of) for n in of[worker])
 
-    def decide(worker: int) -> Memory:
-        fast_share, near_share = share(fast, worker), share(local, worker)
-        use = needs[worker]
+def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None) -> Memory:
+    """A worker's memory, from what it needs and what is next to it."""
+    fast, local = memory.fast[worker], memory.local[worker]
+    near_share, fast_share = memory.near_share(worker), memory.fast_share(worker)
 
-        def chosen(policy: str, nodes: tuple[int, ...], room: float, why: str) -> Memory:
-            reason = Reason(what="memory policy", value=policy, why=why)
-            return Memory(policy=policy, nodes=nodes, room_bytes=min(room, limit), reason=reason)
+    def chosen(policy: str, nodes: tuple[int, ...], room: float, why: str) -> Memory:
+        reason = Reason(what="memory policy", value=policy, why=why)
+        return Memory(policy=policy, nodes=nodes, room_bytes=min(room, memory.limit), reason=reason)
 
-        if fast[worker] and use is not None and use <= min(fast_share, limit):
-            policy = "bind" if len(fast[worker]) == 1 else "interleave"
-            why = f"high-bandwidth memory next to the worker holds all of its {use / GIB:.1f} GiB"
-            return chosen(policy, fast[worker], fast_share, why)
-        if len(fast[worker]) == 1:
-            why = "high-bandwidth memory next to the worker; what does not fit goes to its DRAM"
-            return chosen("preferred", fast[worker], fast_share + near_share, why)
-        if len(usable) <= 1:
-            return chosen("default", (), everywhere, "one NUMA node with memory: nothing to choose")
-        if not local[worker]:
-            why = "the process may use no memory next to the worker: the kernel takes the nearest"
-            return chosen("default", (), everywhere, why)
-        if len(local[worker]) == 1:
-            return chosen("bind", local[worker], near_share, "only the memory next to the worker")
-        return chosen("interleave", local[worker], near_share, "the worker spans NUMA nodes: its pages alternate")
+    if fast and need is not None and need <= min(fast_share, memory.limit):
+        why = f"high-bandwidth memory next to the worker holds all of its {need / GIB:.1f} GiB"
+        return chosen("bind" if len(fast) == 1 else "interleave", fast, fast_share, why)
+    if len(fast) == 1:
+        why = "high-bandwidth memory next to the worker; what does not fit goes to its DRAM"
+        return chosen("preferred", fast, fast_share + near_share, why)
+    if len(memory.usable) <= 1:
+        return chosen("default", (), near_share, "one NUMA node with memory: nothing to choose")
+    if not local:
+        return chosen("default", (), near_share, _without_near(machine, memory))
+    if need is not None and near_share < need <= near_share + memory.spare_share:
+        why = (
+            f"the memory next to the worker has {near_share / GIB:.1f} of the {need / GIB:.1f} GiB that it needs; the "
+            f"rest comes from NUMA nodes {format_list(memory.spare)}, next to no worker"
+        )
+        policy, nodes = ("preferred", local) if len(local) == 1 else ("interleave", tuple(sorted(local + memory.spare)))
+        return chosen(policy, nodes, near_share + memory.spare_share, why)
+    if len(local) == 1:
+        return chosen("bind", local, near_share, "only the memory next to the worker")
+    spans = len([node for node in local if memory.usable[node].pus]) > 1
+    why = (
+        "the worker spans NUMA nodes" if spans else "memory of equal speed next to the worker is in several NUMA nodes"
+    )
+    return chosen("interleave", local, near_share, f"{why}: its pages alternate")
 
-    return tuple(decide(worker) for worker in range(len(domains)))
+
+def _without_near(machine: Machine, memory: _HostMemory) -> str:
+    if all(node.id in memory.usable for node in machine.numa_nodes if node.pus and node.memory_bytes):
+        return "there is no memory next to the worker: the kernel takes the nearest"
+    return "the process may use no memory next to the worker: the kernel takes the nearest"
+
+
+def left_out_reasons(machine: Machine) -> list[Reason]:
+    """The memory without PUs that workers are kept off, and why."""
+    why = {
+        "slow": "slower than the DRAM next to the PUs: a worker's pages would wait for it",
+        "unknown": "no PUs are next to it and nothing tells how fast it is",
+    }
+    left_out = [
+        node
+        for node in machine.numa_nodes
+        if node.memory_bytes and not node.pus and node.kind in why and node.id in machine.allowed_nodes
+    ]
+    return [
+        Reason(
+            what="memory left out",
+            value=f"NUMA node {format_list(tuple(node.id for node in left_out if node.kind == kind))}",
+            why=why[kind],
+        )
+        for kind in dict.fromkeys(node.kind for node in left_out)
+    ]
 
 
 def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tuple[int, ...]) -> str:
@@ -87,17 +178,29 @@ def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tupl
     return ("MCDRAM" if is_phi(machine) else "HBM") + (" + DRAM" if policy == "preferred" else "")
 
 
-def check_fit(workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]) -> None:
-    """Raise DoesNotFitError where a known workload does not fit, naming the largest batch that does."""
-    if workload is None or workload.assumed:
-        return
+def check_fit(
+    workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]
+) -> tuple[str, ...]:
+    """A warning where an assumed workload does not fit. Raises DoesNotFitError where a known one does not, naming the
+    largest batch that does."""
+    if workload is None:
+        return ()
     for worker, (batch, memory) in enumerate(zip(batches, memories, strict=True)):
         peak = peak_bytes(workload, batch)
-        if peak is not None and peak > memory.room_bytes:
-            most = largest_batch(workload, int(memory.room_bytes))
-            raise DoesNotFitError(
-                f"{workload.name} with {batch} images per step needs {peak / GIB:.1f} GiB; "
-                f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: "
-                + (f"set {{local_batch}} to {most} or fewer" if most else "use fewer workers"),
-                largest=most,
-            )
+        if peak is None or peak <= memory.room_bytes:
+            continue
+        most = largest_batch(workload, int(memory.room_bytes))
+        misfit = (
+            f"{workload.name} with {counted(batch or 0, 'image')} per step needs {peak / GIB:.1f} GiB; "
+            f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: " + _remedy(most, len(memories))
+        )
+        if not workload.assumed:
+            raise DoesNotFitError(misfit, largest=most)
+        return (f"a typical training would not fit in memory: {misfit}",)
+    return ()
+
+
+def _remedy(most: int, workers: int) -> str:
+    if most:
+        return f"set {{local_batch}} to {most} or fewer"
+    return "use fewer workers" if workers > 1 else "train a smaller network or smaller crops, or use another host"

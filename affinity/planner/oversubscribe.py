@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from affinity.planner.domains import Domain, Partition, shares
+from affinity.planner.domains import Domain, Partition
+from affinity.planner.layouts import shares
 from affinity.planner.reasons import Reason
 from affinity.topology.machine import Core, Machine
+from affinity.wording import counted
 
 
 def partition_shared(machine: Machine, ppn: int) -> Partition:
@@ -16,13 +18,14 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
         for core, workers in zip(cores, shares(tuple(range(ppn)), len(cores)), strict=True)
         for part in _parts(core, len(workers))
     )
-    why = f"requested, more than the {len(cores)} cores (oversubscribe)"
+    most = -(-ppn // len(cores))
+    why = f"requested, more than the {counted(len(cores), 'core')} ({{oversubscribe=true}})"
     return Partition(
         domains=domains,
-        unassigned=(),
+        unused=(),
         reasons=(Reason(what="workers per host", value=str(ppn), why=why),),
         warnings=(
-            f"oversubscribed: {ppn} workers share {len(cores)} core(s), up to {-(-ppn // len(cores))} per core, and "
+            f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {most} per core, and "
             "slow each other down: use this to test a number of workers, not to measure speed",
         ),
     )

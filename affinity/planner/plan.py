@@ -1,22 +1,23 @@
 """Request, WorkerPlan, Plan; plan_machine(machine, request) -> Plan. Pure: the same input gives the same plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from affinity.errors import InputError
-from affinity.planner.core_roles import TOO_SLOW, CoreRoles, assign_roles
+from affinity.errors import InputError, Wording, worded
+from affinity.planner.core_roles import CoreRoles, assign_roles
 from affinity.planner.domains import Domain, Partition, partition_host
-from affinity.planner.local_batches import local_batches
-from affinity.planner.memory import Memory, check_fit, memory_name, peak_bytes, place_memory
+from affinity.planner.local_batches import local_batches, most_per_pass
+from affinity.planner.memory import Memory, check_fit, left_out_reasons, memory_name, peak_bytes, place_memory
 from affinity.planner.oneccl import ccl_environment
 from affinity.planner.openmp import environment, planned_runtime, runtime_reasons
 from affinity.planner.oversubscribe import partition_shared
-from affinity.planner.plan_reasons import batch_reasons, ccl_reasons
+from affinity.planner.plan_reasons import batch_reasons, ccl_reasons, worker_costs
 from affinity.planner.reasons import Reason, Unused
 from affinity.planner.request import Request, check_request, with_profile
 from affinity.planner.runtime import Runtime
 from affinity.planner.usable_cores import usable_cores
 from affinity.planner.worker_plan import WorkerPlan
 from affinity.planner.worker_sizes import WorkerSizes, worker_sizes
+from affinity.planner.workload import PROCESS_BYTES
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine
 
@@ -25,7 +26,10 @@ __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A host's workers, with a reason for every value."""
+    """A host's workers, with a reason for every value.
+
+    The texts name settings in braces, `{balance=batch}`: see `worded`.
+    """
 
     machine: Machine
     request: Request
@@ -41,6 +45,15 @@ class Plan:
         core_of = {pu: core for core in self.machine.cores for pu in core.pus}
         used = [core for worker in self.workers for core in {core_of[pu] for pu in worker.pus}]
         return len(used) > len(set(used))
+
+    def worded(self, wording: Wording) -> "Plan":
+        """The plan with the settings that its texts name as `wording(name, value)` spells them."""
+        return replace(
+            self,
+            unused=tuple(replace(item, why=worded(item.why, wording)) for item in self.unused),
+            reasons=tuple(replace(reason, why=worded(reason.why, wording)) for reason in self.reasons),
+            warnings=tuple(worded(text, wording) for text in self.warnings),
+        )
 
     def memory_kind(self, worker: WorkerPlan) -> str:
         """The memory that a worker uses: "DRAM", "HBM", "MCDRAM"; "HBM + DRAM" where it may overflow into DRAM."""
@@ -58,18 +71,19 @@ def plan_machine(machine: Machine, request: Request | None = None, runtime: Runt
     check_request(request)
     if not machine.allowed_pus:
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
-    usable = usable_cores(machine, request.taken)
+    usable = usable_cores(machine, request.occupied)
     full, profile_why = with_profile(usable.machine, request)
     loaded, runtime_warnings = planned_runtime(
         runtime or Runtime(), full.openmp, profile_why.get("openmp", "requested")
     )
     partition = _partition(usable.machine, full, profile_why.get("ppn", "requested"))
+    full = replace(full, local_batch=_local_batch(full, len(partition.domains)))
     sizes = tuple(
         worker_sizes(usable.machine, full, profile_why, domain, local_rank=i, ppn=len(partition.domains))
         for i, domain in enumerate(partition.domains)
     )
     roles = tuple(_roles(domain, size, full) for domain, size in zip(partition.domains, sizes, strict=True))
-    workers, memories = _workers(usable.machine, full, partition.domains, roles, sizes, loaded)
+    workers, memories, misfit = _workers(usable.machine, full, partition.domains, roles, sizes, loaded)
     plan = Plan(
         machine=machine,
         request=request,
@@ -77,18 +91,20 @@ def plan_machine(machine: Machine, request: Request | None = None, runtime: Runt
         workers=workers,
         unused=_merged(
             *usable.unused,
-            *(Unused(pus=core.pus, why=TOO_SLOW) for core in partition.unassigned),
+            *partition.unused,
             *(item for role in roles for item in role.unused),
         ),
         reasons=(
             *usable.reasons,
             *partition.reasons,
+            *worker_costs(full, workers),
             *_once(sizes, memories),
+            *left_out_reasons(usable.machine),
             *batch_reasons(machine, full, workers, memories),
             *ccl_reasons(workers[0].env, profile_why.get("comm_threads")),
             *runtime_reasons(loaded, several_threads=max(w.intra_op for w in workers) > 1, pin=full.pin_threads),
         ),
-        warnings=machine.warnings + partition.warnings + runtime_warnings,
+        warnings=machine.warnings + partition.warnings + misfit + runtime_warnings,
     )
     _check(plan)
     return plan
@@ -98,7 +114,33 @@ def _partition(machine: Machine, request: Request, ppn_why: str) -> Partition:
     """The workers' domains: cores of their own, or shared ones where that is allowed and there are too few."""
     if request.oversubscribe and request.ppn is not None and request.ppn > len(machine.allowed_cores):
         return partition_shared(machine, request.ppn)
-    return partition_host(machine, request.ppn, ppn_why=ppn_why, proportional=request.balance == "batch")
+    proportional = request.balance == "batch"
+
+    def headroom(domains: tuple[Domain, ...]) -> float:
+        """The least ratio of a worker's memory to what it needs: of an unknown program, a Python with torch."""
+        threads = tuple(len(domain.cores) for domain in domains)
+        batch = _local_batch(request, len(domains))
+        batches = local_batches(domains, threads, batch, proportional=proportional)
+        known = request.workload is not None and not request.workload.assumed
+        needs = tuple((peak_bytes(request.workload, b) if known else None) or PROCESS_BYTES for b in batches)
+        rooms = (memory.room_bytes for memory in place_memory(machine, domains, needs))
+        return min(room / need for room, need in zip(rooms, needs, strict=True))
+
+    return partition_host(
+        machine,
+        request.ppn,
+        ppn_why=ppn_why,
+        most=None if request.most_workers is None else max(1, request.most_workers // request.nodes),
+        proportional=proportional,
+        headroom=headroom,
+    )
+
+
+def _local_batch(request: Request, ppn: int) -> int | None:
+    """Images of a worker's largest backward pass on hosts of ppn workers."""
+    if request.local_batch is None:
+        return None
+    return most_per_pass(request.local_batch, request.global_batch, request.nodes * ppn)
 
 
 def _roles(domain: Domain, sizes: WorkerSizes, request: Request) -> CoreRoles:
@@ -120,13 +162,14 @@ def _workers(
     roles: tuple[CoreRoles, ...],
     sizes: tuple[WorkerSizes, ...],
     runtime: Runtime,
-) -> tuple[tuple[WorkerPlan, ...], tuple[Memory, ...]]:
-    """The workers, and their memory. Raises DoesNotFitError where a batch needs more memory than a worker has."""
+) -> tuple[tuple[WorkerPlan, ...], tuple[Memory, ...], tuple[str, ...]]:
+    """The workers, their memory, and a warning where an assumed network needs more of it than a worker has. Raises
+    DoesNotFitError where a known one does."""
     threads = tuple(size.intra_op for size in sizes)
     batches = local_batches(domains, threads, request.local_batch, proportional=request.balance == "batch")
     peaks = tuple(peak_bytes(request.workload, batch) for batch in batches)
     memories = place_memory(machine, domains, peaks)
-    check_fit(request.workload, batches, memories)
+    misfit = check_fit(request.workload, batches, memories)
     comm = tuple(role.comm for role in roles)
     ccl = ccl_environment(comm, request.comm_threads, shared_cores=len(roles) > len(machine.allowed_cores))
     workers = tuple(
@@ -146,7 +189,7 @@ def _workers(
         )
         for i, (role, size, batch, peak, memory) in enumerate(zip(roles, sizes, batches, peaks, memories, strict=True))
     )
-    return workers, memories
+    return workers, memories, misfit
 
 
 def _once(sizes: tuple[WorkerSizes, ...], memories: tuple[Memory, ...]) -> list[Reason]:
@@ -173,6 +216,8 @@ def _check(plan: Plan) -> None:
         assert worker.intra_op == len(worker.compute_pus), f"worker {worker.local_rank}: threads and PUs differ"
     assert plan.request.oversubscribe or not plan.oversubscribed, "two workers share a core"
     batches = [worker.local_batch for worker in plan.workers if worker.local_batch is not None]
-    assert sum(batches) == (plan.request.local_batch or 0) * len(plan.workers), "batches do not add up"
+    assert sum(batches) == (_local_batch(plan.request, len(plan.workers)) or 0) * len(plan.workers), (
+        "batches do not add up"
+    )
     named = {pu for worker in plan.workers for pu in worker.pus} | {pu for item in plan.unused for pu in item.pus}
     assert named == allowed, f"PUs {format_list(allowed ^ named)} are neither used nor named"

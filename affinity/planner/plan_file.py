@@ -13,6 +13,8 @@ from affinity.planner.workload import Workload
 from affinity.topology.machine import Core, Machine, NumaNode
 
 SCHEMA_VERSION = 1
+PLAN_FILE = "plan.json"
+"""The name of a plan's file in the folder of a job or run."""
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

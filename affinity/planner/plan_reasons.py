@@ -9,6 +9,7 @@ from affinity.planner.worker_plan import WorkerPlan
 from affinity.planner.workload import USUAL_BATCH, footprint
 from affinity.topology.machine import Machine
 from affinity.units import GIB
+from affinity.wording import counted
 
 
 def batch_reasons(
@@ -19,7 +20,12 @@ def batch_reasons(
     if not batches:
         return []
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
-    why = "a typical value, as neither a recipe nor local_batch sets one" if default else "requested"
+    why = "a typical value, as neither a recipe nor {local_batch} sets one" if default else "requested"
+    if request.global_batch is not None:
+        why = (
+            f"equal parts of the global batch of {request.global_batch} images on "
+            f"{counted(request.nodes * len(workers), 'worker')}, in as few backward passes as possible"
+        )
     if request.balance == "batch":
         why = f"in proportion to compute threads, {request.local_batch} on average: all workers take the same time"
     value = str(batches[0]) if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
@@ -29,7 +35,7 @@ def batch_reasons(
         room = min(memory.room_bytes for memory in memories)
         name = f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}"
         why = (
-            f"{name}, {batches[-1]} images per step: activations {parts.activations / GIB:.2f}, weights "
+            f"{name}, {counted(batches[-1], 'image')} per step: activations {parts.activations / GIB:.2f}, weights "
             f"{parts.weights / GIB:.2f}, gradients {parts.gradients / GIB:.2f}, optimizer {parts.optimizer / GIB:.2f}, "
             f"the process itself {parts.process / GIB:.2f} GiB"
         )
@@ -38,6 +44,19 @@ def batch_reasons(
         value = f"{parts.total / GIB:.1f}{of} GiB of {' or '.join(sorted(kinds))}"
         reasons.append(Reason(what="memory per worker", value=value, why=why))
     return reasons
+
+
+def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reason]:
+    """What so many workers cost: ranks in each all-reduce, images per backward pass, memory."""
+    ranks, images = request.nodes * len(workers), [w.local_batch for w in workers if w.local_batch is not None]
+    memory = [w.memory_bytes for w in workers if w.memory_bytes is not None]
+    costs = [
+        f"{counted(ranks, 'rank')} in each all-reduce",
+        *([f"{request.nodes * sum(images):,} images in a pass of all of them"] if images else []),
+        *([f"{sum(memory) / GIB:.1f} GiB on a host"] if memory else []),
+    ]
+    why = "each worker repeats the process, the weights and the gradients; fewer with more threads would not"
+    return [Reason(what="cost of the workers", value=", ".join(costs), why=why)] if ranks > 1 else []
 
 
 def ccl_reasons(env: tuple[tuple[str, str], ...], profile_why: str | None) -> list[Reason]:

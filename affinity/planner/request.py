@@ -8,7 +8,7 @@ from affinity.planner.profiles import PROFILES
 from affinity.planner.workload import Workload
 from affinity.topology.machine import Machine
 
-LEAST = {
+SMALLEST = {
     "ppn": 1,
     "threads": 1,
     "inter_op": 1,
@@ -16,6 +16,8 @@ LEAST = {
     "loader_cores": 0,
     "nodes": 1,
     "local_batch": 1,
+    "global_batch": 1,
+    "most_workers": 1,
     "link_gbit": 0.001,
 }
 BALANCES = ("equal", "batch")
@@ -40,7 +42,9 @@ class Request:
     workload: what it trains.
     openmp: the OpenMP runtime to plan for; "auto": the profile's, else the one that is loaded.
     oversubscribe: allow more workers than cores, which then share cores.
-    taken: PUs whose cores are left to other processes.
+    occupied: PUs whose cores are left to other processes.
+    global_batch: images per step of all workers of all hosts; local_batch is then the most in one backward pass.
+    most_workers: the most workers of all hosts together that the rules may choose.
 
     The last three are what published profiles do and the rules do not: oneCCL's threads per worker, how many of them
     run on second threads of compute cores, and comm and loader cores at the end of a domain instead of its start.
@@ -61,7 +65,9 @@ class Request:
     workload: Workload | None = None
     openmp: str = "auto"
     oversubscribe: bool = False
-    taken: tuple[int, ...] = ()
+    occupied: tuple[int, ...] = ()
+    global_batch: int | None = None
+    most_workers: int | None = None
     comm_threads: int | None = None
     comm_siblings: int = 0
     reserve_last: bool = False
@@ -69,10 +75,10 @@ class Request:
 
 def check_request(request: Request) -> None:
     """Raise RequestError where a value is wrong on any machine."""
-    for name, least in LEAST.items():
+    for name, smallest in SMALLEST.items():
         value = getattr(request, name)
-        if value is not None and value < least:
-            raise RequestError(f"{{{name}={value}}}: must be {least} or more")
+        if value is not None and value < smallest:
+            raise RequestError(f"{{{name}={value}}}: must be {smallest} or more")
     if request.profile not in PROFILES:
         near = get_close_matches(request.profile, PROFILES, n=1, cutoff=0.0)[0]
         raise RequestError(

@@ -7,6 +7,7 @@ from affinity.planner.profiles import is_phi
 from affinity.planner.reasons import Reason
 from affinity.planner.workload import Workload, images_per_core_s
 from affinity.topology.machine import Machine
+from affinity.wording import counted
 
 # Below this many cores a worker cannot spare one: communication and loading share the compute cores.
 CORES_TO_SPARE_ONE = 8
@@ -14,8 +15,6 @@ MOST_COMM_CORES = 4  # Intel Caffe's servers per worker on Xeon Phi, the most th
 # What one core receives, adds and sends in an all-reduce, bytes/s: about half of what it reads from memory alone.
 COMM_BYTES_PER_CORE_S = 8e9
 COMM_BYTES_PER_PHI_CORE_S = 3.2e9
-# ImageNet JPEGs to 224 x 224 crops by PIL, per core; measured 211-240 on Zen 3.
-DECODED_PER_CORE_S = 200.0
 # Communication below this share of a step is not worth a core, however small a share of the cores that is.
 NEGLIGIBLE = 0.005
 
@@ -27,7 +26,7 @@ def comm_cores(
     if nodes == 1:
         return _comm(0, "one host: an all-reduce over loopback costs a few percent of a step, less than a core would")
     if not _to_spare(domain):
-        return _comm(0, f"a domain of {len(domain.cores)} core(s) is too small to spare one")
+        return _comm(0, f"a domain of {counted(len(domain.cores), 'core')} is too small to spare one")
     bytes_per_s = link_gbit * 1e9 / 8 / ppn
     wire_s = 2 * workload.gradient_bytes / bytes_per_s  # a ring sends every byte twice (Patarasuk and Yuan 2009)
     step_s = local_batch / (domain.capacity * images_per_core_s(workload, machine.isa))
@@ -50,19 +49,22 @@ def loader_cores(domain: Domain, machine: Machine, workload: Workload) -> tuple[
     cores = len(domain.cores)
     rate = domain.capacity * images_per_core_s(workload, machine.isa)
     if _to_spare(domain):
-        count = min(max(1, ceil(rate / DECODED_PER_CORE_S)), _to_spare(domain))
+        count = min(max(1, ceil(rate / workload.decoded_per_core_s)), _to_spare(domain))
         why = (
-            f"{workload.name} trains at most {rate:.0f} images/s on {cores} cores; "
-            f"one core decodes about {DECODED_PER_CORE_S:g} images/s"
+            f"{workload.name} trains at most {rate:,.0f} images/s on {counted(cores, 'core')}; one core decodes about "
+            f"{workload.decoded_per_core_s:,.0f} images/s by {workload.decoder}"
         )
     else:
-        count, why = 0, f"a domain of {cores} core(s) is too small to spare one; decoding shares the compute cores"
+        count, why = (
+            0,
+            f"a domain of {counted(cores, 'core')} is too small to spare one; decoding shares the compute cores",
+        )
     return count, Reason(what="loader cores per worker", value=str(count), why=why)
 
 
 def _to_spare(domain: Domain) -> int:
-    """Cores that a domain can do without: one in eight of those that compute, and all slow ones."""
-    return len(domain.cores) // CORES_TO_SPARE_ONE + len(domain.slow)
+    """Cores that a domain can do without: one in eight of those that compute, and all of other types."""
+    return len(domain.cores) // CORES_TO_SPARE_ONE + len(domain.spare)
 
 
 def intra_op_threads(room: int, *, smt: bool) -> tuple[int, Reason]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from affinity.errors import RequestError
+from affinity.planner.core_groups import uniform_groups
 from affinity.planner.reasons import Reason, Unused
 from affinity.topology.machine import Core, Machine, narrowed
 
@@ -16,26 +17,26 @@ class UsableCores:
     reasons: tuple[Reason, ...] = ()
 
 
-def usable_cores(machine: Machine, taken: tuple[int, ...]) -> UsableCores:
-    """The cores outside `taken` PUs that the CPU quota feeds. Raises RequestError where none is left."""
-    free = _without_taken(machine, taken)
+def usable_cores(machine: Machine, occupied: tuple[int, ...]) -> UsableCores:
+    """The cores outside `occupied` PUs that the CPU quota feeds. Raises RequestError where none is left."""
+    free = _without_occupied(machine, occupied)
     fed = _within_quota(free.machine)
     return UsableCores(machine=fed.machine, unused=fed.unused + free.unused, reasons=free.reasons + fed.reasons)
 
 
-def _without_taken(machine: Machine, taken: tuple[int, ...]) -> UsableCores:
-    """Leave out the cores of taken PUs."""
-    if not taken:
+def _without_occupied(machine: Machine, occupied: tuple[int, ...]) -> UsableCores:
+    """Leave out the cores of occupied PUs."""
+    if not occupied:
         return UsableCores(machine=machine)
     cores = machine.allowed_cores
-    busy = {pu for core in machine.cores if not {*core.pus}.isdisjoint(taken) for pu in core.pus}
+    busy = {pu for core in machine.cores if not {*core.pus}.isdisjoint(occupied) for pu in core.pus}
     kept = tuple(core for core in cores if busy.isdisjoint(core.pus))
     if not kept:
         raise RequestError(
             f"{{share=true}}: processes of other plans use all {len(cores)} cores that this process may use on host "
             f"{machine.name}: wait until they end, or plan without {{share}}"
         )
-    why = "running processes of other plans are bound to the others (share)"
+    why = "running processes of other plans are bound to the others ({share=true})"
     return _narrowed(machine, kept, why, unused_why="on cores of processes that other plans have bound")
 
 
@@ -45,7 +46,28 @@ def _within_quota(machine: Machine) -> UsableCores:
     if quota is None or max(1, int(quota)) >= len(cores):
         return UsableCores(machine=machine)
     why = f"the control group's quota is {quota:g} cores' worth of CPU time: with more threads, all would be throttled"
-    return _narrowed(machine, cores[: max(1, int(quota))], why, unused_why="beyond the CPU quota")
+    return _narrowed(machine, _kept(machine, cores, max(1, int(quota))), why, unused_why="beyond the CPU quota")
+
+
+def _kept(machine: Machine, cores: tuple[Core, ...], count: int) -> tuple[Core, ...]:
+    """The `count` best cores, in as few NUMA nodes as possible: those next to memory that the process may use, fast
+    ones, of one node that has enough of them, next to much memory."""
+    memory = {
+        cpus: sum(
+            node.memory_bytes
+            for node in machine.numa_nodes
+            if cpus in node.near and node.id in machine.allowed_nodes and (node.pus or node.kind in ("dram", "hbm"))
+        )
+        for cpus in {core.numa_node for core in cores}
+        if cpus is not None
+    }
+
+    def order(group: tuple[Core, ...]) -> tuple[float, ...]:
+        here = memory.get(group[0].numa_node, 0) if group[0].numa_node is not None else 0
+        return (here == 0, -group[0].speed, -min(len(group), count), -here)
+
+    best = [core for group in sorted(uniform_groups(cores), key=order) for core in group][:count]
+    return tuple(core for core in cores if core in best)
 
 
 def _narrowed(machine: Machine, kept: tuple[Core, ...], why: str, *, unused_why: str) -> UsableCores:

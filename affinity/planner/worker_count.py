@@ -1,43 +1,104 @@
-"""How many workers suit a host, where the user sets no ppn."""
+"""How many workers suit a host, where the user sets no ppn: one decision for all of its cores, with its cost."""
 
-from affinity.planner.core_groups import Cores, cores_by, uniform_groups
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from affinity.planner.core_groups import Cores, uniform_groups
+from affinity.planner.layouts import Layout, best_layout, inside_nodes
+from affinity.wording import counted, spread
 
 # The 256-node run gave one worker the 24 cores of a package; MLPerf v0.5 on 2 x 28 cores ran two workers a package.
 MOST_CORES_PER_WORKER = 24
-# On two cores, 2 workers x 1 thread train ResNet-50 1.2-1.35x faster than 1 x 2: one thread a worker scales best.
-SMALL_NODE_CORES = 4
+# On a host of two cores, 2 workers x 1 thread train ResNet-50 1.2-1.35x faster than 1 x 2. Larger hosts have no such
+# measurement, and there each worker more costs memory and a rank in every all-reduce.
+SMALL_HOST_CORES = 4
+# Layouts that compute less than this share of the best one's are no choice; nearer ones differ by less than the error
+# of any prediction (measured rates vary by 10 % from run to run).
+NEAR_BEST = 0.9
+# Workers are near-equal up to this ratio of their cores.
+NEAR_EQUAL = 4 / 3
 
 
-def workers_in(group: Cores) -> int:
-    """Workers that suit the cores of one type in one NUMA node.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenLayout:
+    """The layout of the workers that the rules chose, and why so many."""
 
-    The fewest that keep each at MOST_CORES_PER_WORKER or below; up to twice as many where only then all get the same
-    number of cores, preferably in whole level-3 caches.
+    layout: Layout
+    why: str
+
+
+def choose_layout(
+    cores: Cores, most: int | None, headroom: Callable[[Layout], float], *, proportional: bool
+) -> ChosenLayout:
+    """The layout that suits the cores and, if any does, the memory.
+
+    Workers stay inside NUMA nodes and have at most MOST_CORES_PER_WORKER cores. Of the layouts that compute nearly
+    the most: those with near-equal workers, then those that compute most, have whole level-3 caches, have the fewest
+    workers. `headroom` is the least ratio of a worker's memory to its need; where the layout lacks memory, fewer
+    workers have more. `most`: the most workers.
     """
-    if len(group) <= SMALL_NODE_CORES:
-        return len(group)
-    fewest = -(-len(group) // MOST_CORES_PER_WORKER)
-    caches = len(cores_by("l3", group))
-    counts = range(fewest, 2 * fewest + 1)
-    even = [n for n in counts if caches > 1 and caches % n == 0] or [n for n in counts if len(group) % n == 0]
-    return even[0] if even else fewest
+    suited = _suited(cores, headroom, proportional=proportional)
+    why = _why(cores, suited)
+    if most is not None and most < len(suited.parts):
+        suited = best_layout(cores, most, headroom, proportional=proportional)
+        why = f"the batch and the images suffice for {counted(most, 'worker')} per host"
+    if headroom(suited) >= 1:
+        return ChosenLayout(layout=suited, why=why)
+    fewer = [best_layout(cores, ppn, headroom, proportional=proportional) for ppn in range(len(suited.parts), 0, -1)]
+    fitting = [layout for layout in fewer if headroom(layout) >= 1]
+    wanted = counted(len(suited.parts), "worker")
+    if fitting:
+        chosen = max(fitting, key=lambda one: (one.pace(proportional=proportional), -one.across, -len(one.parts)))
+        return ChosenLayout(layout=chosen, why=f"the memory is too small for the {wanted} that would suit the cores")
+    chosen = max([suited, *fewer], key=headroom)
+    return ChosenLayout(layout=chosen, why="no number of workers fits in the memory; this one comes nearest")
 
 
-def why_so_many(cores: Cores, count: int) -> str:
-    """Why the rules chose `count` workers for these cores."""
+def _suited(cores: Cores, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
+    """The layout that suits the cores, whatever memory there is."""
+    if len(cores) <= SMALL_HOST_CORES:
+        return best_layout(cores, len(cores), headroom, proportional=proportional)
     groups = uniform_groups(cores)
-    smallest, largest = min(map(len, groups)), max(map(len, groups))
-    if largest <= SMALL_NODE_CORES:
+    fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
+    every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]
+    layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER]
+    most = max(layout.pace(proportional=proportional) for layout in layouts)
+    return min(
+        (layout for layout in layouts if layout.pace(proportional=proportional) > NEAR_BEST * most),
+        key=lambda one: (
+            not proportional and max(one.sizes) > NEAR_EQUAL * min(one.sizes),
+            -one.pace(proportional=proportional),
+            not _whole_caches(one),
+            len(one.parts),
+        ),
+    )
+
+
+def _whole_caches(layout: Layout) -> bool:
+    """Whether no two workers share a level-3 cache."""
+    each = [{core.l3 for core in part} for part in layout.parts]
+    return sum(map(len, each)) == len(set().union(*each))
+
+
+def _why(cores: Cores, layout: Layout) -> str:
+    """Why the cores alone suggest these workers."""
+    count, groups = len(layout.parts), uniform_groups(layout.used)
+    nodes = len({core.numa_node for core in layout.used})
+    if len(cores) <= SMALL_HOST_CORES:
         return (
-            f"one for each of {len(cores)} cores: on NUMA nodes of {SMALL_NODE_CORES} cores or fewer, "
-            "one thread per worker trains fastest (measured: 1.2-1.35x over one worker of two threads)"
+            f"one for each core: on a host of {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
+            "(measured on two cores: 1.2-1.35x over one worker of two threads)"
         )
-    if count == len(groups) and len({core.speed for core in cores}) > 1:
-        return f"one for each core type in each NUMA node ({count} of them): no worker waits for slow cores of its own"
+    if count == len(groups) == 1:
+        return f"one for the host: its {counted(len(layout.used), 'core')} suit a single worker"
+    if count == len(groups) == nodes:
+        return f"one for each of {nodes} NUMA nodes: no worker has remote memory"
     if count == len(groups):
-        return f"one for each NUMA node ({count} of them): no worker has remote memory"
-    size = str(largest) if smallest == largest else f"{smallest}-{largest}"
+        return "one for each core type of a NUMA node: no worker waits for slow cores of its own"
+    sizes = spread([len(group) for group in groups])
+    where = "its cores are divided" if nodes == 1 else "no worker has remote memory"
+    what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{len(groups)} groups of equal cores"
     return (
-        f"{len(groups)} NUMA node(s) of {size} cores, divided so that no worker has more than "
-        f"{MOST_CORES_PER_WORKER} cores: several workers per node are faster than one (published practice)"
+        f"{what} of {sizes} cores: {where}, workers have {spread(layout.sizes)} cores each, and "
+        f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"
     )

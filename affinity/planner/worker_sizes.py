@@ -34,7 +34,7 @@ def worker_sizes(
     does not fit raises RequestError; a profile's is lowered to what the domain has.
     """
     comm, why_comm, loader, why_loader = _reserved_cores(machine, request, profile_why, domain, ppn)
-    if comm + loader - len(domain.slow) >= len(domain.cores):
+    if comm + loader - len(domain.spare) >= len(domain.cores):
         raise RequestError(
             f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores to "
             "compute: request fewer of them, or a smaller {ppn}"
@@ -72,8 +72,8 @@ def _reserved_cores(
     comm_rule = rules.comm_cores(
         domain, machine, workload, ppn=ppn, nodes=request.nodes, link_gbit=request.link_gbit, local_batch=batch
     )
-    loader_rule = rules.loader_cores(replace(domain, slow=domain.slow[comm_rule[0] :]), machine, workload)
-    most = len(domain.cores) + len(domain.slow) - 1  # what a profile may take of a small domain
+    loader_rule = rules.loader_cores(replace(domain, spare=domain.spare[comm_rule[0] :]), machine, workload)
+    most = len(domain.cores) + len(domain.spare) - 1  # what a profile may take of a small domain
     loader, why_loader = _chosen(loader_rule, request.loader_cores, profile_why.get("loader_cores"), most)
     comm, why_comm = _chosen(comm_rule, request.comm_cores, profile_why.get("comm_cores"), most - loader)
     return comm, why_comm, loader, why_loader

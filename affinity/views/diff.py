@@ -2,13 +2,15 @@
 
 from dataclasses import fields
 
+from affinity.errors import Wording, as_field
 from affinity.planner.plan import Plan, WorkerPlan
 from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 
 
-def plan_differences(a: Plan, b: Plan) -> list[str]:
+def plan_differences(a: Plan, b: Plan, *, wording: Wording = as_field) -> list[str]:
     """The changes from a to b, as lines to read; empty where the plans are the same."""
+    a, b = a.worded(wording), b.worded(wording)
     lines = [
         f"machine {name}: {before} -> {after}"
         for name, before, after in (

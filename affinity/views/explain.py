@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-from affinity.errors import InputError
-from affinity.planner import memory, rules, worker_count, workload
+from affinity.errors import InputError, Wording, as_field, describe
+from affinity.planner import layouts, memory, rules, worker_count, workload
 from affinity.planner.plan import Plan, plan_machine
 from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 
 
-def alternatives(plan: Plan) -> list[tuple[str, ...]]:
+def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...]]:
     """A table with a header: the plans for other numbers of workers, with their warnings and errors."""
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime)
+            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime).worded(wording)
         except InputError as error:
-            rows.append((str(ppn), "", "", "", "", f"impossible: {error}"))
+            rows.append((str(ppn), "", "", "", "", f"impossible: {describe(error, wording)}"))
             continue
         threads = sorted({worker.intra_op for worker in other.workers})
         first = other.workers[0]
@@ -51,9 +51,14 @@ ASSUMPTIONS = (
         why="published: the 256-node run (24), MLPerf v0.5 on 2 x 28 cores (14)",
     ),
     Reason(
-        what="cores per small NUMA node",
-        value=f"at most {worker_count.SMALL_NODE_CORES}",
+        what="hosts with a worker per core",
+        value=f"at most {worker_count.SMALL_HOST_CORES} cores",
         why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2",
+    ),
+    Reason(
+        what="lost by remote memory",
+        value=f"{layouts.LOST_BY_REMOTE_MEMORY:.0%}",
+        why="assumed, of the speed of a worker whose memory is all on other NUMA nodes",
     ),
     Reason(
         what="training, GFLOP/s per core",
@@ -61,9 +66,9 @@ ASSUMPTIONS = (
         why="measured: 48 on Zen 3, 88 on Zen 4; the 256-node run comes to 35, and 44 before its loss to communication",
     ),
     Reason(
-        what="images/s decoded per core",
-        value=f"{rules.DECODED_PER_CORE_S:g}",
-        why="ImageNet JPEGs to 224 x 224 crops by PIL: measured 211-240 on Zen 3",
+        what="decoding, ns per pixel of an image",
+        value=", ".join(f"{name} {ns:g}" for name, ns in workload.DECODING_NS.items()),
+        why=f"measured on an AMD EPYC, images of 86,000 to 204,000 pixels; ImageNet's have {workload.IMAGE_PIXELS:,}",
     ),
     Reason(
         what="GB/s per comm core",

@@ -3,6 +3,7 @@
 from html import escape
 from textwrap import wrap
 
+from affinity.errors import Wording, as_field
 from affinity.planner.plan import Plan
 from affinity.topology.machine import Core
 from affinity.units import memory_text
@@ -13,8 +14,9 @@ STRENGTH = {COMPUTE: 1.0, SHARED: 1.0, COMM: 0.45, LOADER: 0.45, IDLE: 0.0}
 LETTERS_PER_LINE, LETTERS_PER_BOLD_LINE = 110, 95
 
 
-def plan_to_svg(plan: Plan) -> str:
-    """A picture of the host for any browser, with the workers and the reasons below."""
+def plan_to_svg(plan: Plan, *, wording: Wording = as_field) -> str:
+    """A picture of the host for any browser, with the workers and the reasons below; `wording` spells settings."""
+    plan = plan.worded(wording)
     does = roles(plan)
     nodes: dict[tuple[int, int | None], list[Core]] = {}
     for core in plan.machine.cores:
@@ -35,8 +37,8 @@ def plan_to_svg(plan: Plan) -> str:
         y += height + GAP
     for node_only in (node for node in plan.machine.numa_nodes if not node.pus):
         near = ", ".join(map(str, node_only.near)) or "none"
-        amount = f"{memory_text(node_only.memory_bytes)} of {node_only.kind} memory"
-        y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {amount}, next to node {near}")
+        size = f"{memory_text(node_only.memory_bytes)} of {node_only.kind} memory"
+        y = _text(parts, GAP, y, f"NUMA node {node_only.id}: {size}, next to node {near}")
     y = _text(parts, GAP, y, f"{legend(plan, ';')}; ~: communicates; *: loads images; .: idle", bold=True)
     for worker in plan.workers:
         parts.append(_rect(GAP, y + 3, 12, 12, fill=color(worker.local_rank)))

@@ -2,6 +2,7 @@
 
 from textwrap import TextWrapper
 
+from affinity.errors import Wording, as_field
 from affinity.planner.plan import Plan
 from affinity.planner.reasons import Reason
 from affinity.text_table import align_columns
@@ -10,19 +11,22 @@ from affinity.topology.machine import Core, Machine
 from affinity.units import memory_text
 from affinity.views.explain import ASSUMPTIONS, alternatives
 from affinity.views.legend import color, legend, letter, roles, sign
+from affinity.wording import counted
 
 WIDTH = 80
 
 
-def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False) -> str:
+def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, wording: Wording = as_field) -> str:
     """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings.
 
     `explained` adds the plans for other numbers of workers, and the figures that the rules assume.
+    `wording` spells the settings that its texts name.
     """
+    plan = plan.worded(wording)
     parts = [_headline(plan.machine), _map(plan, colored), _workers(plan), _environment(plan), _reasons(plan)]
     if explained:
         parts += [
-            "other numbers of workers\n" + _indented(align_columns(alternatives(plan)).splitlines()),
+            "other numbers of workers\n" + _indented(align_columns(alternatives(plan, wording)).splitlines()),
             _listed("assumed figures", ASSUMPTIONS),
         ]
     return "\n\n".join(part for part in parts if part)
@@ -35,8 +39,8 @@ def _headline(machine: Machine) -> str:
     )
     return (
         f"{machine.name}: {machine.model}{isa}\n"
-        f"{len(machine.packages)} package(s), {len(machine.numa_nodes)} NUMA node(s), "
-        f"{len(machine.cores)} cores, {len(machine.pus)} CPUs{limit}"
+        f"{counted(len(machine.packages), 'package')}, {counted(len(machine.numa_nodes), 'NUMA node')}, "
+        f"{counted(len(machine.cores), 'core')}, {counted(len(machine.pus), 'CPU')}{limit}"
     )
 
 
@@ -64,8 +68,8 @@ def _map(plan: Plan, colored: bool) -> str:
     for memory_only in plan.machine.numa_nodes:
         if not memory_only.pus:
             near = ", ".join(map(str, memory_only.near)) or "none"
-            amount = memory_text(memory_only.memory_bytes)
-            lines.append(f"NUMA node {memory_only.id}: {amount} of {memory_only.kind} memory, next to node {near}")
+            kind = f"{memory_text(memory_only.memory_bytes)} of {memory_only.kind} memory"
+            lines.append(f"NUMA node {memory_only.id}: {kind}, next to node {near}")
     lines.append(f"  one sign per CPU; {legend(plan, ',')}, ~: communicates, *: loads, .: idle")
     return "\n".join(lines)
 

@@ -165,7 +165,7 @@ def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> N
     for option, (only, instead) in ONLY.items():
         if given[option] is not None and only != scheduler:
             raise InputError(f"--{option} is not for {scheduler}: {instead}")
-    if options.named:
+    if options.real_hosts:
         raise InputError("--hosts and --hostfile: the scheduler chooses a job's hosts: give --nodes N")
     if options.share:
         raise InputError("--share: a job has its hosts to itself: leave it out")

@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from affinity.errors import InputError, RunError
+from affinity.errors import InputError, RunError, as_option
 from affinity.filesystem import check_writable
 from affinity.kernel.bound_plan import plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
@@ -116,7 +116,10 @@ def command(
 
 def _run(job: Job, cluster: Cluster, launcher: InstalledLauncher | None, folder: Path, preflight: bool | None) -> int:
     """Print warnings, check the hosts where that is wanted, run the job; returns its exit status."""
-    for warning in (*cluster.warnings, *(text for group in cluster.groups for text in group.plan.warnings)):
+    for warning in (
+        *cluster.warnings,
+        *(text for group in cluster.groups for text in group.plan.worded(as_option).warnings),
+    ):
         click.echo(f"warning: {warning}", err=True)
     if launcher is None:
         write_plan(job.plan_path, job.plan)
@@ -157,7 +160,7 @@ def _become_rank(
             f"set it to {rank.local_world_size}"
         )
     plan, index = plan_for_rank(request_of_options(options, base), rank, cmd, os.environ)
-    for warning in plan.warnings if rank.local_rank == 0 else ():
+    for warning in plan.worded(as_option).warnings if rank.local_rank == 0 else ():
         click.echo(f"warning: {warning}", err=True)
     exec_bound(plan.workers[index], plan_in_memory(plan), cmd, os.environ, rank=rank, check=check, keep_env=keep_env)
 
@@ -165,7 +168,7 @@ def _become_rank(
 def _show(job: Job, launcher: InstalledLauncher | None, folder: Path) -> None:
     """Print the plan, and the command that would run."""
     for group in job.groups:
-        click.echo(plan_to_text(group.plan) + "\n")
+        click.echo(plan_to_text(group.plan, wording=as_option) + "\n")
     if launcher is not None:
         start = remote_command(job, launcher, folder, own_address(job.hosts), "PORT", "TOKEN")
         click.echo(f"command\n  {shell_line(start)}")

@@ -119,7 +119,7 @@ def planning_options(command: F) -> F:
         given["ppn"] = workers_per_host(listed.hosts, given["ppn"])
         options = PlanningOptions(
             hosts=tuple(host.name for host in listed.hosts),
-            named=hosts is not None or hostfile is not None,
+            real_hosts=hosts is not None or hostfile is not None,
             hostfile_format=listed.format,
             **given,
         )

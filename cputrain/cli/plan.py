@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from affinity.errors import InputError
+from affinity.errors import InputError, as_option
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Request
-from affinity.planner.plan_file import read_plan
+from affinity.planner.plan_file import PLAN_FILE, read_plan
 from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.text_table import align_columns
 from affinity.views.diff import plan_differences
@@ -46,7 +46,7 @@ def _yaml(cluster: Cluster) -> str:
 
 
 def _svg(cluster: Cluster) -> str:
-    return plan_to_svg(cluster.groups[0].plan)
+    return plan_to_svg(cluster.groups[0].plan, wording=as_option)
 
 
 def _env(cluster: Cluster) -> str:
@@ -106,7 +106,7 @@ def command(
     each group gets a plan: --host-group 'n[001-128]=skx-8160-2s' --host-group 'k[01-16]=knl-7250-snc4-flat'.
     """
     if diff is not None:
-        click.echo("\n".join(plan_differences(*map(read_plan, diff))) or "the plans are the same")
+        click.echo("\n".join(plan_differences(*map(read_plan, diff), wording=as_option)) or "the plans are the same")
         return None
     if with_curve and (recipe is None or output_format != "text"):
         raise InputError("--curve draws a recipe's learning rate as text: name a RECIPE, and remove --format")
@@ -121,7 +121,7 @@ def command(
     job = Job(
         groups=cluster.groups,
         command=_train_command(options, recipe, settings, training) if recipe else ("CMD...",),
-        plan_path=Path("plan.json"),
+        plan_path=Path(PLAN_FILE),
         log_dir=Path("logs"),
         binder=options.bind,
         variables=tuple((name, value) for name, value, _ in network_settings(options)),
@@ -229,6 +229,7 @@ def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
     for group in cluster.groups:
         if several:
             click.echo(f"{counted(len(group.hosts), 'host')}: {fold(group.hosts)}")
-        click.echo(plan_to_text(group.plan, colored=colored, explained=explained) + ("\n" if several else ""))
+        shown = plan_to_text(group.plan, colored=colored, explained=explained, wording=as_option)
+        click.echo(shown + ("\n" if several else ""))
     if several:
         click.echo(f"{counted(len(job.hosts), 'host')}, {counted(job.world_size, 'worker')}")

@@ -9,6 +9,7 @@ from affinity.views.text import plan_to_text
 from affinity.wording import counted
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, settings_argument
+from cputrain.cli.setting_names import as_recipe_key
 from cputrain.launch.local import PlannedTraining, plan_training, train_here
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.explanation import explain
@@ -57,7 +58,7 @@ def command(
     if dry_run:
         _show_plan(planned)
         return 0
-    for warning in planned.plan.warnings:
+    for warning in planned.plan.worded(as_recipe_key).warnings:
         click.echo(f"warning: {warning}")
     return train_here(planned, os.environ, resume=resume, overwrite=overwrite, verify=not no_verify)
 
@@ -66,7 +67,7 @@ def _show_sizes(planned: PlannedTraining) -> None:
     recipe = planned.recipe
     threads = " + ".join(str(worker.intra_op) for worker in planned.plan.workers)
     click.echo(
-        f"{recipe.name}: {recipe.model.name}, {planned.found.summary}; "
+        f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
         f"{counted(planned.ppn, 'worker')} of {threads} threads"
     )
     click.echo(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))

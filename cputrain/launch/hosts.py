@@ -59,7 +59,7 @@ def _slots(host: Host) -> str:
 
 def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
     """The options with the hosts of the Slurm or PBS job around this process, where no hosts are named."""
-    if options.named or options.launcher == "local":
+    if options.real_hosts or options.launcher == "local":
         return options
     found = allocated_hosts(env)
     if found is not None and len(found.hosts) > 1:
@@ -68,7 +68,7 @@ def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> Pl
             raise InputError(
                 f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: leave --nodes out"
             )
-        return replace(options, hosts=hosts, named=True)
+        return replace(options, hosts=hosts, real_hosts=True)
     if len(options.hosts) > 1:
         raise InputError(
             "launch needs the names of its hosts: give --hosts or --hostfile, or run it in a Slurm or PBS job"
@@ -80,7 +80,7 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
     """The options for hosts of several groups, each written HOSTS=MACHINE."""
     if not groups:
         return options
-    if len(options.hosts) > 1 or options.named or options.machine != THIS_MACHINE:
+    if len(options.hosts) > 1 or options.real_hosts or options.machine != THIS_MACHINE:
         raise InputError("--host-group names hosts and machines: leave out --hosts, --nodes and --machine")
     pairs = []
     for group in groups:
@@ -89,7 +89,7 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
             raise InputError(f"--host-group {group!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
         pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts)), machine))
     every = tuple(host for hosts, _ in pairs for host in hosts)
-    return replace(options, hosts=every, named=True, groups=tuple(pairs))
+    return replace(options, hosts=every, real_hosts=True, groups=tuple(pairs))
 
 
 def check_binder(options: PlanningOptions) -> None:

@@ -27,7 +27,7 @@ class PlannedTraining:
 
     recipe: Recipe
     plan: Plan
-    found: Survey
+    survey: Survey
     sizes: TrainingSizes
 
     @property
@@ -38,7 +38,9 @@ class PlannedTraining:
     @property
     def scale(self) -> TrainingScale:
         """What a resumed run compares with its earlier starts."""
-        return TrainingScale.of(self.sizes, workers=self.ppn, train_images=self.found.train, classes=self.found.classes)
+        return TrainingScale.of(
+            self.sizes, workers=self.ppn, train_images=self.survey.train, classes=self.survey.classes
+        )
 
 
 def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = False) -> PlannedTraining:
@@ -51,15 +53,15 @@ def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = Fals
         raise InputError(
             f"model.weights={weights} does not exist: name a checkpoint or a state dict, or set it to null"
         )
-    plan = plan_recipe(recipe, env)
-    found = survey_recipe(recipe)
-    sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=found.train)
-    return PlannedTraining(recipe=recipe, plan=plan, found=found, sizes=sizes)
+    survey = survey_recipe(recipe)
+    plan = plan_recipe(recipe, env, images=survey.train)
+    sizes = derive(recipe, ppn=len(plan.workers), nodes=1, images=survey.train)
+    return PlannedTraining(recipe=recipe, plan=plan, survey=survey, sizes=sizes)
 
 
-def plan_recipe(recipe: Recipe, env: Mapping[str, str]) -> Plan:
-    """This machine's plan for a recipe."""
-    return plan_beside(request_of(recipe), env, share=recipe.plan.share)
+def plan_recipe(recipe: Recipe, env: Mapping[str, str], *, images: int | None = None) -> Plan:
+    """This machine's plan for a recipe with this number of training images, if known."""
+    return plan_beside(request_of(recipe, images=images), env, share=recipe.plan.share)
 
 
 def train_here(planned: PlannedTraining, env: Mapping[str, str], *, resume: bool, overwrite: bool, verify: bool) -> int:

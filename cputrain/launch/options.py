@@ -10,9 +10,10 @@ from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.this_machine import plan_this_machine
 from affinity.topology.catalog import find_machine
-from mpi.fabric import FABRICS, Fabric, Setting, fabric_here
+from mpi.fabric import Fabric, Setting, fabric_between
 from mpi.hosts.groups import Cluster, one_group, plan_cluster
 from mpi.launchers.detect import find_launcher, newest_version, without_path
+from mpi.launchers.intelmpi import INTEL_MPI
 from mpi.launchers.launcher import InstalledLauncher
 
 NUMBERS_OR_AUTO = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")
@@ -24,8 +25,8 @@ THIS_MACHINE, THIS_HOST = "this", ("localhost",)
 class PlanningOptions:
     """What a user requests of a plan; None: the recipe or the planner's rules decide.
 
-    `named`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list was
-    written. `groups`: the hosts and the machine of each group, where hosts differ.
+    `real_hosts`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list
+    was written. `groups`: the hosts and the machine of each group, where hosts differ.
     """
 
     machine: str
@@ -46,7 +47,7 @@ class PlanningOptions:
     launcher: str
     bind: str
     fabric: str
-    named: bool
+    real_hosts: bool
     hostfile_format: str
     groups: tuple[tuple[tuple[str, ...], str], ...] = ()
 
@@ -64,11 +65,8 @@ class PlanningOptions:
 
 def network_of(options: PlanningOptions) -> Fabric:
     """The fabric between the hosts: as requested, or this host's own; for another machine that of the published run."""
-    if options.fabric != "auto":
-        return FABRICS[options.fabric]
-    if len(options.hosts) == 1:
-        return FABRICS["shm"]
-    return FABRICS[fabric_here() if options.machine == THIS_MACHINE else "opa"]
+    elsewhere = None if options.machine == THIS_MACHINE else "opa"
+    return fabric_between(len(options.hosts), options.fabric, elsewhere=elsewhere)
 
 
 def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
@@ -124,8 +122,8 @@ def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> Instal
     """
     requested = options.launcher
     if requested == "auto" and options.machine != THIS_MACHINE:
-        return newest_version("intelmpi")
+        return newest_version(INTEL_MPI.name)
     try:
         return without_path(find_launcher(requested, env))
     except InputError:
-        return newest_version("intelmpi" if requested == "auto" else requested)
+        return newest_version(INTEL_MPI.name if requested == "auto" else requested)

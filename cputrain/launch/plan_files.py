@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from affinity.planner.plan_file import dumps, plan_to_json
+from affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
 from affinity.ranks.rank import MASTER_PORT
 from affinity.views.svg import plan_to_svg
 from affinity.wording import counted
@@ -49,12 +49,12 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
             return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
         return workers_line(job, MASTER_PORT), "plan.json is the output of --format json"
     launcher = planned_launcher(options, env)
-    real = options.machine == THIS_MACHINE and (options.named or job.hosts == ("localhost",))
+    real = options.machine == THIS_MACHINE and (options.real_hosts or job.hosts == ("localhost",))
     if real and len(job.groups) == 1 and not (job.binder == "launcher" and launcher.launcher.binds_by_file):
         alone = replace(job, plan_on_host=True)
         return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
     made = launch_command(job, launcher, bound_command(job), Path())
-    files = "plan.json, hosts" if made.files else "plan.json"
+    files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
     return shell_line(made), f"--write DIR writes {files} and a launch.sh with this command"
 
 
@@ -63,17 +63,17 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
 
     Without a recipe launch.sh takes the command to start as its arguments.
     """
-    texts = {"plan.json": job_plan_json(job.groups)}
+    texts = {PLAN_FILE: job_plan_json(job.groups)}
     command: tuple[str, ...] = ()
     if recipe is not None:
         from cputrain.recipe.loading import dump_recipe, with_absolute_paths
 
         texts["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
         command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))
-    job = replace(job, command=command, plan_path=HERE / "plan.json")
+    job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
     made = launch_command(job, launcher, bound_command(job), HERE)
     size = f"{counted(job.world_size, 'rank')} on {counted(len(job.hosts), 'host')}"
-    about = f"{size}, as in plan.json; written by cputrain plan"
+    about = f"{size}, as in {PLAN_FILE}; written by cputrain plan"
     texts |= {path.name: text for path, text in made.files}
     texts["launch.sh"] = launch_script(made, about, open_end=recipe is None)
     for i, group in enumerate(job.groups):

@@ -3,14 +3,12 @@
 from affinity.errors import InputError
 from affinity.planner.plan import Request
 from cputrain.models.sizes import workload_of
-from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import BatchSection, Recipe
 
 
-def request_of(recipe: Recipe, nodes: int = 1) -> Request:
-    """What a recipe requests of the planner, as one of `nodes` hosts."""
+def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Request:
+    """What a recipe requests of the planner, as one of `nodes` hosts, with this number of training images if known."""
     section = recipe.plan
-    workers = nodes * (section.ppn if isinstance(section.ppn, int) else 1)
 
     def number(value: int | str) -> int | None:
         return value if isinstance(value, int) else None
@@ -27,9 +25,20 @@ def request_of(recipe: Recipe, nodes: int = 1) -> Request:
         openmp=section.openmp,
         oversubscribe=section.oversubscribe,
         balance=section.balance,
-        local_batch=recipe.batch.local if section.balance == "batch" else largest_local_batch(recipe.batch, workers),
+        local_batch=recipe.batch.local,
+        global_batch=recipe.batch.global_,
+        most_workers=_most_workers(recipe, images),
         workload=workload_of(recipe),
     )
+
+
+def _most_workers(recipe: Recipe, images: int | None) -> int | None:
+    """The most workers that have an image each in every step, and a whole step in an epoch; None: any number."""
+    batch = recipe.batch
+    if batch.global_ is not None:
+        return batch.global_
+    epoch = recipe.data.images_per_epoch or images or recipe.data.train_images
+    return None if epoch is None else max(1, epoch // (batch.local * batch.accumulation))
 
 
 def check_local_batch(local_batch: int | None) -> None:

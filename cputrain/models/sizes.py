@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from affinity.planner.workload import RESNET50, Workload
+from affinity.planner.workload import IMAGE_PIXELS, RESNET50, Workload
 from cputrain.recipe.schema import OptimSection, Recipe
 from cputrain.recipe.schema.data import LINE
 
@@ -57,6 +57,9 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
         side, classes = 1, 1
     return replace(
         _network(name, side, classes),
+        decoder="Pillow" if recipe.data.decoder == "pillow" else "libjpeg-turbo",
+        # Images of other data sets are assumed to be as much larger than their crops as ImageNet's.
+        image_pixels=max(1, round(IMAGE_PIXELS * (side / SIDE) ** 2)),
         optimizer_copies=_copies(recipe.optim) + (recipe.ema_decay is not None),
     )
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from affinity.errors import InputError
+from affinity.planner.local_batches import most_per_pass
 from affinity.wording import counted
 from cputrain.recipe.rates import peak_rate
 from cputrain.recipe.schema import BatchSection, Recipe
@@ -100,10 +101,7 @@ def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
 
 def largest_local_batch(batch: BatchSection, workers: int) -> int:
     """Images in the largest backward pass of a worker, of this number of workers."""
-    if batch.global_ is None:
-        return batch.local
-    accumulation_steps = ceil(batch.global_ / (workers * batch.local))
-    return ceil(ceil(batch.global_ / workers) / accumulation_steps)
+    return most_per_pass(batch.local, batch.global_, workers)
 
 
 def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_images: int) -> str:

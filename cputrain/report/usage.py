@@ -9,7 +9,7 @@ import numpy as np
 
 from affinity.errors import InputError
 from affinity.planner.plan import WorkerPlan
-from affinity.planner.plan_file import plan_of_host, read_json, worker_from_dict
+from affinity.planner.plan_file import PLAN_FILE, plan_of_host, read_json, worker_from_dict
 from affinity.units import GIB
 from mpi.usage.file import FOLDER, read_records
 from mpi.usage.records import HostUse, Use, WorkerUse, total
@@ -41,7 +41,7 @@ def read_usage(run: Path) -> Usage | None:
     return Usage(
         workers=known,
         hosts={host: hosts[host] for host in sorted(hosts) if hosts[host]},
-        planned=_planned(run / "plan.json", {rank: records[-1].host for rank, records in known.items()}),
+        planned=_planned(run / PLAN_FILE, {rank: records[-1].host for rank, records in known.items()}),
     )
 
 

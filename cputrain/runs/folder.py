@@ -8,7 +8,7 @@ from pathlib import Path
 from affinity.errors import InputError
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Plan
-from affinity.planner.plan_file import plan_to_json
+from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with_absolute_paths
@@ -26,7 +26,7 @@ from mpi.usage.file import FOLDER as USAGE
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "recipe.yaml",
-    "plan.json",
+    PLAN_FILE,
     "environment.json",
     "checkpoints",
     "logs",

@@ -83,7 +83,7 @@ def planned_wrong(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[
 def test_a_difference_names_both_masks(tmp_path: Path) -> None:
     result = planned_wrong(tmp_path)
     assert result.returncode == 1
-    assert "planned" in result.stderr and "given" in result.stderr and "mask 0x" in result.stderr
+    assert "planned" in result.stderr and "actual" in result.stderr and "mask 0x" in result.stderr
     assert result.stderr.endswith("plan again on this host, or continue with --no-verify\n")
     assert len(result.stderr.strip().splitlines()) == 1
 

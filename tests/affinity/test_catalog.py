@@ -82,7 +82,7 @@ def test_a_real_7250_is_the_catalog_s() -> None:
     plan = plan_machine(find_machine("knl-7250-snc4-flat"), Request(), Runtime())
     assert [len(w.compute_pus) + len(w.loader_pus) // 4 for w in plan.workers] == [18, 18, 16, 16]
     assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (4 + i,)) for i in range(4)]
-    assert plan.warnings[0].startswith("domains of 16 to 18 cores: the smallest sets the pace of each step")
+    assert plan.warnings[0].startswith("domains of 16-18 cores: the smallest sets the pace of each step")
 
 
 def test_hbm_alone_is_bound_like_any_memory() -> None:

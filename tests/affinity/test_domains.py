@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.planner.core_roles import TOO_SLOW
-from affinity.planner.domains import partition_host
+from affinity.planner.core_roles import OTHER_TYPE
+from affinity.planner.domains import Domain, partition_host
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
@@ -22,8 +22,13 @@ def synthetic(text: str) -> Machine:
     return read_synthetic(text, name="s", model="m", isa=("avx2",), memory_bytes=64 << 30)
 
 
+def plenty(domains: tuple[Domain, ...]) -> float:
+    """Memory for any domains."""
+    return 2.0
+
+
 def widths(machine: Machine, ppn: int | None = None) -> list[int]:
-    return [len(domain.cores) for domain in partition_host(machine, ppn, proportional=False).domains]
+    return [len(domain.cores) for domain in partition_host(machine, ppn, proportional=False, headroom=plenty).domains]
 
 
 def plan(machine: Machine, **fields: object) -> Plan:
@@ -52,7 +57,7 @@ def test_workers_share_caches_only_where_they_must(caches: int, cores: int, ppn:
     machine = synthetic(f"pack:1 numa:1 l3:{caches} core:{cores}")
     if ppn > caches * cores or caches % ppn:
         return
-    domains = partition_host(machine, ppn, proportional=False).domains
+    domains = partition_host(machine, ppn, proportional=False, headroom=plenty).domains
     used = [{core.l3 for core in domain.cores} for domain in domains]
     assert sum(map(len, used)) == caches
 
@@ -79,7 +84,7 @@ def test_one_worker_computes_on_the_type_that_does_most_and_loads_on_the_others(
     worker = made.workers[0]
     assert worker.compute_pus == tuple(range(8, 16))  # 8 x 0.6 is more than 4 x 1
     assert worker.loader_pus == (0, 1)  # a fast core, which would only wait, decodes
-    assert {item.why: item.pus for item in made.unused}[TOO_SLOW] == (2, 3, 4, 5, 6, 7)
+    assert {item.why: item.pus for item in made.unused}[OTHER_TYPE] == (2, 3, 4, 5, 6, 7)
 
 
 def test_every_core_of_a_hybrid_processor_has_work() -> None:

@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.planner.domains import Domain
+from affinity.planner.memory import place_memory
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50, footprint, largest_batch
 from affinity.topology.catalog import find_machine
+from affinity.topology.machine import NumaNode
 from tests.support.machines import build_machine
 
 KNOWN = replace(RESNET50, assumed=False)
@@ -38,11 +41,11 @@ def test_a_worker_over_two_quadrants_interleaves_their_mcdram() -> None:
 def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     machine = build_machine(2, 1, 8, 1, memory_bytes=16 * GIB)
     with pytest.raises(InputError, match=r"set local_batch to \d+ or fewer") as refused:
-        plan(machine, 4096)
+        plan(machine, 4096, ppn=2)
     fits = int(str(refused.value).split("local_batch to ")[1].split()[0])
-    assert plan(machine, fits).workers[0].memory_bytes <= 16 * GIB
+    assert plan(machine, fits, ppn=2).workers[0].memory_bytes <= 16 * GIB
     with pytest.raises(InputError):
-        plan(machine, fits + 2)
+        plan(machine, fits + 2, ppn=2)
 
 
 def test_workers_share_their_node_s_memory() -> None:
@@ -64,6 +67,44 @@ def test_an_assumed_workload_is_never_refused() -> None:
     machine = build_machine(1, 1, 8, 1, memory_bytes=2 * GIB)
     made = plan_machine(machine, Request(ppn=1, local_batch=64, workload=RESNET50), Runtime())
     assert {reason.what: reason.value for reason in made.reasons}["memory per worker"] == "9.2 of 1.9 GiB of DRAM"
+    assert any("would not fit in memory" in text and "use fewer" not in text for text in made.warnings)
+
+
+def test_fewer_workers_are_planned_where_more_would_not_fit() -> None:
+    """A plan refuses no batch for a number of workers that it chose itself."""
+    made = plan(build_machine(4, 1, 8, 1, memory_bytes=4 * GIB), 32)
+    assert len(made.workers) == 2 and "memory is too small for the 4 workers" in why(made, "workers per host")
+    with pytest.raises(InputError, match=r"worker 0 has 3\.8 GiB"):
+        plan(build_machine(4, 1, 8, 1, memory_bytes=4 * GIB), 32, ppn=4)
+
+
+def test_memory_of_which_nothing_is_known_is_left_out_and_the_plan_says_so() -> None:
+    base = build_machine(1, 1, 8, 1, memory_bytes=64 * GIB)
+    for kind, words in (("unknown", "nothing tells how fast"), ("slow", "slower than the DRAM")):
+        extra = NumaNode(id=1, pus=(), memory_bytes=64 * GIB, kind=kind, near=(0,))
+        machine = replace(base, numa_nodes=(*base.numa_nodes, extra), allowed_nodes=(0, 1))
+        made = plan(machine, 32)
+        assert [(w.memory_policy, w.memory_nodes) for w in made.workers] == [("bind", (0,))]
+        assert words in why(made, "memory left out")
+
+
+def test_memory_next_to_no_worker_helps_where_the_worker_s_own_is_too_small() -> None:
+    machine = replace(build_machine(2, 1, 8, 1, memory_bytes=4 * GIB), allowed_pus=tuple(range(8)))
+    made = plan(machine, 32)
+    assert [(w.memory_policy, w.memory_nodes) for w in made.workers] == [("preferred", (0,))]
+    assert "comes from NUMA nodes 1" in why(made, "memory policy")
+
+
+def test_the_room_of_all_workers_is_not_more_than_the_memory() -> None:
+    machine = build_machine(2, 1, 8, 1, memory_bytes=16 * GIB)
+    machine = replace(machine, numa_nodes=(machine.numa_nodes[0], replace(machine.numa_nodes[1], memory_bytes=0)))
+    domains = tuple(Domain(cores=tuple(c for c in machine.cores if c.numa_node == node)) for node in (0, 1))
+    rooms = [memory.room_bytes for memory in place_memory(machine, domains, (None, None))]
+    assert sum(rooms) <= 16 * GIB
+
+
+def why(made: Plan, what: str) -> str:
+    return next(reason.why for reason in made.reasons if reason.what == what)
 
 
 @given(room=st.integers(GIB, 100 * GIB))

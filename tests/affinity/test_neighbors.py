@@ -70,8 +70,8 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
         assert status == 0, (pid, err)
         plan = json.loads(out)
         assert not {pu for worker in plan["workers"] for pu in worker["compute_pus"]} & {*taken}
-        assert plan["request"]["taken"] == list(taken) and not any("in use" in text for text in plan["warnings"])
-        assert any("(share)" in reason["why"] for reason in plan["reasons"])
+        assert plan["request"]["occupied"] == list(taken) and not any("in use" in text for text in plan["warnings"])
+        assert any("{share=true}" in reason["why"] for reason in plan["reasons"])
     assert launched[1] == 0, launched[3]
     assert len(json.loads((tmp_path / "run/plan.json").read_text())["workers"]) == len(json.loads(shared[2])["workers"])
 

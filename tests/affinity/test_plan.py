@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,10 @@ from affinity.planner.request import BALANCES
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
 from affinity.topology.catalog import find_machine
+from affinity.topology.machine import Machine
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import plan_to_text
+from affinity.wording import spread
 from tests.support.machines import build_machine
 
 RUNTIME = Runtime()
@@ -157,7 +160,7 @@ def test_shared_cores_are_shown(golden) -> None:
     plan = plan_machine(build_machine(1, 1, 3, 2), Request(ppn=8, oversubscribe=True), RUNTIME)
     golden("oversubscribed.txt", plan_to_text(plan))
     drawn = plan_to_svg(plan)
-    assert "+: computes for several workers" in drawn and "oversubscribed: 8 workers share 3 core(s)" in drawn
+    assert "+: computes for several workers" in drawn and "oversubscribed: 8 workers share 3 cores" in drawn
 
 
 @given(machines_and_requests(), st.data())
@@ -165,7 +168,7 @@ def test_cores_of_taken_pus_are_left_alone(drawn, data: st.DataObject) -> None:
     machine, request = drawn
     taken = tuple(sorted(data.draw(st.sets(st.sampled_from(machine.pus), max_size=4))))
     occupied = {pu for core in machine.cores if set(core.pus) & set(taken) for pu in core.pus}
-    request = replace(request, ppn=None, taken=taken)
+    request = replace(request, ppn=None, occupied=taken)
     if set(machine.allowed_pus) <= occupied:
         with pytest.raises(InputError, match="share=true: processes of other plans use all"):
             plan_machine(machine, request, RUNTIME)
@@ -226,7 +229,7 @@ def test_requests_that_do_not_fit_are_refused(request_: Request, message: str) -
 def test_pus_beyond_the_requested_threads_are_named_as_unused() -> None:
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=4, loader_cores=0), RUNTIME)
     assert plan.workers[0].compute_pus == (0, 1, 2, 3)
-    assert {item.why: item.pus for item in plan.unused}["threads=4 was requested"] == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert {item.why: item.pus for item in plan.unused}["{threads=4} was requested"] == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
 def test_a_cpu_quota_limits_the_cores() -> None:
@@ -238,6 +241,102 @@ def test_a_cpu_quota_limits_the_cores() -> None:
     with pytest.raises(InputError, match="ppn=3 needs 3 cores"):
         plan_machine(machine, Request(ppn=3), RUNTIME)
     assert len(plan_machine(replace(machine, cpu_quota=64.0), Request(ppn=16), RUNTIME).workers) == 16
+
+
+@pytest.mark.parametrize(("allowed", "kept"), [((0, 1), {0, 1, 2, 3}), ((1,), {4, 5, 6, 7})])
+def test_a_cpu_quota_keeps_cores_next_to_memory(allowed: tuple[int, ...], kept: set[int]) -> None:
+    machine = replace(build_machine(2, 1, 4, 1), cpu_quota=4.0, allowed_nodes=allowed)
+    plan = plan_machine(machine, Request(ppn=1), RUNTIME)
+    assert {pu for worker in plan.workers for pu in worker.pus} == kept
+
+
+def test_a_cpu_quota_keeps_the_cores_of_one_node_that_has_enough() -> None:
+    machine = build_machine(2, 1, 8, 1)
+    machine = replace(machine, allowed_pus=(0, 1, *range(8, 16)), cpu_quota=6.0)
+    assert {*plan_machine(machine, Request(), RUNTIME).workers[0].pus} <= {*range(8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ppn", "expected"),
+    [
+        ((4,) * 16, None, [4] * 16),  # EPYC with a cache as a NUMA node
+        ((5, 4, 5, 4), None, [5, 4, 5, 4]),
+        ((16, 2), None, [16]),  # a worker of two threads would set the pace of all
+        ((6,) * 8, 7, [12, 6, 6, 6, 6, 6, 6]),
+        ((16, 2), 2, [8, 8]),
+        ((16, 16, 16), 2, [24, 24]),
+        ((18, 18, 16, 16), 2, [36, 32]),
+        ((24, 24), 1, [48]),
+    ],
+)
+def test_workers_are_nearly_equal_and_inside_nodes(
+    nodes: tuple[int, ...], ppn: int | None, expected: list[int]
+) -> None:
+    machine = unequal(nodes)
+    plan = plan_machine(machine, Request(ppn=ppn), RUNTIME)
+    assert [len(worker.pus) for worker in plan.workers] == expected
+
+
+def unequal(sizes: tuple[int, ...]) -> Machine:
+    """NUMA nodes with these numbers of cores."""
+    machine = build_machine(1, len(sizes), max(sizes), 1)
+    allowed = (pu for node, size in zip(machine.numa_nodes, sizes, strict=True) for pu in node.pus[:size])
+    return replace(machine, allowed_pus=tuple(allowed))
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=10).map(tuple)
+
+
+@given(SIZES, st.integers(1, 64), st.sampled_from([1, 8, 32]))
+def test_workers_that_the_rules_choose_are_near_equal_fit_and_stay_inside_nodes(sizes, gib, batch) -> None:
+    machine = unequal(sizes)
+    machine = replace(machine, numa_nodes=tuple(replace(node, memory_bytes=gib << 30) for node in machine.numa_nodes))
+    known = replace(RESNET50, assumed=False)
+    try:
+        plan = plan_machine(machine, Request(local_batch=batch, workload=known), RUNTIME)
+    except InputError:  # then no other number of workers fits either
+        for ppn in range(1, len(machine.allowed_cores) + 1):
+            with pytest.raises(InputError, match="needs"):
+                plan_machine(machine, Request(ppn=ppn, local_batch=batch, workload=known), RUNTIME)
+        return
+    cores = [len(worker.pus) for worker in plan.workers]
+    if all(size == sizes[0] for size in sizes) and gib == 64:
+        assert max(cores) - min(cores) <= 1
+    if sum(sizes) > 4:
+        assert len(cores) <= 2 * sum(-(-size // 24) for size in sizes)
+    idle = sum(sizes) - sum(cores)
+    assert len(cores) * min(cores) + idle <= sum(sizes)
+    assert plan.workers == plan_machine(machine, replace(plan.request, ppn=len(cores)), RUNTIME).workers or idle
+
+
+@given(SIZES, st.one_of(st.none(), st.integers(1, 20)))
+def test_every_number_of_a_reason_is_the_plan_s(sizes, ppn) -> None:
+    machine = unequal(sizes)
+    plan = plan_machine(machine, Request(ppn=None if ppn is None else min(ppn, sum(sizes))), RUNTIME)
+    reasons = {reason.what: reason for reason in plan.reasons}
+    node_of = {pu: core.numa_node for core in machine.cores for pu in core.pus}
+    nodes = {node_of[pu] for worker in plan.workers for pu in worker.pus}
+    workers, why = len(plan.workers), reasons["workers per host"].why
+    assert reasons["workers per host"].value == str(workers)
+    if found := re.search(r"one for each of (\d+) NUMA nodes", why):
+        assert int(found[1]) == len(nodes) == workers
+    if found := re.search(r"^(\d+) NUMA nodes? of", why):
+        assert int(found[1]) == len(nodes) < workers
+    if found := re.search(r"workers have ([\d-]+) cores each", why):
+        assert found[1] == spread([len(worker.pus) for worker in plan.workers])
+    if found := re.search(r"its (\d+) cores?", why):
+        assert int(found[1]) == sum(len(worker.pus) for worker in plan.workers) and workers == 1
+    if workers > 1:
+        assert reasons["cost of the workers"].value.startswith(f"{workers} ranks")
+    for text in plan.warnings:
+        if found := re.search(r"(\d+) of (\d+) workers? on (\d+) NUMA nodes", text):
+            across = sum(len({node_of[pu] for pu in worker.pus}) > 1 for worker in plan.workers)
+            assert tuple(map(int, found.groups())) == (across, workers, len(nodes))
+        if found := re.search(r"domains of (\d+)-(\d+) cores", text):
+            assert (int(found[1]), int(found[2])) == (
+                min(len(worker.pus) for worker in plan.workers),
+                max(len(worker.pus) for worker in plan.workers),
+            )
 
 
 def test_smt_on_computes_on_every_pu() -> None:

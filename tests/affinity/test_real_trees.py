@@ -11,7 +11,7 @@ import pytest
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.spare
 
 TREES = Path(__file__).parents[3] / "shared" / "hwloc"
 
