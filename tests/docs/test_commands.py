@@ -46,7 +46,7 @@ FOREIGN = {
 }
 KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+(?==|$)")
 FILES = (".csv", ".json", ".md", ".svg", ".txt")
-PLACEHOLDERS = {"KIND": "imagefolder"}  # where the command line takes only certain words
+PLACEHOLDERS = {"KIND": "imagefolder", "FOLDER": "."}  # where the command line takes only certain words
 
 
 def in_blocks() -> set[tuple[str, tuple[str, ...]]]:
