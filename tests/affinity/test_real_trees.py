@@ -1,7 +1,7 @@
 """/sys trees of real hosts, where they lie beside the checkout, against the counts of hwloc 2.9.0.
 
 Every quirk in them is also made on the spot, in test_sysfs.py, test_numa.py, test_core_types.py and test_cgroup.py,
-which need no such trees. docs/real-machines.md is the table of all of them.
+which need no such trees; test_against_hwloc.py compares more of smaller copies. docs/real-machines.md is the table of all of them.
 """
 
 from pathlib import Path
@@ -17,6 +17,7 @@ TREES = Path(__file__).parents[3] / "shared" / "hwloc"
 
 # name: (packages, cores, PUs, NUMA nodes) allowed; then the same of the whole host where it differs. By hwloc.
 ORACLE = {
+    "128arm-2pa2n8cluster4co": ((2, 128, 128, 4),),
     "16amd64-8n2c-cpusets": ((6, 10, 10, 4), (8, 15, 15, 8)),
     "16em64t-4s2ca2c-cpusetreorder": ((4, 11, 11, 1), (4, 16, 16, 1)),
     "20em64t-hybrid-1p6c2t+2ca4co1t": ((1, 14, 20, 1),),
@@ -37,6 +38,7 @@ ORACLE = {
     "gen-g4dnmetal": ((2, 48, 96, 2),),
     "gen-knl-quad-cache": ((1, 68, 272, 1),),
     "gen-knl-snc4-flat": ((1, 68, 272, 8),),
+    "nvidia-dgx-gb10": ((1, 20, 20, 1),),
     "offline-cpu0-node0": ((2, 17, 17, 1),),
 }
 # Where we count otherwise, and why.
