@@ -37,8 +37,8 @@ def find_machine(spec: str) -> Machine:
     if spec.endswith(".xml"):
         return read_lstopo(Path(spec))
     if ":" in spec:
-        # hwloc gives a synthetic NUMA node 1 GiB where the text gives no size.
-        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=GIB)
+        # Plenty where the text gives no size (hwloc: 1 GiB), so that memory does not decide the number of workers.
+        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=256 * GIB)
     return named_machine(spec)
 
 
