@@ -209,7 +209,10 @@ def test_other_workers_need_the_same_global_batch(settings: tuple[str, ...], wor
     batch = workers * new.batch.local * new.batch.accumulation
     now = TrainingScale(workers=workers, global_batch=batch, train_images=27, classes=3)
     printed = reason_not_to_resume(Path("run"), recipe("batch.local=6"), new, SCALE, now)
-    assert printed and printed.endswith("the run in run has 12 (2 workers): set batch.global=12")
+    counts = "1 worker" if workers == 1 else f"{workers} workers"
+    assert printed and printed.endswith(
+        f"the global batch is {batch} with {counts}, but 12 in the run in run (2 workers): set batch.global=12"
+    )
     advised = recipe("batch.local=6", "batch.global=12")
     assert (
         reason_not_to_resume(Path("run"), recipe("batch.local=6"), advised, SCALE, replace(now, global_batch=12))

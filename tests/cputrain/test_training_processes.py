@@ -108,7 +108,7 @@ from cputrain.models.build import build_model
 from cputrain.recipe.schema import ModelSection
 from affinity.ranks.rank import Rank
 import torch
-rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="env")
+rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
 group = start_group(rank, worker, sys.argv[1], 60.0)
 model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3, 32))
