@@ -46,8 +46,8 @@ def _described(spec: str, path: Path) -> Machine:
     if path.is_file():
         raise InputError(f"{spec} is neither lstopo's XML nor a tarball with a host's sys/ and proc/: give one of them")
     if ":" in spec:
-        # hwloc gives a synthetic NUMA node 1 GiB where the text gives no size.
-        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=GIB)
+        # Plenty where the text gives no size (hwloc: 1 GiB), so that memory does not decide the number of workers.
+        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=256 * GIB)
     return named_machine(spec)
 
 

@@ -173,7 +173,10 @@ def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
     result = cputrain(*launch, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("AFFINITY_PLAN") == int(ppn)
-    assert "--plan-on-host needs --ppn" in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr
+    assert (
+        "--plan-on-host needs the same --ppn N"
+        in cputrain("launch", "--plan-on-host", "--", "true", cwd=tmp_path).stderr
+    )
 
 
 @pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from affinity.errors import as_option
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json
 from affinity.planner.runtime import Runtime
@@ -41,7 +42,10 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     for name, made in (("a", plan()), ("b", plan(threads=20))):
         (tmp_path / f"{name}.json").write_text(plan_to_json(made))
     shown = cputrain("plan", "--diff", "a.json", "b.json", cwd=tmp_path)
-    assert (shown.returncode, shown.stdout.splitlines()) == (0, plan_differences(plan(), plan(threads=20)))
+    assert (shown.returncode, shown.stdout.splitlines()) == (
+        0,
+        plan_differences(plan(), plan(threads=20), wording=as_option),
+    )
     assert cputrain("plan", "--diff", "a.json", "a.json", cwd=tmp_path).stdout == "the plans are the same\n"
     shown = refused(cputrain("plan", "--diff", "a.json", "absent.json", cwd=tmp_path))
     assert "cannot read the plan absent.json" in shown

@@ -69,7 +69,7 @@ def test_plan_options_win_over_the_recipe() -> None:
     data = json.loads(cputrain("plan", "resnet50-skx-256node", *arguments).stdout)
     assert [worker["intra_op"] for worker in data["workers"]] == [10] * 4
     env = cputrain("plan", "--machine", "pack:1 core:4", "--format", "env").stdout
-    assert env.count("export OMP_NUM_THREADS=1") == 4
+    assert env.count("export OMP_NUM_THREADS=1") == 4  # no size in the text: memory limits nothing
     command = cputrain("plan", "--machine", "skx-8160-2s", "--hosts", "a,b", "--format", "command").stdout
     assert "-np 4 -ppn 2" in command and "MASTER_ADDR a" in command
 
