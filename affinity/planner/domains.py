@@ -9,7 +9,7 @@ from affinity.planner.layouts import Layout, best_layout, shares
 from affinity.planner.reasons import Reason, Unused
 from affinity.planner.worker_count import choose_layout
 from affinity.topology.machine import Machine
-from affinity.wording import counted, spread
+from affinity.wording import spread
 
 OTHER_TYPE = "of another speed than the compute cores: together all would have the slower ones' pace"
 TOO_FEW = "too few in their NUMA node: all other workers would wait for one there"
@@ -148,10 +148,11 @@ def _warnings(layout: Layout, *, proportional: bool) -> list[str]:
     found = []
     if layout.across:
         nodes = len({core.numa_node for core in layout.used})
-        found.append(
-            f"{layout.across} of {counted(len(layout.parts), 'worker')} on {nodes} NUMA nodes span nodes: part of "
-            "their memory is remote"
+        count = len(layout.parts)
+        who = (
+            f"the worker spans {nodes}" if count == 1 else f"{layout.across} of {count} workers span several of {nodes}"
         )
+        found.append(f"{who} NUMA nodes: part of {'its' if count == 1 else 'their'} memory is remote")
     one_type = len({core.speed for core in layout.used}) == 1
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import InputError, describe
+from affinity.errors import InputError, describe, worded
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.text_table import align_columns
@@ -32,14 +32,15 @@ def plan_folder(folder: Path, request: Request) -> tuple[MachineRow, ...]:
 def machine_table(rows: Iterable[MachineRow]) -> str:
     """Cores and PUs are those that may be used, comm and loader count PUs of a worker; warnings and errors follow their
     row, indented."""
-    rows = tuple(rows)
+    rows, wording = tuple(rows), wording_of(["plan"])
     empty = ("-",) * (len(HEAD) - 1)
     head, *lines = align_columns(
         [HEAD, *((row.name, *(_cells(row.plan) if row.plan else empty)) for row in rows)]
     ).splitlines()
     shown = [head]
     for row, line in zip(rows, lines, strict=True):
-        notes = [f"warning: {text}" for text in row.plan.warnings] if row.plan else [f"error: {row.error}"]
+        warnings = row.plan.warnings if row.plan else ()
+        notes = [f"warning: {worded(text, wording)}" for text in warnings] if row.plan else [f"error: {row.error}"]
         shown += [line, *(f"  {note}" for note in notes)]
     return "\n".join(shown)
 
