@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from affinity.errors import RunError
@@ -27,9 +28,16 @@ def connect_store(rank: Rank, env: Mapping[str, str]) -> Store:
         return served
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     if rank.rank > 0:
-        return TCPStore(address, port, rank.world_size, is_master=False)
+        return TCPStore(address, port, rank.world_size, is_master=False, timeout=default_pg_timeout)
     listening = _listen(address, port, one_host=rank.one_host)
-    return TCPStore(address, port, rank.world_size, is_master=True, master_listen_fd=listening.detach())
+    return TCPStore(
+        address,
+        port,
+        rank.world_size,
+        is_master=True,
+        timeout=default_pg_timeout,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:

@@ -33,6 +33,7 @@ POLL_S = 0.1
 LAUNCHER_EXIT_S = 5.0
 KILL_S = 2.0  # between SIGTERM and SIGKILL for what the launcher has started
 SSH_PORT, SSH_TIMEOUT_S, MAX_SSH_CONNECTIONS = 22, 3.0, 64
+MAX_FILES = 64  # of the command, programs and scripts first, that are compared
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Map
     Raises RunError naming those that do not answer within 15 s (0.02 s more for each host).
     """
     # os.path's: a word may be too long for a path, at which Path.is_file raises.
-    files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))  # noqa: PTH113
+    files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))[:MAX_FILES]  # noqa: PTH113
     address = own_address(job.hosts)
     server = RankServer(new_token(), job.hosts, address, (HostReport, Listening, LinkSpeed))
     with interruptible():

@@ -1,5 +1,6 @@
 """The server that a job's ranks, or its hosts before it starts, report to; on the host that launched the job."""
 
+import logging
 import resource
 import selectors
 import socket
@@ -13,6 +14,7 @@ BACKLOG = 4096
 HELLO_TIMEOUT_S = 10.0  # a connection without a signed Hello is closed
 SPARE_CONNECTIONS = 64  # without Hello, beyond one for each rank; the oldest makes room for a new one
 OWN_FILES = 64  # that this process needs for other purposes
+logger = logging.getLogger(__name__)
 
 
 class RankServer:
@@ -29,7 +31,8 @@ class RankServer:
         self.connections: dict[int, Connection] = {}
         self._hosts = hosts
         self._accepts = (Hello, *accepts)
-        self._max_waiting = max(1, min(len(hosts) + SPARE_CONNECTIONS, most - len(hosts) - OWN_FILES))
+        room = len(hosts) + SPARE_CONNECTIONS
+        self._max_waiting = room if most == resource.RLIM_INFINITY else max(1, min(room, most - len(hosts) - OWN_FILES))
         self._waiting: dict[Connection, float] = {}  # without Hello, oldest first, with their deadlines
         self._ranks: dict[Connection, int] = {}
         self._names: dict[str, str] = {}  # of hosts, as their ranks give them
@@ -81,7 +84,8 @@ class RankServer:
             return []
         try:
             return [(self._sender(connection, message), message) for message in messages]
-        except ProtocolError:
+        except ProtocolError as error:  # signed by the token: the job's own
+            logger.warning("cputrain: a rank's connection is closed: %s", error)
             self._close(connection)
             return []
 
@@ -91,7 +95,7 @@ class RankServer:
         if rank is not None and not isinstance(message, Hello):
             return rank
         if rank is not None or not isinstance(message, Hello):
-            raise ProtocolError("no Hello, or a second one")
+            raise ProtocolError("it does not begin with one Hello")
         self._check(message)
         del self._waiting[connection]
         self.connections[message.rank], self._ranks[connection] = connection, message.rank
@@ -100,14 +104,20 @@ class RankServer:
     def _check(self, hello: Hello) -> None:
         """Raise ProtocolError where rank and host do not fit the job: each rank connects once, the ranks of a host
         give it one name. That may be another one than the job's, which may use an alias or an address."""
-        if not 0 <= hello.rank < len(self._hosts) or hello.rank in self.connections:
-            raise ProtocolError("a rank that the job does not have, or has already")
-        if self._names.setdefault(self._hosts[hello.rank], hello.host) != hello.host:
-            raise ProtocolError("another host")
+        if not 0 <= hello.rank < len(self._hosts):
+            raise ProtocolError(f"rank {hello.rank} on {hello.host} is none of the job's {len(self._hosts):,} ranks")
+        if hello.rank in self.connections:
+            raise ProtocolError(f"rank {hello.rank} on {hello.host} has connected before")
+        host = self._hosts[hello.rank]
+        if self._names.setdefault(host, hello.host) != hello.host:
+            raise ProtocolError(
+                f"rank {hello.rank} is on {hello.host}, other ranks of {host} are on {self._names[host]}"
+            )
 
     def drop(self, rank: int) -> None:
         """Close a rank's connection: it has sent values that no rank of this job has."""
         if (connection := self.connections[rank]) in self._ranks:
+            logger.warning("cputrain: rank %d's connection is closed: it has sent a wrong exit", rank)
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:

@@ -186,13 +186,16 @@ def test_a_recorded_connection_cannot_be_repeated(monitor: Monitor) -> None:
 
 
 @pytest.mark.parametrize(("rank", "host"), [(8, "host4"), (-1, "host0"), (0, "host0"), (1, "another")])
-def test_rank_and_host_have_to_fit_the_job(monitor: Monitor, rank: int, host: str) -> None:
+def test_rank_and_host_have_to_fit_the_job(
+    monitor: Monitor, rank: int, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Ranks 0 to 7 of four hosts; rank 0 is there, on host0."""
     friend = agent(monitor, 0)
     poll(monitor)
     other = agent(monitor, rank, host)
     poll(monitor)
     assert is_closed(other.socket) and list(monitor.ranks) == [0]
+    assert f"rank {rank} " in caplog.text
     friend.send(EXIT)
     poll(monitor)
     assert monitor.ranks[0].exit is not None
