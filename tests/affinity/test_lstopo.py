@@ -13,7 +13,7 @@ from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
 from tests.support.commands import need
 
-pytestmark = pytest.mark.spare
+pytestmark = pytest.mark.slow
 
 XML = Path(__file__).parents[3] / "shared" / "hwloc" / "xml"
 FLAT = """<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd">

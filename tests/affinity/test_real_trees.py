@@ -11,7 +11,7 @@ import pytest
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
 
-pytestmark = pytest.mark.spare
+pytestmark = pytest.mark.slow
 
 TREES = Path(__file__).parents[3] / "shared" / "hwloc"
 
