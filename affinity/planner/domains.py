@@ -148,11 +148,11 @@ def _warnings(layout: Layout, *, proportional: bool) -> list[str]:
     found = []
     if layout.across:
         nodes = len({core.numa_node for core in layout.used})
-        count = len(layout.parts)
-        who = (
-            f"the worker spans {nodes}" if count == 1 else f"{layout.across} of {count} workers span several of {nodes}"
-        )
-        found.append(f"{who} NUMA nodes: part of {'its' if count == 1 else 'their'} memory is remote")
+        if len(layout.parts) == 1:
+            found.append(f"the worker spans {nodes} NUMA nodes: part of its memory is remote")
+        else:
+            workers = f"{layout.across} of {len(layout.parts)} workers"
+            found.append(f"{workers} span several of the {nodes} NUMA nodes: part of their memory is remote")
     one_type = len({core.speed for core in layout.used}) == 1
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(
