@@ -1,7 +1,7 @@
 """/sys trees of real hosts, where they lie beside the checkout, against the counts of hwloc 2.9.0.
 
-Every quirk in them is also made on the spot, in test_sysfs.py, test_numa.py, test_core_types.py and test_cgroup.py,
-which need no such trees; test_against_hwloc.py compares more of smaller copies. docs/real-machines.md is the table of all of them.
+Every quirk in them is also made on the spot, in test_sysfs.py, test_numa.py, test_core_types.py and test_cgroup.py;
+test_against_hwloc.py compares more, on smaller copies. docs/real-machines.md is the table of all of them.
 """
 
 from pathlib import Path
