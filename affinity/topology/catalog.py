@@ -61,6 +61,8 @@ def described_machines(folder: Path) -> tuple[Path, ...]:
 
     Raises InputError where there are none.
     """
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: name one with descriptions of machines")
     found = []
     for place, folders, files in os.walk(folder):
         if "sys" in folders and (Path(place) / "sys/devices/system/cpu").is_dir():

@@ -79,7 +79,7 @@ FORMATS: dict[str, Callable[[Cluster], str]] = {"json": cluster_json, "yaml": _y
 )
 @click.option(
     "--machines",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=click.Path(path_type=Path),
     metavar="FOLDER",
     help="plan every machine described in a folder and print a table; exit status 1: one could not be planned",
 )
