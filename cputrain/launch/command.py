@@ -24,6 +24,7 @@ def command_job(
     env: Mapping[str, str],
     *,
     verify: bool = True,
+    allow_other_layout: bool = False,
     keep_env: bool = False,
     plan_on_host: bool = False,
 ) -> Job:
@@ -46,6 +47,7 @@ def command_job(
         master_port=free_port() if here and port is None else port,
         variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
         verify=verify,
+        allow_other_layout=allow_other_layout,
         keep_env=keep_env,
         plan_on_host=plan_on_host,
     )

@@ -16,6 +16,7 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
+from affinity.wording import counted
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import read_events
 from mpi.hosts.groups import HostGroup, job_plan_json
@@ -123,7 +124,7 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
     used = {pu for binding in events[0]["bindings"] for pu in binding["pus"]}
     assert used == set(this_machine().allowed_pus)
     expected = (place / "imagefolder.err").read_text()
-    assert f"planned on {socket.gethostname()}: {len(events[0]['bindings'])} worker(s)" in expected
+    assert f"planned on {socket.gethostname()}: {counted(len(events[0]['bindings']), 'worker')} of " in expected
     assert load_recipe(str(place / "the 'run'/recipe.yaml")).data.path == f"{disk}/{job}"
     assert not list(disk.iterdir())  # taken away again
 

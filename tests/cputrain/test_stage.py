@@ -72,7 +72,7 @@ def test_what_cannot_be_staged_is_refused_before(
     data: Path, tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        pytest.raises(InputError, match=r"copies shards, which data.path does not hold"),
+        pytest.raises(InputError, match=r"copies shards, but data.path has none"),
         staged(open_folder(tmp_path / "images"), str(tmp_path / "s"), ALONE, HERE),
     ):
         pass

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from affinity.topology.sysfs import this_machine
+from affinity.wording import counted
 from cputrain.report.usage import read_usage
 from cputrain.runs.events import read_events
 from tests.support.commands import cputrain
@@ -103,6 +104,7 @@ from affinity.kernel.observe import threads_of
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
+from affinity.wording import counted
 from cputrain.comm.group import end_group, all_gather, start_group
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import ModelSection
@@ -152,7 +154,7 @@ def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str)
     settings = ("plan.oversubscribe=true", f"plan.ppn={ppn}", "batch.local=2", f"comm.backend={backend}", "max_steps=2")
     result = cputrain("train", "imagefolder", *SMALL[:3], *settings, *SMALL[4:6], "output=run", cwd=place)
     assert result.returncode == 0, result.stderr
-    assert f"warning: oversubscribed: {ppn} workers share {cores} core(s)" in result.stdout
+    assert f"warning: oversubscribed: {ppn} workers share {counted(cores, 'core')}" in result.stdout
     plan = json.loads((place / "run/plan.json").read_text())
     assert plan["oversubscribed"] and any("oversubscribed" in text for text in plan["warnings"])
     start = read_events(place / "run")[0]
