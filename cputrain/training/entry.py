@@ -19,6 +19,7 @@ from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make
 from cputrain.runs.resume import TrainingScale
 from cputrain.training.environment import binding_record, describe_environment
 from cputrain.training.loop import TrainResult
+from cputrain.training.preemption import ignore_preemption
 from cputrain.training.sampling import sample_usage
 from cputrain.training.session import Session, start_session
 from cputrain.training.start import start_training
@@ -59,6 +60,7 @@ def train_rank(
     peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if is_main_rank:
         _print_summary(session, result, max(peaks))
+    ignore_preemption()
     end_group(session.ranks.group)
 
 

@@ -35,3 +35,11 @@ class Preemption:
             if last_step is not None:
                 self._last_step = int(last_step)
         return self._last_step is not None and step >= self._last_step
+
+
+def ignore_preemption() -> None:
+    """Ignore the signal from now on. To be called at a training's end, when a repeated signal has nothing to stop.
+
+    An ending interpreter gives handled signals their default action, which ends the process; ignored ones stay ignored.
+    """
+    signal.signal(PREEMPTION_SIGNAL, signal.SIG_IGN)
