@@ -11,7 +11,7 @@ from tests.lab.topologies import Topology
 
 NODES = Path("/sys/devices/system/node")
 CPUS = Path("/sys/devices/system/cpu")
-HUGETLB_PAGES_A_WORKER = 4  # of 2 MiB, in each node: two of a running worker, two of one that is started again
+HUGETLB_PAGES = 24  # of 2 MiB, in each node: two for each worker of it, those that run and those that are started again
 
 
 class NotApplicableError(Exception):
@@ -43,7 +43,7 @@ def set_scene(topology: Topology) -> Scene:
         set_online(pu, online=False)
     scene = Scene(topology=topology, machine=this_machine(), plan=plan_here())
     for folder in NODES.glob("node*/hugepages/hugepages-2048kB"):
-        (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES_A_WORKER * len(scene.plan.workers)))
+        (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES))
     return scene
 
 
