@@ -74,7 +74,8 @@ def start(name: str, work: Callable[[], int]) -> Started:
 def bound(plan: Plan, local_rank: int, *options: str, group: Path | None = None) -> Started:
     """Start a probe as a worker of a plan, in a control group where one is named."""
     file = Path(f"/run/plan-{abs(hash(plan))}.json")
-    file.write_text(plan_to_json(plan))
+    if not file.is_file():  # other workers may be reading it
+        file.write_text(plan_to_json(plan))
 
     def work() -> int:
         if group is not None:
