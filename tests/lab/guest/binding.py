@@ -12,7 +12,7 @@ from affinity.topology.cpuset import format_list, parse_list
 from affinity.topology.machine import Machine
 from affinity.units import MIB
 from tests.lab.guest.scene import NotApplicableError, Scene, plan_here, set_online
-from tests.lab.guest.workers import all_bound, bound, nodes_of
+from tests.lab.guest.workers import bound, nodes_of, running_workers
 
 HUGE_MIB = 4  # what the probe touches in pages of 2 MiB
 # How numa_maps names a policy.
@@ -21,10 +21,9 @@ POLICIES = {"bind": "bind", "interleave": "interleave", "preferred": "prefer", "
 
 def workers(scene: Scene) -> None:
     """Each worker has its planned mask and policy, and pages of all sizes lie on its planned nodes."""
-    with all_bound(scene.plan) as running:
-        for worker, (_, report) in zip(scene.plan.workers, running, strict=True):
-            as_planned(worker, report)
-            assert report["transparent_kib"] >= 4096, f"no transparent huge pages: {report}"
+    for worker, (_, report) in zip(scene.plan.workers, running_workers(scene.plan), strict=True):
+        as_planned(worker, report)
+        assert report["transparent_kib"] >= 4096, f"no transparent huge pages: {report}"
 
 
 def as_planned(worker: WorkerPlan, report: dict) -> None:
@@ -44,25 +43,24 @@ def as_planned(worker: WorkerPlan, report: dict) -> None:
 
 def shown_as_planned(scene: Scene) -> None:
     """`affinity show` finds no difference in workers that are bound correctly, libraries and huge pages included."""
-    with all_bound(scene.plan) as running:
-        for started, _ in running:
-            process = inspect_process(started.pid)
-            assert process.worker is not None and not process.differs, process
-        pids = [word for started, _ in running for word in ("--pid", str(started.pid))]
-        assert affinity_main(["show", *pids]) == 0
+    running = running_workers(scene.plan)
+    for started, _ in running:
+        process = inspect_process(started.pid)
+        assert process.worker is not None and not process.differs, process
+    pids = [word for started, _ in running for word in ("--pid", str(started.pid))]
+    assert affinity_main(["show", *pids]) == 0
 
 
 def moved_by_taskset(scene: Scene) -> None:
     """A worker that taskset moves away is found."""
-    with all_bound(scene.plan) as running:
-        started, worker = running[-1][0], scene.plan.workers[-1]
-        elsewhere = min({*scene.machine.allowed_pus} - {*worker.pus}, default=None)
-        if elsewhere is None:
-            raise NotApplicableError
-        taskset = ("taskset", "-a", "-p", "-c", str(elsewhere), str(started.pid))
-        subprocess.run(taskset, check=True, capture_output=True)
-        assert inspect_process(started.pid).misplaced_threads
-        assert affinity_main(["show", "--pid", str(started.pid)]) == 1
+    (started, _), worker = running_workers(scene.plan)[-1], scene.plan.workers[-1]
+    elsewhere = min({*scene.machine.allowed_pus} - {*worker.pus}, default=None)
+    if elsewhere is None:
+        raise NotApplicableError
+    taskset = ("taskset", "-a", "-p", "-c", str(elsewhere), str(started.pid))
+    subprocess.run(taskset, check=True, capture_output=True)
+    assert inspect_process(started.pid).misplaced_threads
+    assert affinity_main(["show", "--pid", str(started.pid)]) == 1
 
 
 def moved_by_migratepages(scene: Scene) -> None:
@@ -71,14 +69,12 @@ def moved_by_migratepages(scene: Scene) -> None:
     targets = {*scene.memory_nodes} - {*(worker.memory_nodes if worker else ())}
     if worker is None or not targets:
         raise NotApplicableError
-    started = bound(scene.plan, worker.local_rank)
-    started.report()
+    started, _ = running_workers(scene.plan)[worker.local_rank]
     nodes = format_list(worker.memory_nodes)
     argv = ("migratepages", str(started.pid), nodes, str(min(targets)))
     subprocess.run(argv, check=True, capture_output=True)
     process = inspect_process(started.pid)
     shown = affinity_main(["show", "--pid", str(started.pid)])
-    started.end()
     assert shown == 1 and process.remote_bytes >= (8 + 4) * MIB, process
     assert process.memory_bytes[min(targets)] >= (8 + 4 + HUGE_MIB) * MIB, f"huge pages are not counted: {process}"
 
@@ -129,9 +125,9 @@ def taken_offline(scene: Scene) -> None:
         refused(scene.plan, worker.local_rank)
         again = plan_here()
         assert gone not in again.machine.pus and all(gone not in w.pus for w in again.workers)
-        with all_bound(again) as running:
-            for planned, (_, report) in zip(again.workers, running, strict=True):
-                as_planned(planned, report)
+        started = bound(again, again.workers[-1].local_rank)
+        as_planned(again.workers[-1], started.report())
+        started.end()
     finally:
         set_online(gone, online=True)
 

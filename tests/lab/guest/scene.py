@@ -11,7 +11,7 @@ from tests.lab.topologies import Topology
 
 NODES = Path("/sys/devices/system/node")
 CPUS = Path("/sys/devices/system/cpu")
-HUGETLB_PAGES = 6  # a node's, of 2 MiB
+HUGETLB_PAGES = 24  # of 2 MiB, in each node: two for each worker of it, those that run and those that are started again
 
 
 class NotApplicableError(Exception):
@@ -41,10 +41,10 @@ def set_scene(topology: Topology) -> Scene:
     """Take the CPUs offline that the topology has so, reserve huge pages, read the machine, plan it."""
     for pu in topology.offline:
         set_online(pu, online=False)
+    scene = Scene(topology=topology, machine=this_machine(), plan=plan_here())
     for folder in NODES.glob("node*/hugepages/hugepages-2048kB"):
         (folder / "nr_hugepages").write_text(str(HUGETLB_PAGES))
-    machine = this_machine()
-    return Scene(topology=topology, machine=machine, plan=plan_here())
+    return scene
 
 
 def plan_here(**fields: object) -> Plan:

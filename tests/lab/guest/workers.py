@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from affinity.planner.plan import Plan
 from affinity.planner.plan_file import plan_to_json
 
 PROBE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("probe.py")))
-PLAN_FILE = Path("/run/plan.json")
 POLL_S = 0.05
 
 
@@ -73,25 +73,34 @@ def start(name: str, work: Callable[[], int]) -> Started:
 
 def bound(plan: Plan, local_rank: int, *options: str, group: Path | None = None) -> Started:
     """Start a probe as a worker of a plan, in a control group where one is named."""
-    PLAN_FILE.write_text(plan_to_json(plan))
+    file = Path(f"/run/plan-{abs(hash(plan))}.json")
+    if not file.is_file():  # other workers may be reading it
+        file.write_text(plan_to_json(plan))
 
     def work() -> int:
         if group is not None:
             (group / "cgroup.procs").write_text("0")
-        return bind.main(["--plan", str(PLAN_FILE), "--local-rank", str(local_rank), *options, "--", *PROBE])
+        return bind.main(["--plan", str(file), "--local-rank", str(local_rank), *options, "--", *PROBE])
 
     return start(f"worker-{local_rank}", work)
 
 
 @contextmanager
-def all_bound(plan: Plan, *options: str, group: Path | None = None) -> Iterator[list[tuple[Started, dict[str, Any]]]]:
+def all_bound(plan: Plan, group: Path | None = None) -> Iterator[list[tuple[Started, dict[str, Any]]]]:
     """Every worker of a plan, running, with its report."""
-    workers = [bound(plan, worker.local_rank, *options, group=group) for worker in plan.workers]
+    workers = [bound(plan, worker.local_rank, group=group) for worker in plan.workers]
     try:
         yield [(worker, worker.report()) for worker in workers]
     finally:
         for worker in workers:
             worker.end()
+
+
+@cache
+def running_workers(plan: Plan) -> list[tuple[Started, dict[str, Any]]]:
+    """Every worker of a plan with its report; they run until the guest ends, for several checks."""
+    workers = [bound(plan, worker.local_rank) for worker in plan.workers]
+    return [(worker, worker.report()) for worker in workers]
 
 
 def in_group(group: Path, work: Callable[[], Any]) -> Any:
