@@ -6,7 +6,7 @@ from itertools import chain
 from affinity.errors import PlanOfAnotherMachineError
 from affinity.planner.plan import Plan
 from affinity.topology.cpuset import format_list
-from affinity.topology.machine import Core, Machine
+from affinity.topology.machine import ASSUMED_NODE_BYTES, Core, Machine
 from affinity.units import GIB
 
 OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" allows what check_layout refuses, whatever the launcher
@@ -85,6 +85,9 @@ def _memory(plan: Plan, host: Machine) -> Iterator[str]:
                 yield f"it uses NUMA node {planned.id}, this host has nodes {format_list(here)}"
         elif node.kind != planned.kind:
             yield f"NUMA node {node.id} is {planned.kind} in the plan, {node.kind} here"
-        elif node.memory_bytes < (1 - MISSING_MEMORY) * planned.memory_bytes:
+        elif (
+            planned.memory_bytes != ASSUMED_NODE_BYTES
+            and node.memory_bytes < (1 - MISSING_MEMORY) * planned.memory_bytes
+        ):
             sizes = f"{planned.memory_bytes / GIB:.1f} GiB in the plan, {node.memory_bytes / GIB:.1f} GiB here"
             yield f"NUMA node {node.id} has {sizes}"

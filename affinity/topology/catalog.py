@@ -10,7 +10,7 @@ from affinity.errors import InputError
 from affinity.topology.archive import is_archive, tree_root, unpacked
 from affinity.topology.hwloc import read_synthetic
 from affinity.topology.lstopo import read_lstopo
-from affinity.topology.machine import Core, Machine, NumaNode, ordered
+from affinity.topology.machine import ASSUMED_NODE_BYTES, Core, Machine, NumaNode, ordered
 from affinity.topology.sysfs import read_machine, this_machine
 from affinity.units import GIB
 
@@ -46,8 +46,9 @@ def _described(spec: str, path: Path) -> Machine:
     if path.is_file():
         raise InputError(f"{spec} is neither lstopo's XML nor a tarball with a host's sys/ and proc/: give one of them")
     if ":" in spec:
-        # Plenty where the text gives no size (hwloc: 1 GiB), so that memory does not decide the number of workers.
-        return read_synthetic(spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=256 * GIB)
+        return read_synthetic(
+            spec, name="synthetic", model="synthetic machine", isa=(), memory_bytes=ASSUMED_NODE_BYTES
+        )
     return named_machine(spec)
 
 

@@ -3,6 +3,11 @@
 from dataclasses import dataclass, replace
 
 from affinity.topology.cpuset import format_list
+from affinity.units import GIB
+
+# The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
+# (hwloc: 1 GiB). No real node has exactly as much.
+ASSUMED_NODE_BYTES = 256 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

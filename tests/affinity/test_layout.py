@@ -109,6 +109,14 @@ def test_memory_may_be_more_or_a_little_less_than_planned() -> None:
     assert layout_difference(plan, with_memory(HOST, 0.95)) is None
 
 
+def test_memory_that_a_description_does_not_state_is_no_difference() -> None:
+    here = this_machine()
+    cores = len(here.cores)
+    plan = planned(find_machine(f"pack:1 core:{cores}"), ppn=1)
+    assert plan.machine.numa_nodes[0].memory_bytes > here.numa_nodes[0].memory_bytes
+    assert "GiB" not in (layout_difference(plan, here) or "")
+
+
 def test_a_machine_with_other_cpus_alone_is_another() -> None:
     far = replace(without(HOST, set(range(24))))
     assert layout_difference(planned(without(HOST, set(range(24, 48)))), far) == (

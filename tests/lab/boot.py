@@ -53,7 +53,7 @@ class Guest:
 def missing() -> str | None:
     """What the lab needs and this host lacks; None where it has all."""
     lacking = [program for program in PROGRAMS if find(program) is None]
-    return f"the lab needs {', '.join(lacking)}: see .ci/run" if lacking else None
+    return f"the lab needs {', '.join(lacking)}: see docs/contributing/lab.md" if lacking else None
 
 
 def find(program: str) -> str | None:

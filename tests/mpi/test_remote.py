@@ -26,7 +26,9 @@ import os, socket, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 value = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(value)
-print("rank", dist.get_rank(), "on", socket.gethostname(), "of", dist.get_world_size(), "sum", value.item(), flush=True)
+rank, ranks = dist.get_rank(), dist.get_world_size()
+line = f"rank {rank} on {socket.gethostname()} of {ranks} sum {value.item()}\\n"
+os.write(1, line.encode())  # at once: the lines of two ranks may not mix
 dist.barrier()
 dist.destroy_process_group()
 """
