@@ -125,7 +125,7 @@ def _openmp(
     if named or own:
         origin = f"{named}, which LD_PRELOAD names" if named else f"{own}, which torch loads"
         if requested == "libgomp":
-            remedy = "remove it from LD_PRELOAD" if named else "leave {openmp} out"
+            remedy = "remove it from LD_PRELOAD" if named else "remove {openmp}"
             raise RequestError(f"{{openmp=libgomp}}, but the OpenMP runtime here is {origin}: {remedy}")
         return "libiomp5", origin, ()
     if requested != "libgomp" and (path := _first(IOMP[:1], places)):

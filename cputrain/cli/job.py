@@ -21,7 +21,7 @@ ONLY = {
     "qos": ("slurm", "give PBS the line with --directive"),
     "constraint": ("slurm", "give PBS the line with --directive"),
     "queue": ("pbs", "Slurm has partitions: give --partition"),
-    "ncpus": ("pbs", "Slurm gives a job all CPUs of its hosts: leave it out"),
+    "ncpus": ("pbs", "Slurm gives a job all CPUs of its hosts: remove it"),
 }
 RESOURCES = (
     *("time", "partition", "queue", "account", "qos", "constraint"),
@@ -123,7 +123,7 @@ def command(
     _check(options, scheduler, {"ncpus": ncpus, **given})
     if chain > 1 and not submit:
         raise InputError(
-            f"--chain {chain} needs --submit, which submits the job {chain} times: add it, or leave --chain out"
+            f"--chain {chain} needs --submit, which submits the job {chain} times: add it, or remove --chain"
         )
     sized = _work(options, words, prepare, array, stage)
     job = BatchJob(
@@ -168,17 +168,17 @@ def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> N
     if options.real_hosts:
         raise InputError("--hosts and --hostfile: the scheduler chooses a job's hosts: give --nodes N")
     if options.share:
-        raise InputError("--share: a job has its hosts to itself: leave it out")
+        raise InputError("--share: a job has its hosts to itself: remove it")
     if options.oversubscribe:
-        raise InputError("--oversubscribe is for trying plans on one host: leave it out of a job")
+        raise InputError("--oversubscribe is for trying plans on one host: remove it for a job")
     if options.bind == "launcher":
         raise InputError(
-            "--bind launcher: in a job each rank binds itself, by the plan that is made there: leave it out"
+            "--bind launcher: in a job each rank binds itself, by the plan that is made there: remove it"
         )
     usable = [launcher.name for launcher in launchers_for(scheduler)]
     if options.launcher not in ("auto", *usable):
         raise InputError(
-            f"--launcher {options.launcher} cannot start {scheduler} jobs: leave it out, or give {either(usable)}"
+            f"--launcher {options.launcher} cannot start {scheduler} jobs: remove it, or give {either(usable)}"
         )
 
 
@@ -193,7 +193,7 @@ def _work(
     context = click.get_current_context()
     cmd: tuple[str, ...] = context.meta.get(COMMAND, ())
     if (array or stage) and (prepare or cmd):
-        raise InputError(f"--{'array' if array else 'stage'} is for a recipe's job: leave it out")
+        raise InputError(f"--{'array' if array else 'stage'} is for a recipe's job: remove it")
     if prepare:
         from cputrain.cli.prepare import command as prepare_command  # the image libraries: only where they are needed
 
@@ -225,5 +225,5 @@ def _container(
             raise InputError("--container-runtime and --container-arg need an image: name it with --container")
         return None
     if venv is not None:
-        raise InputError("--venv with --container: the image has its own Python: leave --venv out")
+        raise InputError("--venv with --container: the image has its own Python: remove --venv")
     return Container(image=image, runtime=runtime or "auto", arguments=arguments)

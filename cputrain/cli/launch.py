@@ -152,11 +152,11 @@ def _become_rank(
             option = next(param.opts[0] for param in context.command.params if param.name == name)
             raise InputError(
                 f"{option}, but this launch is rank {rank.rank} of {rank.world_size} that another launcher has "
-                f"started: leave {option} out, or run cputrain launch without that launcher"
+                f"started: remove {option}, or run cputrain launch without that launcher"
             )
     if options.ppn not in (None, "auto", rank.local_world_size):
         raise InputError(
-            f"--ppn {options.ppn}, but {rank.local_world_size} ranks were started on this host: leave --ppn out, or "
+            f"--ppn {options.ppn}, but {rank.local_world_size} ranks were started on this host: remove --ppn, or "
             f"set it to {rank.local_world_size}"
         )
     plan, index = plan_for_rank(request_of_options(options, base), rank, cmd, os.environ)

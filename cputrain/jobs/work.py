@@ -39,11 +39,11 @@ def recipe_work(
     recipe = load_recipe(words[0], words[1:])
     if recipe.plan.share or recipe.plan.oversubscribe:
         raise InputError(
-            "plan.share and plan.oversubscribe are for a host that is shared with others: leave them out of a job"
+            "plan.share and plan.oversubscribe are for a host that is shared with others: remove them for a job"
         )
     if stage is not None and (recipe.data.path is None or recipe.data.generated):
         raise InputError(
-            "--stage copies the recipe's data.path, which is not a folder: set it to one, or leave --stage out"
+            "--stage copies the recipe's data.path, which is not a folder: set it to one, or remove --stage"
         )
     ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
     fixed_ppn = ppn if options.machine != THIS_MACHINE else options.ppn
@@ -71,7 +71,7 @@ def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> Si
     if given or len(options.hosts) > 1:
         option = given[0].replace("_", "-") if given else "nodes"
         raise InputError(
-            f"--{option}: images are prepared by one process on one host, with all its cores: leave --{option} out"
+            f"--{option}: images are prepared by one process on one host, with all its cores: remove --{option}"
         )
     return SizedWork(
         work=Preparation(arguments=arguments),

@@ -54,10 +54,10 @@ def command_job(
 
 
 def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
-    """Raise InputError where the options of a launch exclude each other."""
+    """Raise InputError where options of a launch cannot be combined."""
     here = options.on_this_host
     if options.machine != "this" and here:
-        raise InputError("launch runs on real hosts: leave --machine out, or name hosts of that machine with --hosts")
+        raise InputError("launch runs on real hosts: remove --machine, or name hosts of that machine with --hosts")
     if options.launcher == "local" and not here:
         raise InputError("--launcher local starts workers on this host only: leave out --launcher or --hosts")
     launcher = LAUNCHERS.get(options.launcher)
@@ -68,7 +68,7 @@ def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
         )
     check_binder(options)
     if plan_on_host and options.share:
-        raise InputError("--share and --plan-on-host exclude each other: leave one out")
+        raise InputError("--share and --plan-on-host cannot be combined: give one")
     if plan_on_host and (not isinstance(options.ppn, int) or options.bind == "launcher"):
         raise InputError("--plan-on-host needs the same --ppn N on every host, and excludes --bind launcher")
 

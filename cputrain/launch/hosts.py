@@ -17,7 +17,7 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     if nodes is not None and nodes > MAX_HOSTS:
         raise InputError(f"--nodes {nodes} is more than {MAX_HOSTS:,}, the most hosts of a job: correct it")
     if names is not None and hostfile is not None:
-        raise InputError("--hosts and --hostfile exclude each other: give one")
+        raise InputError("--hosts and --hostfile cannot be combined: give one")
     if hostfile is not None:
         listed = read_hostfile(hostfile)
     elif names is not None:
@@ -28,7 +28,7 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
     if nodes not in (None, len(listed.hosts)):
         raise InputError(
-            f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: leave --nodes out"
+            f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes"
         )
     return listed
 
@@ -66,7 +66,7 @@ def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> Pl
         hosts = tuple(host.name for host in found.hosts)
         if len(options.hosts) not in (1, len(hosts)):
             raise InputError(
-                f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: leave --nodes out"
+                f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
             )
         return replace(options, hosts=hosts, real_hosts=True)
     if len(options.hosts) > 1:

@@ -46,9 +46,9 @@ def _check(job: Job, launcher: Launcher) -> None:
         if len(job.groups) > 1:
             raise InputError("--bind launcher gives all hosts the same masks: hosts that differ need --bind self")
         if any(group.plan.oversubscribed for group in job.groups):
-            raise InputError("--bind launcher gives each rank cores of its own: leave it or --oversubscribe out")
+            raise InputError("--bind launcher gives each rank cores of its own: remove it or --oversubscribe")
         if launcher.bound is None:
-            raise InputError(f"{launcher.title} cannot bind its ranks as planned: leave --bind launcher out")
+            raise InputError(f"{launcher.title} cannot bind its ranks as planned: remove --bind launcher")
     if launcher.equal_hosts and len(job.groups) > 1:
         raise InputError(
             f"{launcher.title} starts the same number of ranks on every host: hosts that differ need an MPI's launcher"

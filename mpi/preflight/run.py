@@ -126,7 +126,7 @@ def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Pop
 
 
 def _no_answer(hosts: list[str]) -> str:
-    return f"pre-flight: no answer from {first_named(hosts)}: check these hosts, or leave them out"
+    return f"pre-flight: no answer from {first_named(hosts)}: check these hosts, or remove them"
 
 
 def unreachable(hosts: list[str]) -> list[str]:
