@@ -86,9 +86,10 @@ def _ignore(_text: str) -> None:
 
 
 def end_group(group: CommGroup) -> None:
-    """Leave the process group and end its threads, as the last call of a rank.
+    """Leave the process group and end its threads, as a rank's last call but for work of its own.
 
-    If libraries or the interpreter's shutdown hang after that, the process exits with a traceback of every thread.
+    If libraries or the interpreter's shutdown hang after that, the process exits with a traceback of every thread;
+    work of its own is done under `no_exit_limit`.
     """
     dist.barrier()  # the watchdog still runs: rank 0 may arrive later than others
     group.watchdog.stop()
@@ -97,6 +98,14 @@ def end_group(group: CommGroup) -> None:
     gc.unfreeze()
     gc.collect()  # DDP's reference cycles hold the group too
     dist.destroy_process_group()
+
+
+@contextmanager
+def no_exit_limit() -> Iterator[None]:
+    """Suspend the limit that `end_group` sets on the process's exit."""
+    faulthandler.cancel_dump_traceback_later()
+    yield
+    faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True)
 
 
 @contextmanager

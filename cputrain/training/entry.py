@@ -10,7 +10,7 @@ from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
-from cputrain.comm.group import all_gather, end_group, run_on_main_rank
+from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged
 from cputrain.files import write_atomic
 from cputrain.recipe.schema import Recipe
@@ -58,10 +58,11 @@ def train_rank(
     with sampling, staged(session.data.dataset, recipe.data.stage_dir, rank, loader_pus):
         result = _train(session, env, resume=resume)
     peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    if is_main_rank:
-        _print_summary(session, result, max(peaks))
     ignore_preemption()
     end_group(session.ranks.group)
+    if is_main_rank:  # without the others, which would keep their cores busy while they wait
+        with no_exit_limit():
+            _print_summary(session, result, max(peaks))
 
 
 def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainResult:

@@ -22,7 +22,7 @@ COMMON = (
     "data.path=images",
     "model.name=resnet18",
     "model.bn_stats=running",
-    "data.crop=32",
+    "data.crop=16",
     "comm.backend=gloo",
     "epochs=2",
     "schedule.warmup_epochs=0",
@@ -59,7 +59,7 @@ def test_one_rank_and_two_train_the_same_weights(tmp_path: Path) -> None:
 def test_a_fixed_global_batch_is_the_same_training_on_any_number_of_ranks(tmp_path: Path) -> None:
     """64 images a step in passes of at most 16: 4 passes on one rank, 2 on two, 2 of 10 or 11 images on three."""
     write_images(tmp_path / "images", train=44, val=2)
-    settings = (*COMMON, "batch.global=64", "batch.local=16", "precision=float64", "plan.ppn=1")
+    settings = (*COMMON, "batch.global=64", "batch.local=16", "precision=float64", "plan.ppn=1", "plan.threads=1")
     plan = plan_of(tmp_path, *settings)
     worker = plan["workers"][0]
     losses, weights = [], []

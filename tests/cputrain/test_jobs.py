@@ -131,7 +131,7 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
 
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
     """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
-    steps = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
+    steps = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
     job = submitted(slurm, place, *SMALL, *steps, *HERE)
     events = place / "run/events.jsonl"
     deadline = time.monotonic() + 300
@@ -151,7 +151,7 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
 
 def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
     """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
-    arguments = ("epochs=40", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
+    arguments = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
     made = cputrain("job", "pbs", *SMALL, *arguments, *HERE, "--ncpus", "2", "--launcher", "intelmpi", cwd=place)
     assert made.returncode == 0, made.stderr
     (place / "nodes").write_text("localhost\n" * CORES)
