@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -10,6 +11,8 @@ from affinity.filesystem import check_writable
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
+from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
+from cputrain.checkpoints.manifest import is_checkpoint, read_manifest
 from cputrain.files import write_atomic
 from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with_absolute_paths
 from cputrain.recipe.schema import Recipe
@@ -33,7 +36,6 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "report.html",
 )
 RUN_FILES = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
-BEST = "best.pt"
 
 
 def run_of(spec: str) -> Path | None:
@@ -54,16 +56,6 @@ def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
     return recipe if elsewhere else recipe.model_copy(update={"output": str(folder)})
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The numbered checkpoints, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a numbered checkpoint was saved."""
-    return int(checkpoint.stem.removeprefix("step-"))
-
-
 def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tuple[Path, ...]:
     """The named checkpoints (those in a named folder oldest first), or else the best or last one of a run.
 
@@ -79,20 +71,21 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
     if last and saved:
         return (saved[-1],)
     best = run / CHECKPOINTS / BEST
-    if last or not best.is_file():
+    if last or not is_checkpoint(best):
         raise InputError(f"{best.parent if last else best} is not there: " + _instead(saved))
     return (best,)
 
 
 def _checkpoints_in(path: Path) -> list[Path]:
-    if path.is_file():
+    if is_checkpoint(path):
         return [path]
-    found = list_checkpoints(path)
+    found = [each for each in list_checkpoints(path) if is_checkpoint(each)]
     best = path / BEST
-    if best.is_file() and not any(best.samefile(other) for other in found):
+    if is_checkpoint(best) and best.resolve() not in [each.resolve() for each in found]:
         found.append(best)
     if not found:
-        raise InputError(f"checkpoint {path} is not there: a run's checkpoints are in its folder {CHECKPOINTS}/")
+        problem = "is no checkpoint, and has none in it" if path.exists() else "is not there"
+        raise InputError(f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/")
     return found
 
 
@@ -132,8 +125,7 @@ def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite:
 
 def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     folder = recipe.folder
-    starts = [event for event in read_events(folder) if event["event"] == "start"]
-    before = TrainingScale.of_start(starts[-1]) if starts else None
+    before = _scale_before(folder)
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
     saved = list_checkpoints(folder / CHECKPOINTS)
@@ -143,6 +135,15 @@ def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     if before and before.workers != now.workers:
         changes.insert(0, f"{counted(now.workers, 'worker')} instead of {before.workers}")
     return f"{folder} continues {where}" + (f", with {', '.join(changes)}" if changes else "")
+
+
+def _scale_before(folder: Path) -> TrainingScale | None:
+    """The scale of the run's newest checkpoint, else of its last start; None where neither tells."""
+    for path in reversed(list_checkpoints(folder / CHECKPOINTS)):
+        with suppress(InputError):  # the ranks look for the newest one that is good, and say what is wrong
+            return TrainingScale(**read_manifest(path).scale.model_dump())
+    starts = [event for event in read_events(folder) if event["event"] == "start"]
+    return TrainingScale.of_start(starts[-1]) if starts else None
 
 
 def finished(folder: Path, last_step: int) -> str | None:
