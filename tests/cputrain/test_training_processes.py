@@ -171,7 +171,7 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert [b["threads"] for b in start["bindings"]] == [len(this_machine().allowed_cores)]
     variables = json.loads((place / "run/environment.json").read_text())["variables"]
     assert variables["OMP_PROC_BIND"] == "close"
-    one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best.pt")
+    one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best")
     evaluated = cputrain("eval", "imagefolder", *SMALL, *one, cwd=place)
     assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
