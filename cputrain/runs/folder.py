@@ -1,7 +1,6 @@
 """A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
+from cputrain.runs.removal import check_removable, is_marked, mark, remove_run
 from cputrain.runs.resume import (
     TrainingScale,
     changes_training,
@@ -35,7 +35,7 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "logs",
     "report.html",
 )
-RUN_FILES = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
+RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE, RECIPE)
 
 
 def run_of(spec: str) -> Path | None:
@@ -102,13 +102,16 @@ def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite:
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together: remove one")
     check_writable(folder, "output")
-    if not (folder / RECIPE).is_file():
-        if resume:
-            raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
+    has_run = is_marked(folder) and (folder / RECIPE).is_file()
+    if resume and not has_run:
+        raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
+    if not is_marked(folder):
         if folder.is_dir() and any(folder.iterdir()):
             raise InputError(f"output {folder} contains other files but no run: set output to a new folder")
         return ""
     if overwrite:
+        check_removable(folder, RUN_FILES)
+    if overwrite or not has_run:  # without a recipe: one whose removal was interrupted
         return ""
     old = load_recipe(str(folder / RECIPE))
     if resume:
@@ -164,14 +167,10 @@ def finished(folder: Path, last_step: int) -> str | None:
 def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
     """Make the run's folder; `overwrite` first removes the files of an earlier run, and no others."""
     folder = recipe.folder
-    if overwrite:
-        for name in RUN_FILES:
-            path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    if overwrite or not (folder / RECIPE).is_file():  # the rest of one whose removal was interrupted
+        remove_run(folder, RUN_FILES)
     folder.mkdir(parents=True, exist_ok=True)
+    mark(folder)
     write_atomic(folder / RECIPE, (_given_paths(recipe) + dump_recipe(with_absolute_paths(recipe))).encode())
     if plan is not None:
         write_plan(folder / PLAN, plan)

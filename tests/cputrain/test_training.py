@@ -43,7 +43,17 @@ def test_a_training_from_start_to_report(place: Path) -> None:
         assert printed in result.stdout
     run = place / "run"
     assert {path.name for path in run.iterdir()} == {
-        *("recipe.yaml", "plan.json", "environment.json", "events.jsonl", "checkpoints", "logs", "usage", "report.html")
+        *(
+            ".cputrain-run",
+            "recipe.yaml",
+            "plan.json",
+            "environment.json",
+            "events.jsonl",
+            "checkpoints",
+            "logs",
+            "usage",
+            "report.html",
+        )
     }
     assert len(list((run / "logs").iterdir())) == PPN
     events = read_events(run)
