@@ -1,8 +1,9 @@
 """Whether JSON is a plan, by plan.schema.json: the keywords of JSON Schema that it uses, and no others."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from operator import ge, gt, le
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-LIMITS = {
-    "minimum": lambda value, limit: value >= limit,
-    "maximum": lambda value, limit: value <= limit,
-    "exclusiveMinimum": lambda value, limit: value > limit,
-}
+LIMITS: dict[str, Callable[[Any, Any], bool]] = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt}
 MOST = 1 << 63
 
 

@@ -5,7 +5,7 @@ PyYAML reads YAML 1.1: 0123 is octal there, 2026-11-22 a date, 1:30 ninety, yes 
 
 import re
 from types import NoneType
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -26,7 +26,6 @@ SPECIAL = {".nan": "nan", ".inf": "inf", "+.inf": "inf", "-.inf": "-inf"}
 class _Loader(yaml.SafeLoader):
     """Composes nodes: no aliases, which can stand for gigabytes, no tags, no deep nesting."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -38,9 +37,12 @@ class _Loader(yaml.SafeLoader):
         if self.depth >= MOST_DEPTH:
             raise _refusal(f"more than {MOST_DEPTH} levels of nesting", event)
         self.depth += 1
-        node: yaml.Node | None = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+_Loader.yaml_implicit_resolvers = {}  # `value_of` decides
 
 
 def _refusal(problem: str, at: Any) -> yaml.YAMLError:

@@ -11,9 +11,9 @@ from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
 from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
-from cputrain.checkpoints.manifest import is_checkpoint, read_manifest
+from cputrain.checkpoints.manifest import MANIFEST, is_checkpoint, read_manifest
 from cputrain.files import write_atomic
-from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with_absolute_paths
+from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, recipe_of, with_absolute_paths
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
@@ -47,7 +47,10 @@ def run_of(spec: str) -> Path | None:
 
 
 def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
-    """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output."""
+    """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output; of a
+    checkpoint, which may be all that is left of its run, the recipe in it."""
+    if is_checkpoint(Path(spec)):
+        return recipe_of(read_manifest(Path(spec)).recipe, Path(spec) / MANIFEST, settings=settings)
     folder = run_of(spec)
     if folder is None:
         return load_recipe(spec, settings)

@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from cputrain.checkpoints.folder import step_of
+from cputrain.models.weights import read_weights
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
@@ -159,6 +161,25 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     assert (last["step"], last["top1"], last["top5"]) == (end["steps"], end["top1"], end["top5"])
     assert last["images"] == 21 and last["checkpoint"].startswith("../moved/checkpoints/step-")
     assert last["loss"] == pytest.approx(float(next(row[4] for row in rows if row[0] == last["checkpoint"])), abs=1e-4)
+
+
+def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp_path: Path) -> None:
+    import torch
+
+    shutil.copytree((place / "run/checkpoints/best").resolve(), tmp_path / "alone")
+    shown = cputrain("eval", "alone", "--json", f"data.path={place}/images", "plan.ppn=1", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    best = max(event["val_top1"] for event in read_events(place / "run") if event["event"] == "epoch")
+    (result,) = json.loads(shown.stdout)["results"]
+    assert result["top1"] == best and result["images"] == 21
+    for file in ("w.safetensors", "w.pt"):
+        assert f"{file}: " in cputrain("export", "alone", file, cwd=tmp_path).stdout
+    torch_weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    weights = read_weights(tmp_path / "w.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in torch_weights.items()) and "fc.bias" in weights
+    with safe_open(tmp_path / "w.safetensors", "pt") as opened:
+        assert json.loads(opened.metadata()["classes"]) == ["class0", "class1", "class2"]
+    assert "the suffix decides the format" in refused(cputrain("export", "alone", "w.bin", cwd=tmp_path))
 
 
 def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
