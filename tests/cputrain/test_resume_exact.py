@@ -16,7 +16,14 @@ from tests.support.images import write_images
 from tests.support.trainings import PPN, trained
 
 SMALL = (
-    *("data.images_per_epoch=null", "epochs=2", "schedule.warmup_epochs=1", "phases=[]", "evaluate.every_epochs=1"),
+    *(
+        "data.images_per_epoch=null",
+        "data.last_batch=drop",
+        "epochs=2",
+        "schedule.warmup_epochs=1",
+        "phases=[]",
+        "evaluate.every_epochs=1",
+    ),
     *("comm.backend=gloo", "comm.bucket_mib=0.5", "checkpoint.every_epochs=1"),
 )
 LARS = "optim.name=lars optim.trust_coefficient=0.01 schedule.name=poly schedule.peak_rate=2.0"
@@ -30,7 +37,7 @@ CASES: dict[str, tuple[int, str]] = {
         2,
         "comm.compression=bf16 ema_decay=0.5 optim.name=lamb optim.nesterov=false schedule.peak_rate=0.01",
     ),
-    "linear-regression": (2, "batch.local=25 data.train_images=100"),
+    "linear-regression": (2, "batch.global=50"),
     "mnist-adam": (1, ""),
     "mnist-workers": (2, "batch.local=3 batch.accumulation=2"),
     "resnet50-spr-16node-bf16": (2, "comm.compression=bf16 schedule.peak_rate=0.5"),

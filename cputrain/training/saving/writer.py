@@ -102,10 +102,15 @@ class CheckpointWriter:
     def _write_files(self, step: int, snapshot: Snapshot, metadata: dict[str, str]) -> dict[str, FileRecord]:
         partial = self.folder / partial_name(step)
         partial.mkdir(parents=True, exist_ok=True)
-        files = snapshot.files
-        sums = {}
-        for name in list(files):  # each file's copies go as soon as it is written
-            sums[name] = write_tensors(partial / name, files.pop(name), metadata if name.startswith("rank-") else {})
+        names, sums = list(snapshot.files), {}
+        try:
+            for name in names:  # each file's copies go as soon as it is written
+                text = metadata if name == rank_file(self.rank) else {}
+                sums[name] = write_tensors(partial / name, snapshot.files.pop(name), text)
+        except OSError:
+            for name in names:  # on a full disk, room for what is still to be logged
+                (partial / name).unlink(missing_ok=True)
+            raise
         return sums
 
     def _complete(self, step: int, manifest: Manifest, sums: dict[str, FileRecord], number: int) -> None:
