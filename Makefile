@@ -1,5 +1,6 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: everything that must hold; make test-fast: its quick part; make docs: the documentation.
+# make fuzz: every reader on 10,000 inputs.
 # make lab: plans and bindings on emulated machines, after make kernels.
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PARALLEL ?= -n 2 --dist worksteal
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-fast check docs install mpi kernels lab bench clean
+.PHONY: demo test test-fast fuzz check docs install mpi kernels lab bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -52,6 +53,10 @@ test: check
 # The same planner and binding under real kernels with many NUMA nodes, in emulated machines: tests/lab/.
 lab: install
 	$(RUN) pytest tests/lab
+
+# Every reader of files, settings and variables on 10,000 inputs each; `make test` has 500.
+fuzz: install
+	CPUTRAIN_FUZZ=10000 $(RUN) pytest $(PARALLEL) tests/fuzz
 
 # Debian's kernels for the lab, as packages unpacked into .lab: the one of Debian 12 and the newest.
 kernels: .lab/installed

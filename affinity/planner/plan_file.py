@@ -7,6 +7,7 @@ from typing import Any
 
 from affinity.errors import InputError
 from affinity.planner.plan import Plan, Request, WorkerPlan
+from affinity.planner.plan_schema import check_plan
 from affinity.planner.reasons import Reason, Unused
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import Workload
@@ -124,7 +125,7 @@ def read_json(path: Path) -> Any:
     """A plan file's JSON. Raises InputError when it cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the plan {path}: {error}") from None
 
 
@@ -136,11 +137,18 @@ def plan_of_host(data: Any, host: str) -> Any:
     groups = data.get("host_groups") if isinstance(data, dict) else None
     if groups is None:
         return data
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        raise InputError("the plan is damaged: host_groups is no list of hosts and plans: plan again")
     short = host.partition(".")[0]
     for group in groups:
         if any(name in (host, short) or name.partition(".")[0] == short for name in group["hosts"]):
             return group["plan"]
     raise InputError(f"host {host} is not in the plan: plan again with this host name, or run on the plan's hosts")
+
+
+def _is_group(group: Any) -> bool:
+    hosts = group.get("hosts") if isinstance(group, dict) else None
+    return isinstance(hosts, list) and all(isinstance(name, str) for name in hosts) and "plan" in group
 
 
 def worker_from_dict(data: Any, local_rank: int) -> WorkerPlan:
@@ -159,6 +167,7 @@ def _check_schema(data: Any) -> None:
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
         raise InputError(f"the plan has schema_version {found}; this program reads {SCHEMA_VERSION}: plan again")
+    check_plan(data)
 
 
 def _worker(fields: dict[str, Any]) -> WorkerPlan:

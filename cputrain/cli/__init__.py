@@ -23,6 +23,7 @@ COMMANDS = {
     "reproduce": "repeat published experiments at this machine's size; compare published tables",
     "job": "write a Slurm or PBS script for a training, an image preparation or any command",
     "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
+    "export": "write a checkpoint's weights as safetensors, or as a state dict of torch",
     "prepare": "pack images into shuffled shards",
     "data": "inspect or verify a data folder",
     "bench": "print the norms of a run's weights and gradients, layer by layer",

@@ -10,6 +10,7 @@ import click
 
 from affinity.errors import InputError
 from affinity.ranks.rank import discover
+from cputrain.checkpoints.manifest import is_checkpoint
 from cputrain.cli.options import no_verify_option, settings_argument
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.local import local_job, plan_recipe
@@ -22,7 +23,7 @@ from mpi.supervise.local import run_local
 
 
 @click.command("eval")
-@click.argument("recipe", metavar="RECIPE|RUN")
+@click.argument("recipe", metavar="RECIPE|RUN|CHECKPOINT")
 @settings_argument
 @click.option(
     "--checkpoint",
@@ -46,7 +47,8 @@ def command(
 ) -> int:
     """Compute top-1, top-5 and loss of checkpoints, over every validation image once.
 
-    RUN is the folder of a training and stands for its recipe and its best checkpoint; a RECIPE needs --checkpoint.
+    RUN is the folder of a training and stands for its recipe and its best checkpoint; a CHECKPOINT has its recipe in
+    it; a RECIPE needs --checkpoint.
     KEY=VALUE sets a key of the recipe, as in evaluate.batch=200 plan.ppn=1 plan.threads=46.
     """
     training = for_evaluation(load_training(recipe, settings))
@@ -54,7 +56,8 @@ def command(
         raise InputError(
             f"data.path={SYNTHETIC} has random labels, so there is no accuracy to compute: set data.path=DIR"
         )
-    checkpoints = checkpoints_of(run_of(recipe), named, last=last)
+    alone = (Path(recipe),) if is_checkpoint(Path(recipe)) and not named else named
+    checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
     rank = discover(os.environ)
     if rank is not None:
         worker, observed = bind_rank(training, rank, os.environ, check=not no_verify)

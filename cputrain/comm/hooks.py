@@ -33,20 +33,25 @@ class AllReduceHook:
 class Bf16AllReduceHook(AllReduceHook):
     """Gradients averaged as bfloat16, half the bytes; each rank adds its rounding errors to its next gradients.
 
+    `residuals` are the errors of each parameter's gradient, flat, whatever bucket it is in: DDP rebuilds its buckets
+    after the first step.
+
     Error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014, section 3.
     """
 
-    residuals: dict[int, Tensor] = field(default_factory=dict)
+    residuals: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """Average a bucket of float32 gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
-        gradients, index = bucket.buffer(), bucket.index()
-        residual = self.residuals.get(index)
-        if residual is not None and residual.shape == gradients.shape:  # DDP rebuilds its buckets after the first step
-            gradients.add_(residual)
+        gradients, parameters = bucket.buffer(), bucket.parameters()
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = zip(parameters, torch.split(gradients, sizes), strict=True)
+        known = [(part, self.residuals[parameter]) for parameter, part in parts if parameter in self.residuals]
+        if known:
+            torch._foreach_add_([part for part, _ in known], [residual for _, residual in known])
         compressed = gradients.to(torch.bfloat16)
-        self.residuals[index] = gradients - compressed
+        self.residuals.update(zip(parameters, torch.split(gradients - compressed, sizes), strict=True))
         ranks = dist.get_world_size(group)
         work = dist.all_reduce(compressed, group=group, async_op=True)
         assert work is not None

@@ -20,6 +20,8 @@ from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
 from mpi.supervise.local import run_local
 
+SAVE_S = 60.0  # from the first SIGINT or SIGTERM, for the current step and its checkpoint
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTraining:
@@ -74,7 +76,7 @@ def train_here(planned: PlannedTraining, env: Mapping[str, str], *, resume: bool
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
     flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))
     command = (sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags)
-    return run_local(local_job(planned.plan, command, folder, verify=verify, plain_rank=0), env)
+    return run_local(local_job(planned.plan, command, folder, verify=verify, plain_rank=0), env, save_s=SAVE_S)
 
 
 def local_job(

@@ -1,27 +1,46 @@
 """Reading of saved weights, and of a recipe's initial weights."""
 
+import re
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
 
 from affinity.errors import InputError
+from cputrain.checkpoints.manifest import MODEL, read_manifest
+from cputrain.checkpoints.tensors import SUFFIX, read_file, read_tensors
 
 
-def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Read a dict that torch.save wrote, without running code in it. Raises InputError.
+def read_weights(path: Path) -> dict[str, Any]:
+    """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save. Raises InputError."""
+    if path.is_dir():
+        return read_file(path, read_manifest(path), MODEL)[0]
+    if path.suffix == SUFFIX:
+        return read_tensors(path)[0]
+    state = read_state(path)
+    return state["model"] if isinstance(state.get("model"), dict) else state
 
-    `mapped` reads only the tensors that are used; the file must not change as long as they are.
-    """
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read a dict that torch.save wrote, without running code in it. Raises InputError."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  the unpickler may raise anything on a file of another format
-        raise InputError(f"cannot read {path}: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(_unreadable(path, error)) from None
     if not isinstance(state, dict):
         raise InputError(f"{path} contains a {type(state).__name__}, no weights: save a state dict")
     return state
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    """Why torch cannot load a file, in a line."""
+    code = re.search(r"(?:GLOBAL|unrecognized function|unsupported class) (\S+)", str(error))
+    if code:
+        return f"{path} asks to run code ({code[1]}), which was not done: name a file from a source that you trust"
+    if isinstance(error, OSError):
+        return f"cannot read {path}: {error.strerror}"
+    return f"{path} is no file of weights, or damaged: name a checkpoint, a safetensors file or a state dict"
 
 
 def load_initial_weights(model: nn.Module, path: Path) -> list[str]:
@@ -29,8 +48,7 @@ def load_initial_weights(model: nn.Module, path: Path) -> list[str]:
 
     Only the last layer may differ in shape, for other classes. Raises InputError that names the differing keys.
     """
-    state = read_state(path)
-    weights = state["model"] if isinstance(state.get("model"), dict) else state
+    weights = read_weights(path)
     head = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
     initial = model.state_dict()
     # batch-norm's step counters have no effect here, and old files lack them

@@ -95,7 +95,7 @@ def _required(error: ErrorDetails) -> str:
     if error["type"] not in REQUIRED:
         return error["msg"]
     limit = next((limits[name] for name in ("ge", "gt", "le", "lt") if name in limits), "")
-    return REQUIRED[error["type"]].format(f"{limit:g}" if isinstance(limit, int | float) else limit)
+    return REQUIRED[error["type"]].format(f"{limit:g}" if isinstance(limit, float) else limit)
 
 
 def _not_a_section(keys: Keys, value: Any) -> str:

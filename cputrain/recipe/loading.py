@@ -1,7 +1,6 @@
 """Reading recipes from files and key=value settings, and writing them."""
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +14,7 @@ from affinity.topology.catalog import shipped
 from cputrain.recipe.errors import explain_error
 from cputrain.recipe.keys import Keys
 from cputrain.recipe.schema import Recipe
+from cputrain.recipe.yaml_text import MOST_BYTES, compose, setting_value, value_of
 
 RECIPES = shipped(Path(__file__).parents[1], "recipes")
 
@@ -27,19 +27,6 @@ DEPENDENT_KEYS: dict[Keys, tuple[Keys, Callable[[Any], bool]]] = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML with YAML 1.2's floats and booleans, so that 5e-5 is a number and "on" is text."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), list("-+0123456789.")
-)
-
-
 def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
     """The recipe of a file or a shipped name, with key=value settings on top.
 
@@ -47,17 +34,25 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(spec)
     try:
-        text = path.read_text()
-        tree = yaml.compose(text, Loader=_Loader)
-        values = yaml.load(text, Loader=_Loader)
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise InputError(f"recipe {path} has more than {MOST_BYTES:,} bytes: name a recipe")
+        tree = compose(data.decode("utf-8-sig"))
+        values = {} if tree is None else value_of(tree)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read recipe {path}: {error}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
+        raise InputError(f"recipe {path} is not YAML: {_problem(error)}") from None
+    if not isinstance(values, dict) and values is not None:
         raise InputError(f"recipe {path}:1 contains no keys: write one `key: value` per line")
+    return recipe_of(values or {}, path, tree, settings)
+
+
+def recipe_of(
+    values: dict[str, Any], path: Path, tree: yaml.Node | None = None, settings: Sequence[str] = ()
+) -> Recipe:
+    """The recipe with these values and, on top, key=value settings. Raises InputError at `path`, or a setting."""
     by_keys: dict[Keys, str] = {}
     for setting in settings:
         keys, value = parse_setting(setting)
@@ -68,6 +63,13 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(tuples(values))
     except ValidationError as error:
         raise InputError(explain_error(error, path, tree, by_keys)) from None
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What YAML says, in one line without the text around the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {' '.join(str(error.problem).split())[:200]}"
+    return " ".join(str(error).split())[:200]
 
 
 def _drop_dependent_keys(values: dict[str, Any], settings: Mapping[Keys, str]) -> None:
@@ -96,9 +98,16 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes values out as often as they occur: recipes have no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML, which `load_recipe` reads back to the same value."""
-    return str(yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False))
+    return yaml.dump(recipe.model_dump(mode="json", by_alias=True), Dumper=_Dumper, sort_keys=False)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -130,10 +139,8 @@ def parse_setting(setting: str) -> tuple[Keys, Any]:
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
         raise InputError(f"setting {setting!r} is not key=value, as in batch.local=16")
-    try:
-        return tuple(key.split(".")), yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return tuple(key.split(".")), text  # text that is not YAML, such as a path with a colon or a quote
+    keys = tuple(key.split("."))
+    return keys, setting_value(text, keys)
 
 
 def put(values: dict[str, Any], keys: Keys, value: Any, setting: str) -> None:

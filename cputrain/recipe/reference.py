@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from affinity.wording import either
 from cputrain.recipe.keys import section_of
 from cputrain.recipe.schema import Recipe
-from cputrain.recipe.schema.base import Section
+from cputrain.recipe.schema.base import MOST, Section
 
 TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false", NoneType: "null"}
 LIMITS = {"ge": "{:g} or more", "gt": "more than {:g}", "le": "{:g} or less", "lt": "less than {:g}"}
@@ -86,10 +86,11 @@ def describe_type(annotation: Any) -> str:
 
 
 def _limits(metadata: Any) -> str:
-    """The limits in a type's metadata, which pydantic keeps in a FieldInfo or each by itself."""
+    """The limits in a type's metadata, which pydantic keeps in a FieldInfo or each by itself; not those that only stop
+    slips of the keyboard."""
     kept = metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
     limits = ((text, getattr(each, name, None)) for each in kept for name, text in LIMITS.items())
-    return " and ".join(text.format(limit) for text, limit in limits if limit is not None)
+    return " and ".join(text.format(limit) for text, limit in limits if limit is not None and limit < MOST)
 
 
 def _as_yaml(value: Any) -> str:

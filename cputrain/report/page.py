@@ -10,7 +10,7 @@ from cputrain.files import write_atomic
 from cputrain.report.curves import kind_of, training_curves, unit_of
 from cputrain.report.usage import Usage, host_rows, network_rows, read_usage, worker_rows
 from cputrain.report.usage_picture import usage_picture
-from cputrain.runs.events import FILE, TimeSpent, read_events, time_spent
+from cputrain.runs.events import FILE, TimeSpent, damaged_lines, read_events, time_spent
 from cputrain.runs.folder import RECIPE, REPORT
 from mpi.usage.file import FOLDER as USAGE
 
@@ -39,8 +39,10 @@ def write_report(folder: Path) -> Path:
 def _training(folder: Path) -> dict[str, Any]:
     """The page's values about a training."""
     events = _last_of_each_epoch(read_events(folder))
+    damaged = damaged_lines(folder)
+    lost = [("damaged lines", f"{damaged:,} of {FILE}, left out")] if damaged else []
     return {
-        "summary": _summary(events, time_spent(folder)),
+        "summary": _summary(events, time_spent(folder)) + lost,
         "curves": training_curves(events),
         "epochs": [e for e in events if e["event"] == "epoch"],
         "warnings": [e for e in events if e["event"] == "warning"],

@@ -11,7 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from cputrain.runs.event_types import is_event
+
 FILE = "events.jsonl"
+MOST_BYTES = 64 << 20  # of a line: the start of 10,000 ranks has less
 DIVERGENCE_FACTOR = 10.0  # times the first step's loss; a loss that stays above it has diverged
 
 
@@ -71,17 +74,22 @@ class Events:
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """A run's events, oldest first; none where the folder has no log.
 
-    Left out: a last line that a crash cut short, and events from steps that a resumed run has repeated.
+    Left out: damaged lines, and events from steps that a resumed run has repeated.
     """
     events: list[dict[str, Any]] = []
     last = 0
     for event in written_events(folder):
         if event["event"] == "step":
             if event["step"] <= last:
-                events = [earlier for earlier in events if earlier.get("step", 0) < event["step"]]
+                events = [earlier for earlier in events if _step_of(earlier) < event["step"]]
             last = event["step"]
         events.append(event)
     return events
+
+
+def _step_of(event: dict[str, Any]) -> int:
+    step = event.get("step", 0)
+    return step if isinstance(step, int) else 0
 
 
 def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
@@ -108,13 +116,29 @@ def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
 
 
 def written_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every event in the order written, up to an incomplete line."""
+    """Every event in the order written, without damaged lines."""
+    return (event for event in _lines(folder) if event is not None)
+
+
+def damaged_lines(folder: Path) -> int:
+    """The number of lines that are no events, and are left out everywhere; a last one that was cut short is none."""
+    return sum(event is None for event in _lines(folder))
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
+    """Each line's event, None for a damaged one."""
     path = folder / FILE
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+    with path.open("rb") as file:
+        while line := file.readline(MOST_BYTES):
+            if line.endswith(b"\n"):
+                yield _event(line)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if is_event(value) else None

@@ -1,8 +1,8 @@
 """A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
 
 import json
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -10,11 +10,14 @@ from affinity.filesystem import check_writable
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
+from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
+from cputrain.checkpoints.manifest import MANIFEST, is_checkpoint, read_manifest
 from cputrain.files import write_atomic
-from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, with_absolute_paths
+from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, recipe_of, with_absolute_paths
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
+from cputrain.runs.removal import check_removable, is_marked, mark, remove_run
 from cputrain.runs.resume import (
     TrainingScale,
     changes_training,
@@ -32,8 +35,7 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "logs",
     "report.html",
 )
-RUN_FILES = (RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE)
-BEST = "best.pt"
+RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE, RECIPE)
 
 
 def run_of(spec: str) -> Path | None:
@@ -45,23 +47,16 @@ def run_of(spec: str) -> Path | None:
 
 
 def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
-    """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output."""
+    """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output; of a
+    checkpoint, which may be all that is left of its run, the recipe in it."""
+    if is_checkpoint(Path(spec)):
+        return recipe_of(read_manifest(Path(spec)).recipe, Path(spec) / MANIFEST, settings=settings)
     folder = run_of(spec)
     if folder is None:
         return load_recipe(spec, settings)
     recipe = load_recipe(str(folder / RECIPE), settings)
     elsewhere = any(setting.startswith("output=") for setting in settings)
     return recipe if elsewhere else recipe.model_copy(update={"output": str(folder)})
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The numbered checkpoints, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a numbered checkpoint was saved."""
-    return int(checkpoint.stem.removeprefix("step-"))
 
 
 def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tuple[Path, ...]:
@@ -79,20 +74,21 @@ def checkpoints_of(run: Path | None, named: Sequence[Path], *, last: bool) -> tu
     if last and saved:
         return (saved[-1],)
     best = run / CHECKPOINTS / BEST
-    if last or not best.is_file():
+    if last or not is_checkpoint(best):
         raise InputError(f"{best.parent if last else best} is not there: " + _instead(saved))
     return (best,)
 
 
 def _checkpoints_in(path: Path) -> list[Path]:
-    if path.is_file():
+    if is_checkpoint(path):
         return [path]
-    found = list_checkpoints(path)
+    found = [each for each in list_checkpoints(path) if is_checkpoint(each)]
     best = path / BEST
-    if best.is_file() and not any(best.samefile(other) for other in found):
+    if is_checkpoint(best) and best.resolve() not in [each.resolve() for each in found]:
         found.append(best)
     if not found:
-        raise InputError(f"checkpoint {path} is not there: a run's checkpoints are in its folder {CHECKPOINTS}/")
+        problem = "is no checkpoint, and has none in it" if path.exists() else "is not there"
+        raise InputError(f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/")
     return found
 
 
@@ -109,13 +105,16 @@ def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite:
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together: remove one")
     check_writable(folder, "output")
-    if not (folder / RECIPE).is_file():
-        if resume:
-            raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
+    has_run = is_marked(folder) and (folder / RECIPE).is_file()
+    if resume and not has_run:
+        raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
+    if not is_marked(folder):
         if folder.is_dir() and any(folder.iterdir()):
             raise InputError(f"output {folder} contains other files but no run: set output to a new folder")
         return ""
     if overwrite:
+        check_removable(folder, RUN_FILES)
+    if overwrite or not has_run:  # without a recipe: one whose removal was interrupted
         return ""
     old = load_recipe(str(folder / RECIPE))
     if resume:
@@ -132,8 +131,7 @@ def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite:
 
 def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     folder = recipe.folder
-    starts = [event for event in read_events(folder) if event["event"] == "start"]
-    before = TrainingScale.of_start(starts[-1]) if starts else None
+    before = _scale_before(folder)
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
     saved = list_checkpoints(folder / CHECKPOINTS)
@@ -143,6 +141,15 @@ def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     if before and before.workers != now.workers:
         changes.insert(0, f"{counted(now.workers, 'worker')} instead of {before.workers}")
     return f"{folder} continues {where}" + (f", with {', '.join(changes)}" if changes else "")
+
+
+def _scale_before(folder: Path) -> TrainingScale | None:
+    """The scale of the run's newest checkpoint, else of its last start; None where neither tells."""
+    for path in reversed(list_checkpoints(folder / CHECKPOINTS)):
+        with suppress(InputError):  # the ranks look for the newest one that is good, and say what is wrong
+            return TrainingScale(**read_manifest(path).scale.model_dump())
+    starts = [event for event in read_events(folder) if event["event"] == "start"]
+    return TrainingScale.of_start(starts[-1]) if starts else None
 
 
 def finished(folder: Path, last_step: int) -> str | None:
@@ -163,14 +170,10 @@ def finished(folder: Path, last_step: int) -> str | None:
 def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
     """Make the run's folder; `overwrite` first removes the files of an earlier run, and no others."""
     folder = recipe.folder
-    if overwrite:
-        for name in RUN_FILES:
-            path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    if overwrite or not (folder / RECIPE).is_file():  # the rest of one whose removal was interrupted
+        remove_run(folder, RUN_FILES)
     folder.mkdir(parents=True, exist_ok=True)
+    mark(folder)
     write_atomic(folder / RECIPE, (_given_paths(recipe) + dump_recipe(with_absolute_paths(recipe))).encode())
     if plan is not None:
         write_plan(folder / PLAN, plan)

@@ -101,7 +101,7 @@ def reason_not_to_resume(
     if changed:
         return (
             f"--resume: {describe_differences(changed)} would change what the run in {folder} computes: undo that, or "
-            f"start a new run from its weights: model.weights={folder}/checkpoints/best.pt and another output"
+            f"start a new run from its weights: model.weights={folder}/checkpoints/best and another output"
         )
     if old.data.kind != new.data.kind:
         return (

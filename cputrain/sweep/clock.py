@@ -11,7 +11,7 @@ from affinity.errors import InputError
 from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 AGAIN_S = 5.0  # the signal is repeated, as one sent while the workers are being started reaches none of them
-CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 
 
 def parse_clock(text: str) -> int:

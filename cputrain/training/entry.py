@@ -16,7 +16,6 @@ from cputrain.files import write_atomic
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import Events, SilentEvents, time_spent
 from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
-from cputrain.runs.resume import TrainingScale
 from cputrain.training.environment import binding_record, describe_environment
 from cputrain.training.loop import TrainResult
 from cputrain.training.preemption import ignore_preemption
@@ -82,7 +81,7 @@ def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainRe
             data=recipe.data.kind,
             backend=session.ranks.group.backend,
             bindings=bindings,
-            **_scale(session).as_fields(),
+            **session.scale.as_fields(),
         )
         result = training.run()
         _write_end(events, session, result)
@@ -111,20 +110,10 @@ def _write_end(events: Events, session: Session, result: TrainResult) -> None:
     )
 
 
-def _scale(session: Session) -> TrainingScale:
-    dataset = session.data.dataset
-    return TrainingScale.of(
-        session.sizes,
-        workers=session.ranks.this.world_size,
-        train_images=len(dataset.train),
-        classes=dataset.classes,
-    )
-
-
 def _make_run(session: Session, env: Mapping[str, str], *, resume: bool, overwrite: bool) -> str | None:
     """Check and make the run's folder; for a finished run return a message about it and write nothing."""
     recipe = session.recipe
-    resumption = check_folder(recipe, _scale(session), resume=resume, overwrite=overwrite)
+    resumption = check_folder(recipe, session.scale, resume=resume, overwrite=overwrite)
     if resume and (message := finished(recipe.folder, session.sizes.last_step(recipe.max_steps))):
         return message
     if resumption:

@@ -43,7 +43,7 @@ def binding_record(session: Session) -> dict[str, Any]:
         "rank": rank,
         "host": socket.gethostname(),
         "planned_pus": list(binding.worker.pus),
-        "local_batch": _mean_local_batch(session),
+        "local_batch": mean_local_batch(session),
         **asdict(binding.observed),
         "threads": torch.get_num_threads(),
         "thread_pus": [list(thread.pus) for thread in binding.team],
@@ -51,7 +51,7 @@ def binding_record(session: Session) -> dict[str, Any]:
     }
 
 
-def _mean_local_batch(session: Session) -> int:
+def mean_local_batch(session: Session) -> int:
     """Images of one of this rank's backward passes, rounded where passes or steps differ."""
     batches = session.ranks.local_batches
     share = batches[session.ranks.this.rank] / sum(batches)

@@ -22,12 +22,12 @@ from cputrain.comm.group import all_gather, end_group
 from cputrain.data.formats.survey import Survey
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import Recipe
-from cputrain.training.checkpoint import load_eval_model
 from cputrain.training.engine import prepare_model
 from cputrain.training.evaluation import evaluate
 from cputrain.training.feed import evaluation_batch, evaluation_steps
 from cputrain.training.metrics import Accuracy
 from cputrain.training.progress import EvaluationProgress
+from cputrain.training.saving.restore import load_eval_model
 from cputrain.training.session import Session, start_session
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from cputrain.comm.group import all_reduce_sum
 from cputrain.models.build import batchnorms
@@ -48,13 +48,18 @@ def evaluate(
 
 
 def average_batchnorm(model: nn.Module) -> None:
-    """Set every rank's running statistics to the mean over all ranks, so that all evaluate and save one network."""
+    """Set every rank's running statistics to the mean over all ranks, so that all evaluate one network."""
+    for own, mean in mean_statistics(model):
+        own.copy_(mean)
+
+
+def mean_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Each of batch-norm's running statistics on this rank, and its mean over all ranks."""
     statistics = [buffer for layer in batchnorms(model) for buffer in (layer.running_mean, layer.running_var)]
     present = [buffer for buffer in statistics if buffer is not None]
     if not present:
-        return
+        return []
     flat = torch.cat(present)
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for buffer, mean in zip(present, torch.split(flat, [b.numel() for b in present]), strict=True):
-        buffer.copy_(mean)
+    return list(zip(present, torch.split(flat, [b.numel() for b in present]), strict=True))

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from affinity.wording import counted
+from cputrain.checkpoints.folder import name_of
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog
+from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.metrics import Accuracy, StepResult
 from cputrain.training.progress import Progress
 
@@ -27,6 +29,11 @@ class TrainingLog:
         """Report images that could not be read, of all ranks."""
         self.progress.line(f"warning: {counted(len(names), 'damaged image')} skipped: {'; '.join(names[:3])}")
         self.events.write("warning", step=step, what="damaged images", images=list(names))
+
+    def checkpoint(self, step: int, steps_per_epoch: int, *, best: bool) -> None:
+        """Report a checkpoint that has been written; its path is relative, so that a run's folder can be moved."""
+        path = f"{CHECKPOINTS}/{name_of(step)}"
+        self.events.write("checkpoint", step=step, epoch=step / steps_per_epoch, path=path, best=best)
 
     def step(
         self, result: StepResult, *, step: int, steps_per_epoch: int, lr: float, images: int, seconds: float

@@ -2,24 +2,26 @@
 
 import gc
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from cputrain.comm.group import all_gather, all_reduce_sum
+from cputrain.data.batches import Batch
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.phases import settings_at
 from cputrain.recipe.rates import rate_warning
-from cputrain.runs.folder import CHECKPOINTS
-from cputrain.training.checkpoint import ResumePoint, save_checkpoint
 from cputrain.training.engine import bf16_speedup
 from cputrain.training.evaluation import average_batchnorm, evaluate
 from cputrain.training.feed import training_batches
 from cputrain.training.log import TrainingLog
-from cputrain.training.metrics import Accuracy, EpochMetrics
+from cputrain.training.metrics import Accuracy
 from cputrain.training.non_finite import DivergenceCheck, NonFiniteHandler
 from cputrain.training.preemption import Preemption
+from cputrain.training.saving.position import Position
+from cputrain.training.saving.saver import Saver
 from cputrain.training.session import Session
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepSettings, train_step
@@ -42,25 +44,35 @@ class TrainResult:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """A training in progress: `step` counts the steps done, `best_score` is the best Accuracy.score so far.
-
-    `preempted` is set once the ranks have to stop before the last step.
-    """
+    """A training in progress; `preempted` is set once the ranks have to stop before the last step."""
 
     session: Session
     state: TrainState
     log: TrainingLog
     preemption: Preemption
-    step: int
-    best_score: float
+    position: Position
     preempted: bool = False
+    saver: Saver = field(init=False)
     non_finite: NonFiniteHandler = field(init=False)
     divergence: DivergenceCheck = field(init=False)
 
     def __post_init__(self) -> None:
-        rank = self.session.ranks.this.rank
-        self.non_finite = NonFiniteHandler(recipe=self.session.recipe, rank=rank, state=self.state, log=self.log)
-        self.divergence = DivergenceCheck(log=self.log)
+        session, position = self.session, self.position
+        self.saver = Saver(session=session, state=self.state, log=self.log)
+        self.non_finite = NonFiniteHandler(
+            recipe=session.recipe,
+            rank=session.ranks.this.rank,
+            state=self.state,
+            log=self.log,
+            position=position,
+            wait=self.saver.wait,
+        )
+        self.divergence = DivergenceCheck(log=self.log, position=position)
+
+    @property
+    def step(self) -> int:
+        """The steps done."""
+        return self.position.step
 
     def run(self) -> TrainResult:
         """Train to the last step or a preemption, then evaluate the test images.
@@ -71,6 +83,8 @@ class TrainingLoop:
         gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
         with closing(self.log.progress):
             accuracy, trained_s = self._run_epochs()
+        self.saver.wait()
+        dist.barrier()  # no rank leaves before the last checkpoint is complete
         if self.preempted:
             accuracy = None
         elif accuracy is None:  # resumed after the last step
@@ -93,69 +107,90 @@ class TrainingLoop:
         recipe, sizes = self.session.recipe, self.session.sizes
         last_step = sizes.last_step(recipe.max_steps)
         trained_s, accuracy = 0.0, None
-        for epoch in range(self.step // sizes.steps_per_epoch, recipe.epochs):
-            if self.step >= last_step or self.preempted:
+        at_end = self.step > 0 and self.step % sizes.steps_per_epoch == 0 and not self.position.epoch_done
+        for epoch in range(self.step // sizes.steps_per_epoch - at_end, recipe.epochs):
+            if self.preempted or (self.step >= last_step and self.position.epoch_done):
                 break
             accuracy, seconds = self._run_epoch(epoch, last_step)
             trained_s += seconds
         return accuracy, trained_s
 
     def _run_epoch(self, epoch: int, last_step: int) -> tuple[Accuracy | None, float]:
-        """Train, evaluate and save one epoch, counted from 0; its accuracy if evaluated, and the seconds of steps."""
-        recipe, sizes = self.session.recipe, self.session.sizes
-        started, first = time.perf_counter(), self.step
-        metrics = self._run_steps(epoch, min(last_step, (epoch + 1) * sizes.steps_per_epoch))
-        seconds = time.perf_counter() - started
-        average_batchnorm(self.state.network)
+        """Train, save, evaluate and log one epoch, counted from 0; its accuracy if evaluated, and the seconds of steps.
+
+        The checkpoint is written while the epoch is evaluated, which a crash then cannot undo.
+        """
+        recipe, position = self.session.recipe, self.position
+        seconds = self._run_steps(epoch, min(last_step, (epoch + 1) * self.session.sizes.steps_per_epoch))
         if self.preempted:
-            self._save(best=False)
+            self.saver.save(position)
             return None, seconds
         ends = self.step >= last_step
-        accuracy = self._evaluate() if ends or is_due(epoch, recipe.evaluate.every_epochs) else None
-        images = sizes.images_until(self.step) - sizes.images_until(first)
-        self._log_epoch(epoch, metrics, accuracy, seconds, images)
-        best = accuracy is not None and accuracy.images > 0 and not accuracy.score <= self.best_score
+        evaluates = ends or is_due(epoch, recipe.evaluate.every_epochs)
+        saves = evaluates or is_due(epoch, recipe.checkpoint.every_epochs) or self._saves_after_step()
+        if saves:
+            self.saver.save(position)
+        average_batchnorm(self.state.network)
+        accuracy = self._evaluate() if evaluates else None
+        self._log_epoch(epoch, accuracy)
+        best = accuracy is not None and accuracy.images > 0 and not accuracy.score <= position.best_score
         if accuracy is not None and best:
-            self.best_score = accuracy.score
+            position.best_score = accuracy.score
+        position.end_epoch()
+        self.preemption.agree(self.step)
         self.preempted = not ends and self.preemption.should_stop_after(self.step)
-        if ends or best or self.preempted or is_due(epoch, recipe.checkpoint.every_epochs):
-            self._save(best=best)
+        if saves:
+            self.saver.finish(position, best=best)
+        elif self.preempted:
+            self.saver.save(position)
         return accuracy, seconds
 
-    def _run_steps(self, epoch: int, stop: int) -> EpochMetrics:
-        """Train until step `stop` of this epoch or a preemption."""
-        session, sizes = self.session, self.session.sizes
-        recipe, data = session.recipe, session.data
+    def _run_steps(self, epoch: int, stop: int) -> float:
+        """Train until step `stop` of this epoch or a preemption; the seconds that it took."""
+        recipe, position = self.session.recipe, self.position
         weight_decay = settings_at(recipe, epoch).weight_decay
-        batches = training_batches(session, epoch, self.step, stop)
-        metrics = EpochMetrics()
+        batches = training_batches(self.session, epoch, self.step, stop)
+        begun, before = time.perf_counter(), position.epoch_s
         while self.step < stop and not self.preempted:
-            started = time.perf_counter()
-            lr = lr_at(self.step, recipe, sizes)
-            images = sizes.images_until(self.step + 1) - sizes.images_until(self.step)
-            settings = StepSettings(
-                images_per_rank=images / session.ranks.this.world_size,
-                passes=sizes.accumulation_steps,
-                lr=lr,
-                weight_decay=weight_decay,
-                measure_layers=session.ranks.is_main_rank and is_due(self.step, recipe.log_norms_every_steps),
-            )
-            result = train_step(self.state, batches, settings, recipe, data.normalize)
-            metrics.add(result.metrics)
-            if not result.finite:
-                self.non_finite.handle(result, step=self.step, lr=lr)
-            self.step += 1
-            seconds, per_epoch = time.perf_counter() - started, sizes.steps_per_epoch
-            self.log.step(result, step=self.step, steps_per_epoch=per_epoch, lr=lr, images=images, seconds=seconds)
-            self.divergence.check(result.loss, step=self.step, lr=lr)
-            self.preempted = self.preemption.should_stop_after(self.step) and self.step < stop
-        return metrics
+            self._run_step(batches, weight_decay)
+            position.epoch_s = before + time.perf_counter() - begun
+            self.preemption.agree(self.step, save_due=self.saver.is_due)
+            self.preempted = self.preemption.should_stop_after(self.step)
+            self.saver.check()
+            if self.step < stop and not self.preempted and self._saves_after_step():
+                self.saver.save(position)
+        return time.perf_counter() - begun
 
-    def _log_epoch(
-        self, epoch: int, metrics: EpochMetrics, accuracy: Accuracy | None, seconds: float, images: int
-    ) -> None:
-        """Add up an epoch's metrics over the ranks and log them."""
-        data = self.session.data
+    def _run_step(self, batches: Iterator[Batch], weight_decay: float) -> None:
+        """Train and log one step."""
+        session, sizes, position = self.session, self.session.sizes, self.position
+        started = time.perf_counter()
+        lr = lr_at(self.step, session.recipe, sizes)
+        images = sizes.images_until(self.step + 1) - sizes.images_until(self.step)
+        settings = StepSettings(
+            images_per_rank=images / session.ranks.this.world_size,
+            passes=sizes.accumulation_steps,
+            lr=lr,
+            weight_decay=weight_decay,
+            measure_layers=session.ranks.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
+        )
+        result = train_step(self.state, batches, settings, session.recipe, session.data.normalize)
+        position.epoch.add(result.metrics)
+        if not result.finite:
+            self.non_finite.handle(result, step=self.step, lr=lr)
+        position.step += 1
+        position.epoch_done = False
+        seconds, per_epoch = time.perf_counter() - started, sizes.steps_per_epoch
+        self.log.step(result, step=self.step, steps_per_epoch=per_epoch, lr=lr, images=images, seconds=seconds)
+        self.divergence.check(result.loss, step=self.step, lr=lr)
+
+    def _saves_after_step(self) -> bool:
+        every = self.session.recipe.checkpoint.every_steps
+        return self.preemption.should_save_after(self.step) if every is None else self.step % every == 0
+
+    def _log_epoch(self, epoch: int, accuracy: Accuracy | None) -> None:
+        """Add up the metrics of an epoch so far over the ranks and log them."""
+        data, sizes, metrics = self.session.data, self.session.sizes, self.position.epoch
         loss, correct, readable, damaged = all_reduce_sum(
             metrics.loss, metrics.correct, metrics.images, len(metrics.damaged)
         )
@@ -167,8 +202,8 @@ class TrainingLoop:
             train_loss=loss / max(readable, 1.0),
             train_top1=100 * correct / max(readable, 1.0) if data.features is None else None,
             accuracy=accuracy,
-            seconds=seconds,
-            images=images,
+            seconds=self.position.epoch_s,
+            images=sizes.images_until(self.step) - sizes.images_until(epoch * sizes.steps_per_epoch),
         )
 
     def _evaluate(self, split: str = "val") -> Accuracy:
@@ -183,29 +218,6 @@ class TrainingLoop:
     def _warn_of_damaged(self, names: list[str] | tuple[str, ...]) -> None:
         if of_all_ranks := sorted(name for of_rank in all_gather(names) for name in of_rank):
             self.log.warn_of_damaged_images(self.step, of_all_ranks)
-
-    def _save(self, *, best: bool) -> None:
-        """Save a checkpoint on rank 0, while the other ranks wait."""
-        if self.session.ranks.is_main_rank:
-            self._write_checkpoint(best=best)
-        dist.barrier()
-
-    def _write_checkpoint(self, *, best: bool) -> None:
-        recipe = self.session.recipe
-        path = save_checkpoint(
-            recipe.folder / CHECKPOINTS,
-            self.state,
-            ResumePoint(step=self.step, best_score=self.best_score),
-            keep=recipe.checkpoint.keep,
-            best=best,
-        )
-        self.log.events.write(
-            "checkpoint",
-            step=self.step,
-            epoch=self.step / self.session.sizes.steps_per_epoch,
-            path=str(path.relative_to(recipe.folder)),  # so that a run's folder can be moved
-            best=best,
-        )
 
 
 def is_due(number: int, every: int | None) -> bool:

@@ -1,17 +1,21 @@
 """NaN, Inf and diverging losses: skip the step, roll back or stop, as on_nan requests; warn of divergence."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from affinity.errors import RunError
+from cputrain.checkpoints.folder import list_checkpoints
 from cputrain.comm.group import all_gather
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
-from cputrain.runs.folder import CHECKPOINTS, list_checkpoints
-from cputrain.training.checkpoint import load_checkpoint
+from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import StepResult
+from cputrain.training.saving.position import Position
+from cputrain.training.saving.restore import find_newest, put_back
 from cputrain.training.state import TrainState
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -19,13 +23,14 @@ MAX_ROLLBACKS = 3  # to one checkpoint
 
 @dataclass(slots=True, kw_only=True)
 class NonFiniteHandler:
-    """Handles steps whose gradients contain NaN or Inf; `rollbacks` counts those to each checkpoint."""
+    """Handles steps whose gradients contain NaN or Inf; `wait` waits until the last checkpoint is written."""
 
     recipe: Recipe
     rank: int
     state: TrainState
     log: TrainingLog
-    rollbacks: dict[str, int] = field(default_factory=dict)
+    position: Position
+    wait: Callable[[], None]
 
     def handle(self, result: StepResult, *, step: int, lr: float) -> None:
         """Skip the step or restore the last checkpoint; else raise RunError on the rank where NaN or Inf arose.
@@ -33,16 +38,20 @@ class NonFiniteHandler:
         To be called by all ranks; `step` counts the steps done before.
         """
         message, origin = _describe(all_gather((result.loss, result.non_finite)), step, lr)
-        saved = list_checkpoints(self.recipe.folder / CHECKPOINTS)
         if self.recipe.on_nan == "skip":
             self.log.warn(step, f"{message}: the step is skipped")
             return
-        if self.recipe.on_nan == "rollback" and saved and self.rollbacks.get(saved[-1].name, 0) < MAX_ROLLBACKS:
-            load_checkpoint(saved[-1], self.state)
-            self.rollbacks[saved[-1].name] = self.rollbacks.get(saved[-1].name, 0) + 1
-            self.log.warn(step, f"{message}: restored {saved[-1].name}, training continues with the next images")
+        self.wait()
+        dist.barrier()  # rank 0 has completed the last checkpoint
+        folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
+        found = find_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
+        if found and rollbacks.get(found.name, 0) < MAX_ROLLBACKS:
+            put_back(found.loaded, self.state, self.recipe.optim.name)
+            rollbacks[found.name] = rollbacks.get(found.name, 0) + 1
+            self.log.warn(step, f"{message}: restored {found.name}, training continues with the next images")
             return
         if self.rank == origin:
+            saved = list_checkpoints(folder)
             kept = f"; checkpoint {saved[-1]} is kept" if saved else ""
             raise RunError(f"{message}: lower schedule.peak_rate, or set on_nan to skip or rollback{kept}")
         dist.barrier()  # the rank that raises exits, which ends this wait
@@ -61,17 +70,17 @@ class DivergenceCheck:
     """Warns once of a loss that diverges, which shows a learning rate that is too high long before NaN."""
 
     log: TrainingLog
-    first_loss: float | None = None
-    diverged: bool = False
+    position: Position
 
     def check(self, loss: float, *, step: int, lr: float) -> None:
         """Compare a step's loss with the first one; `step` counts the steps done."""
-        if self.first_loss is None:
-            self.first_loss = loss
-        elif loss > DIVERGENCE_FACTOR * self.first_loss and not self.diverged:
-            self.diverged = True
+        first = self.position.first_loss
+        if first is None:
+            self.position.first_loss = loss if math.isfinite(loss) else None
+        elif loss > DIVERGENCE_FACTOR * first and not self.position.diverged:
+            self.position.diverged = True
             self.log.warn(
                 step,
-                f"the loss is {loss:.3g} at step {step}, {loss / self.first_loss:.0f} times that of the first step, "
+                f"the loss is {loss:.3g} at step {step}, {loss / first:.0f} times that of the first step, "
                 f"learning rate {lr:g}: lower schedule.peak_rate, or lengthen the warm-up",
             )

@@ -1,40 +1,62 @@
-"""Preemption: SIGUSR1, sent when a job's time is nearly up, stops all ranks after the same step."""
+"""What rank 0 makes all ranks do after the same step: stop, after a signal, or save a checkpoint."""
 
 import signal
 from types import FrameType
 
 from cputrain.comm.store import SignedKeys
-from mpi.supervise.signals import PREEMPTION_SIGNAL
+from mpi.supervise.signals import PREEMPTION_SIGNAL, STOP_SIGNALS
 
-KEY = "last_step"
+KEY = "after_steps"
+NEVER = 0
 
 
 class Preemption:
-    """Handles SIGUSR1 in every rank; the signal of rank 0 counts. To be created once, in the main thread."""
+    """Handles the preemption signal in every rank; that of rank 0 counts. To be created once, in the main thread.
 
-    def __init__(self, keys: SignedKeys, *, is_main_rank: bool) -> None:
+    Ranks that no launcher of ours watches handle SIGTERM and SIGINT too: the first stops the training after a step that
+    is saved, another one ends the process.
+    """
+
+    def __init__(self, keys: SignedKeys, *, is_main_rank: bool, watched: bool = True) -> None:
         self._keys = keys
         self._is_main_rank = is_main_rank
         self._signaled = False
-        self._last_step: int | None = None
-        signal.signal(PREEMPTION_SIGNAL, self._handle)
+        self._last_step = self._save_step = NEVER
+        for number in (PREEMPTION_SIGNAL, *(() if watched else STOP_SIGNALS)):
+            signal.signal(number, self._handle)
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._signaled and number != PREEMPTION_SIGNAL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self._signaled = True
 
-    def should_stop_after(self, step: int) -> bool:
-        """Whether all ranks stop after this step. To be called by every rank after every step.
+    def agree(self, step: int, *, save_due: bool = False) -> None:
+        """Announce, on rank 0, what is to be done after the next step; learn on the others what was announced before.
 
-        After the signal, rank 0 announces the next step as the last one. No rank completes that step's all-reduce
-        before rank 0 has started it, so that all ranks have the announcement by its end.
+        To be called by every rank after every step. No rank completes the next step's all-reduce before rank 0 has
+        started it, so that all ranks have the announcement by its end.
         """
-        if self._last_step is None:
-            if self._is_main_rank and self._signaled:
-                self._keys.set(KEY, str(step + 1))
-            last_step = self._keys.get(KEY)
-            if last_step is not None:
-                self._last_step = int(last_step)
-        return self._last_step is not None and step >= self._last_step
+        if not self._is_main_rank:
+            announced = self._keys.get(KEY)
+            if announced is not None:
+                self._last_step, self._save_step = map(int, announced.split())
+            return
+        before = self._last_step, self._save_step
+        if self._signaled and self._last_step == NEVER:
+            self._last_step = step + 1
+        if save_due and step > self._save_step:  # else one is announced for this very step
+            self._save_step = step + 1
+        if (self._last_step, self._save_step) != before:
+            self._keys.set(KEY, f"{self._last_step} {self._save_step}")
+
+    def should_stop_after(self, step: int) -> bool:
+        """Whether all ranks stop after this step."""
+        return self._last_step != NEVER and step >= self._last_step
+
+    def should_save_after(self, step: int) -> bool:
+        """Whether all ranks save after this step, and go on."""
+        return step == self._save_step
 
 
 def ignore_preemption() -> None:

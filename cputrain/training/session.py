@@ -19,6 +19,7 @@ from cputrain.data.pixels.decode import Decode, choose_decoder
 from cputrain.data.pixels.normalize import choose_normalize
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
+from cputrain.runs.resume import TrainingScale
 from cputrain.training.binding import Binding, check_comm_threads, start_threads
 
 
@@ -68,6 +69,17 @@ class Session:
     ranks: Ranks
     data: SessionData
     binding: Binding
+
+    @property
+    def scale(self) -> TrainingScale:
+        """What a resumed run compares with its earlier starts."""
+        dataset = self.data.dataset
+        return TrainingScale.of(
+            self.sizes,
+            workers=self.ranks.this.world_size,
+            train_images=len(dataset.train),
+            classes=dataset.classes,
+        )
 
 
 def start_session(

@@ -27,13 +27,14 @@ SYNC_BUFFERS = next(
 class TrainState:
     """A network and its DDP wrapper, the optimizer, and an exponential moving average of the weights or None.
 
-    `all_reduce` is DDP's communication hook.
+    `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets.
     """
 
     network: nn.Module
     ddp: DistributedDataParallel
     optimizer: Optimizer
     all_reduce: AllReduceHook
+    bucket_mib: float
     ema_model: nn.Module | None
 
     def eval_model(self) -> nn.Module:
@@ -51,19 +52,28 @@ class TrainState:
             torch._foreach_lerp_(list(self.ema_model.parameters()), list(self.network.parameters()), 1 - decay)
 
 
-def make_train_state(recipe: Recipe, network: nn.Module, optimizer: Optimizer) -> TrainState:
-    """Wrap a network in DDP, which sends rank 0's weights to all ranks.
+def make_train_state(
+    recipe: Recipe, network: nn.Module, optimizer: Optimizer, bucket_mib: float | None = None
+) -> TrainState:
+    """Wrap a network in DDP, which sends rank 0's weights to all ranks; gradient buckets of `bucket_mib`, or as the
+    recipe requests.
 
     Each rank keeps batch-norm statistics of its own, until `average_batchnorm`.
     """
+    bucket_mib = bucket_mib or _bucket_mb(recipe.comm, network)
     keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
-    ddp = DistributedDataParallel(
-        network, gradient_as_bucket_view=True, bucket_cap_mb=_bucket_mb(recipe.comm, network), **keep_buffers
-    )
+    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, **keep_buffers)
     all_reduce = HOOKS[recipe.comm.compression]()
     ddp.register_comm_hook(None, all_reduce.hook)
     ema_model = deepcopy(network).requires_grad_(False) if recipe.ema_decay is not None else None
-    return TrainState(network=network, ddp=ddp, optimizer=optimizer, all_reduce=all_reduce, ema_model=ema_model)
+    return TrainState(
+        network=network,
+        ddp=ddp,
+        optimizer=optimizer,
+        all_reduce=all_reduce,
+        bucket_mib=bucket_mib,
+        ema_model=ema_model,
+    )
 
 
 def _bucket_mb(comm: CommSection, network: nn.Module) -> float:

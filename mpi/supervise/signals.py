@@ -14,10 +14,19 @@ class InterruptedBySignalError(Exception):
 
 
 @contextmanager
-def interruptible(preempt: Callable[[], None] = lambda: None) -> Iterator[None]:
+def interruptible(
+    preempt: Callable[[], None] = lambda: None, first_stop: Callable[[int], None] | None = None
+) -> Iterator[None]:
     """Raise InterruptedBySignalError at each stop signal, wherever the process is, and call `preempt` at a preemption
-    signal; the handlers are restored afterwards."""
-    before = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
+    signal; the handlers are restored afterwards. With `first_stop`, that is called at the first stop signal instead."""
+    calls = [first_stop] if first_stop is not None else []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if not calls:
+            raise InterruptedBySignalError(number)
+        calls.pop()(number)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     before[PREEMPTION_SIGNAL] = signal.signal(PREEMPTION_SIGNAL, lambda _number, _frame: preempt())
     try:
         yield
@@ -30,7 +39,3 @@ def ignore_stop_signals() -> None:
     """Ignore further stop signals, until the end of the surrounding `interruptible`."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise InterruptedBySignalError(number)

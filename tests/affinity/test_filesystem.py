@@ -61,9 +61,9 @@ def test_a_disk_that_is_full_at_a_checkpoint_is_named_by_the_rank_that_found_it(
     script = shlex.quote(f"{CPUTRAIN} {TRAIN} plan.ppn=2 {settings}; echo $? $(ls -A out/run/checkpoints) >&2")
     ((_, err),) = in_tmpfs(place, "size=60m", f"sh -c {script}")
     lines = err.splitlines()
-    saved = "out/run/checkpoints/step-0000002.pt"
-    full = f"cputrain: {saved}: No space left on device: free some space, or name another folder"
-    assert full in lines and lines[-1] == "1", err
+    unfinished = "out/run/checkpoints/.step-0000002.partial"
+    full = f"cputrain: {unfinished}/{{}}.safetensors: No space left on device: free some space, or name another folder"
+    assert {full.format(name) for name in ("model", "optimizer")} & {*lines} and lines[-1].split()[0] == "1", err
     assert "Traceback" not in err and "cputrain: rank 0 on " in err
 
 

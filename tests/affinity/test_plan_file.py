@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from affinity.errors import InputError
@@ -17,6 +18,8 @@ from affinity.topology.catalog import find_machine
 from tests.affinity.test_plan import RUNTIME, machines_and_requests
 
 SCHEMA = Draft202012Validator(json.loads((Path(__file__).parents[2] / "docs/plan.schema.json").read_text()))
+
+EXAMPLE = plan_to_json(plan_machine(find_machine("skx-8160-2s"), Request(ppn=2), Runtime()))
 
 
 @given(machines_and_requests())
@@ -45,6 +48,33 @@ def test_the_schema_refuses_what_is_no_plan() -> None:
 @pytest.mark.parametrize("value", [{}, [], [{}], {"a": [{"b": [1, 2]}]}, "x", [["a", "b" * 200]], {"l": ["c" * 200]}])
 def test_our_layout_is_json(value: object) -> None:
     assert json.loads(dumps(value)) == value
+
+
+JUNK = st.sampled_from([None, True, -1, 0.5, 10**30, "", "x", [], [1, 1], [-1], ["a"], {}, {"a": 1}])
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_every_edit_that_the_schema_refuses_is_refused(data: st.DataObject) -> None:
+    """A value replaced, removed or added anywhere; jsonschema is the judge of what is a plan."""
+    plan = json.loads(EXAMPLE)
+    place = plan
+    while True:
+        key = data.draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
+        inside = isinstance(place[key], dict | list) and place[key]
+        if not inside or data.draw(st.booleans()):
+            break
+        place = place[key]
+    if data.draw(st.booleans()):
+        place[key] = data.draw(JUNK)
+    else:
+        del place[key]
+    try:
+        worker_from_dict(plan, 0)
+        plan_from_dict(plan)
+        assert SCHEMA.is_valid(plan)
+    except InputError as error:
+        assert "\n" not in str(error)
 
 
 def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:

@@ -6,32 +6,66 @@ import pytest
 from affinity.errors import InputError
 from cputrain.files import write_atomic, write_with
 from cputrain.report.page import write_report
-from cputrain.runs.events import FILE, Events, TimeSpent, read_events, time_spent
+from cputrain.runs.events import FILE, Events, TimeSpent, damaged_lines, read_events, time_spent
+from cputrain.runs.folder import finished
+
+ZERO = {"epoch": 0.0, "rate": 0.0, "images_per_s": 0.0}
+NO_ACCURACY = dict.fromkeys(("train_loss", "train_top1", "val_loss", "val_top1", "val_top5"))
+END = {"top1": None, "top5": None, "images": 5, "time_to_train_s": 1.0}
 
 
 def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
     for step in (1, 2):
         with Events(tmp_path) as events:
-            events.write("step", step=step, loss=float("nan") if step == 2 else 0.5)
+            events.write("step", **ZERO, step=step, loss=float("nan") if step == 2 else 0.5)
     assert [(e["event"], e["step"], e["loss"]) for e in read_events(tmp_path)] == [("step", 1, 0.5), ("step", 2, None)]
 
 
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"event": "start"}\n{"event": "st')
-    assert read_events(tmp_path) == [{"event": "start"}]
+    start = {"event": "start", "time": 1.0, "bindings": []}
+    (tmp_path / FILE).write_text(f'{json.dumps(start)}\n{{"event": "st')
+    assert read_events(tmp_path) == [start] and damaged_lines(tmp_path) == 0
     with Events(tmp_path) as events:
-        events.write("end", step=3)
+        events.write("end", steps=3, status="done", **END)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "end"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"null", b"[]", b"3", b'"step"', b"{}", b"{", b"\xff\xfe", b"\0" * 4096, b"[" * 100_000),
+        *(b'{"event": null, "time": 1}', b'{"event": ["step"], "time": 1}', b'{"event": "step", "time": 1}'),
+        b'{"event": "step", "time": 1, "step": "2", "epoch": 1, "loss": 1, "rate": 1, "images_per_s": 1}',
+        b'{"event": "step", "time": 1, "step": -2, "epoch": 1, "loss": 1, "rate": 1, "images_per_s": 1}',
+        b'{"event": "step", "time": NaN, "step": 2, "epoch": 1, "loss": 1, "rate": 1, "images_per_s": 1}',
+        b'{"event": "step", "time": 1, "step": 2, "epoch": 1, "loss": 1, "rate": null, "images_per_s": 1}',
+        b'{"event": "step", "time": 1, "step": ' + b"9" * 5000 + b"}",
+        *(b'{"event": "start", "time": 1, "bindings": [null]}', b'{"event": "end", "time": 1, "status": "done"}'),
+        *(b'{"event": "epoch", "time": 1, "epoch": 1}', b'{"event": "warning", "time": 1, "what": null}'),
+        b'{"event": "ratios", "time": 1, "step": 1, "rate": 1, "layers": [1]}',
+    ],
+)
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, line: bytes) -> None:
+    with Events(tmp_path) as events:
+        events.write("step", **ZERO, step=1, loss=0.5)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(line + b"\n")
+    with Events(tmp_path) as events:
+        events.write("step", **ZERO, step=2, loss=0.25)
+    (tmp_path / "recipe.yaml").write_text("name: x\n")
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
+    assert damaged_lines(tmp_path) == 1 and time_spent(tmp_path).starts == 0
+    assert finished(tmp_path, 1) is None
 
 
 def test_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
     with Events(tmp_path) as events:
         for step in (1, 2, 3, 4):
-            events.write("step", step=step, loss=0.5)
-            events.write("epoch", step=step)
-        events.write("start", workers=2)
+            events.write("step", **ZERO, step=step, loss=0.5)
+            events.write("epoch", step=step, epoch=1, seconds=1.0, images_per_s=1.0, **NO_ACCURACY)
+        events.write("start", workers=2, bindings=[])
         for step in (3, 4, 5):
-            events.write("step", step=step, loss=0.25)
+            events.write("step", **ZERO, step=step, loss=0.25)
     expected = [(e["event"], e.get("step"), e.get("loss")) for e in read_events(tmp_path)]
     assert expected == [
         ("step", 1, 0.5),
@@ -48,7 +82,11 @@ def test_what_a_resumed_run_does_again_counts_once(tmp_path: Path) -> None:
 def test_the_time_of_a_run_is_summed_over_its_starts_whether_they_ended_or_not(tmp_path: Path) -> None:
     assert time_spent(tmp_path) == TimeSpent(training_s=0.0, wall_s=0.0, starts=0)
     times = {"start": (10.0, 100.0, 200.0), "step": (11.0, 15.5, 101.0, 203.0)}
-    lines = sorted((at, {"event": event, "time": at, "step": 1}) for event in times for at in times[event])
+    lines = sorted(
+        (at, {"event": event, "time": at, "step": 1, "loss": 1.0, "bindings": [], **ZERO})
+        for event in times
+        for at in times[event]
+    )
     (tmp_path / FILE).write_text("".join(f"{json.dumps(event)}\n" for _, event in lines) + '{"event": "st')
     assert time_spent(tmp_path) == TimeSpent(training_s=5.5 + 1.0 + 3.0, wall_s=193.0, starts=3)
     assert time_spent(tmp_path, now=210.0) == TimeSpent(training_s=5.5 + 1.0 + 10.0, wall_s=200.0, starts=3)
@@ -75,7 +113,7 @@ def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
     with Events(tmp_path) as events:
         events.write("start", bindings=[])
         events.write("warning", what="damaged images", images=["<b>.jpg"])
-        events.write("end", top1=None, steps=3, status="stopped")
+        events.write("end", steps=3, status="stopped", **END)
         events.write("start", bindings=[])
     html = write_report(tmp_path).read_text()
     assert "time to train" in html and "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html

@@ -9,6 +9,7 @@ import torch
 from affinity.topology.sysfs import this_machine
 from cputrain.runs.events import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
+from tests.support.checkpoints import content, newest
 from tests.support.commands import cputrain
 from tests.support.images import write_images, write_mnist
 from tests.support.trainings import trained
@@ -34,8 +35,7 @@ def weights_of(place: Path, ppn: int, **runs: tuple[str, ...]) -> list[dict[str,
     """The final weights of trainings of four steps by so many ranks, each with settings of its own."""
     made = trained(place, ppn, *((*COMMON, *settings, f"output={name}") for name, settings in runs.items()))
     assert made.returncode == 0, made.stderr
-    paths = [place / name / "checkpoints/step-0000004.pt" for name in runs]
-    return [torch.load(path, weights_only=True)["model"] for path in paths]
+    return [content(newest(place / name))["model"] for name in runs]
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -69,7 +69,7 @@ def test_a_fixed_global_batch_is_the_same_training_on_any_number_of_ranks(tmp_pa
         assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
         epochs = [event for event in read_events(tmp_path / f"run{count}") if event["event"] == "epoch"]
         losses.append([event[name] for event in epochs for name in ("train_loss", "val_loss")])
-        weights.append(torch.load(tmp_path / f"run{count}/checkpoints/step-0000004.pt", weights_only=True)["model"])
+        weights.append(content(newest(tmp_path / f"run{count}"))["model"])
     assert len(losses[0]) == 4
     for other in (1, 2):
         assert losses[other] == pytest.approx(losses[0], rel=1e-5)  # evaluated in float32
@@ -87,7 +87,7 @@ def test_every_image_is_evaluated_once_by_any_number_of_ranks(tmp_path: Path) ->
     expected = set()
     for count in (1, 2, 3, 5):
         plan["workers"] = [{**workers[i % len(workers)], "local_rank": i} for i in range(count)]
-        ranks = ranks_by_hand(tmp_path, plan, "eval", *recipe, "--checkpoint", "run/checkpoints/best.pt")
+        ranks = ranks_by_hand(tmp_path, plan, "eval", *recipe, "--checkpoint", "run/checkpoints/best")
         assert [rank.returncode for rank in ranks] == [0] * count, ranks[0].stderr
         assert "10,007 images, each once" in ranks[0].stdout
         expected.add(re.search(r"top-1 .*", ranks[0].stdout)[0])

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from affinity.topology.sysfs import this_machine
 from cputrain.data.batches import point_batches
 from cputrain.data.formats.generated import INTERCEPT, SLOPE, Points, SyntheticImages
 from cputrain.data.from_recipe import TRAIN_POINTS, VAL_POINTS
 from cputrain.runs.events import read_events
+from tests.support.checkpoints import content, newest
 from tests.support.commands import cputrain
 from tests.support.trainings import trained
 
@@ -71,7 +71,7 @@ def test_linear_regression_finds_the_least_squares_line_on_any_number_of_ranks(t
         assert made.returncode == 0, made.stderr
     assert "validation loss" in made.stdout and "acc " not in made.stdout and "top-1" not in made.stdout
     points = Points(TRAIN_POINTS, 1, 0)
-    weights = torch.load(tmp_path / f"run{PPN}/checkpoints/step-0000300.pt", weights_only=True)["model"]
+    weights = content(newest(tmp_path / f"run{PPN}"))["model"]
     slope, intercept = np.polyfit(points.x[:, 0], points.y[:, 0], 1)
     assert float(weights["fc.weight"]) == pytest.approx(slope, abs=1e-2)
     assert float(weights["fc.bias"]) == pytest.approx(intercept, abs=5e-2)
@@ -87,7 +87,7 @@ def test_linear_regression_finds_the_least_squares_line_on_any_number_of_ranks(t
     residual = held_out.y - (float(weights["fc.weight"]) * held_out.x + float(weights["fc.bias"]))
     assert end["val_loss"] == pytest.approx(float(np.square(residual).mean()), rel=1e-2)
     assert "Accuracy" not in (tmp_path / "run1/report.html").read_text()
-    expected = cputrain("eval", *common, "--checkpoint", "run1/checkpoints/best.pt", cwd=tmp_path)
+    expected = cputrain("eval", *common, "--checkpoint", "run1/checkpoints/best", cwd=tmp_path)
     assert expected.returncode == 0 and "50 points, each once" in expected.stdout and "top-1" not in expected.stdout
 
 

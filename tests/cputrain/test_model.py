@@ -1,6 +1,5 @@
-"""Networks, optimizer, checkpoint and accuracy, each against a plain reference."""
+"""Networks, optimizer and accuracy, each against a plain reference."""
 
-import math
 import os
 import subprocess
 import sys
@@ -11,18 +10,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from affinity.errors import InputError
 from affinity.planner.workload import footprint
-from cputrain.comm.hooks import AllReduceHook
 from cputrain.data.pixels.normalize import Normalize, choose_normalize
 from cputrain.models.build import batchnorms, build_model
 from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
-from cputrain.training.checkpoint import BEST, ResumePoint, list_checkpoints, load_checkpoint, save_checkpoint
 from cputrain.training.engine import prepare_model
 from cputrain.training.metrics import in_top
-from cputrain.training.state import TrainState
 
 pytestmark = pytest.mark.slow
 
@@ -94,55 +89,6 @@ def test_in_top_counts_like_sorting() -> None:
     for k in (1, 5, 9):
         expected = [float(label in row[:k]) for row, label in zip(order.tolist(), labels.tolist(), strict=True)]
         assert in_top(logits, labels, k).tolist() == expected
-
-
-def state_of(model: nn.Module) -> TrainState:
-    optimizer = build_optimizer(model, OptimSection())
-    return TrainState(network=model, ddp=model, optimizer=optimizer, all_reduce=AllReduceHook(), ema_model=None)
-
-
-def small() -> TrainState:
-    made = state_of(nn.Linear(3, 2))
-    made.network(torch.randn(4, 3)).sum().backward()
-    set_lr_and_decay(made.optimizer, 0.1, 0.0)
-    made.optimizer.step()
-    return made
-
-
-def test_checkpoints_restore_everything_and_are_pruned(tmp_path: Path) -> None:
-    made = small()
-    for step in (5, 10, 15):
-        save_checkpoint(tmp_path, made, ResumePoint(step=step, best_score=float(step)), keep=2, best=step == 5)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-0000010.pt", "step-0000015.pt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, "step-0000010.pt", "step-0000015.pt"]
-    fresh = state_of(nn.Linear(3, 2))
-    assert load_checkpoint(tmp_path / BEST, fresh) == ResumePoint(step=5, best_score=5.0)
-    assert torch.equal(fresh.network.weight, made.network.weight)
-    ours, theirs = made.optimizer.state_dict()["state"], fresh.optimizer.state_dict()["state"]
-    assert all(torch.equal(ours[k]["momentum_buffer"], theirs[k]["momentum_buffer"]) for k in ours)
-
-
-def test_a_checkpoint_of_another_model_names_the_keys(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, small(), ResumePoint(step=1, best_score=math.nan), keep=1, best=False)
-    with pytest.raises(InputError, match=r"2 keys differ, first bias: \(2,\) in the file, \(4,\) in the model"):
-        load_checkpoint(path, state_of(nn.Linear(3, 4)))
-
-
-def test_broken_and_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, small(), ResumePoint(step=1, best_score=1.0), keep=1, best=False)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="cannot read "):
-        load_checkpoint(path, state_of(nn.Linear(3, 2)))
-
-    class Hostile:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save(Hostile(), path)
-    with pytest.raises(InputError, match="cannot read "):
-        load_checkpoint(path, state_of(nn.Linear(3, 2)))
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

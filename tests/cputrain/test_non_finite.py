@@ -8,6 +8,7 @@ import torch
 from affinity.topology.sysfs import this_machine
 from cputrain.runs.events import read_events
 from tests.cputrain.test_training import SMALL
+from tests.support.checkpoints import content
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import trained
@@ -35,14 +36,14 @@ def test_nan_is_reported_and_handled_as_on_nan_requests(place: Path) -> None:
     result = trained(place, 2, lossy("skip"), lossy("rollback"), lossy("stop"), poison=3)
     assert result.returncode == 1
     stopped = f"{WHERE}0.01: lower schedule.peak_rate, or set on_nan to skip or rollback; checkpoint "
-    assert f"{stopped}stop/checkpoints/step-0000002.pt is kept" in result.stderr
+    assert f"{stopped}stop/checkpoints/step-0000002 is kept" in result.stderr
     assert warnings(place / "skip") == [f"{WHERE}0.01: the step is skipped"]
-    back = f"{WHERE}0.01: restored step-0000002.pt, training continues with the next images"
+    back = f"{WHERE}0.01: restored step-0000002, training continues with the next images"
     assert warnings(place / "rollback") == [back]
     for run in ("skip", "rollback"):
         assert read_events(place / run)[-1]["status"] == "done" and read_events(place / run)[-1]["steps"] == 4
     for run, last in (("skip", 4), ("rollback", 4), ("stop", 2)):
-        state = torch.load(place / run / f"checkpoints/step-{last:07d}.pt", weights_only=True)["model"]
+        state = content(place / run / f"checkpoints/step-{last:07d}")["model"]
         assert all(bool(torch.isfinite(value.double()).all()) for value in state.values())
 
 

@@ -1,5 +1,7 @@
 import re
 import shlex
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,7 +86,7 @@ def test_settings_win_over_the_file() -> None:
             "data: {flip: 1}\n",
             "not 1 (whether training images are mirrored, left to right, with a probability of one half)",
         ),
-        ("data: {path: 3}\n", "data.path must be text, or null, not 3"),
+        ("data: {path: [3]}\n", "data.path must be text, or null, not [3]"),
         ("data: {augment: 0.1}\n", "data.augment is a section, not 0.1: set its keys: rotate, zoom, "),
         ("ema_decay: 1\n", "ema_decay must be less than 1, or null, not 1"),
         (
@@ -94,7 +96,7 @@ def test_settings_win_over_the_file() -> None:
         ("precision: fp16\n", "precision must be float32, bf16 or float64, not fp16"),
         ("schedule: {milestones: [30, -1]}\n", "item 2 of schedule.milestones must be more than 0, not -1"),
         ("sweep: {grid: {batch.local: 32}}\n", "batch.local of sweep.grid must be a list, not 32"),
-        ("sweep: {runs: [1]}\n", "item 1 of sweep.runs must be text, not 1"),
+        ("sweep: {runs: [[1]]}\n", "item 1 of sweep.runs must be text, not [1]"),
         ("plan: {ppn: many}\n", "plan.ppn must be a whole number, or auto, not many"),
         ("plan: {ppn: 0}\n", "plan.ppn must be 1 or more, or auto, not 0"),
         ("model: {name: resnet51}\n", "model.name=resnet51: unknown network: did you mean 'resnet50'?"),
@@ -216,6 +218,57 @@ def test_on_and_off_are_words_as_in_yaml_1_2(tmp_path: Path) -> None:
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(str(tmp_path / "again.yaml")) == recipe
     assert load_recipe("imagefolder", ["plan.smt=off"]).plan.smt == "off"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0123", "2026-02-30", "2026-11-22", "1:30", "yes", "null", "12e3", "0x10", "a: b", "[a", "*x", "5", "#1", "-"],
+)
+def test_settings_are_text_where_the_schema_wants_text(tmp_path: Path, text: str) -> None:
+    for setting in (f"output={text}", f"output='{text}'", f'output="{text}"', f"name={text}"):
+        recipe = load_recipe("imagefolder", ["data.path=x", setting])
+        assert (recipe.output if setting.startswith("output") else recipe.name) == text
+        (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
+        assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+    (tmp_path / "r.yaml").write_text("data: {path: 0123, resize: 0123}\noutput: 2026-02-30\n")
+    recipe = load_recipe(str(tmp_path / "r.yaml"), ["batch.local=010", "optim.weight_decay=5e-5", "model.weights=null"])
+    assert (recipe.data.path, recipe.output) == ("0123", "2026-02-30")
+    assert (recipe.data.resize, recipe.batch.local, recipe.model.weights) == (123, 10, None), (
+        "YAML 1.2 has no octal 0123"
+    )
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (BOMB, "line 2: *a is an alias: write out what it stands for"),
+        ("phases: &a [*a]\n", "line 1: *a is an alias"),
+        (
+            "epochs: !!python/object/apply:os.system [ls]\n",
+            "line 1: tag:yaml.org,2002:python/object/apply:os.system is a tag",
+        ),
+        ("epochs: !!int 5\n", "line 1: tag:yaml.org,2002:int is a tag: leave it out"),
+        ("phases: " + "[" * 50_000, "line 1: more than 16 levels of nesting"),
+        ("? " * 5000, "levels of nesting"),
+        ("epochs: 5\n" * 2, "line 2: the key 'epochs' occurs twice: remove one"),
+        ("[a, b]: 5\n", "line 1: a key is a list or a section"),
+        ("# " + "x" * 50_000_000, "recipe r.yaml has more than 100,000 bytes: name a recipe"),
+        ("seed: 12345678901234567890123\n", "line 1: 12345678901234567890123... has more than 18 digits"),
+        ("epochs: 99999999999\n", "r.yaml:1: epochs must be 10000000000 or less, not 99999999999"),
+        ("optim: {clip_norm: .inf}\n", "optim.clip_norm must be a finite number, or null, not .inf"),
+        ("name: \x00\n", "is not YAML: unacceptable character #x0000"),
+    ],
+)
+def test_a_recipe_is_bounded_in_all_ways(tmp_path: Path, text: str, expected: str) -> None:
+    started = time.process_time()
+    message = refusal(tmp_path, text)
+    assert expected in message and len(message) < 400 + len(str(tmp_path)), message
+    assert time.process_time() - started < 2, "seconds of computing"
 
 
 def test_contradicting_values_are_reported_at_the_setting_that_contradicts() -> None:

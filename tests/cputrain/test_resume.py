@@ -11,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+from cputrain.checkpoints.folder import step_of
+from cputrain.models.weights import read_weights
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
 from cputrain.runs.resume import TrainingScale, changes_training, differences, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
+from tests.support.checkpoints import newest
 from tests.support.commands import cputrain, refused
 from tests.support.images import write_images
 
@@ -49,7 +53,7 @@ def killed(place: Path, *arguments: str) -> int:
         os.kill(int(children[0]), signal.SIGKILL)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1, err
-    return max(int(path.stem.removeprefix("step-")) for path in (place / "run/checkpoints").glob("step-*.pt"))
+    return step_of(newest(place / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,7 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     """Its recipe, its best or last checkpoint, or a list of them; progress is message by tenths of the batches."""
     shutil.copytree(place / "run", place / "moved")
     elsewhere = place / "elsewhere"
-    several = ("--checkpoint", "../moved/checkpoints", "--checkpoint", "../run/checkpoints/best.pt")
+    several = ("--checkpoint", "../moved/checkpoints", "--checkpoint", "../run/checkpoints/best")
     shown = cputrain("eval", "../moved", *several, "plan.ppn=1", "evaluate.batch=1", cwd=elsewhere)
     assert shown.returncode == 0, shown.stderr
     end = raw(place / "run")[-1]
@@ -159,14 +163,37 @@ def test_a_moved_run_is_evaluated_from_anywhere(place: Path) -> None:
     assert last["loss"] == pytest.approx(float(next(row[4] for row in rows if row[0] == last["checkpoint"])), abs=1e-4)
 
 
+def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp_path: Path) -> None:
+    import torch
+
+    shutil.copytree((place / "run/checkpoints/best").resolve(), tmp_path / "alone")
+    shown = cputrain("eval", "alone", "--json", f"data.path={place}/images", "plan.ppn=1", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    best = max(event["val_top1"] for event in read_events(place / "run") if event["event"] == "epoch")
+    (result,) = json.loads(shown.stdout)["results"]
+    assert result["top1"] == best and result["images"] == 21
+    for file in ("w.safetensors", "w.pt"):
+        assert f"{file}: " in cputrain("export", "alone", file, cwd=tmp_path).stdout
+    torch_weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    weights = read_weights(tmp_path / "w.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in torch_weights.items()) and "fc.bias" in weights
+    with safe_open(tmp_path / "w.safetensors", "pt") as opened:
+        assert json.loads(opened.metadata()["classes"]) == ["class0", "class1", "class2"]
+    assert "the suffix decides the format" in refused(cputrain("export", "alone", "w.bin", cwd=tmp_path))
+
+
 def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path) -> None:
     (place / "junk.pt").write_text("junk")
+    shutil.copytree(place / "run/checkpoints/best", place / "flipped")
+    whole = (place / "flipped/model.safetensors").read_bytes()
+    (place / "flipped/model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
     requested = {
         ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead",
         ("run", "--last", "--checkpoint", "junk.pt"): "cannot be used together",
         ("run", "--checkpoint", "images"): "checkpoint images is not there",
-        ("run", "--checkpoint", "junk.pt"): "cannot read junk.pt",
-        ("run", "model.name=linear"): "checkpoint run/checkpoints/best.pt has weights of another model: ",
+        ("run", "--checkpoint", "junk.pt"): "checkpoint junk.pt is no checkpoint, and has none in it",
+        ("run", "--checkpoint", "flipped"): "flipped/model.safetensors is damaged: the checksum of ",
+        ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model: ",
     }
     for arguments, message in requested.items():
         assert message in refused(cputrain("eval", *arguments, cwd=place))

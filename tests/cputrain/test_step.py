@@ -51,6 +51,7 @@ def state_of(recipe: Recipe, all_reduce: AllReduceHook | None = None) -> TrainSt
         ddp=network,
         optimizer=build_optimizer(network, recipe.optim),
         all_reduce=all_reduce or AllReduceHook(),
+        bucket_mib=25.0,
         ema_model=ema_model,
     )
 

@@ -109,7 +109,7 @@ def test_a_time_limit_stops_a_training_saved_and_is_a_row(place: Path) -> None:
         assert row["ended by"] == f"stopped by SIGUSR1 after --time {parse_clock(limit)} s"
         if row["steps"]:
             break
-    saved = list((place / "limited/seed=1/checkpoints").glob(f"step-*{row['steps']}.pt"))
+    saved = list((place / "limited/seed=1/checkpoints").glob(f"step-*{row['steps']}"))
     assert int(row["steps"]) > 0 and row["max accuracy %"] and len(saved) == 1
     again = cputrain("sweep", "imagefolder", *asked, "--time", limit, *into, cwd=place)
     assert again.returncode == 1 and "1/1  seed=1\n" not in again.stdout + again.stderr and "time limit" in again.stdout

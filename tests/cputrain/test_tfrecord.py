@@ -23,6 +23,7 @@ from cputrain.data.prepare.sources import open_source
 from cputrain.data.prepare.verify import problems
 from cputrain.runs.events import read_events
 from tests.cputrain.test_prepare import jpeg, options
+from tests.support.checkpoints import content
 from tests.support.commands import cputrain
 from tests.support.images import write_images, write_mnist
 
@@ -247,7 +248,7 @@ def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_
     assert result.returncode == 0, result.stderr
     assert "500 training, 100 validation and 90 test images" in result.stdout
     end = read_events(tmp_path / "run")[-1]
-    weights = torch.load(tmp_path / f"run/checkpoints/step-{end['steps']:07d}.pt", weights_only=True)["model"]
+    weights = content(tmp_path / f"run/checkpoints/step-{end['steps']:07d}")["model"]
     example, paths = example_class(), sorted(tmp_path.glob("data/test-*-of-00002"))
     examples = [values_of(example.FromString(data)) for path in paths for data in records_of(path)]
     pixels = np.stack([np.asarray(Image.open(io.BytesIO(e["image/encoded"]))).reshape(-1) for e in examples])

@@ -14,6 +14,7 @@ from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
 from cputrain.report.usage import read_usage
 from cputrain.runs.events import read_events
+from tests.support.checkpoints import differing, newest
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import PPN, SMALL
@@ -171,14 +172,19 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert [b["threads"] for b in start["bindings"]] == [len(this_machine().allowed_cores)]
     variables = json.loads((place / "run/environment.json").read_text())["variables"]
     assert variables["OMP_PROC_BIND"] == "close"
-    one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best.pt")
+    one = ("plan.ppn=1", "plan.threads=1", "plan.inter_op=2", "--checkpoint", "run/checkpoints/best")
     evaluated = cputrain("eval", "imagefolder", *SMALL, *one, cwd=place)
     assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
 
-def test_sigusr1_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: Path) -> None:
-    """The losses of the interrupted training, step by step, are those of one that was left alone."""
-    arguments = ("train", "imagefolder", *SMALL, "epochs=4", "checkpoint.every_epochs=4", "evaluate.every_epochs=4")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
+def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
+    place: Path, number: signal.Signals, status: int
+) -> None:
+    """The losses of the interrupted training, step by step, are those of one that was left alone. Checkpoints are
+    saved all the time beside it."""
+    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=4")
+    arguments = ("train", "imagefolder", *SMALL, "epochs=4", "comm.backend=gloo", *often)
     alone = cputrain(*arguments, "output=alone", cwd=place)
     assert alone.returncode == 0, alone.stderr
     command = [sys.executable, "-m", "cputrain", *arguments]
@@ -188,9 +194,10 @@ def test_sigusr1_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: 
     while not (events.is_file() and '"step"' in events.read_text()):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and "stopped by SIGUSR1" in out, err
+    assert process.returncode == status and "stopped by SIGUSR1" in out, err
+    assert ("SIGTERM: 2 workers save and stop after the next step" in err) == (status > 0) or PPN < 2
     end = read_events(place / "run")[-1]
     assert end["status"] == "stopped" and 0 < end["steps"] < read_events(place / "alone")[-1]["steps"]
     resumed = cputrain(*arguments, "--resume", cwd=place)
@@ -200,3 +207,7 @@ def test_sigusr1_stops_all_ranks_after_a_step_and_resuming_loses_nothing(place: 
         return [(event["step"], event["loss"]) for event in read_events(place / run) if event["event"] == "step"]
 
     assert losses("run") == losses("alone")
+    within = [event for event in read_events(place / "run") if event["event"] == "checkpoint" and event["epoch"] % 1]
+    assert within, "checkpoints within an epoch"
+    assert sorted(path.name for path in (place / "run/checkpoints").glob(".*")) == [], "nothing unfinished"
+    assert differing(newest(place / "run"), newest(place / "alone")) in ([], ["training"]), "buckets are measured"

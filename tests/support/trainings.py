@@ -1,12 +1,14 @@
 """Several trainings one after another in the same ranks, which start once: python -m tests.support.trainings JSON.
 
 JSON is a list of {"recipe", "settings", "port", "poison"}; `poison` is the forward pass in which rank 1 gets NaN, 0 for
-none. `trained` starts this with `cputrain launch`.
+none. Among the settings, --resume resumes, and --signal=N sends rank 0 the preemption signal when step N is logged, so
+that the step after it is the last. `trained` starts this with `cputrain launch`.
 """
 
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,9 +39,9 @@ def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -
     """Train (recipe, setting, ...) each in turn, by `ppn` ranks of a thread each in the folder `place`."""
     specs = [{"recipe": t[0], "settings": t[1:], "port": str(free_port()), "poison": poison} for t in trainings]
     ranks = ("--", sys.executable, "-m", "tests.support.trainings", json.dumps(specs))
-    return cputrain(
-        "launch", "--ppn", str(ppn), "--threads", "1", *ranks, cwd=place, PYTHONPATH=str(Path(__file__).parents[2])
-    )
+    many = ("--oversubscribe",) if ppn > PPN else ()
+    launch = ("launch", "--ppn", str(ppn), "--threads", "1", *many)
+    return cputrain(*launch, *ranks, cwd=place, PYTHONPATH=str(Path(__file__).parents[2]))
 
 
 def main(trainings: list[dict[str, Any]]) -> None:
@@ -48,14 +50,33 @@ def main(trainings: list[dict[str, Any]]) -> None:
     rank = discover(os.environ)
     assert rank is not None
     for training in trainings:
-        recipe = load_recipe(training["recipe"], training["settings"])
+        flags = [setting for setting in training["settings"] if setting.startswith("--")]
+        recipe = load_recipe(training["recipe"], [each for each in training["settings"] if each not in flags])
         os.environ["MASTER_PORT"] = training["port"]
         worker, observed = bind_rank(recipe, rank, os.environ, check=True)
-        how = {"resume": False, "overwrite": False, "prepared": False, "check": True}
+        how = {"resume": "--resume" in flags, "overwrite": False, "prepared": False, "check": True}
         poison(training["poison"])
+        send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))
         run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how))  # noqa: B023  called at once
         faulthandler.cancel_dump_traceback_later()  # a rank ends with its group; this one goes on
         print(f"trained {recipe.name}", flush=True)
+
+
+def send_signal(step: int) -> None:
+    """Send this process the preemption signal when that step is logged; 0: never."""
+    from cputrain.training.log import TrainingLog
+    from mpi.supervise.signals import PREEMPTION_SIGNAL
+
+    def log_step(self: TrainingLog, *arguments: Any, **fields: Any) -> None:
+        PLAIN_STEP[0](self, *arguments, **fields)
+        if fields["step"] == step and os.environ["RANK"] == "0":
+            signal.raise_signal(PREEMPTION_SIGNAL)
+
+    PLAIN_STEP.append(TrainingLog.step)
+    TrainingLog.step = log_step
+
+
+PLAIN_STEP: list[Any] = []
 
 
 def poison(step: int) -> None:

@@ -2,13 +2,39 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from affinity.errors import InputError
 from cputrain.files import write_atomic
 
 VERSION = 3
 MANIFEST = "manifest.json"
+MOST_BYTES = 256 << 20  # the names of a million damaged images
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
+
+
+class _Split(BaseModel):
+    images: Count
+    shards: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    bytes: list[Count]
+    mixing: dict[str, float]
+    unusual: dict[str, Count]
+    damaged: list[str]
+
+    @model_validator(mode="after")
+    def _has_each_size(self) -> "_Split":
+        if len(self.bytes) != self.shards:
+            raise ValueError(f"{self.shards} shards, but {len(self.bytes)} sizes")
+        return self
+
+
+class _Manifest(BaseModel):
+    version: Literal[3]
+    classes: Annotated[list[str], Field(min_length=1)]
+    options: dict[str, str | int | float | None]
+    splits: Annotated[dict[Literal["train", "val", "test"], _Split], Field(min_length=1)]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -20,11 +46,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}: prepare again")
         manifest: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}: prepare again") from None
-    if manifest.get("version") != VERSION:
-        raise InputError(f"{path} has version {manifest.get('version')}; this program reads {VERSION}: prepare again")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {str(error)[:200]}: prepare again") from None
+    if isinstance(manifest, dict) and manifest.get("version") != VERSION:
+        found = str(manifest.get("version"))[:60]
+        raise InputError(f"{path} has version {found}; this program reads {VERSION}: prepare again")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part)[:60] for part in first["loc"])
+        raise InputError(f"{path} is damaged: {place or 'it'}: {first['msg']}: prepare again") from None
     return manifest
 
 

@@ -72,7 +72,7 @@ def prepare(
     requested = asdict(options)
     if out.exists():
         manifest = read_manifest(out) if (out / MANIFEST).is_file() else None
-        if manifest is None or asdict(Options(**manifest["options"])) != requested:
+        if manifest is None or {**asdict(Options(kind="", source="")), **manifest["options"]} != requested:
             raise InputError(
                 f"{out} already exists, and was not made with this source and these options: remove it, or prepare "
                 "into another folder"

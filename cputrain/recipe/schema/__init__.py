@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cputrain.recipe.schema.base import Fraction, NotNegative, Positive, Section, misfit
+from cputrain.recipe.schema.base import Fraction, Positive, Section, misfit
 from cputrain.recipe.schema.data import LINE, AugmentSection, DataSection
 from cputrain.recipe.schema.model import ModelSection
 from cputrain.recipe.schema.optim import OptimSection
@@ -49,7 +49,7 @@ class Recipe(Section):
     max_steps: Positive | None = None
     """Number of steps after which the training stops early, for trials. The learning-rate schedule stays that of all
     epochs; null: no limit."""
-    seed: NotNegative = 1
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
     """Random seed of the initial weights, the order of the images and their augmentation."""
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
     """Loss that the training minimizes. cross_entropy: softmax cross-entropy with the label; mse: mean squared

@@ -44,9 +44,16 @@ class CheckpointSection(Section):
     """Checkpoints of the training state, from which `cputrain train --resume` continues."""
 
     every_epochs: Positive | None = 1
-    """Number of epochs between checkpoints; null: one, after the last epoch."""
+    """Number of epochs between checkpoints. One is also saved before every evaluation, so that none can be lost with
+    it, and after the last step; null: only these."""
+    every_minutes: Annotated[float, Field(gt=0)] | None = 5.0
+    """Minutes between checkpoints within an epoch: the most that a crash can cost, except where one step takes longer.
+    They are written while the training goes on; null: none."""
+    every_steps: Positive | None = None
+    """Number of steps between checkpoints within an epoch, in place of every_minutes; null: none."""
     keep: Positive = 2
-    """Number of checkpoints to keep: the newest ones. The best one (best.pt) is kept in addition."""
+    """Number of checkpoints to keep: the newest ones. The best one (checkpoints/best) is kept in addition. With 1,
+    nothing is left to fall back to where a file is damaged."""
 
 
 class CommSection(Section):

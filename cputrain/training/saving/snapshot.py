@@ -1,0 +1,144 @@
+"""A copy of a rank's state for a checkpoint, and putting it back: weights, optimizer, statistics, random numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from affinity.errors import InputError
+from cputrain.checkpoints.manifest import EMA, MODEL, OPTIMIZER, OptimizerRecord, rank_file
+from cputrain.comm.hooks import Bf16AllReduceHook
+from cputrain.models.weights import describe_difference, shapes
+from cputrain.training.evaluation import mean_statistics
+from cputrain.training.state import TrainState
+
+Tensors = dict[str, Tensor]
+RANDOM, BUFFER, RESIDUAL = "random", "buffer/", "residual/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Copies of the tensors that one rank writes, by file; the optimizer's other values on rank 0, None elsewhere."""
+
+    files: dict[str, Tensors]
+    optimizer: OptimizerRecord | None
+
+
+def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot:
+    """Copy the state. To be called by all ranks: the weights' file has the ranks' mean batch-norm statistics, each
+    rank's file its own."""
+    means = {id(own): mean for own, mean in mean_statistics(state.network)}
+    files = {rank_file(rank): _own_state(state)}
+    if rank > 0:
+        return Snapshot(files=files, optimizer=None)
+    files[MODEL] = _weights(state.network, means)
+    if state.ema_model is not None:
+        averaged = dict(state.ema_model.named_parameters())
+        files[EMA] = {
+            name: averaged[name].detach().clone() if name in averaged else value.clone()
+            for name, value in files[MODEL].items()
+        }
+    files[OPTIMIZER], record = _optimizer_state(state.optimizer, state.network, optimizer_name)
+    return Snapshot(files=files, optimizer=record)
+
+
+def _weights(network: nn.Module, means: Mapping[int, Tensor]) -> Tensors:
+    buffers = {name: means.get(id(buffer), buffer) for name, buffer in network.named_buffers()}
+    return {name: buffers.get(name, value).detach().clone() for name, value in network.state_dict().items()}
+
+
+def _own_state(state: TrainState) -> Tensors:
+    """What differs between ranks: random numbers, buffers, rounding errors of compressed gradients (in the weights'
+    memory order)."""
+    own = {RANDOM: torch.get_rng_state()}
+    own |= {f"{BUFFER}{name}": buffer.clone() for name, buffer in state.network.named_buffers()}
+    if isinstance(state.all_reduce, Bf16AllReduceHook):
+        kept = state.all_reduce.residuals
+        names = ((name, weight) for name, weight in state.network.named_parameters() if weight in kept)
+        own |= {f"{RESIDUAL}{name}": kept[weight].clone() for name, weight in names}
+    return own
+
+
+def _optimizer_state(optimizer: Optimizer, network: nn.Module, kind: str) -> tuple[Tensors, OptimizerRecord]:
+    """The optimizer's tensors as "PARAMETER/KEY", and its other values."""
+    names = {id(weight): name for name, weight in network.named_parameters()}
+    tensors: Tensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    for weight, entries in optimizer.state.items():
+        name = names[id(weight)]
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value.detach().clone()
+            else:
+                values.setdefault(name, {})[key] = value
+    groups = tuple(
+        {**group, "params": [names[id(weight)] for weight in group["params"]]} for group in optimizer.param_groups
+    )
+    return tensors, OptimizerRecord(name=kind, groups=groups, values=values)
+
+
+def put_weights(where: str, saved: Tensors, network: nn.Module) -> None:
+    """Load weights and buffers. Raises InputError where they are another network's; `where` names their checkpoint."""
+    model, found = shapes(network.state_dict()), shapes(saved)
+    differing = sorted(key for key in model.keys() | found.keys() if model.get(key) != found.get(key))
+    if differing:
+        raise InputError(f"checkpoint {where} has {describe_difference(differing, found, model)}")
+    network.load_state_dict(saved)
+
+
+def put_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: TrainState, kind: str) -> None:
+    """Load the optimizer's state. Raises InputError for another optimizer's, or one of other weights."""
+    if record.name != kind:
+        raise InputError(f"checkpoint {where} has the state of optim.name={record.name}, not of {kind}: set it back")
+    optimizer, weights = state.optimizer, dict(state.network.named_parameters())
+    names = {id(weight): name for name, weight in weights.items()}
+    order = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    if order != [group.get("params") for group in record.groups]:
+        raise InputError(
+            f"checkpoint {where} has an optimizer of other parameters: set model.freeze_to and model.name back"
+        )
+    entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in record.values.items()}
+    for place, value in saved.items():
+        name, _, key = place.rpartition("/")
+        entries.setdefault(name, {})[key] = _laid_out_as(weights[name], value)
+    index = {name: number for number, name in enumerate(name for names in order for name in names)}
+    optimizer.load_state_dict(
+        {
+            "state": {index[name]: entry for name, entry in entries.items()},
+            "param_groups": [
+                {**_typed_as(now, group), "params": [index[name] for name in group["params"]]}
+                for now, group in zip(optimizer.param_groups, record.groups, strict=True)
+            ],
+        }
+    )
+
+
+def put_own_state(saved: Tensors, state: TrainState, *, same_ranks: bool, own_statistics: bool) -> None:
+    """Load a rank's random numbers and, where as many ranks go on, its statistics and rounding errors."""
+    torch.set_rng_state(saved[RANDOM].clone())
+    if same_ranks and own_statistics:
+        for name, buffer in state.network.named_buffers():
+            buffer.copy_(saved[f"{BUFFER}{name}"])
+    state.all_reduce.reset()
+    if same_ranks and isinstance(state.all_reduce, Bf16AllReduceHook):
+        weights = dict(state.network.named_parameters())
+        for place, value in saved.items():
+            if place.startswith(RESIDUAL):
+                state.all_reduce.residuals[weights[place.removeprefix(RESIDUAL)]] = value.clone()
+
+
+def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
+    """A copy, in the weight's memory layout where it has the weight's shape, as fused optimizers require."""
+    return (
+        torch.empty_like(weight.detach(), dtype=value.dtype).copy_(value)
+        if value.shape == weight.shape
+        else value.clone()
+    )
+
+
+def _typed_as(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options from JSON, which has lists for tuples."""
+    return {key: tuple(value) if isinstance(now.get(key), tuple) else value for key, value in saved.items()}

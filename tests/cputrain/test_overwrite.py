@@ -1,0 +1,89 @@
+"""What --overwrite removes: a run's own files, in a folder that is marked as a run's, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.folder import check_folder, make_folder
+from cputrain.runs.resume import TrainingScale
+
+SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load_recipe("imagefolder", (f"output={tmp_path}/run", "data.path=images"))
+
+
+@pytest.fixture
+def run(recipe: Recipe) -> Path:
+    """A run with a checkpoint and a log."""
+    make_folder(recipe, None, overwrite=False)
+    for name in ("checkpoints/step-0000001/model.safetensors", "logs/rank-0.log"):
+        (recipe.folder / name).parent.mkdir(parents=True)
+        (recipe.folder / name).write_text("old")
+    return recipe.folder
+
+
+def overwrite(recipe: Recipe) -> None:
+    check_folder(recipe, SCALE, resume=False, overwrite=True)
+    make_folder(recipe, None, overwrite=True)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_replaced_and_what_else_is_there_stays(recipe: Recipe, run: Path) -> None:
+    (run / "notes.txt").write_text("mine")
+    overwrite(recipe)
+    assert files(run) == {".cputrain-run", "recipe.yaml", "notes.txt"}
+
+
+def test_a_foreign_folder_with_a_recipe_loses_nothing(recipe: Recipe) -> None:
+    folder = recipe.folder
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("name: mine\n")
+    (folder / "checkpoints/thesis.pt").write_text("years of work")
+    for resume, flag in ((False, True), (False, False), (True, False)):
+        with pytest.raises(InputError, match=r"contains other files but no run|contains no run"):
+            check_folder(recipe, SCALE, resume=resume, overwrite=flag)
+    make_folder(recipe.model_copy(update={"output": str(folder)}), None, overwrite=True)
+    assert (folder / "checkpoints/thesis.pt").read_text() == "years of work"
+
+
+def test_links_to_scratch_are_followed_for_a_run_s_own_files(recipe: Recipe, run: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    (run / "checkpoints").rename(scratch)
+    (run / "checkpoints").symlink_to(scratch)
+    (scratch / "of another run").mkdir()
+    (scratch / "best").symlink_to("step-0000001")
+    overwrite(recipe)
+    assert (run / "checkpoints").resolve() == scratch
+    assert [path.name for path in scratch.iterdir()] == ["of another run"]
+    assert files(run) == {".cputrain-run", "recipe.yaml"}
+
+
+def test_links_that_lead_nowhere_are_refused_before_anything_is_removed(recipe: Recipe, run: Path) -> None:
+    before = files(run)
+    (run / "usage").symlink_to("/gone/usage")
+    with pytest.raises(InputError, match=r"run/usage is a link to /gone/usage, which is not there: mount it"):
+        overwrite(recipe)
+    assert files(run) == before
+    (run / "usage").unlink()
+    (run / "plan.json").symlink_to(run / "logs")
+    with pytest.raises(InputError, match=r"plan.json is a link to the folder .*/logs: remove the link"):
+        overwrite(recipe)
+    assert files(run) == before
+
+
+def test_an_interrupted_removal_leaves_a_folder_that_can_be_used(recipe: Recipe, run: Path) -> None:
+    (run / "recipe.yaml").unlink()  # it goes last
+    with pytest.raises(InputError, match="contains no run"):
+        check_folder(recipe, SCALE, resume=True, overwrite=False)
+    assert check_folder(recipe, SCALE, resume=False, overwrite=False) == ""
+    make_folder(recipe, None, overwrite=False)
+    assert files(run) == {".cputrain-run", "recipe.yaml"}

@@ -1,0 +1,116 @@
+"""A training that is stopped and resumed is, bit for bit, the one that was left alone: for every shipped network."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cputrain.models.build import build_model
+from cputrain.recipe.loading import load_recipe, recipe_names
+from cputrain.recipe.schema import ModelSection
+from cputrain.runs.events import read_events
+from tests.cputrain.test_training import CROPS
+from tests.support.checkpoints import differing, newest
+from tests.support.images import write_images
+from tests.support.trainings import PPN, trained
+
+SMALL = (
+    *(
+        "data.images_per_epoch=null",
+        "data.last_batch=drop",
+        "epochs=2",
+        "schedule.warmup_epochs=1",
+        "phases=[]",
+        "evaluate.every_epochs=1",
+    ),
+    *("comm.backend=gloo", "comm.bucket_mib=0.5", "checkpoint.every_epochs=1"),
+)
+LARS = "optim.name=lars optim.trust_coefficient=0.01 schedule.name=poly schedule.peak_rate=2.0"
+GROWING = "phases=[{from_epoch:\u00a01,crop:\u00a040,weight_decay:\u00a00.01}]"
+# Recipe -> the step after whose log the signal comes (1: an epoch's last step follows), and further settings.
+CASES: dict[str, tuple[int, str]] = {
+    "alexnet-bn-32k": (2, ""),
+    "caltech256-finetune-frozen": (1, ""),
+    "gist-sweep": (1, f"{LARS} ema_decay=0.5 model.bn_stats=sync {GROWING}"),
+    "large-batch-mnist": (
+        2,
+        "comm.compression=bf16 ema_decay=0.5 optim.name=lamb optim.nesterov=false schedule.peak_rate=0.01",
+    ),
+    "linear-regression": (2, "batch.global=50"),
+    "mnist-adam": (1, ""),
+    "mnist-workers": (2, "batch.local=3 batch.accumulation=2"),
+    "resnet50-spr-16node-bf16": (2, "comm.compression=bf16 schedule.peak_rate=0.5"),
+}
+
+LIGHT = ("large-batch-mnist", "linear-regression", "mnist-adam", "mnist-workers")  # trained by the same processes
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", train=9, val=7)
+    return tmp_path
+
+
+def reduced(name: str, further: str, *more: str) -> tuple[str, ...]:
+    recipe = load_recipe(name)
+    if recipe.data.generated:
+        own: tuple[str, ...] = ()
+    else:
+        crop = CROPS.get(recipe.model.name, 32)
+        own = ("data.path=images", f"data.crop={crop}", f"data.resize={crop}", "batch.local=6")
+    weights = ("model.weights=weights.pt",) if recipe.model.weights else ()
+    return (name, *own, *SMALL, *weights, *(word.replace("\u00a0", " ") for word in further.split(" ") if word), *more)
+
+
+def events(run: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
+    """Fields of a run's last events of this kind at each step."""
+    last = {event["step"]: event for event in read_events(run) if event["event"] == kind}
+    return [(step, *(last[step][field] for field in fields)) for step in sorted(last)]
+
+
+def check_same(whole: Path, parts: Path) -> None:
+    assert read_events(parts)[-1]["status"] == "done" and read_events(parts)[-1]["starts"] == 2, parts
+    steps = events(whole, "step", "loss", "rate")
+    assert events(parts, "step", "loss", "rate") == steps and len(steps) == 4, parts
+    fields = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
+    assert events(parts, "epoch", *fields) == events(whole, "epoch", *fields), parts
+    assert events(parts, "checkpoint", "best")[-1] == events(whole, "checkpoint", "best")[-1], parts
+    assert differing(newest(whole), newest(parts)) == [], parts
+
+
+def thrice(name: str, signal: int, further: str, *more: str) -> list[tuple[str, ...]]:
+    """A training left alone, and one stopped and resumed."""
+    settings = reduced(name, further, *more)
+    return [
+        (*settings, f"output={name}/whole"),
+        (*settings, f"output={name}/parts", f"--signal={signal}"),
+        (*settings, f"output={name}/parts", "--resume"),
+    ]
+
+
+def test_the_networks_are_those_of_the_recipes() -> None:
+    def networks(names: Any) -> set[str]:
+        return {load_recipe(name).model.name for name in names}
+
+    assert networks(CASES) == networks(recipe_names())
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in CASES if name not in LIGHT), LIGHT], ids="+".join)
+def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: tuple[str, ...]) -> None:
+    """Losses, accuracies, weights, optimizer, moving average, and each rank's statistics and random numbers."""
+    torch.save(build_model(ModelSection(), 3, 32).state_dict(), place / "weights.pt")
+    (place / "out").mkdir()
+    result = trained(place, PPN, *(each for name in names for each in thrice(name, *CASES[name])))
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert result.stdout.count("stopped by SIGUSR1") == len(names)
+    for name in names:
+        check_same(place / name / "whole", place / name / "parts")
+
+
+def test_three_ranks_resume_with_the_same_buckets(place: Path) -> None:
+    """Sums of three terms depend on their order, which depends on DDP's buckets. With dropout."""
+    further = "batch.local=4 comm.bucket_mib=0.05 plan.oversubscribe=true"
+    result = trained(place, 3, *thrice("mnist-workers", 2, further))
+    assert result.returncode == 0, result.stderr + result.stdout
+    check_same(place / "mnist-workers/whole", place / "mnist-workers/parts")

@@ -1,0 +1,336 @@
+"""Every reader of files, settings and variables: whatever it gets, it returns, or refuses it in a line, within 2 s.
+
+CPUTRAIN_FUZZ is the number of inputs for each reader; `make fuzz` sets 10,000.
+"""
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, read_plan, worker_from_dict
+from affinity.planner.runtime import Runtime
+from affinity.ranks.rank import discover
+from affinity.topology.archive import tree_root, unpacked
+from affinity.topology.catalog import find_machine
+from affinity.topology.lstopo import read_lstopo
+from affinity.topology.sysfs import read_machine
+from cputrain.checkpoints.manifest import MANIFEST, read_manifest
+from cputrain.checkpoints.tensors import read_tensors, write_tensors
+from cputrain.data.formats import manifest as shards
+from cputrain.jobs.script import parse_array
+from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
+from cputrain.report.usage import read_usage
+from cputrain.runs.events import FILE as EVENTS
+from cputrain.runs.events import damaged_lines, read_events, time_spent
+from cputrain.runs.folder import finished
+from cputrain.sweep.clock import parse_clock
+from mpi.hosts.hostfile import allocated_hosts, parse_hosts
+from mpi.hosts.nodelist import expand
+
+COUNT = int(os.environ.get("CPUTRAIN_FUZZ", "500"))
+LIMIT_S = 2.0
+MACHINES = Path(__file__).parents[1] / "machines"
+fuzzed = settings(
+    max_examples=COUNT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+VALUES = st.sampled_from(
+    [
+        *(
+            "null",
+            "true",
+            "-1",
+            "0",
+            "1e999",
+            ".nan",
+            "9" * 25,
+            "\u0663",
+            "0x",
+            "[]",
+            "{}",
+            '""',
+            "'",
+            "\x00",
+            "*a",
+            "&a",
+            "!!int 1",
+        ),
+        *(
+            "\ud800",
+            "é" * 300,
+            "[" * 300,
+            "{a: " * 300,
+            "\t",
+            ": ",
+            "- ",
+            "? ",
+            "|",
+            ">",
+            "%",
+            "@",
+            "#",
+            "\n",
+            "\r",
+            "2026-02-30",
+        ),
+    ]
+)
+
+
+@st.composite
+def edited(draw: st.DrawFn, texts: tuple[str, ...]) -> str:
+    """One of the texts with some parts replaced, removed, repeated or swapped; or nothing like it."""
+    text = draw(st.sampled_from(texts))
+    for _ in range(draw(st.integers(0, 4))):
+        begin = draw(st.integers(0, len(text)))
+        end = min(len(text), begin + draw(st.integers(0, 12)))
+        insert = draw(VALUES | st.text(max_size=8) | st.just(text[begin:end] * 3))
+        text = text[:begin] + insert + text[end:]
+    return draw(st.just(text) | st.just(text) | st.text(max_size=60))
+
+
+@st.composite
+def damaged(draw: st.DrawFn, data: bytes) -> bytes:
+    """The data with some bytes changed, cut or repeated; or nothing like it."""
+    rng = random.Random(draw(st.integers(0, 1 << 32)))
+    out = bytearray(data)
+    for _ in range(rng.randrange(6)):
+        place = rng.randrange(len(out) + 1)
+        length = rng.choice((1, 1, 4, 100))
+        out[place : place + rng.choice((0, length))] = rng.choice(
+            (b"", rng.randbytes(length), b"\0" * length, out[place:])
+        )
+    return bytes(out[:1_000_000]) if rng.randrange(10) else rng.randbytes(rng.randrange(200))
+
+
+def read(reader: Callable[[], Any]) -> None:
+    """Fail where a reader raises anything but InputError in one line, or computes too long."""
+    started = time.process_time()
+    try:
+        reader()
+    except InputError as error:
+        assert "\n" not in str(error) and len(str(error)) < 2000, error
+    assert time.process_time() - started < LIMIT_S
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    return path
+
+
+RECIPE_TEXTS = tuple(path.read_text() for path in sorted(RECIPES.glob("*.yaml")))
+
+
+@fuzzed
+@given(text=edited(RECIPE_TEXTS))
+def test_recipes(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "r.yaml", text)
+    read(lambda: load_recipe(str(path)))
+
+
+KEYS = (
+    "epochs",
+    "seed",
+    "batch.local",
+    "data.path",
+    "data.mean",
+    "phases",
+    "sweep.grid",
+    "output",
+    "optim.clip_norm",
+    "",
+)
+SETTINGS = tuple(f"{key}={value}" for key in KEYS for value in ("3", "a", "[1, 2, 3]", "{x: 1}", "null"))
+
+
+@fuzzed
+@given(text=edited(SETTINGS))
+def test_settings(text: str) -> None:
+    read(lambda: load_recipe("imagefolder", [text]))
+    read(lambda: parse_setting(text))
+    read(lambda: parse_array(text))
+
+
+PLAN = plan_to_json(plan_machine(find_machine("skx-8160-2s"), Request(ppn=2), Runtime()))
+SMALL_PLAN = plan_to_json(plan_machine(find_machine("pack:1 core:2 pu:1"), Request(ppn=2), Runtime()))
+GROUPS = f'{{"host_groups": [{{"hosts": ["n1"], "plan": {SMALL_PLAN}}}]}}'
+
+
+@fuzzed
+@given(text=edited((SMALL_PLAN, SMALL_PLAN, GROUPS, PLAN)))
+def test_plans(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "plan.json", text)
+    read(lambda: read_plan(path))
+    read(lambda: worker_from_dict(plan_of_host(read_json(path), "n1"), 1))
+
+
+@st.composite
+def json_edits(draw: st.DrawFn, text: str) -> str:
+    """JSON with values replaced by others anywhere."""
+    whole = json.loads(text)
+    for _ in range(draw(st.integers(1, 3))):
+        place = whole
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            key = draw(st.sampled_from(keys))
+            if not (isinstance(place[key], dict | list) and place[key] and draw(st.booleans())):
+                break
+            place = place[key]
+        place[key] = draw(
+            st.sampled_from([None, True, -1, 0, 0.5, 1e300, 10**30, "", "x", [], ["a"], {}, {"a": 1}, [[]]])
+        )
+    return json.dumps(whole)
+
+
+@fuzzed
+@given(text=json_edits(GROUPS) | json_edits(SMALL_PLAN))
+def test_plans_edited_by_hand(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "plan.json", text)
+    read(lambda: read_plan(path))
+    read(lambda: worker_from_dict(plan_of_host(read_json(path), "n1"), 1))
+
+
+SPLIT = {"images": 3, "shards": 1, "bytes": [9], "mixing": {"at_random": 1.5}, "unusual": {"gray": 1}, "damaged": ["x"]}
+SHARDS = json.dumps({"version": 3, "classes": ["a"], "options": {"kind": "x", "seed": 1}, "splits": {"train": SPLIT}})
+
+
+@fuzzed
+@given(text=edited((SHARDS,)) | json_edits(SHARDS))
+def test_manifests_of_shards(text: str, tmp_path: Path) -> None:
+    write(tmp_path / shards.MANIFEST, text)
+    read(lambda: shards.read_manifest(tmp_path))
+
+
+CHECKPOINT = json.dumps({"crc32c": 1, "checkpoint": {"format": "cputrain checkpoint", "version": 1, "files": {}}})
+
+
+@fuzzed
+@given(text=edited((CHECKPOINT,)) | json_edits(CHECKPOINT))
+def test_manifests_of_checkpoints(text: str, tmp_path: Path) -> None:
+    write(tmp_path / MANIFEST, text)
+    read(lambda: read_manifest(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    import torch
+
+    path = tmp_path_factory.mktemp("tensors") / "t.safetensors"
+    write_tensors(path, {"a": torch.zeros(3, 4), "b": torch.ones(5, dtype=torch.int64)}, {"text": "x"})
+    return path.read_bytes()
+
+
+@fuzzed
+@given(data=st.data())
+def test_files_of_tensors(data: st.DataObject, tensors: bytes, tmp_path: Path) -> None:
+    (tmp_path / "t.safetensors").write_bytes(data.draw(damaged(tensors)))
+    read(lambda: read_tensors(tmp_path / "t.safetensors"))
+
+
+EVENT_LINES = "\n".join(
+    json.dumps({"time": 1.5, **fields})
+    for fields in (
+        {"event": "start", "bindings": [], "workers": 2, "global_batch": 4, "train_images": 8, "classes": 2},
+        {"event": "step", "step": 1, "epoch": 0.5, "loss": None, "rate": 0.1, "images_per_s": 2.5},
+        {"event": "warning", "what": "x", "images": ["a"]},
+        {"event": "end", "steps": 1, "status": "done", "images": 4, "top1": 1.5, "top5": None, "time_to_train_s": 1.0},
+    )
+)
+
+
+@fuzzed
+@given(text=edited((EVENT_LINES + "\n",)))
+def test_events(text: str, tmp_path: Path) -> None:
+    write(tmp_path / EVENTS, text)
+    read(lambda: (read_events(tmp_path), time_spent(tmp_path), damaged_lines(tmp_path), finished(tmp_path, 1)))
+
+
+USE = {"time": 1.0, "seconds": 1.0, "host": "n1", "cpu_s": 1.0, "rss_bytes": 1, "processes": 1}
+
+
+@fuzzed
+@given(text=edited((json.dumps(USE) + "\n",)) | json_edits(json.dumps(USE)))
+def test_records_of_use(text: str, tmp_path: Path) -> None:
+    (tmp_path / "usage").mkdir(exist_ok=True)
+    write(tmp_path / "usage/rank-0.jsonl", text + "\n")
+    read(lambda: read_usage(tmp_path))
+
+
+LISTS = ("n[001-128,130],gpu-x3", "n1,n2", "n[1-99999999999]", "a[1-2]b[3-4]", "n[1-2,]")
+FILES = ("n1 slots=4\nn2 slots=2\n", "n1:4\nn2:4\n", "# x\nn1\nn1\n", "n1 max_slots=3\n", "[::1]\n")
+
+
+@fuzzed
+@given(hosts=edited(LISTS), lines=edited(FILES))
+def test_hosts(hosts: str, lines: str) -> None:
+    read(lambda: expand(hosts))
+    read(lambda: parse_hosts(lines, "hosts"))
+
+
+NUMBERS = ("0", "1", "2", "2(x3),1", "-1", "99999999999", "4096(x4096)", "n[1-4]")
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    *("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_JOB_NODELIST", "SLURM_NTASKS"),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PBS_NODEFILE"),
+)
+
+
+@fuzzed
+@given(env=st.dictionaries(st.sampled_from(VARIABLES), edited(NUMBERS), max_size=12))
+def test_variables_of_launchers_and_schedulers(env: dict[str, str]) -> None:
+    read(lambda: discover(env))
+    read(lambda: allocated_hosts(env))
+
+
+@fuzzed
+@given(text=edited(("01:30:00", "2-00:00:00", "99-99:59:59", "\u0660\u0661:\u0660\u0660:\u0660\u0660")))
+def test_time_limits(text: str) -> None:
+    read(lambda: parse_clock(text))
+
+
+SYNTHETIC = (
+    "pack:2 core:24 pu:2",
+    "pack:2 [numa] l3:1 core:24 pu:2(indexes=2*48:48*1)",
+    "core:100000000",
+    "numa:4 core:2",
+)
+
+
+@fuzzed
+@given(text=edited(SYNTHETIC))
+def test_synthetic_machines(text: str) -> None:
+    read(lambda: find_machine(text))
+
+
+XML = (MACHINES / "coreless.xml").read_bytes()
+
+
+@fuzzed
+@given(data=damaged(XML))
+def test_lstopo_s_xml(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.xml").write_bytes(data)
+    read(lambda: read_lstopo(tmp_path / "m.xml"))
+
+
+@settings(fuzzed, max_examples=max(COUNT // 10, 1))
+@given(data=damaged((MACHINES / "offline-cpu0-node0.tar.xz").read_bytes()))
+def test_tarballs(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.tar.xz"
+    path.write_bytes(data)
+
+    def read_tarball() -> None:
+        with unpacked(path) as folder:
+            read_machine(tree_root(folder))
+
+    read(read_tarball)
