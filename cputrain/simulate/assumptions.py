@@ -41,8 +41,8 @@ ASSUMPTIONS = (
         low=0.04,
         high=0.09,
         source="standard deviation of a worker's step on Xeon, relative to its mean. Marathe et al. 2017 (E2SC): the "
-        "processors of a cluster are 20 % apart (of thousands: 2.9 %), runs of one processor 15 % (of about five: 6.4 %); "
-        "Acun et al. 2016 (ICS): processors 16 % apart",
+        "processors of a cluster are 20 % apart (among thousands: 2.9 %), runs of one processor 15 % (of about five: "
+        "6.4 %); Acun et al. 2016 (ICS): processors 16 % apart",
     ),
     Assumption(
         name="phi_step_variation",
@@ -64,8 +64,8 @@ ASSUMPTIONS = (
         value=3 * GB,
         low=2 * GB,
         high=5 * GB,
-        source="what one core receives, adds and sends in an all-reduce: oneCCL between 2 ranks of one core each took 7.3 "
-        "to 9.4 ms for 25 MB and 32 to 52 ms for 100 MB (docs/benchmarks.md)",
+        source="what one core receives, adds and sends in an all-reduce: oneCCL between 2 ranks of one core each took "
+        "7.3 to 9.4 ms for 25 MB and 32 to 52 ms for 100 MB (docs/benchmarks.md)",
     ),
     Assumption(
         name="phi_core_move_bytes_per_s",

@@ -11,9 +11,12 @@ from cputrain.simulate.layers import BYTES, Layer
 from cputrain.simulate.setup import Setup, Speed
 
 HALF = 0.5  # bytes of bfloat16 in those of float32
-# With comm.compression=bf16 a bucket is added to its rounding errors, rounded, compared for the new errors, and the sums
-# are widened again: reads and writes of float32 size.
+# With comm.compression=bf16 a bucket is added to its rounding errors, rounded, compared for the new errors, and the
+# sums are widened again: reads and writes of float32 size.
 COMPRESSION_PASSES = 7.5
+# Passes over a layer's weights, forward and backward: oneDNN reorders them before each use (a read, a write, a read),
+# in the backward pass for the gradients of the input, and it reorders the weights' own gradients.
+WEIGHT_PASSES = (3, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +44,8 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
 
     def seconds(layer: Layer, direction: int) -> float:
         operations = layer.flop[direction] * setup.local_batch / flops
-        reads = (1, 2)[direction]  # of the weights; the backward pass also writes their gradients
-        moved = layer.moved_bytes[direction] * setup.local_batch * width + reads * layer.weight_bytes
+        passes = WEIGHT_PASSES[direction] * layer.weight_bytes
+        moved = layer.moved_bytes[direction] * setup.local_batch * width + passes
         return max(operations, moved / memory) + (1, 2)[direction] * constants.layer_overhead_s
 
     decoding = loading = 0.0

@@ -76,7 +76,15 @@ def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
 
 
 def _conv(
-    name: str, inputs: int, outputs: int, kernel: int, before: int, after: int, *, bias: bool = False, first: bool = False
+    name: str,
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    before: int,
+    after: int,
+    *,
+    bias: bool = False,
+    first: bool = False,
 ) -> Layer:
     """A convolution from maps of before x before to after x after; the first layer has no gradient of its input."""
     weights = kernel * kernel * inputs * outputs
@@ -180,9 +188,7 @@ def _alexnet(side: int, classes: int, *, norms: bool) -> tuple[Layer, ...]:
     layers, channels = [], 3
     for number, (outputs, kernel, stride, padding, pools) in enumerate((*ALEXNET, ALEXNET_LAST), start=1):
         after = (side + 2 * padding - kernel) // stride + 1
-        layers.append(
-            _conv(f"conv{number}", channels, outputs, kernel, side, after, bias=True, first=number == 1)
-        )
+        layers.append(_conv(f"conv{number}", channels, outputs, kernel, side, after, bias=True, first=number == 1))
         if norms:
             layers.append(_norm(f"bn{number}", outputs, after))
         else:

@@ -34,8 +34,10 @@ class _Kind:
     source: str
 
 
-_OPA = "12.3 of 12.5 GB/s and 1 to 2 us between MPI ranks (Intel's Omni-Path figures); switches of 48 ports with 28 hosts \
+_OPA = (
+    "12.3 of 12.5 GB/s and 1 to 2 us between MPI ranks (Intel's Omni-Path figures); switches of 48 ports with 28 hosts \
 and 20 links up, as TACC's Stampede2"
+)
 _KINDS = {
     "opa": _Kind(reached=0.98, latency_us=(1.0, 1.5, 3.0), taper=1.4, leaf_hosts=28, source=_OPA),
     "psm3": _Kind(
@@ -59,6 +61,8 @@ _KINDS = {
         source="usual for Slingshot: 95 % of the nominal speed, 2 us; a dragonfly with full bandwidth",
     ),
 }  # fmt: skip
+LINKED = tuple(_KINDS)
+"""Names of the fabrics that connect hosts."""
 
 
 def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:

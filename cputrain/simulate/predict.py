@@ -1,9 +1,6 @@
 """A recipe on so many hosts: images/s, efficiency and time to train, with the range that the assumptions leave open."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from affinity.errors import InputError
 from affinity.planner.plan import Plan, plan_machine
@@ -12,15 +9,14 @@ from affinity.topology.catalog import named_machine
 from affinity.topology.machine import Machine
 from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.schema import BatchSection, DataSection, ModelSection, OptimSection, PlanSection, Recipe
-from cputrain.recipe.schema.data import SYNTHETIC
-from cputrain.simulate.assumptions import ASSUMPTIONS, CONSTANTS, Constants
+from cputrain.simulate.assumptions import Constants
 from cputrain.simulate.links import Link, link_of
 from cputrain.simulate.rates import FLOP_PER_BYTE, Run, memory_of, starting_run
 from cputrain.simulate.setup import Setup, Speed, setup_of
-from cputrain.simulate.timeline import step_of
+from cputrain.simulate.timeline import slowest_step
 
 SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
-PRECISE, TRIES = 1e-9, 200
+PRECISE, TRIES = 1e-6, 100
 RATE_RANGE = 0.03  # a published rate may be off by as much: rounded times, evaluations in them
 
 
@@ -119,24 +115,30 @@ def speed_at(core_flops: float, *, machine: Machine | Reference) -> Speed:
 
 
 def core_flops_of(reference: Reference, constants: Constants) -> float:
-    """FLOP/s of a core at which the reference's setup reaches its images/s: bisection of the logarithm.
+    """FLOP/s of a core at which the reference's setup reaches its images/s, by the regula falsi (Illinois).
 
     Raises InputError where no speed of the cores does, because memory or communication alone take longer.
     """
     wanted = reference.setup.global_batch / reference.images_per_s
 
-    def seconds(flops: float) -> float:
-        return step_of(reference.setup, speed_at(flops, machine=reference), constants).step_s
+    def excess(seconds_per_flop: float) -> float:
+        """Seconds of a step beyond those wanted: nearly linear."""
+        return slowest_step(reference.setup, speed_at(1 / seconds_per_flop, machine=reference), constants) - wanted
 
-    low, high = math.log(SLOWEST), math.log(FASTEST)
-    if not seconds(FASTEST) <= wanted <= seconds(SLOWEST):
+    low, high = 1 / FASTEST, 1 / SLOWEST
+    below, above = excess(low), excess(high)
+    if not below <= 0 <= above:
         raise InputError(
             f"{reference.images_per_s:,.4g} images/s ({reference.source}) is out of reach for its "
             f"{reference.setup.ranks} workers: check the rate"
         )
     for _ in range(TRIES):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds(math.exp(middle)) > wanted else (low, middle)
-        if high - low < PRECISE:
-            break
-    return math.exp((low + high) / 2)
+        middle = (low * above - high * below) / (above - below)
+        found = excess(middle)
+        if abs(found) <= PRECISE * wanted:
+            return 1 / middle
+        if found > 0:
+            high, above, below = middle, found, below / 2
+        else:
+            low, below, above = middle, found, above / 2
+    return 1 / middle

@@ -1,4 +1,4 @@
-"""Published trainings on clusters of CPUs: the rates that predictions start from, and the points to compare them with."""
+"""Published trainings on clusters of CPUs: rates that predictions start from, and points to compare them with."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -22,8 +22,9 @@ SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A job on `nodes` hosts with `workers` ranks together. `low` and `high` bound images/s; `efficiency` is relative to
-    as many single hosts. `time_to_train_s`, `node_hours` and `energy_kwh` are None where images or watts are unknown.
+    """A job on `nodes` hosts with `workers` ranks together. `low` and `high` bound images/s; `efficiency` is relative
+    to as many single hosts. `time_to_train_s`, `node_hours` and `energy_kwh` are None where images or watts are not
+    known.
     """
 
     nodes: int
@@ -43,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A job's machine under one set of assumptions; `rate` and `latency` scale those of the reference and the link."""
+    """A job's machine under one set of assumptions."""
 
     job: Job
     constants: Constants
@@ -60,7 +61,9 @@ class Model:
 
 def model_of(job: Job, constants: Constants = CONSTANTS) -> Model:
     """The job's machine, as fast as its reference says under these assumptions."""
-    return Model(job=job, constants=constants, speed=speed_at(core_flops_of(job.reference, constants), machine=job.machine))
+    return Model(
+        job=job, constants=constants, speed=speed_at(core_flops_of(job.reference, constants), machine=job.machine)
+    )
 
 
 def rows_of(job: Job, nodes: Sequence[int], *, watts: float | None = None) -> tuple[Row, ...]:
@@ -164,7 +167,7 @@ def _times(every: int | None, epochs: float) -> int:
 
 
 def check_global_batch(job: Job, nodes: Sequence[int]) -> None:
-    """Raise InputError for numbers of hosts whose workers do not divide a fixed global batch, with the nearest that do."""
+    """Raise InputError where the workers do not divide a fixed global batch, with the nearest numbers that do."""
     batch = job.recipe.batch.global_
     if batch is None:
         return
@@ -177,6 +180,6 @@ def check_global_batch(job: Job, nodes: Sequence[int]) -> None:
         if not near:
             raise InputError(f"batch.global={batch} does not divide among {workers} workers per host: set plan.ppn")
         raise InputError(
-            f"batch.global={batch} does not divide among {count} hosts of {workers} workers: the nearest numbers of hosts "
-            f"are {either([str(n) for n in near])}"
+            f"batch.global={batch} does not divide among {count} hosts of {workers} workers: the nearest numbers of "
+            f"hosts are {either([str(n) for n in near])}"
         )

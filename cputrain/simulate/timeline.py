@@ -1,6 +1,6 @@
-"""A step in time: the backward pass, DDP's buckets as their gradients are ready, and what of them is left at its end."""
+"""A step in time: the backward pass, DDP's buckets as gradients are ready, and what of them is left at its end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from affinity.units import MIB
 from cputrain.comm.bucket_sizes import MEASURED_BYTES, bucket_bytes, fit_alpha_beta
@@ -44,19 +44,17 @@ class Step:
 def step_of(setup: Setup, speed: Speed, constants: Constants) -> Step:
     """The step of a setup; every all-reduce waits for the slowest of all workers."""
     work = work_of(setup, speed, constants)
-    variation = constants.phi_step_variation if setup.phi else constants.step_variation
-    mean = _step(setup, work, constants, 1.0)
-    slow = _step(setup, work, constants, slowest(variation, setup.ranks))
-    return Step(
-        forward_end_s=slow.forward_end_s,
-        backward_end_s=slow.backward_end_s,
-        layer_ends_s=slow.layer_ends_s,
-        buckets=slow.buckets,
-        optimizer_s=slow.optimizer_s,
-        exposed_s=slow.exposed_s,
-        straggler_s=slow.step_s - mean.step_s,
-        step_s=slow.step_s,
-    )
+    slow = _step(setup, work, constants, _slowness(setup, constants))
+    return replace(slow, straggler_s=slow.step_s - _step(setup, work, constants, 1.0).step_s)
+
+
+def slowest_step(setup: Setup, speed: Speed, constants: Constants) -> float:
+    """Seconds of a step, without its parts."""
+    return _step(setup, work_of(setup, speed, constants), constants, _slowness(setup, constants)).step_s
+
+
+def _slowness(setup: Setup, constants: Constants) -> float:
+    return slowest(constants.phi_step_variation if setup.phi else constants.step_variation, setup.ranks)
 
 
 def all_reduce_cost(setup: Setup, size: float, constants: Constants) -> Cost:
