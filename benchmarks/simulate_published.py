@@ -3,14 +3,16 @@
     python -m benchmarks.simulate_published [--markdown]
 
 Each family of runs (processor, framework, fabric) starts from its run on the fewest hosts, the row with 0.0 %. "left
-out" is the error where the speed is taken from all other runs of the family instead (geometric mean). The plan of each
-run is the planner's own for the published number of workers: `cputrain simulate` predicts the same.
+out" is the error where the speed is taken from all other runs of the family instead (geometric mean; without runs that
+the model cannot reach at any speed). The plan of each run is the planner's own for the published number of workers:
+`cputrain simulate` predicts the same.
 """
 
 import argparse
 from math import exp, log
 from statistics import mean
 
+from affinity.errors import InputError
 from affinity.text_table import align_columns, markdown_table
 from affinity.topology.catalog import named_machine
 from cputrain.simulate.assumptions import CONSTANTS
@@ -60,10 +62,18 @@ def table() -> list[tuple[str, ...]]:
 
 def predicted_rate(run: Run, known: list[Run]) -> float:
     """Images/s of a run where the speed of the processor is the geometric mean of what other runs say."""
-    flops = exp(mean(log(core_flops_of(published_reference(other), CONSTANTS)) for other in known))
+    found = [flops for flops in map(_core_flops, known) if flops is not None]
+    flops = exp(mean(map(log, found)))
     setup = published_reference(run).setup
     speed = speed_at(flops, machine=named_machine(run.machine))
     return setup.global_batch / slowest_step(setup, speed, CONSTANTS)
+
+
+def _core_flops(run: Run) -> float | None:
+    try:
+        return core_flops_of(published_reference(run), CONSTANTS)
+    except InputError:
+        return None
 
 
 def error(predicted: float, run: Run) -> float:

@@ -14,9 +14,9 @@ HALF = 0.5  # bytes of bfloat16 in those of float32
 # With comm.compression=bf16 a bucket is added to its rounding errors, rounded, compared for the new errors, and the
 # sums are widened again: reads and writes of float32 size.
 COMPRESSION_PASSES = 7.5
-# Passes over a layer's weights, forward and backward: oneDNN reorders them before each use (a read, a write, a read),
-# in the backward pass for the gradients of the input, and it reorders the weights' own gradients.
-WEIGHT_PASSES = (3, 6)
+# Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass, and in the backward
+# pass before and, for their gradients, after.
+REORDERING_PASSES = (2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
 
     def seconds(layer: Layer, direction: int) -> float:
         operations = layer.flop[direction] * setup.local_batch / flops
-        passes = WEIGHT_PASSES[direction] * layer.weight_bytes
-        moved = layer.moved_bytes[direction] * setup.local_batch * width + passes
-        return max(operations, moved / memory) + (1, 2)[direction] * constants.layer_overhead_s
+        moved = layer.moved_bytes[direction] * setup.local_batch * width + (1, 2)[direction] * layer.weight_bytes
+        reordering = REORDERING_PASSES[direction] * layer.weight_bytes / memory if layer.reordered else 0.0
+        return max(operations, moved / memory) + reordering + (1, 2)[direction] * constants.layer_overhead_s
 
     decoding = loading = 0.0
     if setup.decoded_per_core_s is not None:

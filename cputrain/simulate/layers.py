@@ -30,12 +30,14 @@ class Layer:
     """A layer: values of each weight tensor, in the order of registration; the rest is per image.
 
     `flop` are those of the forward and of the backward pass, `moved_bytes` the float32 activations read and written.
+    `reordered`: oneDNN copies the weights into another layout in each pass.
     """
 
     name: str
     weights: tuple[int, ...] = ()
     flop: tuple[float, float] = (0.0, 0.0)
     moved_bytes: tuple[float, float]
+    reordered: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -95,6 +97,7 @@ def _conv(
         weights=(weights, outputs) if bias else (weights,),
         flop=(forward, forward if first else 2 * forward),
         moved_bytes=(moved, moved if first else 2 * moved),
+        reordered=True,
     )
 
 
