@@ -194,9 +194,9 @@ def test_other_lists_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--machine", "genoa-9654-2s-nps1"), "no training rate of genoa-9654-2s-nps1 .* cputrain bench"),
+        (("--machine", "genoa-9654-2s-nps1"), "no training rate of genoa-9654-2s-nps1 .*cputrain bench model"),
         (("precision=bf16",), "is known in bf16"),
-        (("--nodes", "3", "batch.global=24576"), "the nearest numbers of hosts are 2 or 4"),
+        (("--nodes", "5", "batch.global=24576"), "the nearest numbers of hosts are 4 or 6"),
         (("--local-batch", "8", "batch.local=8"), "--local-batch and batch.local=VALUE say the same"),
         (("--batch-limit", "64"), "--batch-limit is for --best"),
         (("--rate", "1e12"), "out of reach"),
