@@ -18,7 +18,7 @@ from affinity.topology.catalog import named_machine
 from cputrain.simulate.assumptions import CONSTANTS
 from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
 from cputrain.simulate.rates import RUNS, Run
-from cputrain.simulate.timeline import slowest_step
+from cputrain.simulate.timeline import seconds_at
 
 HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicted", "error", "left out", "source")
 
@@ -66,7 +66,7 @@ def predicted_rate(run: Run, known: list[Run]) -> float:
     flops = exp(mean(map(log, found)))
     setup = published_reference(run).setup
     speed = speed_at(flops, machine=named_machine(run.machine))
-    return setup.global_batch / slowest_step(setup, speed, CONSTANTS)
+    return setup.global_batch / seconds_at(setup, CONSTANTS)(speed)
 
 
 def _core_flops(run: Run) -> float | None:

@@ -97,7 +97,7 @@ def command(
     Starts from a published or measured rate of the processor; the range comes from the assumptions (--explain).
     """
     from affinity.topology.catalog import find_machine
-    from cputrain.simulate.scaling import rows_of
+    from cputrain.simulate.scaling import check_global_batch, rows_of
     from cputrain.simulate.tables import assumptions_text, rows_json, rows_text
 
     counts = numbers_of_hosts(nodes)
@@ -110,6 +110,7 @@ def command(
         reference=reference_of(found, training, rate),
         algorithm=algorithm,
     )
+    check_global_batch(job, counts)
     if best:
         _show_best(job, counts[-1], batch_limit)
         return

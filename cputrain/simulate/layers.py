@@ -18,6 +18,7 @@ BLOCKS = {
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
+NETWORKS = (*BLOCKS, "alexnet", "alexnet-bn", "lenet", "mnist-cnn", "linear")
 ALEXNET = ((64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False), (256, 3, 1, 1, False))
 ALEXNET_LAST = (256, 3, 1, 1, True)  # channels, kernel, stride, padding, whether a pooling layer follows
 # Times that a layer's tensor is read or written, forward and backward. Batch-norm reads its input for the statistics
@@ -73,8 +74,7 @@ def layers_of(recipe: Recipe, classes: int = 1000) -> tuple[Layer, ...]:
         )
     if name == "linear":
         return (_linear("fc", 3 * side**2, classes, first=True),)
-    known = (*BLOCKS, "alexnet", "alexnet-bn", "lenet", "mnist-cnn", "linear")
-    raise InputError(f"model.name={name}: its layers are not known to simulate: set model.name to {either(known)}")
+    raise InputError(f"model.name={name}: its layers are not known to simulate: set model.name to {either(NETWORKS)}")
 
 
 def _conv(

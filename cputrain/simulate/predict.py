@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from affinity.errors import InputError
-from affinity.planner.plan import Plan, plan_machine
+from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import named_machine
 from affinity.topology.machine import Machine
@@ -13,7 +13,7 @@ from cputrain.simulate.assumptions import Constants
 from cputrain.simulate.links import Link, link_of
 from cputrain.simulate.rates import FLOP_PER_BYTE, Run, memory_of, starting_run
 from cputrain.simulate.setup import Setup, Speed, setup_of
-from cputrain.simulate.timeline import slowest_step
+from cputrain.simulate.timeline import seconds_at
 
 SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
 PRECISE, TRIES = 1e-6, 100
@@ -34,24 +34,28 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A recipe on a machine, between whose hosts there is a link; `algorithm` None: the fabric's usual one."""
+    """A recipe on a machine, between whose hosts there is a link.
+
+    `algorithm` None: the fabric's usual one. `request`: what is requested of the planner, None: what the recipe does.
+    """
 
     recipe: Recipe
     machine: Machine
     link: Link
     reference: Reference
     algorithm: str | None = None
+    request: Request | None = None
 
 
-def planned(recipe: Recipe, machine: Machine, hosts: int, link: Link) -> Plan:
+def planned(recipe: Recipe, machine: Machine, hosts: int, link: Link, request: Request | None = None) -> Plan:
     """The plan of one of the hosts, as `cputrain plan` makes it. Raises InputError where the recipe does not fit."""
-    request = replace(request_of(recipe, nodes=hosts), link_gbit=link.nominal_gbit)
-    return plan_machine(machine, request, Runtime())
+    requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit)
+    return plan_machine(machine, requested, Runtime())
 
 
 def job_setup(job: Job, hosts: int) -> Setup:
     """The setup of a job on `hosts` hosts."""
-    return setup_of(job.recipe, planned(job.recipe, job.machine, hosts, job.link), job.link, job.algorithm)
+    return setup_of(job.recipe, planned(job.recipe, job.machine, hosts, job.link, job.request), job.link, job.algorithm)
 
 
 def published_reference(run: Run) -> Reference:
@@ -120,10 +124,11 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
     Raises InputError where no speed of the cores does, because memory or communication alone take longer.
     """
     wanted = reference.setup.global_batch / reference.images_per_s
+    seconds = seconds_at(reference.setup, constants)
 
     def excess(seconds_per_flop: float) -> float:
         """Seconds of a step beyond those wanted: nearly linear."""
-        return slowest_step(reference.setup, speed_at(1 / seconds_per_flop, machine=reference), constants) - wanted
+        return seconds(speed_at(1 / seconds_per_flop, machine=reference)) - wanted
 
     low, high = 1 / FASTEST, 1 / SLOWEST
     below, above = excess(low), excess(high)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from affinity.errors import InputError
+from affinity.planner.profiles import is_phi
 from affinity.wording import either
 from cputrain.models.sizes import COPIES
 from cputrain.recipe.derivation import TrainingSizes, derive
@@ -14,7 +15,7 @@ from cputrain.simulate.compute import work_of
 from cputrain.simulate.layers import BYTES
 from cputrain.simulate.predict import RATE_RANGE, Job, core_flops_of, job_setup, speed_at
 from cputrain.simulate.setup import Setup, Speed
-from cputrain.simulate.timeline import Step, step_of
+from cputrain.simulate.timeline import Step, seconds_at, step_of
 
 IMAGENET_TRAIN, IMAGENET_VAL, POINTS = 1_281_167, 50_000, 100
 SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
@@ -56,7 +57,7 @@ class Model:
 
     def images_per_s(self, setup: Setup) -> float:
         """Images/s of all hosts."""
-        return setup.global_batch / self.step(setup).step_s
+        return setup.global_batch / seconds_at(setup, self.constants)(self.speed)
 
 
 def model_of(job: Job, constants: Constants = CONSTANTS) -> Model:
@@ -68,7 +69,6 @@ def model_of(job: Job, constants: Constants = CONSTANTS) -> Model:
 
 def rows_of(job: Job, nodes: Sequence[int], *, watts: float | None = None) -> tuple[Row, ...]:
     """A row for each number of hosts, with the range of its images/s. Raises InputError where one does not fit."""
-    check_global_batch(job, nodes)
     model, setups = model_of(job), [job_setup(job, count) for count in nodes]
     single = model.images_per_s(job_setup(job, 1))
     rates = [model.images_per_s(setup) for setup in setups]
@@ -116,6 +116,8 @@ def _deviations(job: Job, setups: list[Setup], rates: list[float]) -> list[tuple
 def _alternatives(job: Job) -> list[tuple[Job, Constants]]:
     found = []
     for assumption in ASSUMPTIONS:
+        if assumption.name in _unused(job):
+            continue
         for value in (assumption.low, assumption.high):
             found.append((job, replace(CONSTANTS, **{assumption.name: value})))
     for latency in job.link.latency_range_s:
@@ -124,6 +126,14 @@ def _alternatives(job: Job) -> list[tuple[Job, Constants]]:
         reference = replace(job.reference, images_per_s=factor * job.reference.images_per_s)
         found.append((replace(job, reference=reference), CONSTANTS))
     return found
+
+
+def _unused(job: Job) -> set[str]:
+    """The assumptions that the job's images/s do not depend on."""
+    phi = {"phi_step_variation", "phi_core_move_bytes_per_s"}
+    xeon = {"step_variation", "core_move_bytes_per_s"}
+    gloo = set() if job.recipe.comm.backend == "gloo" else {"gloo_move_bytes_per_s"}
+    return {"checkpoint_bytes_per_s", "evaluation_start_s"} | (xeon if is_phi(job.machine) else phi) | gloo
 
 
 def time_to_train(model: Model, setup: Setup, step_s: float) -> float | None:

@@ -219,3 +219,17 @@ def test_times_to_train_need_the_number_of_images(tmp_path: Path, capsys: pytest
     recipe.write_text("model: {name: resnet18}\nschedule: {peak_rate: 0.1}\n")
     assert main(["simulate", str(recipe), "--machine", "skx-8160-2s", "--nodes", "1", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["time_to_train_s"] is None
+
+
+def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = ("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
+    assert main([*planned]) == 0
+    fast = capsys.readouterr().out
+    assert re.search(
+        r"\npredicted: 1[67],\d{3} images/s \(1[56],.* to 18,.*\), 8\d % of 256 single hosts; 90 epochs", fast
+    )
+    assert "one more host" not in fast
+    assert main([*planned, "--fabric", "ethernet", "--link-gbit", "1"]) == 0
+    assert "warning: one more host would add " in capsys.readouterr().out
+    assert main(["plan", "resnet50-skx-256node", "--machine", "genoa-9654-2s-nps1", "--nodes", "256"]) == 0
+    assert "predicted" not in capsys.readouterr().out

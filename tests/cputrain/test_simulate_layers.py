@@ -13,8 +13,8 @@ from cputrain.recipe.schema import DataSection, ModelSection, Recipe
 from cputrain.simulate.assumptions import CONSTANTS
 from cputrain.simulate.compute import weight_tensors
 from cputrain.simulate.layers import BLOCKS, BYTES, layers_of
+from cputrain.simulate.messages import assigned_buckets, bucket_limits
 from cputrain.simulate.setup import DEFAULT_BUCKETS, Setup
-from cputrain.simulate.timeline import assigned_buckets, bucket_limits
 
 NETWORKS = (*BLOCKS, "alexnet", "alexnet-bn")
 
