@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": "run any command with planned and bound workers, on one host or many",
     "train": "train a recipe",
     "sweep": "train a recipe with many settings and compare the results",
+    "simulate": "predict a training's speed and duration on hosts that are not here",
     "reproduce": "repeat published experiments at this machine's size; compare published tables",
     "job": "write a Slurm or PBS script for a training, an image preparation or any command",
     "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",

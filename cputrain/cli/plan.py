@@ -216,8 +216,11 @@ def _show(
         click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
     if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
         from cputrain.cli.derived import derivation
+        from cputrain.cli.predicted import predicted
 
         click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
+        for line in predicted(recipe, cluster.groups[0].plan, options):
+            click.echo(line)
     if started is not None:
         command, hint = started
         click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from affinity.units import MIB
-from cputrain.comm.buckets import bucket_bytes, measure_alpha_beta
+from cputrain.comm.bucket_sizes import bucket_bytes
+from cputrain.comm.buckets import measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.recipe.schema import CommSection, Recipe
 

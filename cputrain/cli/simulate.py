@@ -1,0 +1,196 @@
+"""cputrain simulate: a recipe's speed on hosts that are not here."""
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import click
+
+from affinity.errors import InputError
+from affinity.wording import counted
+from cputrain.cli.options import settings_argument
+from cputrain.recipe.loading import load_recipe
+from cputrain.simulate.all_reduce import ALGORITHMS
+from cputrain.simulate.links import LINKED, link_of
+from cputrain.simulate.predict import Job, reference_of
+from mpi.hosts.nodelist import MAX_HOSTS
+
+NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
+WHAT_IF = {
+    "local_batch": "batch.local",
+    "compression": "comm.compression",
+    "workers": "plan.ppn",
+    "comm_cores": "plan.comm_cores",
+}
+FEW = 2
+
+
+@click.command("simulate")
+@click.argument("recipe")
+@settings_argument
+@click.option("--machine", default="this", metavar="MACHINE", show_default=True, help="machine, as for `cputrain plan`")
+@click.option("--nodes", default="1,2,4,...,256", metavar="N,N,...", show_default=True, help="numbers of hosts")
+@click.option("--fabric", type=click.Choice(LINKED), default="opa", show_default=True, help="network between the hosts")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="IMG/S",
+    help="measured images/s of one host with this recipe  [default: from a published run on this processor]",
+)
+@click.option(
+    "--bandwidth",
+    type=click.FloatRange(0.001),
+    metavar="GBIT/S",
+    help="speed of a host's link  [default: the fabric's]",
+)
+@click.option(
+    "--latency-us",
+    type=click.FloatRange(0),
+    metavar="US",
+    help="latency of a message between hosts  [default: the fabric's]",
+)
+@click.option("--local-batch", type=click.IntRange(1), metavar="N", help="images of a worker's step: batch.local")
+@click.option("--compression", type=click.Choice(["none", "bf16"]), help="gradients in transit: comm.compression")
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="workers per host: plan.ppn")
+@click.option(
+    "--comm-cores", type=click.IntRange(0), metavar="N", help="cores of a worker for communication: plan.comm_cores"
+)
+@click.option(
+    "--algorithm", type=click.Choice(ALGORITHMS), help="all-reduce  [default: as oneCCL is set for the fabric]"
+)
+@click.option("--watts", type=click.FloatRange(0, min_open=True), metavar="W", help="power of a host, for the energy")
+@click.option("--best", is_flag=True, help="search the plan with the least time to train, for the last number of hosts")
+@click.option(
+    "--batch-limit",
+    type=click.IntRange(1),
+    metavar="N",
+    help="most images of a step that --best may choose  [default: the recipe's]",
+)
+@click.option("--explain", "explained", is_flag=True, help="add every assumption with its range and source")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["text", "json", "svg", "timeline"]),
+    default="text",
+    show_default=True,
+    help="svg: scaling over hosts; timeline: a step on the last number of hosts, as SVG",
+)
+def command(
+    recipe: str,
+    settings: tuple[str, ...],
+    machine: str,
+    nodes: str,
+    fabric: str,
+    rate: float | None,
+    bandwidth: float | None,
+    latency_us: float | None,
+    algorithm: str | None,
+    watts: float | None,
+    best: bool,
+    batch_limit: int | None,
+    explained: bool,
+    output_format: str,
+    **what_if: Any,
+) -> None:
+    """Predict images/s, efficiency and time to train of RECIPE on many hosts, without them and without its data.
+
+    Starts from a published or measured rate of the processor; the range comes from the assumptions (--explain).
+    """
+    from affinity.topology.catalog import find_machine
+    from cputrain.simulate.scaling import check_global_batch, rows_of
+    from cputrain.simulate.tables import assumptions_text, rows_json, rows_text
+
+    counts = numbers_of_hosts(nodes)
+    training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
+    found = find_machine(machine)
+    job = Job(
+        recipe=training,
+        machine=found,
+        link=link_of(fabric, gbit=bandwidth, latency_us=latency_us),
+        reference=reference_of(found, training, rate),
+        algorithm=algorithm,
+    )
+    check_global_batch(job, counts)
+    if best:
+        _show_best(job, counts[-1], batch_limit)
+        return
+    if batch_limit is not None:
+        raise InputError("--batch-limit is for --best: add it")
+    if output_format == "timeline":
+        _show_timeline(job, counts[-1])
+        return
+    rows = rows_of(job, counts, watts=watts)
+    if output_format == "json":
+        click.echo(rows_json(job, rows))
+    elif output_format == "svg":
+        from cputrain.simulate.pictures import scaling_svg  # matplotlib: only for pictures
+
+        click.echo(scaling_svg(job, rows))
+    else:
+        reference = job.reference
+        click.echo(
+            f"{training.name} on {found.name}, {fabric} of {job.link.nominal_gbit:g} Gbit/s; its speed is that of "
+            f"{reference.images_per_s:,.4g} images/s on {counted(reference.setup.hosts, 'host')} ({reference.source})"
+        )
+        click.echo(rows_text(rows))
+        if explained:
+            click.echo("\nassumptions\n" + assumptions_text(job))
+
+
+def numbers_of_hosts(text: str) -> tuple[int, ...]:
+    """Numbers of hosts, ascending: "1,2,4", or "1,2,4,...,256", where ... continues doubling or adding.
+
+    Raises InputError where the text is no such list.
+    """
+    wrong = InputError(f"--nodes {text}: give numbers of hosts, as in 1,8,256 or 1,2,4,...,256")
+    if not NUMBERS.fullmatch(text):
+        raise wrong
+    first, _, last = text.partition(",...,")
+    numbers = [int(number) for number in first.split(",")]
+    if last:
+        if len(numbers) < FEW or numbers[-1] <= numbers[-2] or int(last) <= numbers[-1] or numbers[-2] < 1:
+            raise wrong
+        numbers = _continued(numbers, int(last))
+    if not all(1 <= number <= MAX_HOSTS for number in numbers):
+        raise InputError(f"--nodes {text}: numbers of hosts are between 1 and {MAX_HOSTS:,}")
+    return tuple(sorted(set(numbers)))
+
+
+def _continued(numbers: list[int], last: int) -> list[int]:
+    """The numbers and their continuation up to `last`: by the same factor, or else by the same difference."""
+    factor, rest = divmod(numbers[-1], numbers[-2])
+    geometric = rest == 0 and all(b == a * factor for a, b in pairwise(numbers))
+    step = numbers[-1] - numbers[-2]
+    while (following := numbers[-1] * factor if geometric else numbers[-1] + step) < last:
+        numbers = [*numbers, following]
+    return [*numbers, last]
+
+
+def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tuple[str, ...]:
+    """The what-if options as settings of the recipe. Raises InputError where a setting decides the same key."""
+    given = {setting.partition("=")[0] for setting in settings}
+    found = []
+    for name, key in WHAT_IF.items():
+        if what_if[name] is None:
+            continue
+        if key in given:
+            raise InputError(f"--{name.replace('_', '-')} and {key}=VALUE say the same: give one of them")
+        found.append(f"{key}={what_if[name]}")
+    return tuple(found)
+
+
+def _show_best(job: Job, hosts: int, batch_limit: int | None) -> None:
+    from cputrain.simulate.search import best_plan
+    from cputrain.simulate.tables import candidates_text
+
+    click.echo(f"{job.recipe.name} on {counted(hosts, 'host')} of {job.machine.name}, {job.link.name}")
+    click.echo(candidates_text(best_plan(job, hosts, batch_limit)))
+
+
+def _show_timeline(job: Job, hosts: int) -> None:
+    from cputrain.simulate.pictures import timeline_svg
+    from cputrain.simulate.predict import job_setup
+    from cputrain.simulate.scaling import model_of
+
+    setup = job_setup(job, hosts)
+    click.echo(timeline_svg(job, setup, model_of(job).step(setup)))

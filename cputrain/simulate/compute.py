@@ -1,0 +1,70 @@
+"""The time that a worker computes: forward and backward pass of each layer, optimizer, decoding.
+
+A layer takes as long as its operations at the cores' rate or its bytes at the memory's, whichever is longer (Williams,
+Waterman and Patterson 2009, Roofline).
+"""
+
+from dataclasses import dataclass
+
+from cputrain.simulate.assumptions import Constants
+from cputrain.simulate.layers import BYTES, Layer
+from cputrain.simulate.setup import Setup, Speed
+
+HALF = 0.5  # bytes of bfloat16 in those of float32
+# With comm.compression=bf16 a bucket is added to its rounding errors, rounded, compared for the new errors, and the
+# sums are widened again: reads and writes of float32 size.
+COMPRESSION_PASSES = 7.5
+# Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass, and in the backward
+# pass before and, for their gradients, after.
+REORDERING_PASSES = (2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Seconds of a worker that computes at the mean speed: each layer's passes, in the order of the forward pass.
+
+    `decoding_s` is what decoding takes from the computing threads in each backward pass, where it has no core of its
+    own; `loading_s` what the loader cores need for a step, at which they hold up everything else.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    optimizer_s: float
+    compression_bytes_per_s: float
+    decoding_s: float
+    loading_s: float
+
+
+def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
+    """The computation of a worker's step."""
+    serial = constants.serial_fraction
+    flops = speed.core_flops / ((1 - serial) / setup.threads + serial)
+    memory = speed.host_bytes_per_s / setup.workers
+    width = HALF if setup.precision == "bf16" else 1.0
+
+    def seconds(layer: Layer, direction: int) -> float:
+        operations = layer.flop[direction] * setup.local_batch / flops
+        moved = layer.moved_bytes[direction] * setup.local_batch * width + (1, 2)[direction] * layer.weight_bytes
+        reordering = REORDERING_PASSES[direction] * layer.weight_bytes / memory if layer.reordered else 0.0
+        return max(operations, moved / memory) + reordering + (1, 2)[direction] * constants.layer_overhead_s
+
+    decoding = loading = 0.0
+    if setup.decoded_per_core_s is not None:
+        each = constants.decoding_share * setup.local_batch / setup.decoded_per_core_s
+        if setup.loader_cores:
+            loading = each * setup.accumulation / setup.loader_cores
+        else:
+            decoding = each / setup.threads
+    return Work(
+        forward_s=tuple(seconds(layer, 0) for layer in setup.layers),
+        backward_s=tuple(seconds(layer, 1) for layer in setup.layers),
+        optimizer_s=setup.optimizer_passes * setup.gradient_bytes / memory,
+        compression_bytes_per_s=memory / COMPRESSION_PASSES,
+        decoding_s=decoding,
+        loading_s=loading,
+    )
+
+
+def weight_tensors(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
+    """(layer's index, bytes) of every gradient in the order in which the backward pass finishes them."""
+    return [(i, BYTES * size) for i in reversed(range(len(layers))) for size in reversed(layers[i].weights)]

@@ -1,0 +1,29 @@
+"""How much the slowest of many workers is behind the mean."""
+
+import math
+from functools import lru_cache
+
+LARGEST, STEPS = 10.0, 2000  # of the numerical integration, in standard deviations
+
+
+@lru_cache(maxsize=256)
+def expected_maximum(draws: int) -> float:
+    """The mean of the largest of `draws` independent standard normal values: 0 for 1, 1.03 for 4, 3.04 for 512.
+
+    The integral of 1 - F(x)^n over positive x minus that of F(x)^n over negative x, by the midpoint rule.
+    """
+    width = LARGEST / STEPS
+    total = 0.0
+    for i in range(STEPS):
+        x = (i + 0.5) * width
+        tail = 0.5 * math.erfc(x / math.sqrt(2))
+        total += -math.expm1(draws * math.log1p(-tail)) - tail**draws
+    return total * width
+
+
+def slowest(variation: float, workers: int) -> float:
+    """The step of the slowest of `workers`, relative to their mean.
+
+    Steps are lognormal: what disturbs a worker only delays it. `variation` is the standard deviation of the logarithm.
+    """
+    return math.exp(variation * expected_maximum(workers) - variation**2 / 2)

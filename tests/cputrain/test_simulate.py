@@ -1,0 +1,235 @@
+"""Predictions: steps in time, published runs, and the command."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from benchmarks.simulate_published import error, predicted_rate
+from cputrain.cli import main
+from cputrain.cli.simulate import numbers_of_hosts
+from cputrain.simulate.assumptions import ASSUMPTIONS, CONSTANTS
+from cputrain.simulate.compute import work_of
+from cputrain.simulate.links import link_of
+from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
+from cputrain.simulate.rates import PHI, RUNS, SURFSARA, V05, V10, Run
+from cputrain.simulate.setup import Setup
+from cputrain.simulate.timeline import Step, step_of
+
+KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
+
+
+def runs_of(family: str) -> list[Run]:
+    return sorted((run for run in RUNS if run.family == family), key=lambda run: run.hosts)
+
+
+def predicted(setup: Setup) -> Step:
+    """The step on hosts as fast as those of the 256-node run."""
+    reference = published_reference(runs_of(SURFSARA)[0])
+    return step_of(setup, speed_at(core_flops_of(reference, CONSTANTS), machine=reference), CONSTANTS)
+
+
+@pytest.fixture(scope="module")
+def of_256_hosts() -> Setup:
+    return published_reference(runs_of(SURFSARA)[-1]).setup
+
+
+@pytest.mark.parametrize("family", [SURFSARA, PHI, V05, V10])
+def test_published_runs_follow_from_the_smallest_of_their_family(family: str) -> None:
+    first, *others = runs_of(family)
+    assert abs(error(predicted_rate(first, [first]), first)) < 0.1
+    for run in others:
+        assert abs(error(predicted_rate(run, [first]), run)) < (5 if run.hosts == 256 else 10)
+
+
+def test_a_step_is_computing_exposed_communication_and_optimizer(of_256_hosts: Setup) -> None:
+    step = predicted(of_256_hosts)
+    assert step.step_s == pytest.approx(step.backward_end_s + step.exposed_s + step.optimizer_s)
+    assert 0 < step.straggler_s < step.step_s
+    assert sum(bucket.size for bucket in step.buckets) == of_256_hosts.gradient_bytes
+    ends = [0.0, *(bucket.end_s for bucket in step.buckets)]
+    for bucket, free in zip(step.buckets, ends, strict=False):
+        assert bucket.start_s == max(bucket.ready_s, free) and bucket.end_s > bucket.start_s
+
+
+def test_an_instant_network_exposes_nothing_and_a_slow_one_everything(of_256_hosts: Setup) -> None:
+    instant = replace(of_256_hosts, link=link_of("opa", gbit=1e9, latency_us=1e-6), move_bytes_per_s=1e18)
+    assert predicted(instant).exposed_s < 1e-3
+    slow = replace(of_256_hosts, link=link_of("ethernet", gbit=0.1), algorithm="ring")
+    wire = 2 * of_256_hosts.gradient_bytes / (0.94 * 0.1e9 / 8)
+    assert predicted(slow).step_s == pytest.approx(wire, rel=0.1)
+
+
+def test_without_comm_cores_communication_stops_computing(of_256_hosts: Setup) -> None:
+    """The same threads compute, and what a core moves is taken from them."""
+    sharing = predicted(replace(of_256_hosts, comm_cores=0))
+    moved = 2 * of_256_hosts.gradient_bytes / CONSTANTS.core_move_bytes_per_s
+    assert sharing.step_s - predicted(of_256_hosts).step_s == pytest.approx(moved, rel=0.1)
+
+
+def test_bf16_gradients_halve_the_time_on_the_wire(of_256_hosts: Setup) -> None:
+    slow = replace(of_256_hosts, link=link_of("ethernet", gbit=1), algorithm="ring")
+    full, half = (predicted(replace(slow, compression=name)) for name in ("none", "bf16"))
+    assert half.exposed_s / full.exposed_s < 0.55
+
+
+def test_loaders_that_are_too_slow_set_the_pace(of_256_hosts: Setup) -> None:
+    starved = predicted(replace(of_256_hosts, loader_cores=1, decoded_per_core_s=10.0))
+    assert starved.step_s == pytest.approx(48 / 10)
+
+
+def test_accumulation_adds_passes_without_communication(of_256_hosts: Setup) -> None:
+    once, thrice = predicted(of_256_hosts), predicted(replace(of_256_hosts, accumulation=3))
+    assert 2.8 < thrice.step_s / once.step_s < 3.0
+    assert len(thrice.buckets) == len(once.buckets)
+
+
+def test_every_assumption_has_a_range_and_a_source() -> None:
+    assert all(a.low <= a.value <= a.high and len(a.source) > 20 for a in ASSUMPTIONS)
+
+
+def test_smaller_batches_cost_more_for_each_image(of_256_hosts: Setup) -> None:
+    reference = published_reference(runs_of(SURFSARA)[0])
+    speed = speed_at(core_flops_of(reference, CONSTANTS), machine=reference)
+
+    def image_s(batch: int) -> float:
+        work = work_of(replace(of_256_hosts, local_batch=batch), speed, CONSTANTS)
+        return (sum(work.forward_s) + sum(work.backward_s)) / batch
+
+    assert image_s(1) > image_s(8) > image_s(48)
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[dict[str, float]]]:
+    assert main([*KNOWN, *arguments, "--format", "json"]) == 0
+    found: dict[str, list[dict[str, float]]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_command_predicts_the_published_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """16,400 images/s and 81 % on 256 hosts, in the documented format, without torch and without data."""
+    loaded = set(sys.modules)
+    answer = json_of(capsys, "--nodes", "1,256", "--fabric", "opa", "batch.local=48", "plan.ppn=2")
+    row = answer["rows"][1]
+    assert row["images_per_s"] == pytest.approx(16_400, rel=0.05) and row["efficiency"] == pytest.approx(0.81, rel=0.05)
+    assert (row["nodes"], row["workers"]) == (256, 512) and row["low"] < row["images_per_s"] < row["high"]
+    assert row["step_s"] == pytest.approx(24_576 / row["images_per_s"])
+    assert row["time_to_train_s"] == pytest.approx(4680 * row["step_s"], rel=0.01)
+    assert {"exposed_s", "node_hours"} <= set(row)
+    assert all({"name", "value", "source"} <= set(item) for item in answer["assumptions"])
+    assert not {name for name in set(sys.modules) - loaded if name.startswith("matplotlib")}
+
+
+def test_what_if_options_are_settings_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--nodes", "16", "--local-batch", "32", "--compression", "bf16", "--workers", "4", "--comm-cores", "1")
+    settings = ("--nodes", "16", "batch.local=32", "comm.compression=bf16", "plan.ppn=4", "plan.comm_cores=1")
+    assert json_of(capsys, *options)["rows"] == json_of(capsys, *settings)["rows"]
+
+
+def test_the_network_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = [
+        json_of(capsys, "--nodes", "64", *network)["rows"][0]["images_per_s"]
+        for network in (
+            ("--fabric", "ethernet", "--bandwidth", "1"),
+            ("--fabric", "ethernet", "--bandwidth", "1", "--compression", "bf16"),
+            ("--fabric", "ethernet", "--bandwidth", "10"),
+            ("--fabric", "opa"),
+        )
+    ]
+    assert rates == sorted(rates) and rates[0] < 0.8 * rates[-1]
+    one_way, other_way = (
+        json_of(capsys, "--nodes", "64", "--latency-us", "500", "--algorithm", name)["rows"][0]["exposed_s"]
+        for name in ("two-level", "ring")
+    )
+    assert one_way < other_way
+
+
+def test_text_names_the_rate_and_energy_follows_from_watts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*KNOWN, "--nodes", "1,2,...,4", "--watts", "400", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "79.1 images/s on 1 host (SURFsara-Intel best known methods, 2018" in text and "kWh" in text
+    assert "step_variation 0.07 (0.04 to 0.09): " in text
+    row = json_of(capsys, "--nodes", "4", "--watts", "400")["rows"][0]
+    assert row["energy_kwh"] == pytest.approx(0.4 * row["node_hours"])
+
+
+def test_pictures_are_svg(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, words in (("svg", ("ideal", "published: Intel Caffe")), ("timeline", ("all-reduce: ", "network"))):
+        assert main([*KNOWN, "--nodes", "1,8", "--format", kind]) == 0
+        picture = capsys.readouterr().out
+        assert picture.startswith("<svg") and all(word in picture for word in words)
+
+
+def test_the_best_plan_beats_the_published_one_within_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*KNOWN, "--nodes", "256", "--best", "--batch-limit", "16384", "plan.profile=bkm-2018"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("the recipe") and "2 x 22" in lines[2]
+    best = lines[-1].split("  ")
+    assert best[0] == "best" and "24,576" not in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("4", (4,)),
+        ("1,2,4,...,32", (1, 2, 4, 8, 16, 32)),
+        ("1,2,3,...,6", (1, 2, 3, 4, 5, 6)),
+        ("16,8,1", (1, 8, 16)),
+        ("1,4,...,100", (1, 4, 16, 64, 100)),
+    ],
+)
+def test_numbers_of_hosts_are_lists_with_a_continuation(text: str, numbers: tuple[int, ...]) -> None:
+    assert numbers_of_hosts(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "1,...,4", "4,2,...,8", "a", "1;2", "0", "1,2,...,2", "999999", "-1"])
+def test_other_lists_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--nodes"):
+        numbers_of_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--machine", "genoa-9654-2s-nps1"), "no training rate of genoa-9654-2s-nps1 .*cputrain bench model"),
+        (("precision=bf16",), "is known in bf16"),
+        (("--nodes", "5", "batch.global=24576"), "the nearest numbers of hosts are 4 or 6"),
+        (("--local-batch", "8", "batch.local=8"), "--local-batch and batch.local=VALUE say the same"),
+        (("--batch-limit", "64"), "--batch-limit is for --best"),
+        (("--rate", "1e12"), "out of reach"),
+        (("model.name=torchvision:vgg16",), "its layers are not known"),
+    ],
+)
+def test_wrong_input_is_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*KNOWN, "--nodes", "1,2", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_rate_of_ones_own_replaces_published_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json_of(capsys, "--machine", "pack:2 core:16 pu:1", "--nodes", "1,2", "--rate", "50")
+    assert answer["rows"][0]["images_per_s"] == pytest.approx(50, rel=1e-3)
+    assert answer["assumptions"][0]["value"] == 50
+
+
+def test_times_to_train_need_the_number_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {name: resnet18}\nschedule: {peak_rate: 0.1}\n")
+    assert main(["simulate", str(recipe), "--machine", "skx-8160-2s", "--nodes", "1", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["time_to_train_s"] is None
+
+
+def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = ("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
+    assert main([*planned]) == 0
+    fast = capsys.readouterr().out
+    assert re.search(
+        r"\npredicted: 1[67],\d{3} images/s \(1[56],.* to 18,.*\), 8\d % of 256 single hosts; 90 epochs", fast
+    )
+    assert "one more host" not in fast
+    assert main([*planned, "--fabric", "ethernet", "--link-gbit", "1"]) == 0
+    assert "warning: one more host would add " in capsys.readouterr().out
+    assert main(["plan", "resnet50-skx-256node", "--machine", "genoa-9654-2s-nps1", "--nodes", "256"]) == 0
+    assert "predicted" not in capsys.readouterr().out

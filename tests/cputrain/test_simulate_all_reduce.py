@@ -1,0 +1,118 @@
+"""The cost of all-reduces, stragglers and links."""
+
+import random
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from cputrain.simulate.all_reduce import ALGORITHMS, Path, cost, exchanges
+from cputrain.simulate.links import LINKED, Link, link_of
+from cputrain.simulate.stragglers import expected_maximum, slowest
+
+PATH = Path(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
+SIZE = 1e8
+
+
+def seconds(algorithm: str, hosts: int, workers: int, size: float = SIZE, path: Path = PATH) -> float:
+    link = path.link or link_of("opa")
+    found = exchanges(algorithm, size, hosts=hosts, workers=workers, leaf_hosts=link.leaf_hosts)
+    return cost(
+        found, Path(link=path.link if hosts > 1 else None, host_latency_s=1e-6, move_bytes_per_s=path.move_bytes_per_s)
+    ).seconds
+
+
+def test_a_ring_costs_what_the_formula_says() -> None:
+    """2 (p - 1) messages of n / p bytes: Patarasuk and Yuan 2009."""
+    link = link_of("opa")
+    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
+    expected = 2 * 31 * (link.latency_s + SIZE / 32 / link.bytes_per_s)
+    assert seconds("ring", 8, 4, path=path) == pytest.approx(expected)
+
+
+def test_recursive_doubling_sends_everything_in_each_of_log2_steps() -> None:
+    link = link_of("ib")
+    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
+    assert seconds("recursive-doubling", 64, 1, path=path) == pytest.approx(
+        6 * (link.latency_s + SIZE / link.bytes_per_s)
+    )
+
+
+def test_rabenseifner_halves_and_doubles() -> None:
+    link = link_of("ib")
+    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
+    expected = 2 * 5 * link.latency_s + 2 * SIZE * (1 - 1 / 32) / link.bytes_per_s
+    assert seconds("rabenseifner", 32, 1, path=path) == pytest.approx(expected)
+
+
+@given(hosts=st.integers(1, 300), workers=st.integers(1, 16), size=st.floats(1e3, 1e9))
+def test_no_algorithm_beats_the_least_traffic(hosts: int, workers: int, size: float) -> None:
+    """Every rank must move 2 n (p - 1) / p bytes, and every host's link carry as much of each host's sum."""
+    ranks = hosts * workers
+    least = 2 * size * (ranks - 1) / ranks / PATH.move_bytes_per_s if ranks > 1 else 0.0
+    link = PATH.link
+    assert link is not None
+    wire = 2 * size * (hosts - 1) / hosts / link.bytes_per_s if hosts > 1 else 0.0
+    for algorithm in ALGORITHMS:
+        found = seconds(algorithm, hosts, workers, size)
+        assert found >= max(least, wire) * 0.999
+        assert found == 0 or ranks > 1
+
+
+@given(
+    hosts=st.integers(2, 300),
+    workers=st.integers(1, 16),
+    factor=st.floats(1.1, 10),
+    algorithm=st.sampled_from(ALGORITHMS),
+)
+def test_a_faster_link_is_never_slower(hosts: int, workers: int, factor: float, algorithm: str) -> None:
+    slow, fast = link_of("ethernet", gbit=10), link_of("ethernet", gbit=10 * factor)
+
+    def over(link: Link) -> float:
+        return seconds(algorithm, hosts, workers, path=Path(link=link, host_latency_s=1e-6, move_bytes_per_s=3e9))
+
+    assert over(fast) <= over(slow)
+
+
+def test_ranks_beyond_a_power_of_two_cost_two_more_messages() -> None:
+    assert seconds("rabenseifner", 33, 1) > seconds("rabenseifner", 32, 1) + SIZE / 3e9
+
+
+def test_workers_of_a_host_share_its_link_only_where_they_cross_it() -> None:
+    wide = Path(link=link_of("ethernet", gbit=1), host_latency_s=1e-6, move_bytes_per_s=1e12)
+    ring, doubling = (seconds(name, 4, 8, path=wide) for name in ("ring", "recursive-doubling"))
+    assert ring == pytest.approx(2 * SIZE * 31 / 32 / wide.link.bytes_per_s, rel=0.02)  # type: ignore[union-attr]
+    assert doubling == pytest.approx(2 * 8 * SIZE / wide.link.bytes_per_s, rel=0.02)  # type: ignore[union-attr]
+
+
+def test_the_top_of_the_network_is_narrower() -> None:
+    link = link_of("opa")
+    path = Path(link=link, host_latency_s=1e-6, move_bytes_per_s=1e30)
+    inside, across = seconds("recursive-doubling", 16, 1, path=path), seconds("recursive-doubling", 64, 1, path=path)
+    assert link.leaf_hosts == 28
+    assert across - inside == pytest.approx(2 * link.latency_s + (1 + link.taper) * SIZE / link.bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("draws", "known"), [(1, 0.0), (2, 0.5642), (4, 1.0294), (10, 1.5388), (100, 2.5076), (1000, 3.2414)]
+)
+def test_the_largest_of_normal_values_has_the_tabulated_mean(draws: int, known: float) -> None:
+    """Harter 1961, Expected values of normal order statistics."""
+    assert expected_maximum(draws) == pytest.approx(known, abs=1e-4)
+
+
+def test_the_slowest_worker_is_as_slow_as_in_draws() -> None:
+    draw = random.Random(1)
+    found = mean(max(draw.lognormvariate(-(0.07**2) / 2, 0.07) for _ in range(64)) for _ in range(4000))
+    assert slowest(0.07, 64) == pytest.approx(found, rel=0.005)
+
+
+def test_links_are_the_fabrics_and_take_other_speeds() -> None:
+    assert set(LINKED) >= {"opa", "psm3", "ib", "ethernet"}
+    assert all(link_of(name).source for name in LINKED)
+    assert link_of("ethernet", gbit=10).bytes_per_s == pytest.approx(0.94 * 1.25e9)
+    assert link_of("opa", latency_us=7).latency_s == pytest.approx(7e-6)
+    with pytest.raises(InputError, match="does not connect hosts"):
+        link_of("shm")
