@@ -1,6 +1,6 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: everything that must hold; make test-fast: its quick part; make docs: the documentation.
-# make lab: plans and bindings on emulated machines, after make kernels.
+# make lab: plans and bindings on emulated machines, after make kernels; make lab-slow: those that take minutes each.
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
@@ -14,7 +14,7 @@ PARALLEL ?= -n 2 --dist worksteal
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-fast check docs install mpi kernels lab bench clean
+.PHONY: demo test test-fast check docs install mpi kernels lab lab-slow bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -51,7 +51,11 @@ test: check
 
 # The same planner and binding under real kernels with many NUMA nodes, in emulated machines: tests/lab/.
 lab: install
-	$(RUN) pytest tests/lab
+	$(RUN) pytest tests/lab -m "not slow"
+
+# The largest of these machines, and trainings and launches on two of them.
+lab-slow: install
+	$(RUN) pytest tests/lab -m slow
 
 # Debian's kernels for the lab, as packages unpacked into .lab: the one of Debian 12 and the newest.
 kernels: .lab/installed

@@ -23,7 +23,8 @@ MODULES = ("virtio_pci", "9pnet_virtio", "9p", "virtio_net")
 # no_timer_check: under emulation the kernel's test of its timer fails now and then, which is a panic.
 WORDS = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "no_timer_check")
 PANIC = ("Kernel panic", "Oops:", "BUG:", "rcu_sched detected stalls")
-TIMEOUT_S = 1200.0
+BOOTS = 3  # of a guest, at most
+TIMEOUT_S = 900.0
 LAST_LINES = 15
 
 
@@ -50,9 +51,10 @@ class Guest:
         return self.exchange / f"console-{self.name}"
 
 
-def missing() -> str | None:
+def missing(kernels: tuple[str, ...]) -> str | None:
     """What the lab needs and this host lacks; None where it has all."""
     lacking = [program for program in PROGRAMS if find(program) is None]
+    lacking += [f"kernel {name} (make kernels)" for name in kernels if not [*(KERNELS / name).glob("boot/vmlinuz-*")]]
     return f"the lab needs {', '.join(lacking)}: see docs/contributing/lab.md" if lacking else None
 
 
@@ -63,10 +65,11 @@ def find(program: str) -> str | None:
 
 def run(guest: Guest) -> str:
     """Boot, run the command, return what the guest printed; a boot that panics, as emulation makes one in twelve do,
-    is tried once more. Raises RuntimeError where the command did not end with status 0."""
-    output = _boot(guest)
-    if any(sign in output for sign in PANIC) and not guest.status.is_file():
+    is tried again. Raises RuntimeError where the command did not end with status 0."""
+    for _ in range(BOOTS):
         output = _boot(guest)
+        if guest.status.is_file() or not any(sign in output for sign in PANIC):
+            break
     if not guest.status.is_file() or guest.status.read_text().strip() != "0":
         last = "\n".join(output.splitlines()[-LAST_LINES:])
         raise RuntimeError(f"the guest's command failed or did not end:\n{last}")

@@ -34,13 +34,6 @@ with open(f"/mnt/rank-{os.environ['RANK']}.json", "w") as file:
 """
 
 
-@pytest.fixture(autouse=True)
-def _needs_qemu_and_kernels() -> None:
-    """Name what is absent."""
-    if lacking := boot.missing():
-        pytest.skip(reason=lacking)
-
-
 def test_two_workers_train_lenet_on_snc2(tmp_path: Path) -> None:
     """The trainer itself checks each OpenMP thread and the nodes of its first large allocation, and fails otherwise."""
     command = f"{PYTHON} -m cputrain train {' '.join(LENET)}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-DRAM, HBM, SLOW = "dram", "hbm", "slow"
+DRAM, HBM, SLOW, UNKNOWN = "dram", "hbm", "slow", "unknown"  # as affinity.topology.machine names them
 SPEEDS = {DRAM: 60, HBM: 200, SLOW: 20}  # GB/s of a node as its nearest CPUs see it, in the firmware's HMAT
 LATENCIES = {DRAM: 10, HBM: 12, SLOW: 60}  # ns, likewise
 
@@ -106,7 +106,7 @@ TOPOLOGIES: dict[str, Topology] = {
         hmat=True,
         distances=((10, 21, 13, 28), (21, 10, 23, 17), (13, 23, 10, 30), (28, 17, 30, 10)),
     ),
-    "unknown-memory": Topology(cores=4, nodes=(Node(cpus="0-3"), Node(kind="unknown", beside=0))),
+    "unknown-memory": Topology(cores=4, nodes=(Node(cpus="0-3"), Node(kind=UNKNOWN, beside=0))),
     "four-sockets": Topology(
         sockets=4,
         cores=2,

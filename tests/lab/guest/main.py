@@ -4,6 +4,7 @@ python -m tests.lab.guest.main TOPOLOGY
 """
 
 import json
+import platform
 import sys
 import time
 import traceback
@@ -41,7 +42,6 @@ def main(topology: str) -> int:
     """Run the checks; each one's problem is "" where it holds, None where the topology has nothing to check."""
     scene = set_scene(TOPOLOGIES[topology])
     problems: dict[str, str | None] = {}
-    seconds: dict[str, float] = {}
     for name, check in CHECKS.items():
         started = time.monotonic()
         try:
@@ -53,9 +53,10 @@ def main(topology: str) -> int:
             problems[name] = f"{type(error).__name__} in {place.name}, line {place.lineno}: {error}"[:2000]
         else:
             problems[name] = ""
-        seconds[name] = round(time.monotonic() - started, 1)
-        print(f"{seconds[name]:6.1f} s  {name}: {(problems[name] or 'holds')[:300]}", flush=True)
-    RESULTS.write_text(json.dumps({"problems": problems, "seconds": seconds, "plan": plan_to_dict(scene.plan)}))
+        print(f"{time.monotonic() - started:6.1f} s  {name}: {(problems[name] or 'holds')[:300]}", flush=True)
+    RESULTS.write_text(
+        json.dumps({"problems": problems, "release": platform.release(), "plan": plan_to_dict(scene.plan)})
+    )
     return 0
 
 
