@@ -19,7 +19,7 @@ from affinity.wording import spread
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.plan_facts import GIB, Facts, every
 
-PUBLISHED = "|".join(re.escape(f"profile {name}: {profile.source}") for name, profile in PROFILES.items())
+PUBLISHED = rf"(?:{'|'.join(re.escape(f'profile {name}: {one.source}') for name, one in PROFILES.items())})"
 Pattern = tuple[str, Callable[[Facts], tuple[object, ...]]]
 N, RANGE, REAL = r"([\d,]+)", r"(\d+(?:-\d+)?)", r"([\d.]+)"
 
@@ -53,7 +53,7 @@ REASONS: dict[str, list[Pattern]] = {
         (rf"{N}: one for each of {N} NUMA nodes: \D*", lambda f: (f.ranks, f.nodes)),
         (rf"{N}: one for each core type of a NUMA node: \D*", lambda f: (len(f.groups),)),
         (
-            rf"{N}: {N} (?:NUMA nodes?|groups of equal cores) of {RANGE} cores: \D* have {RANGE} cores each, and 24 \D*",
+            rf"{N}: {N} (?:NUMA nodes?|groups of equal cores) of {RANGE} cores: \D* have {RANGE} cores each, and 24\D*",
             lambda f: (f.ranks, len(f.groups), spread(f.groups.values()), spread(f.sizes)),
         ),
         (
@@ -138,10 +138,10 @@ REASONS: dict[str, list[Pattern]] = {
         (rf"{N}: published practice on 24-core packages \(intra-op 22, inter-op 2\)", lambda f: (f.worker.inter_op,)),
     ],
     "memory policy": [
-        (r"(\D+): \D*", lambda f: (f.worker.memory_policy,)),
-        (r"(\D+): \D* all of its ([\d.]+) GiB", lambda f: (f.worker.memory_policy, f.need)),
+        (r"([a-z]+): \D*", lambda f: (f.worker.memory_policy,)),
+        (r"([a-z]+): \D* all of its ([\d.]+) GiB", lambda f: (f.worker.memory_policy, f.need)),
         (
-            r"(\D+): \D* has ([\d.]+) of the ([\d.]+) GiB \D* nodes (\S+), next to no worker",
+            r"([a-z]+): \D* has ([\d.]+) of the ([\d.]+) GiB \D* nodes (\S+), next to no worker",
             lambda f: (
                 *(f.worker.memory_policy, f"{f.near_dram / GIB:.1f}", f.need),
                 format_list(node.id for node in f.spare),

@@ -88,8 +88,8 @@ class Facts:
 
     @property
     def batch(self) -> int:
-        """Images of a step that the rules reckon with."""
-        return self.plan.request.local_batch or USUAL_BATCH
+        """Images in a worker's pass that the rules reckon with, on average."""
+        return sum(self.images) // self.ranks or USUAL_BATCH
 
     @property
     def images(self) -> list[int]:

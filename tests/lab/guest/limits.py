@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from affinity.planner.plan import Plan
+from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_from_dict, plan_to_dict
+from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.topology.cpuset import format_list
 from affinity.units import MIB
@@ -14,11 +15,6 @@ from tests.lab.guest.scene import Scene, plan_here
 from tests.lab.guest.workers import all_bound, in_group
 
 GROUPS = Path("/sys/fs/cgroup")
-
-
-def training() -> Plan:
-    """A plan of what is trained where no recipe is named."""
-    return plan_here(workload=RESNET50, local_batch=USUAL_BATCH)
 
 
 @contextmanager
@@ -65,14 +61,14 @@ def quotas(scene: Scene) -> None:
     memory that it may use, and warns of a training that does not fit."""
     memory, node = 256 * MIB, max(n.id for n in scene.machine.numa_nodes if n.pus and n.memory_bytes)
     with group(cpu_max="200000 100000", memory_max=str(memory), cpuset_mems=str(node)) as folder:
-        plan, typical = (
-            plan_from_dict(plan) for plan in in_group(folder, lambda: [*map(plan_to_dict, (plan_here(), training()))])
-        )
+        plan = plan_from_dict(in_group(folder, lambda: plan_to_dict(plan_here())))
         assert plan.machine.cpu_quota == 2.0 and plan.machine.memory_limit_bytes == memory, plan.machine
         core_of = {pu: core for core in scene.machine.cores for pu in core.pus}
         cores = {core_of[pu] for worker in plan.workers for pu in worker.pus}
         assert len(cores) <= 2 and {core.numa_node for core in cores} == {node}, plan.workers
-        assert any("would not fit in memory" in text for text in typical.warnings), typical.warnings
+        training = Request(workload=RESNET50, local_batch=USUAL_BATCH)
+        warnings = plan_machine(plan.machine, training, Runtime()).warnings
+        assert any("would not fit in memory" in text for text in warnings), warnings
         with all_bound(plan, group=folder) as running:
             for worker, (_, report) in zip(plan.workers, running, strict=True):
                 as_planned(worker, report)

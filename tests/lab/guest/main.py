@@ -23,6 +23,7 @@ CHECKS: dict[str, Callable[[Scene], None]] = {
     "numactl": readers.numactl,
     "lstopo": readers.lstopo,
     "kinds of memory": readers.memory_kinds,
+    "workers": planned.workers,
     "domains": planned.domains,
     "even workers": planned.even_workers,
     "memory": planned.memory,
@@ -53,11 +54,16 @@ def main(topology: str) -> int:
             problems[name] = f"{type(error).__name__} in {place.name}, line {place.lineno}: {error}"[:2000]
         else:
             problems[name] = ""
-        print(f"{time.monotonic() - started:6.1f} s  {name}: {(problems[name] or 'holds')[:300]}", flush=True)
+        print(f"{time.monotonic() - started:6.1f} s  {name}: {shown(problems[name])}", flush=True)
     RESULTS.write_text(
         json.dumps({"problems": problems, "release": platform.release(), "plan": plan_to_dict(scene.plan)})
     )
     return 0
+
+
+def shown(problem: str | None) -> str:
+    """A check's result as a line of the console."""
+    return "has nothing to check" if problem is None else problem[:300] or "holds"
 
 
 if __name__ == "__main__":
