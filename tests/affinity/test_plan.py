@@ -21,11 +21,11 @@ RUNTIME = Runtime()
 
 
 @st.composite
-def machines_and_requests(draw: st.DrawFn):
+def machines_and_requests(draw: st.DrawFn, *, packages: int = 4, cores: int = 30):
     machine = build_machine(
-        draw(st.integers(1, 4)),
+        draw(st.integers(1, packages)),
         draw(st.integers(1, 3)),
-        draw(st.integers(1, 30)),
+        draw(st.integers(1, cores)),
         draw(st.integers(1, 4)),
         draw(st.sampled_from(["block", "adjacent", "interleaved"])),
     )
@@ -37,9 +37,8 @@ def machines_and_requests(draw: st.DrawFn):
         machine = replace(machine, cores=cores_)
     allowed = draw(st.one_of(st.just(set(machine.pus)), st.sets(st.sampled_from(machine.pus), min_size=1)))
     machine = replace(machine, allowed_pus=tuple(sorted(allowed)))
-    cores = len(machine.allowed_cores)
     request = Request(
-        ppn=draw(st.one_of(st.none(), st.integers(1, cores))),
+        ppn=draw(st.one_of(st.none(), st.integers(1, len(machine.allowed_cores)))),
         smt=draw(st.booleans()),
         nodes=draw(st.sampled_from([1, 4])),
         link_gbit=draw(st.sampled_from([1.0, 100.0, 800.0])),

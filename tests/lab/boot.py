@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.lab.topologies import Topology
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / ".lab"  # a folder for each kernel, as `make kernels` unpacks its package
+BYTECODE = KERNELS / "bytecode"  # compiled modules: a guest compiles fifty times as long, and can store none
 QEMU = "qemu-system-x86_64"
 PROGRAMS = (
     *(QEMU, "busybox", "cpio", "modprobe", "depmod"),
@@ -21,7 +23,7 @@ PROGRAMS = (
 )
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "virtio_net")
 # no_timer_check: under emulation the kernel's test of its timer fails now and then, which is a panic.
-WORDS = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "no_timer_check")
+WORDS = ("console=ttyS0", "quiet", "panic=-1", "mitigations=off", "init_on_alloc=0", "no_timer_check")
 PANIC = ("Kernel panic", "Oops:", "BUG:", "rcu_sched detected stalls")
 BOOTS = 3  # of a guest, at most
 TIMEOUT_S = 900.0
@@ -63,6 +65,13 @@ def find(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
+def compile_modules(*names: str) -> None:
+    """Compile modules of this Python, and all that they import, for the guests."""
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(BYTECODE)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    subprocess.run([sys.executable, "-c", f"import {', '.join(names)}"], env=env, cwd=ROOT, check=True)
+
+
 def run(guest: Guest) -> str:
     """Boot, run the command, return what the guest printed; a boot that panics, as emulation makes one in twelve do,
     is tried again. Raises RuntimeError where the command did not end with status 0."""
@@ -78,7 +87,9 @@ def run(guest: Guest) -> str:
 
 def _boot(guest: Guest) -> str:
     """The guest's console, as text. It lasts until the guest powers off, or TIMEOUT_S."""
-    (guest.exchange / f"command-{guest.name}").write_text(f"cd {shlex.quote(str(ROOT))} && {guest.command}\n")
+    (guest.exchange / f"command-{guest.name}").write_text(
+        f"cd {shlex.quote(str(ROOT))}; export PYTHONPYCACHEPREFIX={shlex.quote(str(BYTECODE))}\n{guest.command}\n"
+    )
     guest.status.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         boot = KERNELS / guest.kernel / "boot"

@@ -51,6 +51,8 @@ def lab(
         if spec and "topology" in spec.params
         for kernel in ([spec.params["kernel"]] if "kernel" in spec.params else KERNELS)
     )
+    if cases:
+        boot.compile_modules("tests.lab.guest.main", "tests.lab.guest.probe")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         boots = {case: pool.submit(_checked, *case, tmp_path_factory.mktemp("lab")) for case in cases}
         request.config.stash[STARTED] = boots
@@ -74,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _checked(topology: str, kernel: str, exchange: Path) -> dict[str, Any]:
-    command = f"{shlex.quote(sys.executable)} -m tests.lab.guest.main {topology}"
+    command = f"{shlex.quote(sys.executable)} -S -m tests.lab.guest.main {topology}"
     started = time.monotonic()
     boot.run(boot.Guest(topology=TOPOLOGIES[topology], kernel=kernel, command=command, exchange=exchange))
     return {**json.loads((exchange / "results.json").read_text()), "wall_s": time.monotonic() - started}

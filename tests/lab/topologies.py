@@ -53,7 +53,7 @@ def even(nodes: int, cpus: int, mib: int = 768) -> tuple[Node, ...]:
 
 SNC2 = ((10, 12, 21, 21), (12, 10, 21, 21), (21, 21, 10, 12), (21, 21, 12, 10))
 TOPOLOGIES: dict[str, Topology] = {
-    "one-node": Topology(cores=2, nodes=(Node(cpus="0-1"),), workers=(1, 1)),
+    "one-node": Topology(cores=2, nodes=(Node(cpus="0-1", mib=1536),), workers=(1, 1)),
     "two-sockets": Topology(
         workers=(4, 4),
         sockets=2,
@@ -83,7 +83,7 @@ TOPOLOGIES: dict[str, Topology] = {
         workers=(1,) * 4,
         cores=4,
         threads=4,
-        nodes=(Node(cpus="0-15"), Node(kind=HBM, beside=0)),
+        nodes=(Node(cpus="0-15", mib=2560), Node(kind=HBM, beside=0)),
         distances=((10, 31), (31, 10)),
         cpu="KnightsMill",
     ),
@@ -115,7 +115,9 @@ TOPOLOGIES: dict[str, Topology] = {
         hmat=True,
         distances=((10, 21, 13, 28), (21, 10, 23, 17), (13, 23, 10, 30), (28, 17, 30, 10)),
     ),
-    "unknown-memory": Topology(workers=(1,) * 4, cores=4, nodes=(Node(cpus="0-3"), Node(kind=UNKNOWN, beside=0))),
+    "unknown-memory": Topology(
+        workers=(1,) * 4, cores=4, nodes=(Node(cpus="0-3", mib=2560), Node(kind=UNKNOWN, beside=0))
+    ),
     "four-sockets": Topology(
         workers=(3,) * 3,
         sockets=4,

@@ -41,6 +41,7 @@ CHECKS: dict[str, Callable[[Scene], None]] = {
 
 def main(topology: str) -> int:
     """Run the checks; each one's problem is "" where it holds, None where the topology has nothing to check."""
+    print(f"{time.clock_gettime(time.CLOCK_BOOTTIME):6.1f} s  up", flush=True)
     scene = set_scene(TOPOLOGIES[topology])
     problems: dict[str, str | None] = {}
     for name, check in CHECKS.items():
