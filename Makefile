@@ -1,7 +1,7 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
 # make test: everything that must hold; make test-fast: its quick part; make docs: the documentation.
 # make fuzz: every reader on 10,000 inputs.
-# make lab: plans and bindings on emulated machines, after make kernels.
+# make lab: plans and bindings on emulated machines, after make kernels; make lab-slow: those that take minutes each.
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
@@ -15,7 +15,7 @@ PARALLEL ?= -n 2 --dist worksteal
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-fast fuzz check docs install mpi kernels lab bench clean
+.PHONY: demo test test-fast fuzz check docs install mpi kernels lab lab-slow bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -52,7 +52,11 @@ test: check
 
 # The same planner and binding under real kernels with many NUMA nodes, in emulated machines: tests/lab/.
 lab: install
-	$(RUN) pytest tests/lab
+	$(RUN) pytest tests/lab -m "not slow"
+
+# The largest of these machines, and trainings and launches on two of them.
+lab-slow: install
+	$(RUN) pytest tests/lab -m slow
 
 # Every reader of files, settings and variables on 10,000 inputs each; `make test` has 500.
 fuzz: install

@@ -6,7 +6,7 @@ from itertools import chain
 from affinity.errors import PlanOfAnotherMachineError
 from affinity.planner.plan import Plan
 from affinity.topology.cpuset import format_list
-from affinity.topology.machine import ASSUMED_NODE_BYTES, Core, Machine
+from affinity.topology.machine import Core, Machine
 from affinity.units import GIB
 
 OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" allows what check_layout refuses, whatever the launcher
@@ -35,8 +35,8 @@ def layout_difference(plan: Plan, host: Machine) -> str | None:
     """The first difference between a plan's machine and this host; None where they are laid out alike.
 
     Only the PUs and nodes that both have are compared: a container, a control group or an offline CPU may hide others.
-    The nodes of the plan's workers must exist. What one side does not know (caches of a synthetic machine, say) is no
-    difference, and neither is more memory than planned: catalog machines have a usual size of it.
+    The nodes of the plan's workers must exist. What one side does not know is no difference: caches of a synthetic
+    machine, say, or memory of a catalog machine, whose size is a usual one. Neither is more memory than planned.
     """
     planned = plan.machine
     common = frozenset(planned.pus) & frozenset(host.pus)
@@ -85,9 +85,6 @@ def _memory(plan: Plan, host: Machine) -> Iterator[str]:
                 yield f"it uses NUMA node {planned.id}, this host has nodes {format_list(here)}"
         elif node.kind != planned.kind:
             yield f"NUMA node {node.id} is {planned.kind} in the plan, {node.kind} here"
-        elif (
-            planned.memory_bytes != ASSUMED_NODE_BYTES
-            and node.memory_bytes < (1 - MISSING_MEMORY) * planned.memory_bytes
-        ):
+        elif not planned.memory_assumed and node.memory_bytes < (1 - MISSING_MEMORY) * planned.memory_bytes:
             sizes = f"{planned.memory_bytes / GIB:.1f} GiB in the plan, {node.memory_bytes / GIB:.1f} GiB here"
             yield f"NUMA node {node.id} has {sizes}"

@@ -10,13 +10,24 @@ from math import inf
 from typing import TypeVar
 
 from affinity.planner.core_groups import Cores, cores_by, uniform_groups
+from affinity.planner.reasons import Reason
 
 T = TypeVar("T")
 
-# The part of its speed that a worker would lose if all of its memory were remote. Assumed.
 LOST_BY_REMOTE_MEMORY = 0.2
-# Layouts whose rates differ by less are equally fast: that is less than the rules can tell.
-NEARLY = 0.95
+NEARLY = 0.9
+FIGURES = (
+    Reason(
+        what="lost by remote memory",
+        value=f"{LOST_BY_REMOTE_MEMORY:.0%}",
+        why="assumed: of the speed of a worker whose memory is all on other NUMA nodes",
+    ),
+    Reason(
+        what="equally fast layouts",
+        value=f"within {1 - NEARLY:.0%}",
+        why="measured: the rate of one layout varies by as much from run to run; the other rules decide between them",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +86,16 @@ def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, 
     """
     layouts = _layouts(cores, ppn)
     layouts = [one for one in layouts if headroom(one) >= 1] or layouts
-    most = max(one.pace(proportional=proportional) for one in layouts)
     return max(
-        (one for one in layouts if one.pace(proportional=proportional) >= NEARLY * most),
+        nearly_fastest(layouts, proportional=proportional),
         key=lambda one: (len(one.used), -one.nodes, one.pace(proportional=proportional)),
     )
+
+
+def nearly_fastest(layouts: Sequence[Layout], *, proportional: bool) -> list[Layout]:
+    """Those that compute nearly as much as the one that computes most."""
+    most = max(one.pace(proportional=proportional) for one in layouts)
+    return [one for one in layouts if one.pace(proportional=proportional) > NEARLY * most]
 
 
 def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:

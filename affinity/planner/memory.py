@@ -14,7 +14,14 @@ from affinity.topology.machine import Machine, NumaNode
 from affinity.units import GIB
 from affinity.wording import counted
 
-USABLE = 0.95  # of a node's memory; the kernel and the page cache of the images keep some
+USABLE = 0.95
+FIGURES = (
+    Reason(
+        what="usable share of memory",
+        value=f"{USABLE:.0%}",
+        why="assumed: the kernel and the page cache of the images keep the rest",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

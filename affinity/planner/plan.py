@@ -28,7 +28,7 @@ __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 class Plan:
     """A host's workers, with a reason for every value.
 
-    The texts name settings in braces, `{balance=batch}`: see `worded`.
+    The texts name settings in braces, `{balance=batch}`, which each reader spells in its own way: see `worded`.
     """
 
     machine: Machine

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One decision: what was decided, its value as shown, and why.
+    """One decision, or a figure behind decisions: what it is, its value as shown, and why.
 
     Planner stages return their values together with these.
     """

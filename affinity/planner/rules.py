@@ -9,14 +9,30 @@ from affinity.planner.workload import Workload, images_per_core_s
 from affinity.topology.machine import Machine
 from affinity.wording import counted
 
-# Below this many cores a worker cannot spare one: communication and loading share the compute cores.
 CORES_TO_SPARE_ONE = 8
-MOST_COMM_CORES = 4  # Intel Caffe's servers per worker on Xeon Phi, the most that was published
-# What one core receives, adds and sends in an all-reduce, bytes/s: about half of what it reads from memory alone.
+MOST_COMM_CORES = 4
 COMM_BYTES_PER_CORE_S = 8e9
 COMM_BYTES_PER_PHI_CORE_S = 3.2e9
-# Communication below this share of a step is not worth a core, however small a share of the cores that is.
 NEGLIGIBLE = 0.005
+FIGURES = (
+    Reason(
+        what="cores to spare",
+        value=f"one in {CORES_TO_SPARE_ONE}",
+        why="assumed: a smaller worker would lose more than communication and loading cost; the 256-node run gave two "
+        "in 24 to communication",
+    ),
+    Reason(what="comm cores per worker", value=f"at most {MOST_COMM_CORES}", why="published: Intel Caffe on Xeon Phi"),
+    Reason(
+        what="GB/s per comm core",
+        value=f"{COMM_BYTES_PER_CORE_S / 1e9:g}, Xeon Phi {COMM_BYTES_PER_PHI_CORE_S / 1e9:g}",
+        why="assumed, of receiving, adding and sending in an all-reduce: half of what one core reads from memory",
+    ),
+    Reason(
+        what="negligible communication",
+        value=f"{NEGLIGIBLE:.1%} of a step",
+        why="assumed: less is not worth a core, however small a part of the cores that is",
+    ),
+)
 
 
 def comm_cores(

@@ -4,19 +4,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from affinity.planner.core_groups import Cores, uniform_groups
-from affinity.planner.layouts import Layout, best_layout, inside_nodes
+from affinity.planner.layouts import Layout, best_layout, inside_nodes, nearly_fastest
+from affinity.planner.reasons import Reason
 from affinity.wording import counted, spread
 
-# The 256-node run gave one worker the 24 cores of a package; MLPerf v0.5 on 2 x 28 cores ran two workers a package.
 MOST_CORES_PER_WORKER = 24
-# On a host of two cores, 2 workers x 1 thread train ResNet-50 1.2-1.35x faster than 1 x 2. Larger hosts have no such
-# measurement, and there each worker more costs memory and a rank in every all-reduce.
 SMALL_HOST_CORES = 4
-# Layouts that compute less than this share of the best one's are no choice; nearer ones differ by less than the error
-# of any prediction (measured rates vary by 10 % from run to run).
-NEAR_BEST = 0.9
-# Workers are near-equal up to this ratio of their cores.
 NEAR_EQUAL = 4 / 3
+FIGURES = (
+    Reason(
+        what="cores per worker",
+        value=f"at most {MOST_CORES_PER_WORKER}",
+        why="published: the 256-node run (24, a package), MLPerf v0.5 on 2 x 28 cores (14, half a package)",
+    ),
+    Reason(
+        what="hosts with a worker per core",
+        value=f"at most {SMALL_HOST_CORES} cores",
+        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; larger hosts have no "
+        "such measurement, and there each worker more costs memory and a rank in every all-reduce",
+    ),
+    Reason(
+        what="near-equal workers",
+        value=f"up to {NEAR_EQUAL:.2f} times the cores of the smallest",
+        why="assumed: with equal batches, the others wait for the smallest",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +74,8 @@ def _suited(cores: Cores, headroom: Callable[[Layout], float], *, proportional: 
     fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
     every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]
     layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER]
-    most = max(layout.pace(proportional=proportional) for layout in layouts)
     return min(
-        (layout for layout in layouts if layout.pace(proportional=proportional) > NEAR_BEST * most),
+        nearly_fastest(layouts, proportional=proportional),
         key=lambda one: (
             not proportional and max(one.sizes) > NEAR_EQUAL * min(one.sizes),
             -one.pace(proportional=proportional),

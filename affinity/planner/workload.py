@@ -2,24 +2,41 @@
 
 from dataclasses import dataclass
 
+from affinity.planner.reasons import Reason
+
 BYTES = 4  # float32
-# A Python with torch, oneDNN's code and scratch space, and the image loader's batches; measured 0.3-0.4 GB with a CPU
-# build of torch, 0.36 GB more with a CUDA build, which pip installs on Linux.
 PROCESS_BYTES = 650_000_000
-# Peak resident memory over what backward keeps: gradients of activations, reordered copies. Measured with torch 2.13:
-# 1.45 for ResNet-50 (batch 4 to 32, 224 x 224), 1.6 for ResNet-18.
-PEAK_OVER_KEPT = 1.6
-# GFLOP/s of one core in a whole training step, float32. Measured 48 on AVX2 (Zen 3), 88 on AVX-512 (Zen 4);
-# the 256-node run comes to 35 (16,400 img/s on 256 x 44 computing cores), 44 before its loss to communication. AMX
-# speeds up bfloat16 only.
-CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}
+PEAK_OVER_KEPT = 1.6  # peak resident memory over what backward keeps: gradients of activations, reordered copies
+CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # in a whole training step; AMX speeds up bfloat16 only
 LEAST_GFLOPS = 20.0
-# ns of one core per pixel of a JPEG that is decoded into random crops. Measured in CPU time on an AMD EPYC with images
-# of 204,000 pixels (ImageNet's mean), 108,000 (flowers) and 86,000 (prepared, short side 256): libjpeg-turbo 6.8, 7.1
-# and 5.2 (722, 1,311 and 2,230 images/s), Pillow 15.8, 20.3 and 18.1 (311, 457 and 644).
-DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}
+DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # of one core per pixel of a JPEG, from which crops are decoded
 IMAGE_PIXELS = 204_000  # mean of ImageNet's images, which crops of 224 x 224 are taken from
 USUAL_BATCH = 32  # images per step of a worker, where no batch is set
+FIGURES = (
+    Reason(
+        what="memory of a process without a network",
+        value=f"{PROCESS_BYTES / 1e9:g} GB",
+        why="measured: Python with torch, oneDNN and the loader's batches 0.3-0.4 GB; a CUDA build of torch, which pip "
+        "installs on Linux, 0.36 GB more",
+    ),
+    Reason(
+        what="peak memory / activations kept",
+        value=f"{PEAK_OVER_KEPT:g}",
+        why="measured with torch 2.13: ResNet-50 1.45 (4 to 32 images of 224 x 224), ResNet-18 1.6",
+    ),
+    Reason(
+        what="training, GFLOP/s per core",
+        value=", ".join(f"{isa} {gflops:g}" for isa, gflops in (*CORE_GFLOPS.items(), ("others", LEAST_GFLOPS))),
+        why="measured in float32: 48 on Zen 3 (AVX2), 88 on Zen 4 (AVX-512); the 256-node run comes to 35 (16,400 "
+        "images/s on 256 x 44 computing cores), 44 before its loss to communication; others: assumed",
+    ),
+    Reason(
+        what="decoding, ns per pixel of an image",
+        value=", ".join(f"{name} {ns:g}" for name, ns in DECODING_NS.items()),
+        why="measured in CPU time on an AMD EPYC, images of 204,000 (ImageNet's mean), 108,000 and 86,000 pixels: "
+        "libjpeg-turbo 6.8, 7.1, 5.2; Pillow 15.8, 20.3, 18.1",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,13 @@ from affinity.errors import InputError
 from affinity.topology.archive import is_archive, tree_root, unpacked
 from affinity.topology.hwloc import read_synthetic
 from affinity.topology.lstopo import read_lstopo
-from affinity.topology.machine import ASSUMED_NODE_BYTES, Core, Machine, NumaNode, ordered
+from affinity.topology.machine import Core, Machine, NumaNode, ordered
 from affinity.topology.sysfs import read_machine, this_machine
 from affinity.units import GIB
+
+# The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
+# (hwloc: 1 GiB).
+ASSUMED_NODE_BYTES = 256 * GIB
 
 
 def shipped(package: Path, name: str) -> Path:
@@ -103,7 +107,8 @@ def _entry(path: Path) -> dict[str, Any]:
 def _assembled(
     name: str, entry: dict[str, Any], *, packages: int, cores: list[int], gib: int, hbm_gib: int = 0, kind: str = "dram"
 ) -> Machine:
-    """A host of equal packages; `cores` lists those of each NUMA node of a package, `gib` is the memory of one.
+    """A host of equal packages; `cores` lists those of each NUMA node of a package, `gib` is the memory of one: of
+    DRAM a usual size, as hosts differ.
 
     `l3_cores` of an entry is the number of cores that share a level-3 cache, where a NUMA node may have several.
     With `hbm_gib` every such node has a memory-only node of that size next to it. PUs are numbered as Linux does on
@@ -127,6 +132,7 @@ def _assembled(
             id=node,
             pus=tuple(sorted(pu for core in made if core.numa_node == node for pu in core.pus)),
             memory_bytes=gib * GIB,
+            memory_assumed=kind == "dram",
             kind=kind,
             near=(node,),
         )

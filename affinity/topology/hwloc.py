@@ -99,6 +99,7 @@ def _nodes(cores: list[Core], levels: _Levels, memory_bytes: int) -> tuple[NumaN
             id=owner + i * len(owners),
             pus=tuple(sorted(pu for core in cores if core.numa_node == owner for pu in core.pus)) if i == 0 else (),
             memory_bytes=memory_bytes if size is None else size,
+            memory_assumed=size is None,
             kind="dram" if i == 0 else "unknown",
             near=(owner,),
         )

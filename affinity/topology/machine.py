@@ -3,11 +3,6 @@
 from dataclasses import dataclass, replace
 
 from affinity.topology.cpuset import format_list
-from affinity.units import GIB
-
-# The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
-# (hwloc: 1 GiB). No real node has exactly as much.
-ASSUMED_NODE_BYTES = 256 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +30,8 @@ class NumaNode:
     `kind` is "dram", "hbm" (faster: MCDRAM, HBM), "slow" (CXL, NVM, memory of a GPU), or "unknown": memory without PUs
     of which nothing tells how fast it is. `near` names the nodes with PUs that are nearest to this memory; for a node
     with PUs that is itself. `bandwidth_mb_s` and `latency_ns` are those of reads from the nearest PUs (the firmware's
-    HMAT), `tier` is the number of the kernel's memory tier (low tiers are fast); None where unknown.
+    HMAT), `tier` is the number of the kernel's memory tier (low tiers are fast); None where unknown. `memory_assumed`
+    tells that `memory_bytes` is a usual size, as the description states none.
     """
 
     id: int
@@ -46,6 +42,7 @@ class NumaNode:
     bandwidth_mb_s: int | None = None
     latency_ns: int | None = None
     tier: int | None = None
+    memory_assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from affinity.errors import InputError, Wording, as_field, describe
 from affinity.planner import layouts, memory, rules, worker_count, workload
 from affinity.planner.plan import Plan, plan_machine
-from affinity.planner.reasons import Reason
 from affinity.topology.cpuset import format_list
 
 
@@ -44,43 +43,5 @@ def _candidates(plan: Plan) -> list[int]:
     return sorted(number for number in numbers if 1 <= number <= max(len(cores), len(plan.workers)))
 
 
-ASSUMPTIONS = (
-    Reason(
-        what="cores per worker",
-        value=f"at most {worker_count.MOST_CORES_PER_WORKER}",
-        why="published: the 256-node run (24), MLPerf v0.5 on 2 x 28 cores (14)",
-    ),
-    Reason(
-        what="hosts with a worker per core",
-        value=f"at most {worker_count.SMALL_HOST_CORES} cores",
-        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2",
-    ),
-    Reason(
-        what="lost by remote memory",
-        value=f"{layouts.LOST_BY_REMOTE_MEMORY:.0%}",
-        why="assumed, of the speed of a worker whose memory is all on other NUMA nodes",
-    ),
-    Reason(
-        what="training, GFLOP/s per core",
-        value=", ".join(f"{isa} {gflops:g}" for isa, gflops in workload.CORE_GFLOPS.items()),
-        why="measured: 48 on Zen 3, 88 on Zen 4; the 256-node run comes to 35, and 44 before its loss to communication",
-    ),
-    Reason(
-        what="decoding, ns per pixel of an image",
-        value=", ".join(f"{name} {ns:g}" for name, ns in workload.DECODING_NS.items()),
-        why=f"measured on an AMD EPYC, images of 86,000 to 204,000 pixels; ImageNet's have {workload.IMAGE_PIXELS:,}",
-    ),
-    Reason(
-        what="GB/s per comm core",
-        value=f"{rules.COMM_BYTES_PER_CORE_S / 1e9:g}, Xeon Phi {rules.COMM_BYTES_PER_PHI_CORE_S / 1e9:g}",
-        why="assumed: half of what one core reads from memory",
-    ),
-    Reason(
-        what="peak memory / activations kept",
-        value=f"{workload.PEAK_OVER_KEPT:g}",
-        why="measured with torch 2.13: ResNet-50 1.45, ResNet-18 1.6",
-    ),
-    Reason(
-        what="usable share of memory", value=f"{memory.USABLE:.0%}", why="the kernel and the page cache keep the rest"
-    ),
-)
+# Every figure that the rules assume, with its source.
+FIGURES = (*worker_count.FIGURES, *layouts.FIGURES, *rules.FIGURES, *workload.FIGURES, *memory.FIGURES)

@@ -9,7 +9,7 @@ from affinity.text_table import align_columns
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine
 from affinity.units import memory_text
-from affinity.views.explain import ASSUMPTIONS, alternatives
+from affinity.views.explain import FIGURES, alternatives
 from affinity.views.legend import color, legend, letter, roles, sign
 from affinity.wording import counted
 
@@ -27,7 +27,7 @@ def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, 
     if explained:
         parts += [
             "other numbers of workers\n" + _indented(align_columns(alternatives(plan, wording)).splitlines()),
-            _listed("assumed figures", ASSUMPTIONS),
+            _listed("figures that the rules assume", FIGURES),
         ]
     return "\n\n".join(part for part in parts if part)
 

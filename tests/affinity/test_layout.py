@@ -109,12 +109,19 @@ def test_memory_may_be_more_or_a_little_less_than_planned() -> None:
     assert layout_difference(plan, with_memory(HOST, 0.95)) is None
 
 
-def test_memory_that_a_description_does_not_state_is_no_difference() -> None:
-    here = this_machine()
-    cores = len(here.cores)
-    plan = planned(find_machine(f"pack:1 core:{cores}"), ppn=1)
-    assert plan.machine.numa_nodes[0].memory_bytes > here.numa_nodes[0].memory_bytes
-    assert "GiB" not in (layout_difference(plan, here) or "")
+@pytest.mark.parametrize("described", ["pack:2 core:24 pu:2(indexes=2*48:48*1)", "skx-8160-2s"])
+def test_memory_that_a_description_only_assumes_is_no_difference(described: str) -> None:
+    small = with_memory(find_machine("skx-8160-2s"), 0.25)
+    assert layout_difference(planned(find_machine(described)), small) is None
+
+
+def test_memory_that_a_description_states_is_compared() -> None:
+    stated = find_machine("numa:1(memory=64GB) core:8")
+    assert layout_difference(planned(stated), with_memory(stated, 0.5)) == (
+        "NUMA node 0 has 64.0 GiB in the plan, 32.0 GiB here"
+    )
+    hbm = find_machine("max-9480-2s-quad-hbm")
+    assert "GiB in the plan" in (layout_difference(planned(hbm), with_memory(hbm, 0.5)) or "")
 
 
 def test_a_machine_with_other_cpus_alone_is_another() -> None:

@@ -6,6 +6,16 @@ MARKS = {None: "-", "": "yes"}  # what a check that has nothing to look at, and 
 Results = Mapping[tuple[str, str], Mapping[str, str | None]]
 
 
+def merged(documented: str, found: str) -> str:
+    """The documented table with the found rows, in place of those of the same topology and kernel."""
+    old, new = ({_case(line): line for line in text.splitlines()} for text in (documented, found))
+    return "".join(f"{line}\n" for line in {**old, **new}.values())
+
+
+def _case(row: str) -> tuple[str, ...]:
+    return tuple(row.split("|")[1:3])
+
+
 def table(results: Results) -> str:
     """Markdown; `results` are each guest's problems by check."""
     checks = list(dict.fromkeys(name for problems in results.values() for name in problems))

@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_from_dict, plan_to_dict
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.topology.cpuset import format_list
 from affinity.units import MIB
 from tests.lab.guest.binding import as_planned, refused
@@ -54,14 +57,18 @@ def shrunk_cpuset(scene: Scene) -> None:
 
 
 def quotas(scene: Scene) -> None:
-    """A CPU quota and a memory limit are read; the plan uses no more cores than the quota pays for."""
-    memory = 256 * MIB
-    with group(cpu_max="200000 100000", memory_max=str(memory)) as folder:
+    """A CPU quota and a memory limit are read: the plan uses no more cores than the quota pays for, those next to
+    memory that it may use, and warns of a training that does not fit."""
+    memory, node = 256 * MIB, max(n.id for n in scene.machine.numa_nodes if n.pus and n.memory_bytes)
+    with group(cpu_max="200000 100000", memory_max=str(memory), cpuset_mems=str(node)) as folder:
         plan = plan_from_dict(in_group(folder, lambda: plan_to_dict(plan_here())))
         assert plan.machine.cpu_quota == 2.0 and plan.machine.memory_limit_bytes == memory, plan.machine
         core_of = {pu: core for core in scene.machine.cores for pu in core.pus}
         cores = {core_of[pu] for worker in plan.workers for pu in worker.pus}
-        assert len(cores) <= 2, plan.workers
+        assert len(cores) <= 2 and {core.numa_node for core in cores} == {node}, plan.workers
+        training = Request(workload=RESNET50, local_batch=USUAL_BATCH)
+        warnings = plan_machine(plan.machine, training, Runtime()).warnings
+        assert any("would not fit in memory" in text for text in warnings), warnings
         with all_bound(plan, group=folder) as running:
             for worker, (_, report) in zip(plan.workers, running, strict=True):
                 as_planned(worker, report)

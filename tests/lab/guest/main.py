@@ -4,6 +4,7 @@ python -m tests.lab.guest.main TOPOLOGY
 """
 
 import json
+import platform
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ CHECKS: dict[str, Callable[[Scene], None]] = {
     "numactl": readers.numactl,
     "lstopo": readers.lstopo,
     "kinds of memory": readers.memory_kinds,
+    "workers": planned.workers,
     "domains": planned.domains,
     "even workers": planned.even_workers,
     "memory": planned.memory,
@@ -39,9 +41,9 @@ CHECKS: dict[str, Callable[[Scene], None]] = {
 
 def main(topology: str) -> int:
     """Run the checks; each one's problem is "" where it holds, None where the topology has nothing to check."""
+    print(f"{time.clock_gettime(time.CLOCK_BOOTTIME):6.1f} s  up", flush=True)
     scene = set_scene(TOPOLOGIES[topology])
     problems: dict[str, str | None] = {}
-    seconds: dict[str, float] = {}
     for name, check in CHECKS.items():
         started = time.monotonic()
         try:
@@ -53,10 +55,16 @@ def main(topology: str) -> int:
             problems[name] = f"{type(error).__name__} in {place.name}, line {place.lineno}: {error}"[:2000]
         else:
             problems[name] = ""
-        seconds[name] = round(time.monotonic() - started, 1)
-        print(f"{seconds[name]:6.1f} s  {name}: {(problems[name] or 'holds')[:300]}", flush=True)
-    RESULTS.write_text(json.dumps({"problems": problems, "seconds": seconds, "plan": plan_to_dict(scene.plan)}))
+        print(f"{time.monotonic() - started:6.1f} s  {name}: {shown(problems[name])}", flush=True)
+    RESULTS.write_text(
+        json.dumps({"problems": problems, "release": platform.release(), "plan": plan_to_dict(scene.plan)})
+    )
     return 0
+
+
+def shown(problem: str | None) -> str:
+    """A check's result as a line of the console."""
+    return "has nothing to check" if problem is None else problem[:300] or "holds"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,13 @@ from tests.lab.guest.scene import Scene
 UNEVEN = 2  # the largest worker's threads over the smallest's
 
 
+def workers(scene: Scene) -> None:
+    """The rules choose the workers that suit the topology."""
+    core_of = {pu: core for core in scene.machine.cores for pu in core.pus}
+    cores = tuple(len({core_of[pu] for pu in worker.pus}) for worker in scene.plan.workers)
+    assert cores == scene.topology.workers, f"workers of {cores} cores"
+
+
 def domains(scene: Scene) -> None:
     """No worker crosses a NUMA node while there are nodes enough; no two share a core; none uses an offline CPU."""
     node_of = {pu: core.numa_node for core in scene.machine.cores for pu in core.pus}

@@ -17,7 +17,8 @@ from affinity import bind
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import plan_to_json
 
-PROBE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("probe.py")))
+BYTECODE = f"pycache_prefix={sys.pycache_prefix}"  # -I ignores the environment
+PROBE = (sys.executable, "-I", "-S", "-X", BYTECODE, str(Path(__file__).with_name("probe.py")))
 POLL_S = 0.05
 
 

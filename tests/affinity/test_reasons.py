@@ -1,0 +1,257 @@
+"""Every number in a reason or a warning is computed here again, from the plan's own values."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from affinity.planner.plan import Plan, plan_machine
+from affinity.planner.profiles import PROFILES
+from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50, footprint, largest_batch
+from affinity.topology.cpuset import format_list
+from affinity.topology.machine import NumaNode
+from affinity.wording import spread
+from tests.affinity.test_plan import machines_and_requests
+from tests.support.plan_facts import GIB, Facts, every
+
+PUBLISHED = rf"(?:{'|'.join(re.escape(f'profile {name}: {one.source}') for name, one in PROFILES.items())})"
+Pattern = tuple[str, Callable[[Facts], tuple[object, ...]]]
+N, RANGE, REAL = r"([\d,]+)", r"(\d+(?:-\d+)?)", r"([\d.]+)"
+
+
+def workers_with_plenty_of_memory(facts: Facts) -> int:
+    nodes = tuple(replace(node, memory_bytes=1 << 50) for node in facts.plan.machine.numa_nodes)
+    machine = replace(facts.plan.machine, numa_nodes=nodes, memory_limit_bytes=None)
+    return len(plan_machine(machine, facts.plan.request, facts.plan.runtime).workers)
+
+
+def memory_parts(facts: Facts) -> tuple[object, ...]:
+    most = max(facts.images)
+    parts = footprint(RESNET50, most)
+    return (
+        *(f"{parts.total / GIB:.1f}", f"{min(other.room for other in every(facts.plan)) / GIB:.1f}", most),
+        *(f"{part / GIB:.2f}" for part in (parts.activations, parts.weights, parts.gradients)),
+        *(f"{part / GIB:.2f}" for part in (parts.optimizer, parts.process)),
+    )
+
+
+# What each decision's text may be, `\D*` where it has no number, and the numbers in it.
+REASONS: dict[str, list[Pattern]] = {
+    "workers per host": [
+        (rf"{N}: (?:requested|{PUBLISHED})", lambda f: (f.ranks,)),
+        (rf"{N}: requested, more than the {N} cores? \D*", lambda f: (f.ranks, len(f.kept))),
+        (
+            rf"{N}: one for each core: on a host of 4 cores or fewer \D* \(measured on two cores: 1.2-1.35x \D*",
+            lambda f: (len(f.kept),),
+        ),
+        (rf"{N}: one for the host: its {N} cores? \D*", lambda f: (1, len(f.own))),
+        (rf"{N}: one for each of {N} NUMA nodes: \D*", lambda f: (f.ranks, f.nodes)),
+        (rf"{N}: one for each core type of a NUMA node: \D*", lambda f: (len(f.groups),)),
+        (
+            rf"{N}: {N} (?:NUMA nodes?|groups of equal cores) of {RANGE} cores: \D* have {RANGE} cores each, and 24\D*",
+            lambda f: (f.ranks, len(f.groups), spread(f.groups.values()), spread(f.sizes)),
+        ),
+        (
+            rf"{N}: the batch and the images suffice for {N} workers? per host",
+            lambda f: (f.ranks, max(1, (f.plan.request.most_workers or 0) // f.plan.request.nodes)),
+        ),
+        (
+            rf"{N}: the memory is too small for the {N} workers? \D*",
+            lambda f: (f.ranks, workers_with_plenty_of_memory(f)),
+        ),
+        (rf"{N}: no number of workers fits \D*", lambda f: (f.ranks,)),
+    ],
+    "core types": [
+        (
+            rf"{N} of speed 1.00, {N} of speed 0.50: each \D*",
+            lambda f: tuple(Counter(core.speed for core in f.kept)[speed] for speed in (1.0, 0.5)),
+        ),
+        (
+            rf"{N} of speed 1.00, {N} of speed 0.50: only those of speed {REAL} compute\D*",
+            lambda f: (
+                *(Counter(core.speed for core in f.kept)[speed] for speed in (1.0, 0.5)),
+                f"{f.own[0].speed:.2f}",
+            ),
+        ),
+    ],
+    "level-3 caches per worker": [
+        (rf"{RANGE}: whole caches\D*", lambda f: (spread([*map(len, f.caches)]),)),
+        (
+            rf"{RANGE}: {N} workers share {N} caches\D*",
+            lambda f: (spread([*map(len, f.caches)]), f.ranks, f.caches_of(shared=False)),
+        ),
+        (
+            rf"{RANGE}: workers share {N} of {N} caches\D*",
+            lambda f: (spread([*map(len, f.caches)]), f.caches_of(shared=True), f.caches_of(shared=False)),
+        ),
+    ],
+    "cores used": [
+        (
+            rf"{N} of {N}: \D* quota is {REAL} cores' worth \D*",
+            lambda f: (len(f.kept), len(f.usable), f"{f.plan.machine.cpu_quota:g}"),
+        ),
+        (rf"{N} of {N}: running processes \D*", lambda f: (len(f.usable), len(f.plan.machine.allowed_cores))),
+    ],
+    "cost of the workers": [
+        (rf"{N} ranks in each all-reduce: \D*", lambda f: (f.ranks * f.plan.request.nodes,)),
+        (
+            rf"{N} ranks in each all-reduce, {N} images in a pass of all of them: \D*",
+            lambda f: (f.ranks * f.plan.request.nodes, sum(f.images) * f.plan.request.nodes),
+        ),
+        (
+            rf"{N} ranks in each all-reduce, {N} images in a pass of all of them, {REAL} GiB on a host: \D*",
+            lambda f: (
+                *(f.ranks * f.plan.request.nodes, sum(f.images) * f.plan.request.nodes),
+                f"{sum(footprint(RESNET50, images).total for images in f.images) / GIB:.1f}",
+            ),
+        ),
+    ],
+    "comm cores per worker": [
+        (rf"{N}: (?:one host: \D*|{PUBLISHED})", lambda f: (f.comm_cores,)),
+        (rf"{N} and {N} second threads: {PUBLISHED}", lambda f: (0, len(f.worker.comm_pus))),
+        (rf"{N}: a domain of {N} cores? is too small \D*", lambda f: (0, len(f.own))),
+        (
+            rf"{N}: {REAL} ms of communication in a step of {REAL} s \D*",
+            lambda f: (0, f"{2 * RESNET50.parameters * 4 / f.link * 1e3:.1f}", f"{f.batch / f.rate:.1f}"),
+        ),
+        (
+            rf"{N}: several hosts: \D* {REAL} Gbit/s per host is {REAL} GB/s per worker, and one core \D* 8 GB/s",
+            lambda f: (f.comm_cores, f"{f.plan.request.link_gbit:g}", f"{f.link / 1e9:.1f}"),
+        ),
+    ],
+    "loader cores per worker": [
+        (rf"{N}: {PUBLISHED}", lambda f: (f.loader_cores,)),
+        (rf"{N}: a domain of {N} cores? is too small \D*", lambda f: (0, len(f.own))),
+        (
+            rf"{N}: ResNet-50 at 224 x 224 trains at most {N} images/s on {N} cores?; one core decodes about {N} \D*",
+            lambda f: (f.loader_cores, f"{f.rate:,.0f}", len(f.own), f"{1e9 / (7 * 204_000):,.0f}"),
+        ),
+    ],
+    "intra-op threads": [(rf"{N}: one for each \D*", lambda f: (f.worker.intra_op,))],
+    "inter-op threads": [
+        (rf"{N}: (?:ResNet is \D*|{PUBLISHED})", lambda f: (f.worker.inter_op,)),
+        (rf"{N}: published practice on 24-core packages \(intra-op 22, inter-op 2\)", lambda f: (f.worker.inter_op,)),
+    ],
+    "memory policy": [
+        (r"([a-z]+): \D*", lambda f: (f.worker.memory_policy,)),
+        (r"([a-z]+): \D* all of its ([\d.]+) GiB", lambda f: (f.worker.memory_policy, f.need)),
+        (
+            r"([a-z]+): \D* has ([\d.]+) of the ([\d.]+) GiB \D* nodes (\S+), next to no worker",
+            lambda f: (
+                *(f.worker.memory_policy, f"{f.near_dram / GIB:.1f}", f.need),
+                format_list(node.id for node in f.spare),
+            ),
+        ),
+    ],
+    "memory left out": [
+        (
+            r"NUMA node (\S+): \D*",
+            lambda f: (format_list(n.id for n in f.plan.machine.numa_nodes if n.kind in ("slow", "unknown")),),
+        )
+    ],
+    "local batch": [
+        (rf"{RANGE}: (?:requested|a typical value, \D*)", lambda f: (spread(f.images),)),
+        (
+            rf"{RANGE}: equal parts of the global batch of {N} images on {N} workers?, \D*",
+            lambda f: (spread(f.images), f.plan.request.global_batch, f.ranks * f.plan.request.nodes),
+        ),
+        (
+            rf"{RANGE}: in proportion to compute threads, {N} on average: \D*",
+            lambda f: (spread(f.images), sum(f.images) // f.ranks),
+        ),
+    ],
+    "memory per worker": [
+        (
+            rf"{REAL} of {REAL} GiB of \D*: ResNet-50 at 224 x 224 \(assumed\), {N} images? per step: "
+            + ", ".join(rf"{name} {REAL}" for name in ("activations", "weights", "gradients", "optimizer"))
+            + rf", the process itself {REAL} GiB",
+            memory_parts,
+        )
+    ],
+    "oneCCL threads per worker": [(rf"{N}: (?:\D*|{PUBLISHED})", lambda f: (dict(f.worker.env)["CCL_WORKER_COUNT"],))],
+    "waiting of MPI and oneCCL": [(r"\D*", lambda f: ())],
+    "OpenMP runtime": [(r"lib(?:gomp|iomp5): .*", lambda f: ())],  # of a profile and of pip's packages, not of the plan
+    "allocator": [(r"\D*", lambda f: ())],
+}
+WARNINGS: list[Pattern] = [
+    (rf"the worker spans {N} NUMA nodes: \D*", lambda f: (f.nodes,)),
+    (rf"{N} of {N} workers span several of the {N} NUMA nodes: \D*", lambda f: (f.spanning, f.ranks, f.nodes)),
+    (rf"domains of {RANGE} cores: \D*", lambda f: (spread(f.sizes),)),
+    (
+        rf"oversubscribed: {N} workers share {N} cores?, up to {N} per core, \D*",
+        lambda f: (f.ranks, len(f.kept), -(-f.ranks // len(f.kept))),
+    ),
+    (
+        rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
+        rf"worker {N} has {REAL} GiB: \D*",
+        lambda f: (f.worker.local_batch, f.need, f.worker.local_rank, f"{f.room / GIB:.1f}"),
+    ),
+    (
+        rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
+        rf"worker {N} has {REAL} GiB: set {{local_batch}} to {N} or fewer",
+        lambda f: (
+            *(f.worker.local_batch, f.need, f.worker.local_rank, f"{f.room / GIB:.1f}"),
+            largest_batch(RESNET50, int(f.room)),
+        ),
+    ),
+    (r"planned for \S+, not \S+ \(.*", lambda f: ()),  # of the OpenMP runtime
+]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans of machines with and without caches, types of cores, small and fast memory, limits and neighbors."""
+    machine, request = draw(machines_and_requests(packages=2, cores=12))
+    mib = draw(st.sampled_from([512, 3 << 10, 6 << 10, 64 << 10]))
+    nodes = tuple(replace(node, memory_bytes=mib << 20) for node in machine.numa_nodes)
+    if kind := draw(st.sampled_from([None, None, "hbm", "slow", "unknown"])):
+        nodes += (NumaNode(id=len(nodes), pus=(), memory_bytes=4 << 30, kind=kind, near=(0,)),)
+    machine = replace(
+        machine,
+        numa_nodes=nodes,
+        allowed_nodes=tuple(node.id for node in nodes),
+        cpu_quota=draw(st.sampled_from([None, 1.5, 6.0])),
+        memory_limit_bytes=draw(st.sampled_from([None, 8 << 30])),
+    )
+    request = replace(
+        request,
+        ppn=draw(st.sampled_from([None, request.ppn])),
+        oversubscribe=draw(st.booleans()),
+        occupied=draw(st.sampled_from([(), machine.allowed_pus[:1]])),
+        global_batch=draw(st.sampled_from([None, 512])),
+        most_workers=draw(st.sampled_from([None, 8])),
+    )
+    if request.oversubscribe and request.ppn:
+        request = replace(request, ppn=request.ppn + draw(st.integers(0, 9)))
+    try:
+        return plan_machine(machine, request, Runtime())
+    except InputError:
+        assume(False)
+        raise
+
+
+def texts(plan: Plan) -> Iterator[tuple[str, list[Pattern]]]:
+    """Each text with numbers, and what it may be."""
+    yield from ((f"{reason.value}: {reason.why}", REASONS[reason.what]) for reason in plan.reasons)
+    yield from ((text, WARNINGS) for text in plan.warnings)
+
+
+def written(numbers: tuple[object, ...]) -> tuple[str, ...]:
+    """As the texts write them."""
+    return tuple(f"{number:,}" if isinstance(number, int) else str(number) for number in numbers)
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_every_number_of_a_text_is_the_plan_s(plan: Plan) -> None:
+    for text, patterns in texts(plan):
+        found = [(match.groups(), expected) for p, expected in patterns if (match := re.fullmatch(p, text))]
+        assert found, f"a text with unchecked numbers: {text}"
+        (numbers, expected), *ambiguous = found
+        assert not ambiguous, text
+        assert any(numbers == written(expected(facts)) for facts in every(plan)), (text, expected(every(plan)[0]))

@@ -1,0 +1,140 @@
+"""What the texts of a plan tell, computed again from the plan's values alone."""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import inf
+
+from affinity.planner.plan import Plan, WorkerPlan
+from affinity.planner.workload import RESNET50, USUAL_BATCH, footprint
+from affinity.topology.machine import Core, NumaNode
+
+GIB = 1 << 30
+CORE_IMAGES_S = 50 / 24.3  # AVX2, ResNet-50: GFLOP/s over GFLOP per image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the texts tell of a plan and of one of its workers, computed from the plan's values alone."""
+
+    plan: Plan
+    worker: WorkerPlan
+
+    @property
+    def ranks(self) -> int:
+        return len(self.plan.workers)
+
+    @property
+    def usable(self) -> list[Core]:
+        """Cores that no process of another plan has, before the quota."""
+        occupied = {*self.plan.request.occupied}
+        busy = {pu for core in self.plan.machine.cores if occupied & {*core.pus} for pu in core.pus}
+        return [core for core in self.plan.machine.allowed_cores if not busy & {*core.pus}]
+
+    @property
+    def kept(self) -> list[Core]:
+        """Those of them that the quota feeds: the ones that the plan did not put beyond it."""
+        beyond = {pu for item in self.plan.unused if item.why == "beyond the CPU quota" for pu in item.pus}
+        return [core for core in self.usable if not beyond & {*core.pus}]
+
+    def cores(self, worker: WorkerPlan) -> list[Core]:
+        """The worker's own cores: those of the type that computes."""
+        speed = next(core.speed for core in self.usable if worker.compute_pus[0] in core.pus)
+        return [core for core in self.usable if {*core.pus} & {*worker.pus} and core.speed == speed]
+
+    @property
+    def comm_cores(self) -> int:
+        return self.cores_of(self.worker.comm_pus)
+
+    @property
+    def loader_cores(self) -> int:
+        return self.cores_of(self.worker.loader_pus)
+
+    def cores_of(self, pus: tuple[int, ...]) -> int:
+        return sum(not {*core.pus}.isdisjoint(pus) for core in self.usable)
+
+    @property
+    def need(self) -> str:
+        """GiB of the worker's batch."""
+        return f"{footprint(RESNET50, self.worker.local_batch or 0).total / GIB:.1f}"
+
+    @property
+    def own(self) -> list[Core]:
+        return self.cores(self.worker)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(self.cores(worker)) for worker in self.plan.workers]
+
+    @property
+    def groups(self) -> Counter[tuple[int | None, float]]:
+        """Computing cores by NUMA node and type."""
+        return Counter((core.numa_node, core.speed) for worker in self.plan.workers for core in self.cores(worker))
+
+    @property
+    def nodes(self) -> int:
+        return len({node for node, _ in self.groups})
+
+    @property
+    def spanning(self) -> int:
+        return sum(len({core.numa_node for core in self.cores(worker)}) > 1 for worker in self.plan.workers)
+
+    @property
+    def caches(self) -> list[set[int | None]]:
+        return [{core.l3 for core in self.cores(worker)} for worker in self.plan.workers]
+
+    def caches_of(self, shared: bool) -> int:
+        users = Counter(cache for used in self.caches for cache in used)
+        return sum(count > 1 for count in users.values()) if shared else len(users)
+
+    @property
+    def batch(self) -> int:
+        """Images in a worker's pass that the rules reckon with, on average."""
+        return sum(self.images) // self.ranks or USUAL_BATCH
+
+    @property
+    def images(self) -> list[int]:
+        return [worker.local_batch or 0 for worker in self.plan.workers]
+
+    @property
+    def rate(self) -> float:
+        """Images/s that the worker's cores train."""
+        return sum(core.speed for core in self.own) * CORE_IMAGES_S
+
+    @property
+    def link(self) -> float:
+        """Bytes/s of a worker's part of the link."""
+        return self.plan.request.link_gbit * 1e9 / 8 / self.ranks
+
+    def near(self, worker: WorkerPlan) -> list[NumaNode]:
+        """Memory next to the worker: of its own nodes, and HBM beside them."""
+        own = {core.numa_node for core in self.cores(worker)}
+        return [node for node in self.plan.machine.numa_nodes if own & {*node.near} and node.kind in ("dram", "hbm")]
+
+    def part(self, node: NumaNode) -> float:
+        """Bytes of a node that each of the workers next to it may use, or each worker where none is."""
+        return node.memory_bytes * 0.95 / (sum(node in self.near(w) for w in self.plan.workers) or self.ranks)
+
+    @property
+    def spare(self) -> list[NumaNode]:
+        """Nodes with PUs that are next to no worker."""
+        used = [node for worker in self.plan.workers for node in self.near(worker)]
+        return [node for node in self.plan.machine.numa_nodes if node.pus and node not in used]
+
+    @property
+    def near_dram(self) -> float:
+        return sum(self.part(node) for node in self.near(self.worker) if node.kind == "dram")
+
+    @property
+    def room(self) -> float:
+        """Bytes that the worker may use under its policy."""
+        bound = [node for node in self.plan.machine.numa_nodes if node.id in self.worker.memory_nodes]
+        room = sum(map(self.part, bound)) if bound else self.near_dram
+        if self.worker.memory_policy == "preferred":
+            room += self.near_dram if bound[0].kind == "hbm" else sum(map(self.part, self.spare))
+        limit = self.plan.machine.memory_limit_bytes
+        return min(room, inf if limit is None else limit / self.ranks)
+
+
+def every(plan: Plan) -> list[Facts]:
+    """The facts as each worker sees them."""
+    return [Facts(plan=plan, worker=worker) for worker in plan.workers]
