@@ -1,6 +1,5 @@
 """Where a rank of a group is: its number, and its number on its host, from the launcher or found with the others."""
 
-import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +36,7 @@ def _hosts(rank: int, size: int, store: Store, timeout: timedelta) -> list[str]:
     """What tells the host of each rank from other hosts."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
     keys = [str(number) for number in range(size)]
-    store.set(keys[rank], f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/ipc').st_ino}")
+    store.set(keys[rank], f"{socket.gethostname()} {boot} {Path('/proc/self/ns/ipc').stat().st_ino}")
     try:
         store.wait(keys, timeout)
     except RuntimeError:

@@ -107,8 +107,8 @@ void monitored_barrier(
   const auto left = [&] { return std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()); };
   store.set(prefix + std::to_string(rank), std::string("here"));
   if (rank > 0) {
-    const bool told = wait_for(store, prefix + "told", timeout);
-    CPUTRAIN_REQUIRE(told, "ccl: rank 0 did not pass monitoredBarrier in ", timeout.count(), " ms");
+    const bool told = wait_for(store, prefix + "told", 2 * timeout);  // rank 0 waits as long for the others
+    CPUTRAIN_REQUIRE(told, "ccl: Rank 0 failed to pass monitoredBarrier in ", 2 * timeout.count(), " ms");
     const auto problem = store.get_to_str(prefix + "told");
     CPUTRAIN_REQUIRE(problem == "all", problem);
     return;
