@@ -19,6 +19,7 @@ from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import find_libraries
 from cputrain.comm.ccl.place import place_of
+from cputrain.comm.ccl.segments import sweep_segments
 from cputrain.comm.heartbeats import PendingCollective, key_of, place_of_this_process
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import Watchdog
@@ -47,6 +48,7 @@ def extension(rank: Rank) -> ModuleType:
     global _extension, applied  # noqa: PLW0603  libraries load once in a process
     if _extension is None:
         libraries = find_libraries(os.environ)
+        sweep_segments()
         check_host(rank, os.environ)
         applied = settings(libraries, rank, os.environ)
         path = ensure_built(libraries, os.environ)

@@ -10,9 +10,9 @@ from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import LOOPBACK_INTERFACE, PMI_CONNECTIONS
 from affinity.ranks.route import interface_to
 from cputrain.comm.ccl.libraries import Libraries
+from cputrain.comm.ccl.segments import SHM
 from mpi.fabric import Setting
 
-SHM = Path("/dev/shm")
 SHM_BYTES_PER_RANK = 32 << 20
 # Providers that register (lock) memory with the network card.
 PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
@@ -85,10 +85,10 @@ def check_host(rank: Rank, env: Mapping[str, str]) -> None:
     """Raise InputError for limits of this host that would make oneCCL or MPI fail later without a clear message."""
     if rank.local_world_size > 1:
         space = os.statvfs(SHM) if SHM.is_dir() else None
-        found = space.f_blocks * space.f_frsize if space else 0
+        found = space.f_bavail * space.f_frsize if space else 0
         if found < rank.local_world_size * SHM_BYTES_PER_RANK:
             raise InputError(
-                f"{SHM} has {found >> 20} MiB, {rank.local_world_size} ranks that share memory need "
+                f"{SHM} has {found >> 20} MiB free, {rank.local_world_size} ranks that share memory need "
                 f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20} MiB: enlarge it (docker --shm-size=2g), or set "
                 "comm.backend=gloo"
             )
