@@ -29,14 +29,16 @@ FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[\d,-]*\]([^\[,]*))?")
 
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, the same numbers by the names of Intel MPI,
-    MPICH, Open MPI and Slurm, and, where they are not set, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+    MPICH, Open MPI and Slurm, the host's number (NODE_RANK, GROUP_RANK, SLURM_NODEID), and, where they are not set,
+    MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
 
     Raises InputError where rank 0's host cannot be known, RunError where the port is taken.
     """
     address, port = meeting_place(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    node = {} if rank.convention == "srun" else {"SLURM_NODEID": str(rank.rank // rank.local_world_size)}
+    host = env["SLURM_NODEID"] if rank.convention == "srun" else str(rank.rank // rank.local_world_size)
+    node = {"SLURM_NODEID": host, "NODE_RANK": host, "GROUP_RANK": host}
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
     same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}

@@ -25,8 +25,9 @@ from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import with_rank
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose_backend
+from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.store import SignedKeys, connect_store
-from cputrain.comm.watchdog import PendingCollective, Watchdog
+from cputrain.comm.watchdog import Watchdog
 from mpi.supervise.connection import TOKEN_VARIABLE
 
 T = TypeVar("T")
@@ -60,21 +61,27 @@ def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) 
             world_size=rank.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-    watchdog = ccl.watchdog if chosen == "ccl" else _gloo_watchdog(rank, store)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    watchdog = ccl.watchdog if chosen == "ccl" else _gloo_watchdog(rank, store, token, timeout_s)
     assert watchdog is not None
-    keys = SignedKeys(store, os.environ.get(TOKEN_VARIABLE, ""))
+    keys = SignedKeys(store, token)
     return CommGroup(backend=chosen, why=why, keys=keys, watchdog=watchdog)
 
 
-def _gloo_watchdog(rank: Rank, store: Store) -> Watchdog:
+def _gloo_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> Watchdog:
     def pending() -> PendingCollective:
         number = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
         return PendingCollective(f"gloo's collective #{number} or before the next", number)
 
+    def connection() -> SignedKeys:
+        return SignedKeys(PrefixStore("watchdog", store.clone()), token)  # type: ignore[attr-defined]
+
     return Watchdog(
-        PrefixStore("watchdog", store.clone()),  # type: ignore[attr-defined]
+        connection(),
+        ranks=range(rank.world_size),
         rank=rank.rank,
-        world_size=rank.world_size,
+        timeout_s=timeout_s,
+        sender=HeartbeatThread(connection(), rank.rank, place_of_this_process(native=False), pending),
         pending=pending,
         set_absent_ranks=_ignore,
         abort=_ignore,

@@ -4,7 +4,7 @@ import errno
 import hmac
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
@@ -74,9 +74,19 @@ class SignedKeys:
 
     def get(self, key: str) -> str | None:
         """A key's value; None where no rank of this job has set it."""
-        if not self._store.check([key]):
-            return None
-        signature, _, value = self._store.get(key).decode(errors="replace").partition(" ")
+        return self._verified(key, self._store.get(key)) if self.has(key) else None
+
+    def has(self, key: str) -> bool:
+        """Whether any process has set a key."""
+        return bool(self._store.check([key]))
+
+    def get_all(self, keys: Sequence[str]) -> list[str | None]:
+        """The values of keys that are set, as `get` returns them, in one exchange with the store."""
+        found = self._store.multi_get(list(keys)) if keys else []
+        return [self._verified(key, signed) for key, signed in zip(keys, found, strict=True)]
+
+    def _verified(self, key: str, signed: bytes) -> str | None:
+        signature, _, value = signed.decode(errors="replace").partition(" ")
         return value if hmac.compare_digest(signature.encode(), self._signature(key, value).encode()) else None
 
     def _signature(self, key: str, value: str) -> str:

@@ -17,7 +17,13 @@ from mpi.launchers.local import local_commands
 from mpi.supervise.connection import TOKEN_VARIABLE, new_token
 from mpi.supervise.exits import SETTLE_S, describe_exit, first_cause
 from mpi.supervise.ranks import RankSupervisor
-from mpi.supervise.signals import PREEMPTION_SIGNAL, InterruptedBySignalError, ignore_stop_signals, interruptible
+from mpi.supervise.signals import (
+    PREEMPTION_SIGNAL,
+    InterruptedBySignalError,
+    ignore_stop_signals,
+    interrupt,
+    interruptible,
+)
 
 POLL_S = 0.05
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -94,7 +100,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop) -> int:
         if supervisor.all_exited:
             return 0
         if time.monotonic() > stop.deadline:
-            raise InterruptedBySignalError(stop.number)
+            interrupt(stop.number)
         supervisor.poll(POLL_S)
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:

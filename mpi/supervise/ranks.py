@@ -16,7 +16,7 @@ from affinity.errors import InputError
 from mpi.supervise.exits import LAST_LINES, RankExit
 from mpi.supervise.output import Stream
 from mpi.supervise.process import signal_group, start_rank
-from mpi.supervise.signals import InterruptedBySignalError
+from mpi.supervise.signals import InterruptedBySignalError, stopped_again
 from mpi.usage.file import FOLDER as USAGE
 from mpi.usage.sampler import Sampler
 
@@ -135,11 +135,11 @@ class RankSupervisor:
         self._signal_groups(signal.SIGCONT)
         try:
             deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline and not self.all_exited:
+            while time.monotonic() < deadline and not self.all_exited and not stopped_again():
                 time.sleep(STOP_POLL_S)
                 self._note_exits()
         except InterruptedBySignalError:
-            pass  # a second Ctrl-C
+            pass  # the first Ctrl-C, while the ranks are being ended
         finally:
             self._signal_groups(signal.SIGKILL)
             for rank in self.ranks:

@@ -21,7 +21,7 @@ from mpi.supervise.exits import SETTLE_S
 from mpi.supervise.monitor import Monitor
 from mpi.supervise.process import start_launcher, write_files
 from mpi.supervise.reaper import end_descendants
-from mpi.supervise.signals import InterruptedBySignalError, interruptible
+from mpi.supervise.signals import InterruptedBySignalError, interruptible, stopped_again
 
 POLL_S = 0.1
 LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
@@ -116,10 +116,10 @@ def _tear_down(process: subprocess.Popen[bytes] | None, monitor: Monitor) -> Non
         if process is not None and process.poll() is None:
             monitor.stop()
             deadline = time.monotonic() + STOP_S
-            while time.monotonic() < deadline and process.poll() is None:
+            while time.monotonic() < deadline and process.poll() is None and not stopped_again():
                 monitor.poll(POLL_S)
     except InterruptedBySignalError:
-        pass  # a second Ctrl-C
+        pass  # the first Ctrl-C, while the ranks are being ended
     finally:
         monitor.close()
         end_descendants(KILL_S)

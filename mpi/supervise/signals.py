@@ -8,6 +8,8 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
 
+_interruptions: list[int] = []  # stop signals that ended the work of the surrounding `interruptible`
+
 
 class InterruptedBySignalError(Exception):
     """This process has received a stop signal (its number is in args[0])."""
@@ -17,14 +19,17 @@ class InterruptedBySignalError(Exception):
 def interruptible(
     preempt: Callable[[], None] = lambda: None, first_stop: Callable[[int], None] | None = None
 ) -> Iterator[None]:
-    """Raise InterruptedBySignalError at each stop signal, wherever the process is, and call `preempt` at a preemption
-    signal; the handlers are restored afterwards. With `first_stop`, that is called at the first stop signal instead."""
+    """Raise InterruptedBySignalError at a stop signal, wherever the process is, and call `preempt` at a preemption
+    signal; the handlers are restored afterwards. With `first_stop`, that is called at the first stop signal, and the
+    second one raises. Later ones raise nothing: `stopped_again` tells of them."""
+    _interruptions.clear()
     calls = [first_stop] if first_stop is not None else []
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if not calls:
-            raise InterruptedBySignalError(number)
-        calls.pop()(number)
+        if calls:
+            calls.pop()(number)
+        else:
+            interrupt(number)
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     before[PREEMPTION_SIGNAL] = signal.signal(PREEMPTION_SIGNAL, lambda _number, _frame: preempt())
@@ -33,6 +38,18 @@ def interruptible(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt(number: int) -> None:
+    """Raise InterruptedBySignalError, but once: raised again while the process stops its ranks, it would leave some."""
+    _interruptions.append(number)
+    if len(_interruptions) == 1:
+        raise InterruptedBySignalError(number)
+
+
+def stopped_again() -> bool:
+    """Whether a stop signal has come since the one that interrupted: what that began is to be ended at once."""
+    return len(_interruptions) > 1
 
 
 def ignore_stop_signals() -> None:

@@ -1,5 +1,6 @@
 """Before oneCCL runs: where it is found, what is set for it, how its backend is compiled; each failure in one line."""
 
+import mmap
 import multiprocessing
 import os
 import re
@@ -22,6 +23,7 @@ from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
 from cputrain.comm.ccl.environment import check_host, settings, transport_of
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
+from cputrain.comm.ccl.segments import sweep_segments
 from cputrain.training.binding import misplaced_comm_threads
 from tests.support.commands import cputrain
 
@@ -150,7 +152,23 @@ def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
     small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True)
-    assert "/dev/shm has 64 MiB, 4 ranks that share memory need 128 MiB: enlarge it" in printed.stderr
+    assert "/dev/shm has 64 MiB free, 4 ranks that share memory need 128 MiB: enlarge it" in printed.stderr
+
+
+def test_segments_of_dead_processes_are_swept_and_those_of_living_ones_kept(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    names = (f"{ended.pid}:0:0", f"{os.getpid()}:0:0", "Intel_MPI_abcdef", "Intel_MPI_ghijkl", "somebody-s")
+    dead, living, unmapped, mapped, other = (tmp_path / name for name in names)
+    for path in (dead, living, unmapped, mapped, other):
+        path.write_bytes(bytes(1 << 16))
+        os.utime(path, (0, 0))
+    with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert sweep_segments(tmp_path) >= 2 << 16
+        assert sorted(tmp_path.iterdir()) == sorted([living, mapped, other])
+        young = tmp_path / "Intel_MPI_mnopqr"
+        young.write_bytes(b"1")
+        assert sweep_segments(tmp_path) == 0 and young.exists()
 
 
 def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

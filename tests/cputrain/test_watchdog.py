@@ -1,22 +1,37 @@
 """The watchdog: silent and absent ranks found from their heartbeats, and the end of a rank whose peer is lost."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from affinity.ranks.rank import Rank, rendezvous
-from cputrain.comm.watchdog import Heartbeat, LastHeartbeat, absent_ranks, silent_rank
+from cputrain.comm.heartbeats import (
+    Heartbeat,
+    LastHeartbeat,
+    absent_ranks,
+    is_scheduled,
+    place_of_this_process,
+    silence_limit,
+    silent_rank,
+)
 from mpi.supervise.local import free_port
 
 STUCK = """
 import threading, time
 from torch.distributed import HashStore
-from cputrain.comm.watchdog import PendingCollective, Watchdog
+from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
+from cputrain.comm.store import SignedKeys
+from cputrain.comm.watchdog import Watchdog
 never = threading.Event()
+keys = SignedKeys(HashStore(), "token")
+pending = lambda: PendingCollective("ALLREDUCE #3", 3, overdue_s=12.3)
 Watchdog(
-    HashStore(), rank=0, world_size=1, set_absent_ranks=print,
-    pending=lambda: PendingCollective("ALLREDUCE #3", 3, overdue_s=12.3), abort=lambda reason: never.wait(),
+    keys, ranks=(0,), rank=0, timeout_s=60.0, set_absent_ranks=print, pending=pending,
+    sender=HeartbeatThread(keys, 0, place_of_this_process(native=False), pending), abort=lambda reason: never.wait(),
 )
 never.wait()
 """
@@ -38,20 +53,38 @@ with convert_lost_peer_errors(rank.rank):
 
 
 def last(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> LastHeartbeat:
-    heartbeat = Heartbeat(count=1, host="n1", waits_in=waits_in, sequence=sequence, left=left)
+    place = {"host": "n1", "kernel": "k1", "pid": 1, "started": 0, "native": True}
+    heartbeat = Heartbeat(**place, count=1, waits_in=waits_in, sequence=sequence, left=left)
     return LastHeartbeat(heartbeat=heartbeat, at=at)
 
 
 def test_the_longest_silent_rank_is_named_with_its_last_collective() -> None:
     seen = {0: last(99.0), 1: last(80.0, "ALLREDUCE #4 (Float[3])", 4), 2: last(84.0)}
-    assert silent_rank(seen, 100.0, 15.0) == (
+    assert silent_rank(seen, 100.0, lambda _: 15.0) == (
         "rank 1 on n1 has sent no heartbeat for 20 s: it was last in ALLREDUCE #4 (Float[3])"
     )
-    assert silent_rank(seen, 100.0, 25.0) is None
+    assert silent_rank(seen, 100.0, lambda _: 25.0) is None
 
 
 def test_a_rank_that_has_left_does_not_count_as_silent() -> None:
-    assert silent_rank({0: last(99.0), 1: last(10.0, left=True)}, 100.0, 15.0) is None
+    assert silent_rank({0: last(99.0), 1: last(10.0, left=True)}, 100.0, lambda _: 15.0) is None
+
+
+def test_a_rank_that_lives_here_has_all_of_the_timeout_and_a_stopped_or_unseen_one_has_not() -> None:
+    here = place_of_this_process(native=False)
+    assert silence_limit(here, here.kernel, 60.0) == 60.0
+    assert silence_limit(here, "another kernel", 60.0) == 60.0  # its beats may wait for Python
+    assert silence_limit(replace(here, native=True), "another kernel", 60.0) == 15.0
+    assert silence_limit(replace(here, started=here.started - 1), here.kernel, 60.0) == 15.0  # its PID went to another
+    with subprocess.Popen(["sleep", "60"]) as process:
+        text = Path(f"/proc/{process.pid}/stat").read_text()
+        started = int(text.rpartition(")")[2].split()[19])
+        assert is_scheduled(process.pid, started)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert not is_scheduled(process.pid, started)
+        process.kill()
+    assert not is_scheduled(process.pid, started)
 
 
 def test_ranks_that_have_not_joined_the_newest_collective_are_named() -> None:

@@ -17,8 +17,7 @@ from cputrain.comm.ccl.libraries import Libraries
 from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
 
 NAME = "cputrain_ccl"
-SOURCES = ("engine.hpp", "engine.cpp", "backend.cpp")
-HERE = Path(__file__).parent
+NATIVE = Path(__file__).parent / "native"
 
 
 def part(libraries: Libraries) -> NativeExtension:
@@ -42,7 +41,7 @@ def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...
         *_pybind11_flags(),
         *(f"-I{libraries.include}", f"-I{sysconfig.get_path('include')}", f"-I{torch_root}/include"),
         f"-I{torch_root}/include/torch/csrc/api/include",
-        *(str(HERE / name) for name in SOURCES if name.endswith(".cpp")),
+        str(NATIVE / "extension.cpp"),
         *("-o", str(output), f"-L{torch_root}/lib", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"),
         *(f"-L{libraries.ccl.parent}", f"-l:{libraries.ccl.name}", *rpath),
     )
@@ -57,7 +56,7 @@ def _pybind11_flags() -> tuple[str, ...]:
 
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """The path of the compiled extension; its name is a hash of all that the extension depends on."""
-    source = "".join((HERE / name).read_text() for name in SOURCES)
+    source = "".join(path.read_text() for path in sorted(NATIVE.glob("*.?pp")))
     parts = (source, torch.__version__, sys.version, platform.machine(), *command_line("c++", libraries, Path(NAME)))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"ccl-torch{torch.__version__}-{platform.machine()}-{key}" / f"{NAME}.so"

@@ -10,9 +10,9 @@ from affinity.ranks.rank import Rank
 from affinity.ranks.rendezvous import LOOPBACK_INTERFACE, PMI_CONNECTIONS
 from affinity.ranks.route import interface_to
 from cputrain.comm.ccl.libraries import Libraries
+from cputrain.comm.ccl.segments import SHM
 from mpi.fabric import Setting
 
-SHM = Path("/dev/shm")
 SHM_BYTES_PER_RANK = 32 << 20
 # Providers that register (lock) memory with the network card.
 PINNING = ("psm2", "psm3", "verbs", "mlx", "efa", "cxi")
@@ -55,6 +55,7 @@ def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[
         ("FI_PROVIDER_PATH", str(libraries.fabric.parent), "libfabric's providers come with Intel MPI"),
         ("CCL_MPI_LIBRARY_PATH", str(libraries.mpi), "this libmpi, not the first one on the library path"),
         ("CCL_OFI_LIBRARY_PATH", str(libraries.fabric), "the libfabric of these providers"),
+        ("CCL_BUFFER_CACHE", "0", "oneCCL would keep a buffer of every size that it has seen, without bound"),
         ("CCL_LOG_LEVEL", "error", "without it, oneCCL warns about each variable that is set here"),
         ("I_MPI_OFI_LIBRARY", str(libraries.fabric), "one libfabric in a process"),
         ("I_MPI_OFI_LIBRARY_INTERNAL", "0", "one libfabric in a process"),
@@ -72,14 +73,6 @@ def settings(libraries: Libraries, rank: Rank, env: Mapping[str, str]) -> tuple[
         ]
     if "CCL_WORKER_AFFINITY" not in env:
         found.append(("CCL_WORKER_OFFLOAD", "0", "no comm cores: oneCCL's spinning threads would slow the computation"))
-    if "MALLOC_TRIM_THRESHOLD_" in env or "malloc" in env.get("LD_PRELOAD", ""):
-        found.append(
-            (
-                "CCL_BUFFER_CACHE",
-                "0",
-                "the allocator caches memory; oneCCL would cache one more buffer of each size",
-            )
-        )
     if rank.local_world_size == rank.world_size:
         # libfabric would choose any interface, even a container's, and hang once that is removed.
         found.append(("FI_TCP_IFACE", LOOPBACK_INTERFACE, "all ranks are on this host"))
@@ -92,10 +85,10 @@ def check_host(rank: Rank, env: Mapping[str, str]) -> None:
     """Raise InputError for limits of this host that would make oneCCL or MPI fail later without a clear message."""
     if rank.local_world_size > 1:
         space = os.statvfs(SHM) if SHM.is_dir() else None
-        found = space.f_blocks * space.f_frsize if space else 0
+        found = space.f_bavail * space.f_frsize if space else 0
         if found < rank.local_world_size * SHM_BYTES_PER_RANK:
             raise InputError(
-                f"{SHM} has {found >> 20} MiB, {rank.local_world_size} ranks that share memory need "
+                f"{SHM} has {found >> 20} MiB free, {rank.local_world_size} ranks that share memory need "
                 f"{rank.local_world_size * SHM_BYTES_PER_RANK >> 20} MiB: enlarge it (docker --shm-size=2g), or set "
                 "comm.backend=gloo"
             )

@@ -1,0 +1,124 @@
+#include "backend.hpp"
+
+#include <cstdlib>
+#include <optional>
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace cputrain {
+
+namespace {
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+}  // namespace
+
+CclBackend::CclBackend(
+    c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, std::string name)
+    : Backend(rank, size),
+      store_(store->clone()),
+      name_(std::move(name)),
+      options_(c10::make_intrusive<Options>("ccl", timeout)) {
+  auto& engine = Engine::instance();
+  const auto creation = "the creation of group " + name_;
+  engine.refuse_in_child(creation);
+  engine.publish_communicator({creation, 0, awake_now() + timeout});
+  try {
+    // oneCCL's own creation of a communicator waits for late ranks, under the lock that every operation needs.
+    const bool has_bf16 = __builtin_cpu_supports("avx512bf16") != 0;
+    const auto gathered = gather_ranks(*store_, rank, size, timeout, has_bf16, "group " + name_);
+    const bool all_have_bf16 = gathered.with_feature == size;
+    bf16_reduction_ = all_have_bf16 ? Bf16Reduction::oneccl : Bf16Reduction::as_float32;
+    bf16_allreduce_ = environment("CCL_ATL_TRANSPORT") == "ofi" ? Bf16Reduction::own : bf16_reduction_;
+    kvs_ = std::make_shared<StoreKvs>(store_, gathered.prefix + "kvs/", timeout);
+    message_kvs_ = std::make_shared<StoreKvs>(store_, gathered.prefix + "messages/", timeout);
+    const auto lock = engine.enter();
+    ccl::init();
+    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, kvs_));
+    if (std::atoi(environment("CCL_WORKER_COUNT").c_str()) > 1) {
+      message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, message_kvs_));
+    }
+    inbox_ = std::make_shared<Inbox>(message_comm_ ? *message_comm_ : *comm_, size);
+    engine.guard_process();
+  } catch (const std::exception& error) {
+    engine.publish_communicator({});
+    const auto text = message_of(error);
+    refuse(text.starts_with("ccl: ") ? "" : "ccl: group " + name_ + " cannot be created: ", text);
+  }
+  engine.publish_communicator({});
+}
+
+// A communicator with operations that never end cannot be destroyed: it is leaked.
+CclBackend::~CclBackend() {
+  std::optional<pybind11::gil_scoped_release> released;  // oneCCL may wait for other ranks here
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    released.emplace();
+  }
+  if (message_kvs_) {
+    kvs_->leave();
+    message_kvs_->leave();
+  }
+  auto& engine = Engine::instance();
+  if (engine.idle()) {
+    engine.publish_communicator({"the destruction of group " + name_, sequence_, awake_now() + options_->timeout});
+    const auto lock = engine.enter();
+    inbox_.reset();
+    message_comm_.reset();
+    comm_.reset();
+    engine.publish_communicator({});
+  } else {
+    new std::shared_ptr<Inbox>(inbox_);
+    static_cast<void>(message_comm_.release());
+    static_cast<void>(comm_.release());
+  }
+}
+
+WorkPtr CclBackend::submit(
+    c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Events()> launch,
+    std::function<void()> finish) {
+  auto start = [launch = std::move(launch)]() -> Poll {
+    const auto events = std::make_shared<Events>(launch());
+    return [events] {
+      while (!events->empty() && events->back().test()) {
+        events->pop_back();
+      }
+      return events->empty();
+    };
+  };
+  return submit_polled(type, described, timeout, std::move(outputs), std::move(start), std::move(finish));
+}
+
+WorkPtr CclBackend::submit_polled(
+    c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Poll()> start,
+    std::function<void()> finish, std::function<int()> source) {
+  const auto number = ++sequence_;
+  auto operation = c10::make_intrusive<Operation>(
+      rank_, type, "ccl:" + c10d::opTypeToString(type),
+      c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(described), ")"), number,
+      timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
+  Engine::instance().submit(operation, std::move(start), std::move(finish), std::move(source));
+  return operation;
+}
+
+WorkPtr CclBackend::barrier(const c10d::BarrierOptions& opts) {
+  const auto token = at::zeros({1}, at::kByte);
+  return submit(
+      c10d::OpType::BARRIER, {}, opts.timeout, {},
+      [=, this] {
+        Events events;
+        events.push_back(
+            ccl::allreduce(token.data_ptr(), token.data_ptr(), 1, ccl::datatype::uint8, ccl::reduction::max, *comm_));
+        return events;
+      },
+      [] {});
+}
+
+void CclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  monitored_barrier(*store_, rank_, size_, ++monitored_, timeout, wait_all_ranks);
+}
+
+}  // namespace cputrain

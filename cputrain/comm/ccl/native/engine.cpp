@@ -1,0 +1,188 @@
+#include "engine.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include <oneapi/ccl.hpp>
+#include <pthread.h>
+
+#include "tensors.hpp"
+
+namespace cputrain {
+
+namespace {
+
+constexpr auto kMinSleep = std::chrono::microseconds(20);
+constexpr auto kMaxSleep = std::chrono::microseconds(500);
+
+}  // namespace
+
+// Never destroyed: its thread runs until the process exits.
+Engine& Engine::instance() {
+  static Engine* engine = new Engine();
+  return *engine;
+}
+
+Engine::Engine() {
+  std::thread([this] { run(); }).detach();
+}
+
+void Engine::submit(
+    const c10::intrusive_ptr<Operation>& operation,
+    std::function<Poll()> start,
+    std::function<void()> finish,
+    std::function<int()> source) {
+  refuse_in_child(operation->description_);
+  {
+    const auto lock = enter();
+    CPUTRAIN_REQUIRE(aborted_.empty(), aborted_);
+    CPUTRAIN_REQUIRE(!exiting_, "ccl: ", operation->description_, " was called while the process exits");
+    operation->start_ = std::move(start);
+    operation->finish_ = std::move(finish);
+    operation->source_ = std::move(source);
+    pending_.push_back(operation);
+    publish_oldest();  // before the call, which may take as long as a rank is late
+    try {
+      operation->ended_ = operation->start_();
+    } catch (const std::exception& error) {
+      pending_.pop_back();
+      publish_oldest();
+      refuse("oneCCL refused ", operation->description_, ": ", message_of(error));
+    }
+  }
+  work_.notify_one();
+}
+
+std::list<c10::intrusive_ptr<Operation>> Engine::take_ended() {
+  std::list<c10::intrusive_ptr<Operation>> ended;
+  for (auto at = pending_.begin(); at != pending_.end();) {
+    const auto next = std::next(at);
+    if ((*at)->ended_()) {
+      ended.splice(ended.end(), pending_, at);
+    }
+    at = next;
+  }
+  return ended;
+}
+
+bool Engine::drive() {
+  std::list<c10::intrusive_ptr<Operation>> ended;
+  std::string error;
+  {
+    const Lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || exiting_ || forked_) {
+      return false;
+    }
+    try {
+      ended = take_ended();
+    } catch (const ccl::exception& failure) {
+      error = failure.what();
+    }
+    if (!ended.empty()) {
+      publish_oldest();
+    }
+  }
+  // Outside the lock: a future's callback may submit the next operation.
+  for (const auto& operation : ended) {
+    operation->finish();
+  }
+  if (!error.empty()) {
+    abort("ccl: oneCCL failed: " + error);
+  }
+  return true;
+}
+
+void Engine::run() {
+  pthread_setname_np(pthread_self(), "cputrain-ccl");
+  auto sleep = kMinSleep;
+  while (true) {
+    {
+      Lock lock(mutex_);
+      work_.wait(lock, [this] { return !pending_.empty() && waiting_callers_ == 0; });
+    }
+    const auto before = time_out_late();
+    drive();
+    sleep = time_out_late() < before ? kMinSleep : std::min(2 * sleep, kMaxSleep);
+    std::this_thread::sleep_for(sleep);
+  }
+}
+
+// Times out the oldest operation if it is overdue, since waiting for a future does not poll; the number in flight.
+size_t Engine::time_out_late() {
+  c10::intrusive_ptr<Operation> late;
+  size_t count = 0;
+  {
+    const auto lock = enter();
+    count = pending_.size();
+    if (count > 0 && aborted_.empty() && awake_now() > pending_.front()->deadline_) {
+      late = pending_.front();
+    }
+  }
+  if (late) {
+    time_out(*late);
+  }
+  return count;
+}
+
+void Engine::publish_oldest() {
+  CurrentCollective oldest;
+  if (!pending_.empty() && aborted_.empty()) {
+    const auto& operation = *pending_.front();
+    oldest = {operation.description_, operation.sequence_, operation.deadline_};
+  }
+  const std::lock_guard lock(published_mutex_);
+  published_ = std::move(oldest);
+}
+
+void Engine::publish_communicator(CurrentCollective current) {
+  const std::lock_guard lock(published_mutex_);
+  communicator_ = std::move(current);
+}
+
+CurrentCollective Engine::current() {
+  const std::lock_guard lock(published_mutex_);
+  return published_.collective.empty() ? communicator_ : published_;
+}
+
+void Engine::set_absent_ranks(std::string absent) {
+  const std::lock_guard lock(published_mutex_);
+  absent_ = std::move(absent);
+}
+
+std::string Engine::absent_ranks() {
+  const std::lock_guard lock(published_mutex_);
+  return absent_;
+}
+
+void Engine::time_out(const Operation& operation) {
+  const auto absent = absent_ranks();
+  const auto waited = std::chrono::duration<double>(awake_now() - operation.started_).count();
+  abort(c10::str(
+      "ccl: Timed out after ", std::round(waited), " s in ", operation.description_, absent.empty() ? "" : "; ", absent));
+}
+
+void Engine::abort(const std::string& reason) {
+  std::list<c10::intrusive_ptr<Operation>> failed;
+  {
+    const auto lock = enter();
+    if (!aborted_.empty()) {
+      return;
+    }
+    aborted_ = reason;
+    failed = pending_;  // they stay in pending_: oneCCL may still write to their buffers
+    publish_oldest();
+  }
+  for (const auto& operation : failed) {
+    operation->fail(reason);
+  }
+}
+
+bool Engine::idle() {
+  if (forked_) {
+    return false;
+  }
+  const auto lock = enter();
+  return pending_.empty() && !exiting_;
+}
+
+}  // namespace cputrain

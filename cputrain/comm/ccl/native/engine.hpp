@@ -1,0 +1,91 @@
+// Operations in flight: their submission, progress and end. One lock guards every call into oneCCL.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "operation.hpp"
+
+namespace cputrain {
+
+// The collective that this process waits in, "" for none, and the end of its timeout by awake_now.
+struct CurrentCollective {
+  std::string collective;
+  uint64_t sequence = 0;
+  Clock::time_point deadline;
+};
+
+// Drives all operations of this process. A waiting caller drives them itself; the engine's thread drives those that no
+// caller waits for, and sleeps longer and longer while none ends.
+class Engine {
+ public:
+  // A thread that creates a communicator may fork inside oneCCL's libraries, so its own fork handler locks again.
+  using Lock = std::unique_lock<std::recursive_mutex>;
+
+  static Engine& instance();
+
+  // Submits an operation: `start` calls oneCCL and returns how its end is seen; `finish` runs once, after the end.
+  void submit(
+      const c10::intrusive_ptr<Operation>& operation,
+      std::function<Poll()> start,
+      std::function<void()> finish,
+      std::function<int()> source = nullptr);
+
+  // Polls all operations in flight once; false where another thread does so at the moment.
+  bool drive();
+
+  // Fails all operations in flight and all later ones.
+  void abort(const std::string& reason);
+
+  // Sets the text about ranks that have not joined, which the message of a timeout includes.
+  void set_absent_ranks(std::string absent);
+  std::string absent_ranks();
+
+  // Locks oneCCL for calls that are no operations: creating and destroying communicators.
+  Lock enter() { return Lock(mutex_); }
+
+  // The oldest operation in flight; without one, the creation or destruction of a communicator. Never blocks.
+  CurrentCollective current();
+  // Says that a communicator is being created or destroyed, until it is called with nothing.
+  void publish_communicator(CurrentCollective current);
+
+  // Whether oneCCL has no operation in flight and may still be called.
+  bool idle();
+
+  // Refuses in a process that was forked after oneCCL's start: it shares oneCCL's and MPI's memory with its parent.
+  void refuse_in_child(const std::string& what);
+
+  // Guards forks and the process's exit. Must be called after oneCCL has registered its own exit handler, so that
+  // ours runs first.
+  void guard_process();
+
+ private:
+  friend class Operation;
+
+  Engine();
+  void run();
+  void publish_oldest();  // needs the engine's lock
+  std::list<c10::intrusive_ptr<Operation>> take_ended();  // needs the engine's lock
+  void time_out(const Operation& operation);
+  size_t time_out_late();
+  void on_process_exit(int status);
+
+  std::recursive_mutex mutex_;
+  std::condition_variable_any work_;
+  std::list<c10::intrusive_ptr<Operation>> pending_;
+  std::string aborted_;
+  bool exiting_ = false;
+  std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is
+  std::string absent_;
+  CurrentCollective published_;
+  CurrentCollective communicator_;
+  std::atomic<int> waiting_callers_{0};  // these drive operations themselves
+  std::atomic<bool> forked_{false};
+};
+
+}  // namespace cputrain

@@ -1,0 +1,186 @@
+// Collectives that give each rank values of its own, and point-to-point messages.
+#include <numeric>
+
+#include <ATen/Functions.h>
+
+#include "backend.hpp"
+
+namespace cputrain {
+
+using c10d::OpType;
+
+namespace {
+
+Tensors sent_or_received(const Tensors& inputs, const Tensors& outputs) {
+  Tensors described;
+  for (const auto* tensors : {&inputs, &outputs}) {
+    for (const auto& tensor : *tensors) {
+      if (tensor.defined() && (tensors == &inputs || described.empty())) {
+        described.push_back(tensor);
+      }
+    }
+  }
+  return described;
+}
+
+}  // namespace
+
+WorkPtr CclBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  check_one(inputs);
+  const bool receives = rank_ == opts.rootRank;
+  CPUTRAIN_REQUIRE(
+      receives ? outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_) : outputs.empty(),
+      "gather needs a list of ", size_, " output tensors on the root and none on other ranks");
+  return exchange(OpType::GATHER, receives ? outputs[0] : Tensors(size_), only(inputs[0], opts.rootRank), opts.timeout);
+}
+
+WorkPtr CclBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
+  check_one(outputs);
+  const bool sends = rank_ == opts.rootRank;
+  CPUTRAIN_REQUIRE(
+      sends ? inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_) : inputs.empty(),
+      "scatter needs a list of ", size_, " input tensors on the root and none on other ranks");
+  return exchange(OpType::SCATTER, only(outputs[0], opts.rootRank), sends ? inputs[0] : Tensors(size_), opts.timeout);
+}
+
+WorkPtr CclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  CPUTRAIN_REQUIRE(
+      outputs.size() == static_cast<size_t>(size_) && inputs.size() == static_cast<size_t>(size_), "all_to_all needs ",
+      size_, " outputs and ", size_, " inputs");
+  return exchange(OpType::ALLTOALL, outputs, inputs, opts.timeout);
+}
+
+WorkPtr CclBackend::alltoall_base(
+    Tensor& output, Tensor& input, std::vector<int64_t>& output_rows, std::vector<int64_t>& input_rows,
+    const c10d::AllToAllOptions& opts) {
+  check_dense({output, input});
+  CPUTRAIN_REQUIRE(output.scalar_type() == input.scalar_type(), "all_to_all needs inputs and outputs of one type");
+  const auto from = input.contiguous();
+  const auto to = output.contiguous();
+  return submit(
+      OpType::ALLTOALL_BASE, {from}, opts.timeout, {output},
+      [=, this, receive = parts(to, output_rows), give = parts(from, input_rows)] {
+        Events events;
+        events.push_back(
+            ccl::alltoallv(from.data_ptr(), give, to.data_ptr(), receive, ccl::datatype::uint8, *comm_));
+        return events;
+      },
+      copier({output}, {to}));
+}
+
+// A list with a tensor for one rank and undefined tensors for all others.
+Tensors CclBackend::only(const Tensor& tensor, int64_t rank) const {
+  Tensors tensors(size_);
+  tensors[rank] = tensor;
+  return tensors;
+}
+
+// Sends tensor i of `inputs` to rank i and receives tensor i of `outputs` from it; undefined tensors are skipped.
+WorkPtr CclBackend::exchange(OpType type, const Tensors& outputs, const Tensors& inputs, Milliseconds timeout) {
+  Tensors targets, received, sent;
+  std::vector<size_t> receive(size_, 0), give(size_, 0);
+  for (int rank = 0; rank < size_; rank++) {
+    if (outputs[rank].defined()) {
+      check_dense(outputs[rank]);
+      targets.push_back(outputs[rank]);
+      receive[rank] = outputs[rank].nbytes();
+    }
+    if (inputs[rank].defined()) {
+      check_dense(inputs[rank]);
+      sent.push_back(bytes_of(inputs[rank].contiguous()).clone());
+      give[rank] = inputs[rank].nbytes();
+    }
+  }
+  const auto from = sent.empty() ? at::empty({0}, at::kByte) : at::cat(sent);
+  const auto to =
+      at::empty({static_cast<int64_t>(std::accumulate(receive.begin(), receive.end(), size_t{0}))}, at::kByte);
+  int64_t start = 0;
+  for (const auto& target : targets) {
+    const auto end = start + static_cast<int64_t>(target.nbytes());
+    received.push_back(to.slice(0, start, end));
+    start = end;
+  }
+  return submit(
+      type, sent_or_received(inputs, outputs), timeout, targets,
+      [=, this] {
+        Events events;
+        events.push_back(
+            ccl::alltoallv(from.data_ptr(), give, to.data_ptr(), receive, ccl::datatype::uint8, *comm_));
+        return events;
+      },
+      [=] {
+        for (size_t i = 0; i < targets.size(); i++) {
+          const auto whole = at::empty(targets[i].sizes(), targets[i].options());
+          bytes_of(whole).copy_(received[i]);
+          targets[i].copy_(whole);
+        }
+      });
+}
+
+// The bytes of each rank's rows of a contiguous tensor; equal parts without `rows`.
+std::vector<size_t> CclBackend::parts(const Tensor& tensor, const std::vector<int64_t>& rows) const {
+  const auto all = tensor.dim() == 0 ? 1 : tensor.size(0);
+  if (rows.empty()) {
+    CPUTRAIN_REQUIRE(all % size_ == 0, "all_to_all: ", all, " rows cannot be split into ", size_, " equal parts");
+    return std::vector<size_t>(size_, tensor.nbytes() / size_);
+  }
+  CPUTRAIN_REQUIRE(
+      rows.size() == static_cast<size_t>(size_) && std::accumulate(rows.begin(), rows.end(), int64_t{0}) == all,
+      "all_to_all: needs ", size_, " split sizes with a sum of ", all);
+  const auto row = all == 0 ? 0 : tensor.nbytes() / all;
+  std::vector<size_t> bytes;
+  for (const auto count : rows) {
+    bytes.push_back(count * row);
+  }
+  return bytes;
+}
+
+WorkPtr CclBackend::send(Tensors& tensors, int to, int tag) {
+  check_one(tensors);
+  check_dense(tensors);
+  CPUTRAIN_REQUIRE(to != rank_, "rank ", rank_, " cannot send to itself");
+  const auto header = std::make_shared<Header>(Header{tag, static_cast<int64_t>(tensors[0].nbytes())});
+  return submit(
+      OpType::SEND, tensors, c10d::kUnsetTimeout, tensors,
+      [=, this, data = tensors[0].contiguous()] {
+        return send_message(message_comm_ ? *message_comm_ : *comm_, *header, data, to);
+      },
+      [] {});
+}
+
+WorkPtr CclBackend::recv(Tensors& tensors, int from, int tag) {
+  check_one(tensors);
+  CPUTRAIN_REQUIRE(from != rank_, "rank ", rank_, " cannot receive from itself");
+  return receive(OpType::RECV, tensors[0], from, tag);
+}
+
+WorkPtr CclBackend::recvAnysource(Tensors& tensors, int tag) {
+  check_one(tensors);
+  return receive(OpType::RECVANYSOURCE, tensors[0], kAnySource, tag);
+}
+
+WorkPtr CclBackend::receive(OpType type, const Tensor& tensor, int from, int tag) {
+  check_dense(tensor);
+  const auto awaited = std::make_shared<Receive>(Receive{from, tag, tensor.contiguous()});
+  return submit_polled(
+      type, {tensor}, c10d::kUnsetTimeout, {tensor},
+      [awaited, inbox = inbox_]() -> Poll {
+        inbox->expect(awaited);
+        return [awaited, inbox] {
+          if (!awaited->ended) {
+            inbox->progress();
+          }
+          return awaited->ended;
+        };
+      },
+      [awaited, tensor, tag] {
+        CPUTRAIN_REQUIRE(
+            awaited->found_bytes == static_cast<int64_t>(tensor.nbytes()), "ccl: recv of ", tensor.nbytes(),
+            " bytes with tag ", tag, " met a message of ", awaited->found_bytes, " bytes from rank ", awaited->source,
+            " of its group");
+        copier({tensor}, {awaited->buffer})();
+      },
+      [awaited] { return awaited->source; });
+}
+
+}  // namespace cputrain

@@ -1,0 +1,77 @@
+#include "heartbeat.hpp"
+
+#include <pthread.h>
+
+#include <c10/util/StringUtil.h>
+
+#include "engine.hpp"
+#include "signature.hpp"
+
+namespace cputrain {
+
+namespace {
+
+std::string quoted(const std::string& text) {
+  std::string made = "\"";
+  for (const char character : text) {
+    if (character == '"' || character == '\\') {
+      made += '\\';
+    }
+    made += static_cast<unsigned char>(character) < 0x20 ? ' ' : character;
+  }
+  return made + '"';
+}
+
+}  // namespace
+
+HeartbeatSender::HeartbeatSender(
+    c10::intrusive_ptr<c10d::Store> store, std::string key, std::string token, std::string place, double interval_s)
+    : store_(std::move(store)),
+      key_(std::move(key)),
+      token_(std::move(token)),
+      place_(std::move(place)),
+      interval_(interval_s) {
+  send(false);
+  std::thread([this] { run(); }).detach();
+}
+
+void HeartbeatSender::run() {
+  pthread_setname_np(pthread_self(), "cputrain-beat");
+  std::unique_lock lock(mutex_);
+  try {
+    while (!changed_.wait_for(lock, interval_, [this] { return stopping_; })) {
+      lock.unlock();
+      send(false);
+      lock.lock();
+    }
+    lock.unlock();
+    send(true);
+    lock.lock();
+  } catch (const std::exception&) {
+    // The store has gone with rank 0, which the watchdog's own connection tells too.
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
+  }
+  ended_ = true;
+  changed_.notify_all();
+}
+
+void HeartbeatSender::stop(double patience_s) {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return ended_; });
+}
+
+void HeartbeatSender::send(bool left) {
+  awake_now();
+  const auto current = Engine::instance().current();
+  const auto value = c10::str(
+      "{\"count\": ", ++count_, ", ", place_, ", \"waits_in\": ",
+      current.collective.empty() ? "null" : quoted(current.collective), ", \"sequence\": ", current.sequence,
+      ", \"left\": ", left ? "true" : "false", "}");
+  store_->set(key_, hmac_sha256(token_, "cputrain store " + key_ + " " + value) + " " + value);
+}
+
+}  // namespace cputrain

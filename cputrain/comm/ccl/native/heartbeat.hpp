@@ -1,0 +1,37 @@
+// A rank's heartbeats, sent by a thread that needs no Python: a rank whose Python computes for minutes lives.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace cputrain {
+
+// Sends from its construction until it stops; cputrain/comm/watchdog.py reads what it sends.
+class HeartbeatSender {
+ public:
+  // `store` is a connection of its own; `token` signs what is set; `place` is the JSON text of what never changes:
+  // "host": "n1", "pid": 123, ...
+  HeartbeatSender(c10::intrusive_ptr<c10d::Store> store, std::string key, std::string token, std::string place, double interval_s);
+
+  // Stops, and says that this rank has left in order. Waits for `patience_s` at most: the store may not answer.
+  void stop(double patience_s);
+
+ private:
+  void run();
+  void send(bool left);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string key_, token_, place_;
+  const std::chrono::duration<double> interval_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  bool ended_ = false;
+  int64_t count_ = 0;
+};
+
+}  // namespace cputrain

@@ -1,0 +1,129 @@
+#include "kvs.hpp"
+
+#include <thread>
+
+#include "tensors.hpp"
+
+namespace cputrain {
+
+namespace {
+
+constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a key that another rank is about to set
+
+[[noreturn]] void store_is_gone(const std::string& group, const std::exception& error) {
+  const auto text = message_of(error);
+  refuse(
+      "ccl: the job's store is gone, and with it rank 0's process or host, while ", group, " was created (",
+      text.substr(0, std::min(text.find('\n'), size_t{150})), ")");
+}
+
+std::string missing_ranks(c10d::Store& store, const std::string& prefix, int size) {
+  std::string missing;
+  for (int rank = 0; rank < size; rank++) {
+    if (!store.check({prefix + std::to_string(rank)})) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  return missing;
+}
+
+// Waits for a key; false at the timeout. Raises where the store is gone.
+bool wait_for(c10d::Store& store, const std::string& key, std::chrono::milliseconds timeout) {
+  try {
+    store.wait({key}, std::max(timeout, std::chrono::milliseconds(1)));
+    return true;
+  } catch (const std::exception&) {
+    return store.check({key});
+  }
+}
+
+}  // namespace
+
+Gathered gather_ranks(
+    c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout, bool has_feature,
+    const std::string& group) {
+  std::string missing;
+  try {
+    // A store that serves a second group under the same name counts on.
+    const auto round = "round" + std::to_string(store.add("arrivals/" + std::to_string(rank), 1)) + "/";
+    store.add(round + "feature", has_feature ? 1 : 0);
+    store.set(round + std::to_string(rank), std::string("here"));
+    if (store.add(round + "count", 1) == size) {
+      store.set(round + "all", std::string("here"));
+    }
+    if (wait_for(store, round + "all", timeout)) {
+      return {store.add(round + "feature", 0), round};
+    }
+    missing = missing_ranks(store, round, size);
+  } catch (const std::exception& error) {
+    store_is_gone(group, error);
+  }
+  refuse(
+      "ccl: Timed out after ", timeout.count() / 1000.0, " s while ", group,
+      " was created: not all of its ranks joined (missing: ", missing, ")");
+}
+
+StoreKvs::StoreKvs(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::chrono::milliseconds timeout)
+    : store_(std::move(store)), prefix_(std::move(prefix)), timeout_(timeout), deadline_(awake_now() + timeout) {}
+
+ccl::vector_class<char> StoreKvs::get(const ccl::string_class& key) {
+  if (left_) {
+    return {};
+  }
+  try {
+    CPUTRAIN_REQUIRE(
+        awake_now() < deadline_, "no answer of another rank for ", timeout_.count() / 1000.0, " s");
+    const auto name = prefix_ + std::string(key.c_str());
+    if (!store_->check({name})) {
+      std::this_thread::sleep_for(kPause);
+      return {};
+    }
+    const auto value = store_->get(name);
+    return {value.begin(), value.end()};
+  } catch (...) {
+    leave();
+    throw;
+  }
+}
+
+void StoreKvs::set(const ccl::string_class& key, const ccl::vector_class<char>& data) {
+  if (left_) {
+    return;
+  }
+  try {
+    store_->set(prefix_ + std::string(key.c_str()), std::vector<uint8_t>(data.begin(), data.end()));
+  } catch (...) {
+    leave();
+    if (std::uncaught_exceptions() == 0) {
+      throw;
+    }
+  }
+}
+
+void monitored_barrier(
+    c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all) {
+  const auto prefix = "monitored" + std::to_string(number) + "/";
+  const auto deadline = Clock::now() + timeout;
+  const auto left = [&] { return std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()); };
+  store.set(prefix + std::to_string(rank), std::string("here"));
+  if (rank > 0) {
+    const bool told = wait_for(store, prefix + "told", 2 * timeout);  // rank 0 waits as long for the others
+    CPUTRAIN_REQUIRE(told, "ccl: Rank 0 failed to pass monitoredBarrier in ", 2 * timeout.count(), " ms");
+    const auto problem = store.get_to_str(prefix + "told");
+    CPUTRAIN_REQUIRE(problem == "all", problem);
+    return;
+  }
+  std::string missing;
+  for (int other = 1; other < size && (missing.empty() || wait_all); other++) {
+    if (!wait_for(store, prefix + std::to_string(other), left())) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(other);
+    }
+  }
+  const auto problem = c10::str(
+      "ccl: ", missing.find(',') == std::string::npos ? "Rank " : "Ranks ", missing, " failed to pass monitoredBarrier in ",
+      timeout.count(), " ms");
+  store.set(prefix + "told", missing.empty() ? std::string("all") : problem);
+  CPUTRAIN_REQUIRE(missing.empty(), problem);
+}
+
+}  // namespace cputrain

@@ -1,0 +1,53 @@
+// The job's c10d store as the place where the ranks of a communicator meet and exchange addresses.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <string>
+
+#include <oneapi/ccl.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "clock.hpp"
+
+namespace cputrain {
+
+// A group whose ranks are all there: how many of them have a feature, and where they exchange addresses.
+struct Gathered {
+  int64_t with_feature;
+  std::string prefix;
+};
+
+// Waits until all ranks of a group have come here, without any lock. Fails at the timeout with the names of those that
+// are missing, and where the store is gone.
+Gathered gather_ranks(
+    c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout, bool has_feature,
+    const std::string& group);
+
+// oneCCL's exchange of addresses, once all ranks are there.
+class StoreKvs : public ccl::kvs_interface {
+ public:
+  StoreKvs(c10::intrusive_ptr<c10d::Store> store, std::string prefix, std::chrono::milliseconds timeout);
+
+  // Returns nothing for a key that is not set yet: oneCCL asks again.
+  ccl::vector_class<char> get(const ccl::string_class& key) override;
+
+  void set(const ccl::string_class& key, const ccl::vector_class<char>& data) override;
+
+  // A communicator clears its entries when it is destroyed, in destructors that must not throw; the store may be closed
+  // by then.
+  void leave() { left_ = true; }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string prefix_;
+  const std::chrono::milliseconds timeout_;
+  const Clock::time_point deadline_;
+  std::atomic<bool> left_{false};
+};
+
+// All ranks wait for all others: rank 0 finds who is missing at the timeout and tells the others.
+void monitored_barrier(
+    c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all);
+
+}  // namespace cputrain

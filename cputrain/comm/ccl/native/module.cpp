@@ -1,0 +1,38 @@
+// What Python sees of the extension.
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.hpp"
+#include "heartbeat.hpp"
+#include "signature.hpp"
+
+PYBIND11_MODULE(cputrain_ccl, module) {
+  namespace py = pybind11;
+  using cputrain::CclBackend;
+  using cputrain::Engine;
+  using cputrain::HeartbeatSender;
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  py::class_<CclBackend, c10d::Backend, c10::intrusive_ptr<CclBackend>>(module, "CclBackend")
+      .def(
+          py::init([](const StorePtr& store, int rank, int size, double timeout_s, const std::string& name) {
+            const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000));
+            return c10::make_intrusive<CclBackend>(store, rank, size, timeout, name);
+          }),
+          without_gil);
+  // Never destroyed: its thread runs until it is stopped, or the process ends.
+  py::class_<HeartbeatSender, std::unique_ptr<HeartbeatSender, py::nodelete>>(module, "HeartbeatSender")
+      .def(
+          py::init([](const StorePtr& store, const std::string& key, const std::string& token, const std::string& place,
+                      double interval_s) { return new HeartbeatSender(store, key, token, place, interval_s); }),
+          without_gil)
+      .def("stop", &HeartbeatSender::stop, without_gil);
+  // The oldest collective in flight ("": none), its number, and by how many seconds it is past its timeout.
+  module.def("pending_collective", [] {
+    const auto current = Engine::instance().current();
+    const std::chrono::duration<double> overdue = cputrain::awake_now() - current.deadline;
+    return std::make_tuple(current.collective, current.sequence, current.collective.empty() ? 0.0 : overdue.count());
+  });
+  module.def("set_absent_ranks", [](std::string absent) { Engine::instance().set_absent_ranks(std::move(absent)); });
+  module.def("abort", [](const std::string& reason) { Engine::instance().abort(reason); }, without_gil);
+  module.def("hmac_sha256", &cputrain::hmac_sha256);
+}

@@ -1,0 +1,67 @@
+// One collective operation or message, from its submission to its result or error.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "clock.hpp"
+
+namespace cputrain {
+
+// Whether what was started has ended; called under the engine's lock until it returns true.
+using Poll = std::function<bool()>;
+
+// It ends when its poll says so, or with an error.
+class Operation : public c10d::Work {
+ public:
+  Operation(
+      int rank,
+      c10d::OpType type,
+      const std::string& title,
+      std::string description,
+      uint64_t sequence,
+      std::chrono::milliseconds timeout,
+      std::vector<at::Tensor> outputs);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  // Raises at this timeout, and the operation goes on; at the group's timeout, all operations in flight end.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override {}
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
+  int sourceRank() const override;
+
+  const std::string& description() const { return description_; }
+
+ private:
+  friend class Engine;
+
+  // Runs what follows the last event, in the state (grad mode, inference mode) of the thread that submitted it.
+  void finish();
+  void fail(const std::string& reason);
+
+  const std::string description_;
+  const uint64_t sequence_;
+  const Clock::time_point started_;
+  const Clock::time_point deadline_;
+  const std::vector<at::Tensor> outputs_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::optional<at::ThreadLocalState> caller_;
+  // Set and cleared under the engine's lock.
+  Poll ended_;
+  std::function<Poll()> start_;  // owns the buffers that oneCCL reads
+  std::function<void()> finish_;  // copies results to the caller's tensors; owns the buffers it copies from
+  std::function<int()> source_;  // of a received message: the rank that sent it
+};
+
+}  // namespace cputrain

@@ -1,0 +1,91 @@
+// Reductions that oneCCL lacks, bitwise ones and sums of sparse tensors: all ranks' values are gathered, and reduced here.
+#include <ATen/Functions.h>
+
+#include "backend.hpp"
+
+namespace cputrain {
+
+using c10d::OpType;
+using c10d::ReduceOp;
+
+ccl::event CclBackend::gather_bytes(
+    const Tensor& sent, const Tensor& received, const std::vector<size_t>& bytes) const {
+  return ccl::allgatherv(
+      sent.data_ptr(), sent.nbytes(), received.data_ptr(), bytes, ccl::datatype::uint8, *comm_);
+}
+
+WorkPtr CclBackend::reduce_bits(OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout) {
+  Tensors sent, gathered;
+  for (const auto& tensor : tensors) {
+    CPUTRAIN_REQUIRE(at::isIntegralType(tensor.scalar_type(), true), "ccl reduces only integers and booleans bitwise");
+    sent.push_back(tensor.contiguous());
+    gathered.push_back(at::empty({size_, tensor.numel()}, tensor.options()));
+  }
+  return submit(
+      type, tensors, timeout, tensors,
+      [=, this] {
+        Events events;
+        for (size_t i = 0; i < sent.size(); i++) {
+          events.push_back(gather_bytes(sent[i], gathered[i], std::vector<size_t>(size_, sent[i].nbytes())));
+        }
+        return events;
+      },
+      [=, this] {
+        for (size_t i = 0; i < tensors.size(); i++) {
+          auto result = gathered[i][0];
+          for (int rank = 1; rank < size_; rank++) {
+            const auto other = gathered[i][rank];
+            result = op == ReduceOp::BAND ? result.bitwise_and(other)
+                     : op == ReduceOp::BOR ? result.bitwise_or(other)
+                                           : result.bitwise_xor(other);
+          }
+          tensors[i].copy_(result.view(tensors[i].sizes()));
+        }
+      });
+}
+
+// The number of entries of each rank has to be known before they are gathered: the caller waits for that exchange.
+WorkPtr CclBackend::reduce_sparse(const Tensor& tensor, RedOpType op, Milliseconds timeout) {
+  CPUTRAIN_REQUIRE(op == ReduceOp::SUM, "ccl reduces sparse tensors by sum only, found ", name_of(op));
+  CPUTRAIN_REQUIRE(tensor.device().is_cpu(), "ccl takes CPU tensors, found one on ", tensor.device());
+  const auto entries = tensor.detach().coalesce();
+  const auto indices = entries._indices().t().contiguous();  // entries x sparse dimensions
+  const auto values = entries._values().contiguous();
+  const auto mine = at::full({1}, entries._nnz(), at::kLong);
+  const auto counts = at::empty({size_}, at::kLong);
+  submit(
+      OpType::_ALLREDUCE_SPARSE, {mine}, timeout, {},
+      [=, this] {
+        Events events;
+        events.push_back(gather_bytes(mine, counts, std::vector<size_t>(size_, sizeof(int64_t))));
+        return events;
+      },
+      [] {})
+      ->wait();
+  const auto total = counts.sum().item<int64_t>();
+  auto shape = values.sizes().vec();
+  shape[0] = total;
+  const auto all_indices = at::empty({total, indices.size(1)}, indices.options());
+  const auto all_values = at::empty(shape, values.options());
+  const auto bytes_by_rank = [&](const Tensor& all) {
+    const auto one = total == 0 ? 0 : all.nbytes() / total;
+    std::vector<size_t> bytes;
+    for (int rank = 0; rank < size_; rank++) {
+      bytes.push_back(one * counts.const_data_ptr<int64_t>()[rank]);
+    }
+    return bytes;
+  };
+  return submit(
+      OpType::_ALLREDUCE_SPARSE, {values}, timeout, {tensor},
+      [=, this, index_bytes = bytes_by_rank(all_indices), value_bytes = bytes_by_rank(all_values)] {
+        Events events;
+        events.push_back(gather_bytes(indices, all_indices, index_bytes));
+        events.push_back(gather_bytes(values, all_values, value_bytes));
+        return events;
+      },
+      [=] {
+        tensor.copy_(at::sparse_coo_tensor(all_indices.t(), all_values, tensor.sizes()).coalesce());
+      });
+}
+
+}  // namespace cputrain

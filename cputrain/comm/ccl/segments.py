@@ -1,0 +1,38 @@
+"""Shared memory that ranks which were killed have left behind: removed before new ranks need the room."""
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+BY_PROCESS = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
+BY_NOBODY = re.compile(r"Intel_MPI_\w{6}")  # Intel MPI removes the name once all ranks have mapped it
+SETTLED_S = 120.0  # after which an unmapped segment is nobody's: its ranks have mapped it long ago, or are gone
+
+
+def sweep_segments(folder: Path = SHM) -> int:
+    """Remove this user's segments whose owner is dead; the bytes of memory that this gave back."""
+    found = [path for path in folder.glob("*") if BY_PROCESS.fullmatch(path.name) or BY_NOBODY.fullmatch(path.name)]
+    freed = 0
+    for path in found:
+        with suppress(OSError):  # another rank of this host sweeps too
+            status = path.stat()
+            if status.st_uid == os.getuid() and not _in_use(path, status.st_mtime):
+                path.unlink()
+                freed += status.st_blocks * 512
+    return freed
+
+
+def _in_use(path: Path, changed: float) -> bool:
+    owner = BY_PROCESS.fullmatch(path.name)
+    if owner:
+        return Path("/proc", owner[1]).is_dir()
+    return time.time() - changed < SETTLED_S or any(_maps(process, path) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _maps(process: Path, path: Path) -> bool:
+    with suppress(OSError):  # it has ended, or is another user's
+        return str(path) in (process / "maps").read_text(errors="replace")
+    return False

@@ -1,0 +1,181 @@
+"""Heartbeats: what a rank says of itself through the job's store, and what follows for ranks that say nothing."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from affinity.wording import first_named
+from cputrain.comm.store import SignedKeys
+from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
+
+PROC = Path("/proc")
+NOT_SCHEDULED = frozenset("TtZXx")  # stopped, traced, dead: proc(5), /proc/PID/stat
+
+
+class PendingCollective(NamedTuple):
+    """The collective that a rank waits in ("": none), its sequence number, and the seconds since its timeout."""
+
+    name: str
+    sequence: int
+    overdue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank runs: its host, the kernel and PID namespace in which its process has this PID and start time.
+
+    `native`: its heartbeats come from a thread that needs no Python, so they stop only with the process.
+    """
+
+    host: str
+    kernel: str
+    pid: int
+    started: int
+    native: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(Place):
+    """A rank's heartbeat: `waits_in` is the collective that the rank waits in, `sequence` its number.
+
+    `left`: the rank has left the job in order and sends no more heartbeats.
+    """
+
+    count: int
+    waits_in: str | None
+    sequence: int
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastHeartbeat:
+    """A rank's newest heartbeat, and when it arrived (this process's monotonic seconds)."""
+
+    heartbeat: Heartbeat
+    at: float
+
+
+def place_of_this_process(*, native: bool) -> Place:
+    """Where this process runs."""
+    with suppress(OSError):  # without it, no other process takes this kernel for its own
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        namespace = (PROC / "self/ns/pid").readlink().name
+        started = _start_and_state(os.getpid())[0]
+        kernel = f"{boot} {namespace}"
+        return Place(host=socket.gethostname(), kernel=kernel, pid=os.getpid(), started=started, native=native)
+    return Place(host=socket.gethostname(), kernel="", pid=os.getpid(), started=0, native=native)
+
+
+def is_scheduled(pid: int, started: int) -> bool:
+    """Whether a process of this host lives and may run: it is neither stopped nor dead."""
+    try:
+        found, state = _start_and_state(pid)
+    except OSError:
+        return False
+    return found == started and state not in NOT_SCHEDULED
+
+
+def _start_and_state(pid: int) -> tuple[int, str]:
+    fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return int(fields[19]), fields[0]
+
+
+def silence_limit(heartbeat: Place, kernel: str, timeout_s: float) -> float:
+    """The seconds of silence after which a rank is lost, seen from a process in `kernel`.
+
+    A rank of this host that lives and is scheduled has all of the group's timeout: its heartbeats are only late. So has
+    one of another host whose heartbeats need Python, which a long call may keep.
+    """
+    if kernel and heartbeat.kernel == kernel:
+        lives = is_scheduled(heartbeat.pid, heartbeat.started)
+    else:
+        lives = not heartbeat.native
+    return max(timeout_s, HEARTBEAT_TIMEOUT_S) if lives else HEARTBEAT_TIMEOUT_S
+
+
+def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[Heartbeat], float]) -> str | None:
+    """A line about the rank that has been silent longest, if that is longer than its limit in seconds; else None."""
+    silent = [(seen.at, rank) for rank, seen in last.items() if not seen.heartbeat.left]
+    for at, rank in sorted(silent):
+        heartbeat, silent_for = last[rank].heartbeat, now - at
+        if silent_for <= HEARTBEAT_TIMEOUT_S:
+            break
+        if silent_for > limit(heartbeat):
+            was = _where(heartbeat)
+            return f"rank {rank} on {heartbeat.host} has sent no heartbeat for {silent_for:.0f} s: it was last {was}"
+    return None
+
+
+def absent_ranks(last: Mapping[int, LastHeartbeat]) -> str:
+    """A line about the ranks that have not joined the newest collective that others wait in; "" where none waits."""
+    waiting = {rank: seen.heartbeat for rank, seen in last.items() if seen.heartbeat.waits_in}
+    if not waiting:
+        return ""
+    newest = max(heartbeat.sequence for heartbeat in waiting.values())
+    absent = [rank for rank in last if rank not in waiting or waiting[rank].sequence < newest]
+    if not absent:
+        return f"all ranks are in collective #{newest}, but not all in the same one"
+    described = [f"rank {rank} on {last[rank].heartbeat.host} ({_where(last[rank].heartbeat)})" for rank in absent]
+    return f"not joined by {first_named(described)}"
+
+
+def _where(heartbeat: Heartbeat) -> str:
+    if heartbeat.left:
+        return "has left"
+    return f"in {heartbeat.waits_in}" if heartbeat.waits_in else "in no collective"
+
+
+def key_of(rank: int) -> str:
+    """The store's key for a rank's heartbeats."""
+    return f"heartbeat/{rank}"
+
+
+def newest(
+    keys: SignedKeys, ranks: Iterable[int], last: Mapping[int, LastHeartbeat], now: float
+) -> dict[int, LastHeartbeat]:
+    """The last heartbeats, those newer than `last` as of `now`. Raises RuntimeError where the store is gone."""
+    started = [rank for rank in ranks if rank in last or keys.has(key_of(rank))]
+    found = dict(last)
+    for rank, text in zip(started, keys.get_all([key_of(rank) for rank in started]), strict=True):
+        heartbeat = Heartbeat(**json.loads(text)) if text is not None else None
+        # One that is set again, by whom it may be, is no sign of life.
+        if heartbeat and (rank not in last or heartbeat.count > last[rank].heartbeat.count):
+            found[rank] = LastHeartbeat(heartbeat=heartbeat, at=now)
+    return found
+
+
+class HeartbeatThread:
+    """Sends a rank's heartbeats from a Python thread, until it stops; for backends without a native one."""
+
+    def __init__(self, keys: SignedKeys, rank: int, place: Place, pending: Callable[[], PendingCollective]) -> None:
+        self._keys, self._rank, self._place, self._pending = keys, rank, place, pending
+        self._count = 0
+        self._stopped = threading.Event()
+        self._send()
+        self._thread = threading.Thread(target=self._run, name="cputrain-beat", daemon=True)
+        self._thread.start()
+
+    def stop(self, patience_s: float) -> None:
+        """Stop, and tell the other ranks that this one has left; the store may not answer in `patience_s`."""
+        self._stopped.set()
+        self._thread.join(patience_s)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store has gone with rank 0, which the watchdog's own connection tells too
+            while not self._stopped.wait(HEARTBEAT_S):
+                self._send()
+            self._send(left=True)
+
+    def _send(self, *, left: bool = False) -> None:
+        self._count += 1
+        name, sequence, _ = self._pending()
+        heartbeat = Heartbeat(
+            **asdict(self._place), count=self._count, waits_in=name or None, sequence=sequence, left=left
+        )
+        self._keys.set(key_of(self._rank), json.dumps(asdict(heartbeat)))

@@ -1,0 +1,77 @@
+"""Jobs of several ranks on this host: started as torchrun's variables describe them, awaited, read."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpi.supervise.local import free_port
+from tests.support.hangs import stacks_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's end: its status and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+@contextmanager
+def command(*argv: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does not outlive the block; what it prints goes to files."""
+    with ExitStack() as stack:
+        # Files, not pipes: a rank must not wait for its reader while another waits for it.
+        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=err)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        process.stdout, process.stderr = out, err
+        yield process
+
+
+@contextmanager
+def started(*argv: str, ranks: int = 2, **env: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ranks of a program, as torchrun's variables tell them of each other; none outlives the block."""
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    common["MASTER_PORT"] = str(free_port())
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                command(sys.executable, "-m", *argv, **{**common, "RANK": str(i), "LOCAL_RANK": str(i), **env})
+            )
+            for i in range(ranks)
+        ]
+
+
+def ended(process: subprocess.Popen[bytes], limit_s: float) -> Ended:
+    """Wait for a rank; one that takes longer fails with where it hangs."""
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pytest.fail(stacks_of(process.pid))
+    return Ended(status, *printed(process))
+
+
+def printed(process: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """What a rank has printed so far: stdout, stderr."""
+    texts = []
+    for file in (process.stdout, process.stderr):
+        assert file is not None
+        texts.append(os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace"))
+    return texts[0], texts[1]
+
+
+def lines_of(text: str) -> list[dict]:
+    """The JSON lines in what ranks have printed."""
+    return [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"rank"' in line]

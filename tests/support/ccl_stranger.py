@@ -1,0 +1,282 @@
+"""A program that knows nothing of cputrain and uses the backend "ccl": python -m tests.support.ccl_stranger TASK...
+
+Each task is a piece of somebody's training script that runs over gloo as it is.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def say(**values: object) -> None:
+    """A line of JSON, whole whatever others print."""
+    os.write(1, json.dumps({"rank": int(os.environ["RANK"]), **values}).encode() + b"\n")
+
+
+def expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(f"rank {dist.get_rank()}: {what}")
+
+
+def refused(act: Callable[[], object]) -> str:
+    """What an error says; it has to be one."""
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def a_group_is_made_while_a_collective_is_in_flight() -> None:
+    values = torch.ones(25 << 20)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(values, async_op=True)
+        dist.new_group([0, 1])
+        work.wait()
+    else:
+        dist.all_reduce(values)
+        dist.new_group([0, 1])
+    expect(values.min() == values.max() == dist.get_world_size(), "sum")
+
+
+def inference_tensors_are_communicated() -> None:
+    world = dist.get_world_size()
+    with torch.inference_mode():
+        ours = torch.ones(3)
+        for i in range(100):
+            outputs = [torch.empty(64).t() for _ in range(world)]
+            work = dist.all_gather(outputs, torch.full((64,), float(i)), async_op=True)
+            mean = torch.full((8, 8), float(dist.get_rank())).t()[::2]
+            average = dist.all_reduce(mean, dist.ReduceOp.AVG, async_op=True)
+            time.sleep(0.001)
+            work.wait()
+            average.wait()
+            expect(all(bool((output == i).all()) for output in outputs), "all_gather")
+            expect(bool((mean == (world - 1) / 2).all()), "average")
+    dist.all_reduce(ours, dist.ReduceOp.AVG)  # outside, as gloo allows
+    expect(ours.tolist() == [1.0] * 3, "average outside")
+
+
+def a_wait_times_out_once() -> None:
+    dist.barrier()
+    values = torch.ones(4)
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    work = dist.all_reduce(values, async_op=True)
+    if dist.get_rank() == 0:
+        error = refused(lambda: work.wait(timedelta(seconds=0.5)))
+        expect("waited 0.5 s for ALLREDUCE" in error and "still in flight" in error and "\n" not in error, error)
+    work.wait()
+    dist.all_reduce(values)
+    expect(values.tolist() == [dist.get_world_size() ** 2] * 4, "sums after it")
+
+
+def data_loaders_fork() -> None:
+    data = TensorDataset(torch.arange(64.0).reshape(32, 2))
+    for workers, persistent in ((2, False), (4, True)):
+        loader = DataLoader(data, batch_size=4, num_workers=workers, persistent_workers=persistent)
+        for _ in range(2):
+            work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+            total = sum(batch.sum() for (batch,) in loader)
+            work.wait()
+            dist.all_reduce(total)
+            expect(total.item() == dist.get_world_size() * 63 * 32, "sum over the data")
+
+
+def a_forked_child_is_refused() -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        said = refused(lambda: dist.all_reduce(torch.ones(1))) + refused(lambda: dist.new_group([dist.get_rank()]))
+        os.write(writing, said.encode())
+        sys.exit(7)  # through the exit handlers, which must not end the parent's group
+    os.close(writing)
+    said = os.read(reading, 1 << 16).decode()
+    expect(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "the child's status")
+    expect(said.count("was called in a process forked after the group was created") == 2 and "\n" not in said, said)
+    dist.barrier()
+
+
+def messages_are_matched() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        for tag in (5, 6, 7):
+            dist.send(torch.full((3,), float(tag)), 1, tag=tag)
+        seen = {}
+        for _ in range(world - 1):
+            values = torch.zeros(2)
+            source = dist.recv(values, tag=9)
+            seen[source] = values.tolist()
+        expect(seen == {i: [float(i)] * 2 for i in range(1, world)}, f"from any source: {seen}")
+    elif rank == 1:
+        for tag in (7, 5, 6):
+            values = torch.zeros(3)
+            dist.recv(values, 0, tag=tag)
+            expect(values.tolist() == [float(tag)] * 3, f"tag {tag}")
+    if rank > 0:
+        dist.send(torch.full((2,), float(rank)), 0, tag=9)
+    # A message of another size fails its receive only; a collective between sending and receiving moves nothing.
+    if rank == 0:
+        work = dist.isend(torch.ones(10), 1)
+        dist.barrier()
+        work.wait()
+        dist.send(torch.full((1,), 4.0), 1)
+    else:
+        dist.barrier()
+    if rank == 1:
+        error = refused(lambda: dist.recv(torch.ones(2), 0))
+        expect("recv of 8 bytes with tag 0 met a message of 40 bytes from rank 0" in error, error)
+        expect("\n" not in error, error)
+        values = torch.zeros(1)
+        dist.recv(values, 0)
+        expect(values.item() == 4.0, "the next message")
+
+
+def sparse_gradients_are_summed() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (world + 1,))
+    dist.all_reduce(mine)
+    expect(mine.to_dense().tolist() == [float(world)] + [2.0] * world, "sparse sum")
+    empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 2), (4, 2))
+    dist.all_reduce(empty)
+    expect(not empty.to_dense().any(), "empty")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Embedding(6, 3, sparse=True), torch.nn.Linear(3, 2)))
+    model(torch.tensor([rank, 5])).sum().backward()
+    gradient = model.module[0].weight.grad.to_dense()
+    expect(bool(gradient[5].any()) and bool(gradient[world - 1].any()), "DDP's sparse gradient")
+
+
+def a_monitored_barrier_names_the_missing() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=20))
+    if rank == 1:
+        time.sleep(1.5)
+        return
+    error = refused(lambda: group.monitored_barrier(timedelta(seconds=1)))
+    expect("Rank 1 failed to pass monitoredBarrier in 1000 ms" in error and "\n" not in error, error)
+
+
+def good() -> None:
+    """What has to work, in one group."""
+    for act in (
+        a_group_is_made_while_a_collective_is_in_flight,
+        inference_tensors_are_communicated,
+        a_wait_times_out_once,
+        data_loaders_fork,
+        a_forked_child_is_refused,
+        messages_are_matched,
+        sparse_gradients_are_summed,
+        a_monitored_barrier_names_the_missing,
+    ):
+        act()
+        dist.barrier()
+        say(passed=act.__name__)
+
+
+def late() -> None:
+    """A rank comes to new_group after oneCCL's own patience, which the environment has made short."""
+    if dist.get_rank() == 1:
+        time.sleep(6)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    dist.all_reduce(torch.ones(1), group=group)
+    say(passed="late")
+
+
+def store_gone() -> None:
+    """The rank that serves the store dies while the other waits for it to make a group."""
+    if dist.get_rank() == 0:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    say(error=refused(lambda: dist.new_group([0, 1])))
+
+
+def gil() -> None:
+    """A rank is in a C call that keeps the GIL for longer than heartbeats may be silent."""
+    if dist.get_rank() == 1:
+        ctypes.PyDLL(None).sleep(20)
+    dist.all_reduce(torch.ones(1))
+    say(passed="gil")
+
+
+def suspended() -> None:
+    """The test stops and continues both ranks while one waits for the other."""
+    say(pid=os.getpid())
+    if dist.get_rank() == 1:
+        time.sleep(5)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(4)
+    dist.all_reduce(torch.ones(1))
+    say(passed="suspended")
+
+
+def killed() -> None:
+    """A rank of a group is lost."""
+    group = dist.new_group([0, 1], backend="ccl")
+    dist.all_reduce(torch.ones(1), group=group)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    error = refused(lambda: dist.all_reduce(torch.ones(1), group=group))
+    say(error=error, seconds=time.monotonic() - started)
+
+
+def soak(count: str) -> None:
+    """Collectives of sizes that never repeat; the resident memory after a fifth of them and at the end."""
+    generator = torch.Generator().manual_seed(0)
+    begun = 0.0
+    for i in range(int(count)):
+        if i == int(count) // 5:
+            begun = resident_mib()
+        size = int(torch.randint(1, 1 << 19, (1,), generator=generator))
+        if i % 2:
+            dist.all_reduce(torch.ones(size))
+        else:
+            outputs = [torch.empty(size // 8 + 1) for _ in range(dist.get_world_size())]
+            dist.all_gather(outputs, torch.ones(size // 8 + 1))
+    say(grown_mib=round(resident_mib() - begun, 1))
+
+
+def resident_mib() -> float:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+TASKS = {task.__name__: task for task in (good, late, store_gone, gil, suspended, killed, soak)}
+
+
+def spawned(rank: int, world: int, port: str) -> None:
+    """A rank as scripts with torch.multiprocessing.spawn start it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    main("ccl", sys.argv[2:])
+
+
+def main(backend: str, words: list[str]) -> None:
+    """Join, do the task, leave."""
+    torch.set_num_threads(1)
+    for mine, theirs in (("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE")):  # under mpirun, as scripts do it
+        if theirs in os.environ:
+            os.environ.setdefault(mine, os.environ[theirs])
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    TASKS[words[0]](*words[1:])
+    if words[0] not in ("store_gone", "killed"):
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "spawn":
+        torch.multiprocessing.spawn(spawned, (2, os.environ["PORT"]), nprocs=2)
+    else:
+        main(sys.argv[1], sys.argv[2:])
