@@ -31,7 +31,7 @@ def start_training(session: Session, events: EventLog, env: Mapping[str, str], *
         path = Path(recipe.model.weights)
         # DDP sends rank 0's weights to all ranks
         from_weights = run_on_main_rank(lambda: _describe_weights(path, load_initial_weights(network, path)))
-    prepare_model(network, recipe.engine, recipe.precision)
+    prepare_model(network, session.engine, recipe.precision)
     state = make_train_state(recipe, network, build_optimizer(network, recipe.optim))
     point = load_checkpoint(saved[-1], state) if saved else ResumePoint(step=0, best_score=math.nan)
     if len(set(all_gather(point.step))) > 1:

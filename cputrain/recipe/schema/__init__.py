@@ -72,9 +72,10 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()
-    engine: Literal["auto", "native", "compile"] = "auto"
-    """How torch runs the network. native: eager mode, channels-last, with oneDNN; compile: torch.compile in addition;
-    auto: native."""
+    engine: Literal["auto", "native", "eager", "compile"] = "auto"
+    """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: batch-norm,
+    residuals and ReLU in kernels of cputrain, which are compiled once, and batch-norm folded into convolutions for
+    evaluation; compile: torch.compile. auto: native, or eager where the kernels cannot be compiled."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""

@@ -1,0 +1,86 @@
+"""Evaluation's form of a network: batch-norm folded into the convolution before it, residual and ReLU done by oneDNN."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from cputrain.models.batchnorm_relu import FusedBatchNorm2d
+
+ConvolutionOptions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Padding, stride, dilation, groups."""
+
+
+def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A network with the outputs of `network` in evaluation, within rounding, whose convolutions compute in `dtype`.
+
+    It has its own folded weights, and shares all other layers. Native batch-norm layers that follow a convolution are
+    folded; a network whose forward pass cannot be traced is returned as it is.
+    """
+    try:
+        graph = _Tracer().trace(network)
+    except Exception:  # noqa: BLE001  a forward pass may do anything with the tracer's stand-ins
+        return network
+    layers = dict(network.named_modules())
+    folded: dict[str, nn.Module] = {}
+    for node in list(graph.nodes):
+        before = node.args[0] if node.args else None
+        norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
+        if not isinstance(norm, FusedBatchNorm2d) or not _can_fold(conv) or len(before.users) > 1:
+            continue
+        folded[node.target] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
+        node.args = (before.args[0], *node.args[1:])
+        graph.erase_node(before)
+    made = fx.GraphModule(network, graph)
+    for name, layer in folded.items():
+        made.set_submodule(name, layer)
+    return made.eval()
+
+
+def _is_layer(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_module"
+
+
+def _can_fold(conv: nn.Module | None) -> bool:
+    return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+
+
+class _Tracer(fx.Tracer):
+    """A tracer to which a batch-norm is one step, torch's and ours."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
+
+
+class FoldedConv2d(nn.Module):
+    """A convolution with the scale and shift of the batch-norm after it, a residual and ReLU, in one call of oneDNN.
+
+    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    @torch.no_grad()
+    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert norm.running_mean is not None and norm.running_var is not None
+        scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+        shift = norm.bias - scale * norm.running_mean
+        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=dtype, memory_format=torch.channels_last)
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).to(dtype))
+        self.options = conv.padding, conv.stride, conv.dilation, conv.groups
+        self.relu = norm.relu
+
+    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(N, C, H, W) -> (N, C', H', W')."""
+        images = images.to(self.weight.dtype)
+        activation = "relu" if self.relu else "none"
+        if residual is None:
+            return cast(Tensor, CONVOLUTION(images, self.weight, self.bias, *self.options, activation, [], ""))
+        added = residual.to(images.dtype)
+        after = "relu" if self.relu else None
+        return cast(
+            Tensor, ADDED(images, added, self.weight, self.bias, *self.options, "add", 1.0, after, [], None)
+        )
