@@ -42,9 +42,9 @@ def main() -> None:
     loss_function = nn.CrossEntropyLoss()
     seconds = []
     started = time.perf_counter()
-    for images, labels in islice(loader, options.steps):
-        if options.expert or options.ipex:
-            images = images.contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if options.expert or options.ipex else torch.contiguous_format
+    for batch, labels in islice(loader, options.steps):
+        images = batch.contiguous(memory_format=memory_format)
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
             loss = loss_function(model(images), labels)

@@ -62,7 +62,15 @@ def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dic
         sizes = ("--batch", str(GLOBAL_BATCH // processes), "--steps", str(steps))
         return measured([python, *launcher, *script, *sizes, *extra, *bf16], env)
 
-    alone = [*torchrun(WORKERS), str(HERE / "convolutions_alone.py"), "--batch", str(LOCAL_BATCH), "--steps", "2", *bf16]
+    alone = [
+        *torchrun(WORKERS),
+        str(HERE / "convolutions_alone.py"),
+        "--batch",
+        str(LOCAL_BATCH),
+        "--steps",
+        "2",
+        *bf16,
+    ]
     contenders: dict[str, Callable[[int], float]] = {
         "cputrain, native": ours("native"),
         "cputrain, eager": ours("eager"),

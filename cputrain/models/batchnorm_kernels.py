@@ -16,7 +16,9 @@ from affinity.errors import RunError
 from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
 
 NATIVE = Path(__file__).parent / "native"
-SOURCES = tuple(NATIVE / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp"))
+SOURCES = tuple(
+    NATIVE / name for name in ("batchnorm_relu.cpp", "backward.hpp", "forward.hpp", "rows.hpp", "values.hpp")
+)
 CPUINFO = Path("/proc/cpuinfo")
 DTYPES = (torch.float32, torch.bfloat16)
 """Data types of images that the kernels support; parameters are float32."""

@@ -150,7 +150,7 @@ class _FusedBatchNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)) for g = dL/dy before ReLU; means over all ranks with sync."""
+        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; means over all ranks with sync."""
         images, outputs, weight, bias, statistics = ctx.saved_tensors
         options: Options = ctx.options
         kernels, ghosts, constant = options.kernels, options.ghosts, not ctx.counts

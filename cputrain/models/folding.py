@@ -1,4 +1,4 @@
-"""Evaluation's form of a network: batch-norm folded into the convolution before it, residual and ReLU done by oneDNN."""
+"""Networks for evaluation: batch-norm folded into the convolution before it, residual and ReLU left to oneDNN."""
 
 from typing import Any, cast
 
@@ -6,9 +6,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from cputrain.models.batchnorm_relu import FusedBatchNorm2d
-
-ConvolutionOptions = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Padding, stride, dilation, groups."""
 
 
 def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -75,12 +72,10 @@ class FoldedConv2d(nn.Module):
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        images = images.to(self.weight.dtype)
-        activation = "relu" if self.relu else "none"
+        images, operators = images.to(self.weight.dtype), torch.ops.mkldnn._convolution_pointwise
         if residual is None:
-            return cast(Tensor, CONVOLUTION(images, self.weight, self.bias, *self.options, activation, [], ""))
+            then = ("relu" if self.relu else "none", [], "")
+            return cast(Tensor, operators.default(images, self.weight, self.bias, *self.options, *then))
         added = residual.to(images.dtype)
-        after = "relu" if self.relu else None
-        return cast(
-            Tensor, ADDED(images, added, self.weight, self.bias, *self.options, "add", 1.0, after, [], None)
-        )
+        after = ("add", 1.0, "relu" if self.relu else None, [], None)
+        return cast(Tensor, operators.binary(images, added, self.weight, self.bias, *self.options, *after))

@@ -73,9 +73,9 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()
     engine: Literal["auto", "native", "eager", "compile"] = "auto"
-    """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: batch-norm,
-    residuals and ReLU in kernels of cputrain, which are compiled once, and batch-norm folded into convolutions for
-    evaluation; compile: torch.compile. auto: native, or eager where the kernels cannot be compiled."""
+    """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: with
+    kernels of cputrain, compiled once, that compute batch-norm, residual and ReLU together, and for evaluation with
+    batch-norm folded into the convolutions; compile: torch.compile. auto: native, or eager without a C++ compiler."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""
