@@ -55,17 +55,20 @@ class Kernels:
         self.path = path
         native = ctypes.CDLL(str(path))
         images, layer = POINTER(_Images), POINTER(Layer)
-        for name, arguments in {
-            "statistics": (images, c_void_p, c_void_p),
-            "update_running": (c_size_t, c_size_t, c_void_p, c_void_p, c_double, c_void_p, c_void_p),
-            "forward": (images, layer, c_void_p, c_void_p, c_void_p),
-            "gradient_sums": (images, layer, *[c_void_p] * 5),
-            "input_gradient": (images, layer, c_void_p, c_void_p, c_void_p, c_double, c_void_p),
-            "parameter_gradients": (c_size_t, c_size_t, c_void_p, c_double, c_void_p, c_void_p, c_void_p),
-        }.items():
-            function = getattr(native, f"batchnorm_{name}")
-            function.argtypes, function.restype = arguments, None
-            setattr(self, f"_{name}", function)
+
+        def function(name: str, *arguments: Any) -> Any:
+            found = getattr(native, f"batchnorm_{name}")
+            found.argtypes, found.restype = arguments, None
+            return found
+
+        pointers = (c_void_p,) * 5
+        self._statistics = function("statistics", images, *pointers[:2])
+        self._forward = function("forward", images, layer, *pointers[:3])
+        self._gradient_sums = function("gradient_sums", images, layer, *pointers)
+        self._input_gradient = function("input_gradient", images, layer, *pointers[:3], c_double, c_void_p)
+        sizes = (c_size_t, c_size_t, c_void_p)
+        self._update_running = function("update_running", *sizes, c_void_p, c_double, *pointers[:2])
+        self._parameter_gradients = function("parameter_gradients", *sizes, c_double, *pointers[:3])
         self.has_threads = bool(native.batchnorm_has_threads())
         """Whether torch's OpenMP threads can be used."""
 

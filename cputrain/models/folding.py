@@ -8,6 +8,12 @@ from torch import Tensor, fx, nn
 from cputrain.models.batchnorm_relu import FusedBatchNorm2d
 
 
+def can_fold(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes convolutions in this data type on this CPU."""
+    supported = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return supported and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A network with the outputs of `network` in evaluation, within rounding, whose convolutions compute in `dtype`.
 
@@ -21,13 +27,12 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     layers = dict(network.named_modules())
     folded: dict[str, nn.Module] = {}
     for node in list(graph.nodes):
-        before = node.args[0] if node.args else None
+        before: Any = node.args[0] if node.args else None
         norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
-        if not isinstance(norm, FusedBatchNorm2d) or not _can_fold(conv) or len(before.users) > 1:
-            continue
-        folded[node.target] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
-        node.args = (before.args[0], *node.args[1:])
-        graph.erase_node(before)
+        if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
+            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
+            node.args = (before.args[0], *node.args[1:])
+            graph.erase_node(before)
     made = fx.GraphModule(network, graph)
     for name, layer in folded.items():
         made.set_submodule(name, layer)
@@ -73,9 +78,9 @@ class FoldedConv2d(nn.Module):
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
         images, operators = images.to(self.weight.dtype), torch.ops.mkldnn._convolution_pointwise
+        layer: Any = (self.weight, self.bias, *self.options)
         if residual is None:
-            then = ("relu" if self.relu else "none", [], "")
-            return cast(Tensor, operators.default(images, self.weight, self.bias, *self.options, *then))
-        added = residual.to(images.dtype)
-        after = ("add", 1.0, "relu" if self.relu else None, [], None)
-        return cast(Tensor, operators.binary(images, added, self.weight, self.bias, *self.options, *after))
+            activation = "relu" if self.relu else "none"
+            return cast(Tensor, operators.default(images, *layer, activation, [], ""))
+        added, last = residual.to(images.dtype), "relu" if self.relu else None
+        return cast(Tensor, operators.binary(images, added, *layer, "add", 1.0, last, [], None))

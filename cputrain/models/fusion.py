@@ -50,7 +50,7 @@ class FusedResidualBlock(nn.Module):
         if "downsample" not in self._modules:
             self.downsample = None
         for i in range(1, self.convolutions + 1):
-            self.get_submodule(f"bn{i}").relu = True
+            cast(FusedBatchNorm2d, self.get_submodule(f"bn{i}")).relu = True
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from affinity.errors import InputError, RunError
 from cputrain.models.batchnorm_kernels import Kernels, load
-from cputrain.models.folding import fold_batchnorms
+from cputrain.models.folding import can_fold, fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
@@ -69,9 +69,8 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
 
 def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
     """A network with the outputs of `model` in evaluation, for its present weights: with native, a faster one."""
-    if engine.kernels is None:
-        return model
-    return fold_batchnorms(model, torch.bfloat16 if precision == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return fold_batchnorms(model, dtype) if engine.kernels is not None and can_fold(dtype) else model
 
 
 def network_input(images: Tensor, precision: str) -> Tensor:
