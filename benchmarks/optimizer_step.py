@@ -17,7 +17,7 @@ from cputrain.models.build import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.training.engine import prepare_model
+from cputrain.training.engine import EAGER, prepare_model
 
 Make = Callable[[torch.nn.Module], Optimizer]
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 def step_of(make: Make) -> Callable[[], Any]:
     torch.manual_seed(0)
-    model = prepare_model(build_model(ModelSection(name="resnet50"), 1000, 224), "native", "float32")
+    model = prepare_model(build_model(ModelSection(name="resnet50"), 1000, 224), EAGER, "float32")
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     optimizer = make(model)

@@ -1,26 +1,31 @@
-"""ResNet-50 training from JPEGs on disk, 224 x 224, this machine: cputrain against plain PyTorch in the same run.
+"""ResNet-50 training from JPEGs on disk, 224 x 224, this machine: cputrain, its peers, and the limit in one run.
 
-    python -m benchmarks.train_throughput [--data DIR] [--rounds 3]
+    python -m benchmarks.train_throughput [--data DIR] [--rounds 3] [--bf16] [--ipex-python PYTHON]
 
-Peers run benchmarks/plain_ddp.py (a) under torchrun with two processes, (b) as one process with two threads. Rounds are
-interleaved; the table shows each contender's median over rounds of its median step. Needs two cores.
+Peers run benchmarks/plain_ddp.py: as an expert writes it, as people write it, in one process, and through Intel's
+extension where a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are interleaved;
+the table shows each contender's median over rounds of its median step. Needs two cores.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from affinity.planner.runtime import find_runtime, target_of
 from cputrain.runs.events import read_events
 
 LOCAL_BATCH, WORKERS = 16, 2
 GLOBAL_BATCH = LOCAL_BATCH * WORKERS
+EXPERT, LIMIT = "torchrun, 2 x 1 threads, an expert's script", "convolutions alone, 2 x 1 threads"
+HERE = Path(__file__).parent
 
 
 def main() -> None:
@@ -28,55 +33,99 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="an image folder; default: photo-sized JPEGs made on the spot")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--bf16", action="store_true", help="in bfloat16")
+    parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         data = options.data or make_images(Path(scratch) / "images")
-        contenders: dict[str, Callable[[int], float]] = {
-            "cputrain, 2 workers under its plan": lambda i: ours(data, Path(scratch) / f"run{i}", options.steps),
-            "torchrun, 2 processes, plain script": lambda _: plain(data, options.steps, processes=2),
-            "python, 1 process of 2 threads, plain script": lambda _: plain(data, options.steps, processes=1),
-        }
+        contenders = contenders_of(data, Path(scratch), options)
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for i in range(options.rounds):
             for name, run in contenders.items():
                 rates[name].append(run(i))
                 print(f"round {i + 1}/{options.rounds}  {rates[name][-1]:5.2f} img/s  {name}", file=sys.stderr)
-    show(rates)
+    show(rates, "bf16" if options.bf16 else "float32")
 
 
-def show(rates: dict[str, list[float]]) -> None:
-    """Print the table: median and range of each contender, and its ratio to the better peer."""
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    best_peer = max(rate for name, rate in medians.items() if not name.startswith("cputrain"))
-    print("| training ResNet-50, 224 x 224, from JPEGs | img/s (range) | ratio to the better peer |\n|---|---|---|")
-    for name, values in rates.items():
-        print(
-            f"| {name} | {medians[name]:.2f} ({min(values):.2f}-{max(values):.2f}) | {medians[name] / best_peer:.2f} |"
+def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dict[str, Callable[[int], float]]:
+    """What trains, by name: a function of the round that returns images per second."""
+    steps, bf16 = options.steps, ["--bf16"] * options.bf16
+    script = [str(HERE / "plain_ddp.py"), str(data)]
+    quick = {"LD_PRELOAD": allocator()}
+
+    def ours(engine: str) -> Callable[[int], float]:
+        precision = "bf16" if options.bf16 else "float32"
+        return lambda i: trained(data, scratch / f"{engine}{i}", steps, engine, precision)
+
+    def peer(*extra: str, processes: int, env: dict[str, str] | None = None, python: str = sys.executable) -> float:
+        launcher = torchrun(processes) if processes > 1 else ()
+        sizes = ("--batch", str(GLOBAL_BATCH // processes), "--steps", str(steps))
+        return measured([python, *launcher, *script, *sizes, *extra, *bf16], env)
+
+    alone = [
+        *torchrun(WORKERS),
+        str(HERE / "convolutions_alone.py"),
+        "--batch",
+        str(LOCAL_BATCH),
+        "--steps",
+        "2",
+        *bf16,
+    ]
+    contenders: dict[str, Callable[[int], float]] = {
+        "cputrain, native": ours("native"),
+        "cputrain, eager": ours("eager"),
+        EXPERT: lambda _: peer("--expert", processes=2, env=quick),
+        "torchrun, 2 processes, plain script": lambda _: peer(processes=2),
+        "python, 1 process of 2 threads, plain script": lambda _: peer(processes=1),
+    }
+    if options.ipex_python:
+        contenders["torchrun, 2 x 1 threads, IPEX"] = lambda _: peer(
+            "--ipex", processes=2, env=quick, python=options.ipex_python
         )
+    contenders[LIMIT] = lambda _: measured([sys.executable, *alone], quick)
+    return contenders
 
 
-def ours(data: Path, run: Path, steps: int) -> float:
+def allocator() -> str:
+    """The allocator to preload, which a plan would take too; "" without one."""
+    preload = find_runtime(target_of((sys.executable,)), os.environ).preload
+    return ":".join([*filter(None, [os.environ.get("LD_PRELOAD")]), *(path for path in preload if "alloc" in path)])
+
+
+def torchrun(processes: int) -> Iterable[str]:
+    """It gives each process one thread."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+
+
+def show(rates: dict[str, list[float]], precision: str) -> None:
+    """Print the table: median and range of each contender, and its ratios to the expert's script and to the limit."""
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"| training ResNet-50, 224 x 224, from JPEGs, {precision} | img/s (range) | to the expert | to the limit |")
+    print("|---|---|---|---|")
+    for name, values in rates.items():
+        spread = f"{medians[name]:.2f} ({min(values):.2f}-{max(values):.2f})"
+        print(f"| {name} | {spread} | {medians[name] / medians[EXPERT]:.2f} | {medians[name] / medians[LIMIT]:.2f} |")
+
+
+def trained(data: Path, run: Path, steps: int, engine: str, precision: str) -> float:
     """Images per second of cputrain's median step, without the first."""
-    settings = (f"data.path={data}", f"batch.local={LOCAL_BATCH}", f"max_steps={steps}", f"output={run}")
-    start([sys.executable, "-m", "cputrain", "train", "imagefolder", *settings, f"plan.ppn={WORKERS}"])
+    settings = (
+        *(f"data.path={data}", f"batch.local={LOCAL_BATCH}", f"max_steps={steps}", f"output={run}"),
+        *(f"plan.ppn={WORKERS}", f"engine={engine}", f"precision={precision}"),
+    )
+    start([sys.executable, "-m", "cputrain", "train", "imagefolder", *settings])
     rates = [event["images_per_s"] for event in read_events(run) if event["event"] == "step"]
     return statistics.median(rates[1:])
 
 
-def plain(data: Path, steps: int, *, processes: int) -> float:
-    """Images per second of the plain script's median step, without the first."""
-    script = str(Path(__file__).with_name("plain_ddp.py"))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    launcher = torchrun if processes > 1 else ()
-    arguments = (str(data), "--batch", str(GLOBAL_BATCH // processes), "--steps", str(steps))
-    # One process takes all cores by default; torchrun gives each process one thread: both as people get them.
-    printed = start([sys.executable, *launcher, script, *arguments])
-    return GLOBAL_BATCH / float(printed.split()[-1])
+def measured(argv: list[str], env: dict[str, str] | None = None) -> float:
+    """Images per second of a script that prints the seconds of its median step."""
+    return GLOBAL_BATCH / float(start(argv, env).split()[-1])
 
 
-def start(argv: list[str]) -> str:
+def start(argv: list[str], env: dict[str, str] | None = None) -> str:
     """Run to the end; what it printed. A failure is this benchmark's failure."""
-    result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    result = subprocess.run(argv, check=False, capture_output=True, text=True, env={**os.environ, **(env or {})})
     if result.returncode:
         sys.exit(f"{argv} failed:\n{result.stderr}")
     return result.stdout

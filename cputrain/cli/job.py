@@ -172,9 +172,7 @@ def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> N
     if options.oversubscribe:
         raise InputError("--oversubscribe is for trying plans on one host: remove it for a job")
     if options.bind == "launcher":
-        raise InputError(
-            "--bind launcher: in a job each rank binds itself, by the plan that is made there: remove it"
-        )
+        raise InputError("--bind launcher: in a job each rank binds itself, by the plan that is made there: remove it")
     usable = [launcher.name for launcher in launchers_for(scheduler)]
     if options.launcher not in ("auto", *usable):
         raise InputError(

@@ -27,9 +27,7 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
     if nodes not in (None, len(listed.hosts)):
-        raise InputError(
-            f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes"
-        )
+        raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
     return listed
 
 

@@ -1,23 +1,76 @@
-"""How a network runs on the CPU: memory format, precision, compilation."""
+"""How a network runs on the CPU: native kernels, memory format, precision, compilation."""
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from affinity.errors import InputError, RunError
+from cputrain.models.batchnorm_kernels import Kernels, load
+from cputrain.models.folding import can_fold, fold_batchnorms
+from cputrain.models.fusion import fuse_batchnorms
+
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
 ROUNDS = 5
 
 
-def prepare_model(model: nn.Module, engine: str, precision: str) -> nn.Module:
-    """Convert the weights to channels-last, which oneDNN's convolutions need; with "compile", compile on first use."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How a rank runs its network: native, eager or compile, and the reason; `kernels` are those of native."""
+
+    name: str
+    why: str
+    kernels: Kernels | None = None
+
+
+EAGER = Engine(name="eager", why="engine=eager")
+
+
+def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Engine:
+    """The engine for engine=`requested`: with "auto" native, where its kernels compile and support the precision.
+
+    Raises InputError or RunError where "native" is requested and its kernels cannot be compiled.
+    """
+    if requested in ("eager", "compile"):
+        return Engine(name=requested, why=f"engine={requested}")
+    if precision == "float64":
+        return Engine(name="eager", why="precision=float64, for which there are no native kernels")
+    try:
+        kernels = load(env)
+    except (InputError, RunError) as error:
+        if requested == "native":
+            raise
+        return Engine(name="eager", why=str(error).removeprefix("engine=native: "))
+    return Engine(name="native", why=str(kernels.path), kernels=kernels)
+
+
+def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
+    """The engine of all ranks from each rank's name and reason: eager, if one rank cannot use native kernels."""
+    for rank, (name, why) in enumerate(engines):
+        if name != own.name and name == "eager":
+            return Engine(name="eager", why=f"rank {rank}: {why}")
+    return own
+
+
+def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
+    """Convert the weights to channels-last, which oneDNN's convolutions need; fuse layers or compile on first use."""
     model.to(dtype=DTYPES[precision], memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if engine == "compile":
+    if engine.kernels is not None:
+        fuse_batchnorms(model, engine.kernels)
+    if engine.name == "compile":
         model.compile()
     return model
+
+
+def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
+    """A network with the outputs of `model` in evaluation, for its present weights: with native, a faster one."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return fold_batchnorms(model, dtype) if engine.kernels is not None and can_fold(dtype) else model
 
 
 def network_input(images: Tensor, precision: str) -> Tensor:

@@ -71,7 +71,9 @@ def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainRe
         return start_training(session, SilentEvents(), env, resume=resume).run()
     environment = describe_environment(session, env)
     write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
-    in_use = {name: environment[name] for name in ("backend", "backend_why", "decoder", "allocator")}
+    in_use = {
+        name: environment[name] for name in ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator")
+    }
     print("\n".join(startup_lines(**in_use, ranks=session.ranks.this.world_size)), flush=True)
     with Events(recipe.folder) as events:
         training = start_training(session, events, env, resume=resume)

@@ -64,7 +64,7 @@ def eval_rank(
     """Evaluate checkpoints one after another as one rank; rank 0 prints."""
     session = start_session(recipe, rank, worker, observed, env, check=check)
     network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
-    prepare_model(network, recipe.engine, recipe.precision)
+    prepare_model(network, session.engine, recipe.precision)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
     for path in checkpoints:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cputrain.comm.group import all_reduce_sum
 from cputrain.models.build import batchnorms
-from cputrain.training.engine import autocast, network_input
+from cputrain.training.engine import autocast, evaluation_network, network_input
 from cputrain.training.feed import evaluation_batches
 from cputrain.training.losses import sample_losses
 from cputrain.training.metrics import Accuracy, count_correct
@@ -25,9 +25,10 @@ def evaluate(
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
+        network = evaluation_network(model, session.engine, recipe.precision)
         for batch in evaluation_batches(session, split):
             with autocast(recipe.precision):
-                outputs = model(network_input(data.normalize(batch.images), recipe.precision)).float()
+                outputs = network(network_input(data.normalize(batch.images), recipe.precision)).float()
             losses = sample_losses(recipe.loss, outputs, batch.labels)
             loss_sum += float((losses * batch.weights).sum())
             correct1 += count_correct(outputs, batch, 1)

@@ -21,6 +21,7 @@ from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.resume import TrainingScale
 from cputrain.training.binding import Binding, check_comm_threads, start_threads
+from cputrain.training.engine import Engine, choose_engine, same_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class Session:
     ranks: Ranks
     data: SessionData
     binding: Binding
+    engine: Engine
 
     @property
     def scale(self) -> TrainingScale:
@@ -95,6 +97,7 @@ def start_session(
     dataset = open_recipe_data(recipe)
     check_labels(dataset)
     decode, decoder = choose_decoder(recipe.data.decoder, env)
+    engine = choose_engine(recipe.engine, recipe.precision, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
@@ -114,7 +117,8 @@ def start_session(
     if check:
         check_comm_threads(worker, rank, group.backend, env)
     ranks = Ranks(this=rank, group=group, local_batches=_local_batches(recipe, worker, sizes))
-    return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, binding=binding)
+    engine = same_engine(all_gather((engine.name, engine.why)), engine)
+    return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, binding=binding, engine=engine)
 
 
 def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ def _build(session: Session, loaded: Loaded | None) -> tuple[TrainState, list[st
         # DDP sends rank 0's weights to all ranks
         if line := run_on_main_rank(lambda: _describe_weights(path, load_initial_weights(network, path))):
             notes.append(line)
-    prepare_model(network, recipe.engine, recipe.precision)
+    prepare_model(network, session.engine, recipe.precision)
     optimizer = build_optimizer(network, recipe.optim)
     if loaded is None:
         return make_train_state(recipe, network, optimizer), notes

@@ -76,8 +76,8 @@ def run_local(
             supervisor.sample(whole_host=True)
             status = _watch(supervisor, stop)
             return 128 + stop.number if stop.number else status
-        except InterruptedBySignalError as interrupt:
-            number = interrupt.args[0]
+        except InterruptedBySignalError as stopped:
+            number = stopped.args[0]
             print(f"\nstopping {counted(len(supervisor.ranks), 'worker')} ({signal.Signals(number).name})", file=err)
             return 128 + int(number)
         finally:

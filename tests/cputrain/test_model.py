@@ -16,7 +16,7 @@ from cputrain.models.build import batchnorms, build_model
 from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
-from cputrain.training.engine import prepare_model
+from cputrain.training.engine import EAGER, prepare_model
 from cputrain.training.metrics import in_top
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def test_zero_gamma_makes_blocks_identities() -> None:
 
 
 def test_the_engine_converts_weights_to_channels_last() -> None:
-    model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10, side=32), "native", "float32")
+    model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10, side=32), EAGER, "float32")
     assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -6,20 +6,35 @@ NO_CCL = 'rank 0: oneCCL is not installed: pip install "cputrain[ccl]", or set c
 NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'"
 
 
-def output(backend: str, why: str, decoder: str, allocator: str, ranks: int = 2) -> list[str]:
-    return startup_lines(backend=backend, backend_why=why, decoder=decoder, allocator=allocator, ranks=ranks)
+NATIVE = ("native", "/cache/batchnorm.so")
+NO_COMPILER = "no C++ compiler on PATH: install g++, or set engine=eager"
+
+
+def output(
+    backend: str, why: str, decoder: str, allocator: str, ranks: int = 2, engine: tuple[str, str] = NATIVE
+) -> list[str]:
+    return startup_lines(
+        backend=backend,
+        backend_why=why,
+        engine=engine[0],
+        engine_why=engine[1],
+        decoder=decoder,
+        allocator=allocator,
+        ranks=ranks,
+    )
 
 
 def test_where_all_is_fast_there_is_one_line() -> None:
     assert output("ccl", "every rank can use oneCCL", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc") == [
-        "backend ccl, decoder libjpeg-turbo, allocator tcmalloc"
+        "backend ccl, engine native, decoder libjpeg-turbo, allocator tcmalloc"
     ]
 
 
 def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
-    first, ccl, turbo, allocator = output("gloo", NO_CCL, NO_TURBO, "glibc")
-    assert first == "backend gloo, decoder Pillow, allocator glibc"
+    first, ccl, engine, turbo, allocator = output("gloo", NO_CCL, NO_TURBO, "glibc", engine=("eager", NO_COMPILER))
+    assert first == "backend gloo, engine eager, decoder Pillow, allocator glibc"
     assert ccl == f"faster: oneCCL (all-reduces of 25 MiB 1.4-3.2 times as fast): {NO_CCL}"
+    assert engine.startswith("faster: native kernels (") and engine.endswith(NO_COMPILER)
     assert turbo.endswith("CPU-second): it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'")
     assert "libtcmalloc-minimal4" in allocator
 
@@ -27,3 +42,6 @@ def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
 def test_what_the_user_has_chosen_or_nobody_uses_is_not_said_to_be_slow() -> None:
     assert len(output("gloo", "comm.backend=gloo", "Pillow: data.decoder=pillow", "jemalloc")) == 1
     assert len(output("gloo", NO_CCL, "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", ranks=1)) == 1
+    for why in ("engine=eager", "precision=float64, for which there are no native kernels"):
+        made = output("ccl", "", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", engine=("eager", why))
+        assert len(made) == 1

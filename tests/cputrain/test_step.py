@@ -12,7 +12,7 @@ from cputrain.optim.schedules import lr_at, scheduled_lr
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.phases import EpochSettings, settings_at
 from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
-from cputrain.training.engine import autocast, bf16_speedup, prepare_model
+from cputrain.training.engine import EAGER, autocast, bf16_speedup, prepare_model
 from cputrain.training.metrics import EpochMetrics, StepResult
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepSettings, train_step
@@ -44,8 +44,8 @@ class Plain(nn.Module):
 
 def state_of(recipe: Recipe, all_reduce: AllReduceHook | None = None) -> TrainState:
     """The state of one rank, without DDP: the gradients are their own average."""
-    network = prepare_model(Plain(), "native", recipe.precision)
-    ema_model = prepare_model(Plain(), "native", recipe.precision).requires_grad_(False) if recipe.ema_decay else None
+    network = prepare_model(Plain(), EAGER, recipe.precision)
+    ema_model = prepare_model(Plain(), EAGER, recipe.precision).requires_grad_(False) if recipe.ema_decay else None
     return TrainState(
         network=network,
         ddp=network,

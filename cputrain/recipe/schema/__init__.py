@@ -72,9 +72,10 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()
-    engine: Literal["auto", "native", "compile"] = "auto"
-    """How torch runs the network. native: eager mode, channels-last, with oneDNN; compile: torch.compile in addition;
-    auto: native."""
+    engine: Literal["auto", "native", "eager", "compile"] = "auto"
+    """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: with
+    kernels of cputrain, compiled once, that compute batch-norm, residual and ReLU together, and for evaluation with
+    batch-norm folded into the convolutions; compile: torch.compile. auto: native, or eager without a C++ compiler."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""

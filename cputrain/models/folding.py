@@ -1,0 +1,86 @@
+"""Networks for evaluation: batch-norm folded into the convolution before it, residual and ReLU left to oneDNN."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from cputrain.models.batchnorm_relu import FusedBatchNorm2d
+
+
+def can_fold(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes convolutions in this data type on this CPU."""
+    supported = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return supported and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A network with the outputs of `network` in evaluation, within rounding, whose convolutions compute in `dtype`.
+
+    It has its own folded weights, and shares all other layers. Native batch-norm layers that follow a convolution are
+    folded; a network whose forward pass cannot be traced is returned as it is.
+    """
+    try:
+        graph = _Tracer().trace(network)
+    except Exception:  # noqa: BLE001  a forward pass may do anything with the tracer's stand-ins
+        return network
+    layers = dict(network.named_modules())
+    folded: dict[str, nn.Module] = {}
+    for node in list(graph.nodes):
+        before: Any = node.args[0] if node.args else None
+        norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
+        if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
+            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
+            node.args = (before.args[0], *node.args[1:])
+            graph.erase_node(before)
+    made = fx.GraphModule(network, graph)
+    for name, layer in folded.items():
+        made.set_submodule(name, layer)
+    return made.eval()
+
+
+def _is_layer(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_module"
+
+
+def _can_fold(conv: nn.Module | None) -> bool:
+    return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+
+
+class _Tracer(fx.Tracer):
+    """A tracer to which a batch-norm is one step, torch's and ours."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
+
+
+class FoldedConv2d(nn.Module):
+    """A convolution with the scale and shift of the batch-norm after it, a residual and ReLU, in one call of oneDNN.
+
+    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    @torch.no_grad()
+    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert norm.running_mean is not None and norm.running_var is not None
+        scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+        shift = norm.bias - scale * norm.running_mean
+        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=dtype, memory_format=torch.channels_last)
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).to(dtype))
+        self.options = conv.padding, conv.stride, conv.dilation, conv.groups
+        self.relu = norm.relu
+
+    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(N, C, H, W) -> (N, C', H', W')."""
+        images, operators = images.to(self.weight.dtype), torch.ops.mkldnn._convolution_pointwise
+        layer: Any = (self.weight, self.bias, *self.options)
+        if residual is None:
+            activation = "relu" if self.relu else "none"
+            return cast(Tensor, operators.default(images, *layer, activation, [], ""))
+        added, last = residual.to(images.dtype), "relu" if self.relu else None
+        return cast(Tensor, operators.binary(images, added, *layer, "add", 1.0, last, [], None))

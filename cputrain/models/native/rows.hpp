@@ -1,0 +1,72 @@
+// Rows of images cut into chunks, and the threads that share them.
+
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+// Of the OpenMP runtime that torch has loaded, libgomp or libiomp5. Compiling with -fopenmp would link a second one,
+// whose threads would compete with torch's.
+extern "C" {
+[[gnu::weak]] void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+[[gnu::weak]] int omp_get_thread_num();
+[[gnu::weak]] int omp_get_num_threads();
+}
+
+namespace {
+
+constexpr size_t kBlock = 64;            // rows whose sums are float
+constexpr size_t kMostChunks = 256;      // of rows, which threads share
+constexpr size_t kThreadValues = 32768;  // fewer are left to one thread
+
+const pid_t kProcess = getpid();
+
+// Rows cut into chunks of a multiple of kBlock rows each.
+struct Chunks {
+  size_t rows, size, count;
+
+  explicit Chunks(size_t all) : rows(all) {
+    size = std::max<size_t>(1, (all + kMostChunks * kBlock - 1) / (kMostChunks * kBlock)) * kBlock;
+    count = (all + size - 1) / size;
+  }
+  size_t first(size_t chunk) const { return chunk * size; }
+  size_t length(size_t chunk) const { return std::min(size, rows - first(chunk)); }
+};
+
+// Calls work(first, end) for shares of the chunks, on the calling thread or on `threads` threads of its OpenMP team: a
+// team of another size would make the runtime end and start threads. It may give fewer. A forked child has no team, and
+// would wait for its parent's threads.
+template <typename Work>
+void share(size_t chunks, size_t values, int threads, const Work& work) {
+  const bool alone = threads < 2 || chunks < 2 || values < kThreadValues;
+  if (alone || GOMP_parallel == nullptr || getpid() != kProcess) {
+    work(size_t{0}, chunks);
+    return;
+  }
+  struct Region {
+    const Work& work;
+    size_t chunks;
+  } region{work, chunks};
+  GOMP_parallel(
+      [](void* data) {
+        const Region& own = *static_cast<Region*>(data);
+        const size_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+        own.work(own.chunks * thread / team, own.chunks * (thread + 1) / team);
+      },
+      &region, static_cast<unsigned>(threads), 0);
+}
+
+// Memory that a thread keeps between calls, at least `count` values of it.
+template <typename Value, int kPurpose>
+Value* kept(size_t count) {
+  static thread_local std::vector<Value> memory;
+  if (memory.size() < count) {
+    memory.resize(count);
+  }
+  return memory.data();
+}
+
+}  // namespace

@@ -1,0 +1,391 @@
+"""Native batch-norm with residual and ReLU: one layer against float64, whole networks, other statistics, threads."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from affinity.errors import InputError
+from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
+from cputrain.models.batchnorm_kernels import EXTENSION, built_path, load
+from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
+from cputrain.models.build import build_model
+from cputrain.models.fusion import fuse_batchnorms
+from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import choose_engine, same_engine
+from mpi.supervise.local import free_port
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Torch's threads, as they were after each test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def fused(layer: nn.BatchNorm2d, *, relu: bool = True) -> FusedBatchNorm2d:
+    """The layer's native form, by itself."""
+    layer.__class__ = FUSED[type(layer)]
+    layer.kernels, layer.relu = load(os.environ), relu
+    return layer
+
+
+def images_of(shape: tuple[int, ...], seed: int, mean: float = 0.0, spread: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * spread + mean).to(memory_format=torch.channels_last)
+
+
+def furthest(got: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the expected values' root mean square where that is above 1."""
+    return float((got.double() - expected).abs().max() / expected.square().mean().sqrt().clamp(min=1.0))
+
+
+Result = dict[str, Tensor]
+
+
+def expected_of(x: Tensor, residual: Tensor | None, layer: nn.BatchNorm2d, gradient: Tensor, relu: bool) -> Result:
+    """Outputs, gradients and running statistics of torch's operators in float64."""
+    plain = copy.deepcopy(layer).double()
+    images = x.double().requires_grad_()
+    added = None if residual is None else residual.double().requires_grad_()
+    before = plain(images) if added is None else plain(images) + added
+    y = before.relu() if relu else before
+    # where ReLU's input is 0 but for rounding, either side is right
+    y.backward(gradient.double() * (before.detach().abs() > 1e-3))
+    return {
+        "y": y.detach(),
+        "kept": before.detach().abs() > 1e-3,
+        "x": images.grad,
+        "weight": plain.weight.grad,
+        "bias": plain.bias.grad,
+        "mean": plain.running_mean,
+        "var": plain.running_var,
+        **({} if added is None else {"residual": added.grad}),
+    }
+
+
+def got_from(layer: FusedBatchNorm2d, x: Tensor, residual: Tensor | None, gradient: Tensor) -> Result:
+    images = x.clone().requires_grad_()
+    added = None if residual is None else residual.clone().requires_grad_()
+    y = layer(images, added)
+    y.backward(gradient)
+    return {
+        "y": y.detach(),
+        "x": images.grad,
+        "weight": layer.weight.grad,
+        "bias": layer.bias.grad,
+        "mean": layer.running_mean,
+        "var": layer.running_var,
+        **({} if added is None else {"residual": added.grad}),
+    }
+
+
+@settings(max_examples=40)
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(1, 12), st.integers(1, 12)).filter(
+        lambda shape: shape[0] * shape[2] * shape[3] > 15  # fewer may lie so close together that rounding is large
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    with_residual=st.booleans(),
+    relu=st.booleans(),
+    training=st.booleans(),
+    mean=st.sampled_from([0.0, 3.0, -100.0]),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_one_layer_is_torch_s_in_float64_within_rounding(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    with_residual: bool,
+    relu: bool,
+    training: bool,
+    mean: float,
+    count: int,
+    seed: int,
+) -> None:
+    torch.set_num_threads(count)
+    torch.manual_seed(seed)
+    layer = nn.BatchNorm2d(shape[1], momentum=0.3).train(training)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    nn.init.constant_(layer.running_mean, mean)
+    x = images_of(shape, seed, mean).to(dtype)
+    residual = images_of(shape, seed + 1).to(dtype) if with_residual else None
+    gradient = images_of(shape, seed + 2).to(dtype)
+    expected = expected_of(x, residual, layer, gradient, relu)
+    kept = expected.pop("kept")
+    got = got_from(fused(layer, relu=relu), x, residual, gradient * kept)
+    rounding = 1e-5 if dtype == torch.float32 else 2.0**-7
+    assert layer.num_batches_tracked == training
+    for name, value in expected.items():
+        of_images = name in ("y", "x", "residual")
+        assert got[name].dtype == (dtype if of_images else torch.float32)
+        assert furthest(got[name], value) < (rounding if of_images else 1e-5) * (4 + float(value.abs().max())), name
+
+
+def test_statistics_of_many_images_are_exact_to_float32() -> None:
+    x = images_of((16, 64, 56, 56), 0, mean=1000.0)
+    layer = fused(nn.BatchNorm2d(64), relu=False)
+    wide = x.double()
+    mean, variance = wide.mean((0, 2, 3), keepdim=True), wide.var((0, 2, 3), correction=0, keepdim=True)
+    exact = (wide - mean) / (variance + layer.eps).sqrt()
+    got = layer(x).detach()
+    torchs = functional.batch_norm(x, None, None, training=True)
+    assert furthest(got, exact) < 2e-6 < furthest(torchs, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_any_number_of_threads_computes_the_same_bits(dtype: torch.dtype, with_residual: bool) -> None:
+    shape = (5, 33, 31, 29)
+    x, residual, gradient = (images_of(shape, seed).to(dtype) for seed in range(3))
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(got_from(fused(nn.BatchNorm2d(33)), x, residual if with_residual else None, gradient))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+def test_nan_and_infinity_reach_the_outputs_as_in_torch() -> None:
+    x = images_of((2, 3, 4, 4), 0)
+    x[0, 1, 0, 0] = torch.nan
+    for value in (torch.nan, torch.inf):
+        x[0, 2, 0, 0] = value
+        got = fused(nn.BatchNorm2d(3))(x)
+        expected = functional.batch_norm(x, None, None, training=True).relu()
+        assert torch.equal(got.isnan(), expected.isnan()) and got.isnan().any() and not got.isnan().all()
+
+
+def test_bfloat16_is_rounded_to_the_nearest_even() -> None:
+    """By identity statistics: every finite float32 pattern in steps, and numbers halfway between two."""
+    bits = torch.arange(0, 0x7F000000, 0x7FFF * 13, dtype=torch.int64)
+    values = torch.cat([bits, bits & ~0xFFFF | 0x8000]).to(torch.int32).view(torch.float32)
+    layer = fused(nn.BatchNorm2d(1, eps=0.0).eval(), relu=False)
+    zeros = torch.zeros(len(values), 1, 1, 1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for value in values[:: len(values) // 500]:
+            layer.bias.fill_(float(value))
+            assert torch.equal(layer(zeros[:2]).view(-1)[0], value.to(torch.bfloat16))
+
+
+def made(name: str = "resnet18", side: int = 32, **options: object) -> nn.Module:
+    torch.manual_seed(1)
+    return build_model(ModelSection(name=name, **options), 10, side).to(memory_format=torch.channels_last)
+
+
+def pair(name: str, side: int = 32, **options: object) -> tuple[nn.Module, nn.Module]:
+    """A network in torch's operators and with native layers."""
+    plain, native = made(name, side, **options), made(name, side, **options)
+    fuse_batchnorms(native, load(os.environ))
+    return plain, native
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "relus"),
+    [
+        ("resnet18", 32, 0),
+        ("resnet50", 32, 0),
+        ("alexnet-bn", 64, 2),
+        ("torchvision:densenet121", 32, 0),
+        ("torchvision:mobilenet_v3_small", 32, 9),
+    ],
+)
+def test_a_fused_network_has_the_same_weights_outputs_and_gradients(name: str, side: int, relus: int) -> None:
+    plain, native = pair(name, side)
+    assert list(native.state_dict()) == list(plain.state_dict())
+    assert sum(type(module) is nn.ReLU for module in native.modules()) == relus
+    assert all(isinstance(m, FusedBatchNorm2d) for m in native.modules() if isinstance(m, nn.BatchNorm2d))
+    images = images_of((4, 3, side, side), 3)
+    gradient = torch.randn(4, 10, generator=torch.Generator().manual_seed(4))
+    outputs = []
+    for network in (plain, native):
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(module, nn.BatchNorm2d):  # far from where rounding decides whether ReLU cuts a value
+                nn.init.constant_(module.bias, 2.0)
+        outputs.append(network(images))
+        outputs[-1].backward(gradient)
+    assert torch.allclose(*outputs, rtol=1e-3, atol=1e-3)
+    pairs = [(p.grad, q.grad) for p, q in zip(plain.parameters(), native.parameters(), strict=True)]
+    largest = max(float(expected.norm()) for expected, _ in pairs)  # others are 0 but for rounding
+    for expected, got in pairs:
+        assert float((expected - got).norm()) < 0.01 * float(expected.norm()) + 1e-4 * largest
+    buffers = zip(plain.buffers(), native.buffers(), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in buffers)
+
+
+TOGETHER = """
+import copy, json, os, sys, torch, torch.distributed as dist, torch.distributed.nn.functional
+from cputrain.models.batchnorm import SyncBatchNorm2d
+from tests.cputrain.test_batchnorm_relu import fused, images_of
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+images, residual, weighing = (images_of((7, 3, 4, 5), seed) * 3 + 2 for seed in range(3))
+def run(layer, part):
+    mine, added = (each[part].clone().requires_grad_() for each in (images, residual))
+    out = layer(mine, added)
+    (out * weighing[part]).sum().backward()
+    return out, mine.grad, added.grad, layer.weight.grad, layer.bias.grad
+def made(kind):
+    layer = kind(3, momentum=0.2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))
+    return fused(layer)
+part = slice(0, 5) if rank == 0 else slice(5, 7)
+whole, ours = made(torch.nn.BatchNorm2d), made(SyncBatchNorm2d)
+expected, got = run(whole, slice(0, 7)), run(ours, part)
+for value in got[3:]:
+    dist.all_reduce(value)  # as DDP does
+near = lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+close = [near(e[part], g) for e, g in zip(expected[:3], got)] + [near(e, g) for e, g in zip(expected[3:], got[3:])]
+close += [near(whole.running_mean, ours.running_mean), near(whole.running_var, ours.running_var)]
+ours.eval(); whole.eval()
+close.append(near(whole(images), ours(images)))
+sys.stdout.write(json.dumps(close) + "\\n"); sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+
+def test_sync_statistics_are_those_of_all_ranks() -> None:
+    """5 + 2 images on two ranks against 7 on one: outputs, gradients, running statistics, evaluation."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER],
+            env={**os.environ, **world, "RANK": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 8] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "ghost_batch"), [(GhostBatchNorm2d, 4), (GhostBatchNorm2d, 20), (RunningBatchNorm2d, 0)]
+)
+def test_ghost_and_running_statistics_are_the_unfused_ones(kind: type[nn.BatchNorm2d], ghost_batch: int) -> None:
+    torch.manual_seed(0)
+    plain = kind(5, momentum=0.3)
+    plain.ghost_batch = ghost_batch
+    nn.init.normal_(plain.running_mean)
+    native = fused(copy.deepcopy(plain))
+    x, gradient = (images_of((10, 5, 3, 3), seed) for seed in range(2))
+    for training in (True, False):
+        results = []
+        for layer in (plain, native):
+            layer.train(training).zero_grad()
+            images = x.clone().requires_grad_()
+            y = layer(images) if layer is native else layer(images).relu()
+            y.backward(gradient)
+            results.append([y.detach(), images.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()])
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(*results, strict=True))
+
+
+def test_frozen_layers_and_a_first_layer_need_no_gradients() -> None:
+    layer = fused(RunningBatchNorm2d(4))
+    for p in layer.parameters():
+        p.requires_grad_(False)
+    x = images_of((2, 4, 3, 3), 0).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is None
+    first = fused(nn.BatchNorm2d(4))
+    first(x.detach()).sum().backward()
+    assert first.weight.grad is not None
+
+
+def test_what_kernels_do_not_support_goes_through_torch() -> None:
+    layer = fused(nn.BatchNorm2d(4).double())
+    x = images_of((2, 4, 3, 3), 0).double()
+    assert torch.equal(layer(x, x), (functional.batch_norm(x, None, None, training=True) + x).relu())
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fused(nn.BatchNorm2d(4))(torch.zeros(1, 4, 1, 1))
+    nchw = torch.randn(2, 4, 3, 3)
+    assert torch.allclose(
+        fused(nn.BatchNorm2d(4))(nchw), functional.batch_norm(nchw, None, None, training=True).relu(), atol=1e-5
+    )
+
+
+def test_copies_of_a_network_share_the_kernels() -> None:
+    native = pair("resnet18")[1]
+    assert copy.deepcopy(native).bn1.kernels is native.bn1.kernels
+
+
+ELSEWHERE = """
+import faulthandler, os, sys, threading, torch
+faulthandler.dump_traceback_later(100, exit=True)
+from torch import nn
+from tests.cputrain.test_batchnorm_relu import fused, images_of, got_from
+x, gradient = images_of((4, 64, 24, 24), 0), images_of((4, 64, 24, 24), 1)
+def run():
+    return got_from(fused(nn.BatchNorm2d(64)), x, None, gradient)
+torch.set_num_threads(1)
+expected = run()
+def check(result):
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
+for count in (2, 1, 3, 2):
+    torch.set_num_threads(count)
+    torch.ones(1 << 20).add_(1)  # a parallel region of torch's own
+    check(run())
+results = []
+def work(count):
+    torch.set_num_threads(count)
+    results.extend(run() for _ in range(5))
+callers = [threading.Thread(target=work, args=(count,)) for count in (1, 2, 3)]
+[caller.start() for caller in callers]
+[caller.join() for caller in callers]
+assert len(results) == 15
+[check(result) for result in results]
+torch.set_num_threads(2)
+check(run())
+child = os.fork()
+if not child:
+    with torch.no_grad():
+        got = fused(nn.BatchNorm2d(64))(x)
+    # not by torch: a parallel region of its own would wait for the parent's threads
+    os._exit(0 if (got.numpy() == expected["y"].numpy()).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+check(run())
+"""
+
+
+def test_other_threads_other_teams_and_forked_children_neither_hang_nor_differ() -> None:
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_auto_falls_back_to_torch_with_the_reason(tmp_path) -> None:
+    bare = {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)}
+    chosen = choose_engine("auto", "float32", bare)
+    assert (chosen.name, chosen.kernels) == ("eager", None) and chosen.why.startswith("no C++ compiler on PATH")
+    with pytest.raises(InputError, match="engine=native: no C\\+\\+ compiler"):
+        choose_engine("native", "float32", bare)
+    native = choose_engine("auto", "float32", os.environ)
+    assert native.name == "native" and choose_engine("auto", "float64", os.environ).name == "eager"
+    assert choose_engine("eager", "float32", os.environ).why == "engine=eager"
+    assert same_engine([("native", "here"), ("native", "there")], native) is native
+    fallen = same_engine([("native", "here"), ("eager", "no compiler")], native)
+    assert (fallen.name, fallen.why, fallen.kernels) == ("eager", "rank 1: no compiler", None)
+
+
+def test_the_library_links_no_openmp_runtime_of_its_own() -> None:
+    load(os.environ)
+    needed = subprocess.run(
+        ["readelf", "-d", built_path(os.environ)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "libstdc++" in needed and "omp" not in needed.replace("compression", "")
+    assert "-fopenmp" not in EXTENSION.argv("g++", built_path(os.environ))

@@ -1,0 +1,71 @@
+"""Evaluation by folded convolutions: the outputs of the network itself, which stays as it is."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cputrain.models.batchnorm_kernels import load
+from cputrain.models.build import build_model
+from cputrain.models.folding import FoldedConv2d, can_fold, fold_batchnorms
+from cputrain.models.fusion import fuse_batchnorms
+from cputrain.recipe.schema import ModelSection
+
+pytestmark = pytest.mark.slow
+
+
+def trained(name: str, side: int) -> nn.Module:
+    """A native network in evaluation, with statistics and parameters that are not the initial ones."""
+    torch.manual_seed(2)
+    network = build_model(ModelSection(name=name), 10, side).to(memory_format=torch.channels_last)
+    fuse_batchnorms(network, load(os.environ))
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.uniform_(layer.bias, -0.5, 0.5)
+            layer.momentum = 1.0
+    with torch.no_grad():
+        network(torch.randn(8, 3, side, side))
+    return network.eval()
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in (torch.float32, torch.bfloat16) if can_fold(dtype)])
+@pytest.mark.parametrize(
+    ("name", "side", "convolutions"),
+    [
+        ("resnet18", 64, 20),
+        ("resnet50", 32, 53),
+        ("alexnet-bn", 96, 5),
+        ("torchvision:mobilenet_v2", 32, 52),
+        ("torchvision:densenet121", 32, 59),
+    ],
+)
+@torch.inference_mode()
+def test_folded_networks_have_the_same_logits_and_top_1(
+    name: str, side: int, convolutions: int, dtype: torch.dtype
+) -> None:
+    network = trained(name, side)
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    images = torch.randn(16, 3, side, side).to(memory_format=torch.channels_last)
+    folded = fold_batchnorms(network, dtype)
+    assert sum(isinstance(layer, FoldedConv2d) for layer in folded.modules()) == convolutions
+    expected = network(images)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        got, unfolded = folded(images).float(), network(images).float()
+    if dtype == torch.float32:
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        assert torch.equal(got.argmax(1), expected.argmax(1))
+    else:
+        assert (got - expected).norm() < 1.5 * (unfolded - expected).norm() + 1e-3 * expected.norm()
+    after = network.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is() -> None:
+    class Odd(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return images if images.sum() > 0 else -images
+
+    network = Odd()
+    assert fold_batchnorms(network, torch.float32) is network
