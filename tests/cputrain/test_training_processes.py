@@ -195,7 +195,7 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == status and "stopped by SIGUSR1" in out, err
     assert ("SIGTERM: 2 workers save and stop after the next step" in err) == (status > 0) or PPN < 2
     end = read_events(place / "run")[-1]
