@@ -159,5 +159,5 @@ def parse_array(text: str) -> tuple[str, tuple[str, ...]]:
     key, equals, values = text.partition("=")
     parts = tuple(value.strip() for value in values.split(","))
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key) or not all(parts):
-        raise InputError(f"--array {text!r} is not KEY=VALUE,VALUE..., as in batch.local=16,32")
+        raise InputError(f"--array {text[:100]!r} is not KEY=VALUE,VALUE..., as in batch.local=16,32")
     return key, parts

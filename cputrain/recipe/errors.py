@@ -42,7 +42,7 @@ def explain_error(error: ValidationError, path: Path, tree: yaml.Node | None, se
     keys = known_path(first["loc"])
     dotted, place = ".".join(keys), _place(keys, path, tree, settings)
     if first["type"] == "extra_forbidden":
-        return f"{place}: unknown key {dotted!r}: {_suggestion(keys, first['input'])}"
+        return f"{place}: unknown key {shortened(dotted)!r}: {_suggestion(keys, first['input'])}"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {_not_a_section(keys, first['input'])}"
     if first["type"] == "missing" and len(first["loc"]) == len(keys):
@@ -55,7 +55,12 @@ def _place(keys: Keys, path: Path, tree: yaml.Node | None, settings: Mapping[Key
     """The setting that sets this key, or a part of it, or else the file and the line."""
     lengths = {other: min(len(other), len(keys)) for other in settings if keys}
     setting = next((settings[other] for other, length in lengths.items() if other[:length] == keys[:length]), None)
-    return f"setting {setting!r}" if setting else f"{path}:{line_of(tree, keys)}"
+    return f"setting {shortened(setting)!r}" if setting else f"{path}:{line_of(tree, keys)}"
+
+
+def shortened(text: str) -> str:
+    """A text of at most 100 characters."""
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _wrong_value(keys: Keys, errors: Sequence[ErrorDetails]) -> str:

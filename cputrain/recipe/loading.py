@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from affinity.errors import InputError
 from affinity.topology.catalog import shipped
-from cputrain.recipe.errors import explain_error
+from cputrain.recipe.errors import explain_error, shortened
 from cputrain.recipe.keys import Keys
 from cputrain.recipe.schema import Recipe
 from cputrain.recipe.yaml_text import MOST_BYTES, compose, setting_value, value_of
@@ -138,7 +138,7 @@ def parse_setting(setting: str) -> tuple[Keys, Any]:
     """ "batch.local=16" -> (("batch", "local"), 16)."""
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
-        raise InputError(f"setting {setting!r} is not key=value, as in batch.local=16")
+        raise InputError(f"setting {shortened(setting)!r} is not key=value, as in batch.local=16")
     keys = tuple(key.split("."))
     return keys, setting_value(text, keys)
 
@@ -148,7 +148,7 @@ def put(values: dict[str, Any], keys: Keys, value: Any, setting: str) -> None:
     for key in keys[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
-            raise InputError(f"setting {setting!r}: {key} is a value, not a section")
+            raise InputError(f"setting {shortened(setting)!r}: {shortened(key)} is a value, not a section")
     values[keys[-1]] = value
 
 

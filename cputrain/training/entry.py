@@ -55,7 +55,7 @@ def train_rank(
         return
     sampling = nullcontext() if prepared else sample_usage(recipe.folder, rank, loader_pus)
     with sampling, staged(session.data.dataset, recipe.data.stage_dir, rank, loader_pus):
-        result = _train(session, env, resume=resume)
+        result = _train(session, env, resume=resume, watched=prepared)
     peaks = all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     ignore_preemption()
     end_group(session.ranks.group)
@@ -64,11 +64,11 @@ def train_rank(
             _print_summary(session, result, max(peaks))
 
 
-def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainResult:
+def _train(session: Session, env: Mapping[str, str], *, resume: bool, watched: bool) -> TrainResult:
     recipe = session.recipe
     bindings = all_gather(binding_record(session))
     if not session.ranks.is_main_rank:
-        return start_training(session, SilentEvents(), env, resume=resume).run()
+        return start_training(session, SilentEvents(), env, resume=resume, watched=watched).run()
     environment = describe_environment(session, env)
     write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
     in_use = {
@@ -76,7 +76,7 @@ def _train(session: Session, env: Mapping[str, str], *, resume: bool) -> TrainRe
     }
     print("\n".join(startup_lines(**in_use, ranks=session.ranks.this.world_size)), flush=True)
     with Events(recipe.folder) as events:
-        training = start_training(session, events, env, resume=resume)
+        training = start_training(session, events, env, resume=resume, watched=watched)
         events.write(
             "start",
             recipe=recipe.name,

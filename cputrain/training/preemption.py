@@ -13,11 +13,11 @@ NEVER = 0
 class Preemption:
     """Handles the preemption signal in every rank; that of rank 0 counts. To be created once, in the main thread.
 
-    Ranks that no launcher of ours watches handle SIGTERM and SIGINT too: the first stops the training after a step that
-    is saved, another one ends the process.
+    Ranks that `cputrain train` does not watch handle SIGTERM and SIGINT too: the first stops the training after a step
+    that is saved, another one ends the process.
     """
 
-    def __init__(self, keys: SignedKeys, *, is_main_rank: bool, watched: bool = True) -> None:
+    def __init__(self, keys: SignedKeys, *, is_main_rank: bool, watched: bool) -> None:
         self._keys = keys
         self._is_main_rank = is_main_rank
         self._signaled = False

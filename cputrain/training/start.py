@@ -22,11 +22,13 @@ from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import Loaded, find_newest, put_back
 from cputrain.training.session import Session
 from cputrain.training.state import TrainState, make_train_state
-from mpi.supervise.connection import TOKEN_VARIABLE
 
 
-def start_training(session: Session, events: EventLog, env: Mapping[str, str], *, resume: bool) -> TrainingLoop:
-    """Build the training; with `resume`, restore the run's newest good checkpoint if it has one. Raises InputError."""
+def start_training(
+    session: Session, events: EventLog, env: Mapping[str, str], *, resume: bool, watched: bool
+) -> TrainingLoop:
+    """Build the training; with `resume`, restore the run's newest good checkpoint if it has one. `watched`: `cputrain
+    train` has started the ranks, and sends them the preemption signal when it has to stop. Raises InputError."""
     recipe, sizes, ranks = session.recipe, session.sizes, session.ranks
     folder = recipe.folder / CHECKPOINTS
     if ranks.is_main_rank:
@@ -48,7 +50,6 @@ def start_training(session: Session, events: EventLog, env: Mapping[str, str], *
         if ranks.is_main_rank:
             set_aside(folder / name)
         log.warn(position.step, f"{problem}: it is now {name}.damaged, and {found.name} is used")  # type: ignore[union-attr]
-    watched = TOKEN_VARIABLE in env
     return TrainingLoop(
         session=session,
         state=state,

@@ -183,8 +183,9 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
 ) -> None:
     """The losses of the interrupted training, step by step, are those of one that was left alone. Checkpoints are
     saved all the time beside it."""
-    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=4")
-    arguments = ("train", "imagefolder", *SMALL, "epochs=4", "comm.backend=gloo", *often)
+    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=40")
+    lenet = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "epochs=40", "comm.backend=gloo")
+    arguments = ("train", "imagefolder", *SMALL, *lenet, *often)
     alone = cputrain(*arguments, "output=alone", cwd=place)
     assert alone.returncode == 0, alone.stderr
     command = [sys.executable, "-m", "cputrain", *arguments]
@@ -195,7 +196,7 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == status and "stopped by SIGUSR1" in out, err
     assert ("SIGTERM: 2 workers save and stop after the next step" in err) == (status > 0) or PPN < 2
     end = read_events(place / "run")[-1]

@@ -48,7 +48,7 @@ class CheckpointWriter:
             sums = self._write_files(step, snapshot, metadata)
             if manifest is None:
                 own = sums[rank_file(self.rank)]
-                self.keys.set(_key(self.rank), f"{number} {own.bytes} {own.crc32c}")
+                self.keys.set(_key(self.rank, number), f"{number} {own.bytes} {own.crc32c}")
             else:
                 self._complete(step, manifest, sums, number)
 
@@ -126,7 +126,7 @@ class CheckpointWriter:
     def _await(self, rank: int, number: int) -> FileRecord:
         """The size and checksum of a rank's file of this checkpoint. A rank that never writes one ends the job."""
         while True:
-            words = (self.keys.get(_key(rank)) or "0").split()
+            words = (self.keys.get(_key(rank, number)) or "0").split()
             if int(words[0]) == number:
                 return FileRecord(bytes=int(words[1]), crc32c=int(words[2]))
             time.sleep(POLL_S)
@@ -142,5 +142,7 @@ class CheckpointWriter:
             time.sleep(POLL_S)
 
 
-def _key(rank: int) -> str:
-    return f"saved/{rank}"
+def _key(rank: int, number: int) -> str:
+    """Two keys for each rank: one may have written its part of a checkpoint before rank 0 has completed the one before,
+    and then waits for rank 0 in the next step."""
+    return f"saved/{rank}/{number % 2}"
