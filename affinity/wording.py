@@ -10,10 +10,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def spread(numbers: Collection[int]) -> str:
-    """The smallest and the largest: "4", "4-5"."""
+def spread(numbers: Collection[int], noun: str = "") -> str:
+    """The smallest and the largest, of what: "4", "4-5", "1 core", "4-5 cores"."""
     least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least}-{most}"
+    text = str(least) if least == most else f"{least}-{most}"
+    return f"{text} {noun if most == 1 else f'{noun}s'}" if noun else text
 
 
 def either(words: Sequence[str]) -> str:

@@ -156,7 +156,7 @@ def _warnings(layout: Layout, *, proportional: bool) -> list[str]:
     one_type = len({core.speed for core in layout.used}) == 1
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(
-            f"domains of {spread(layout.sizes)} cores: the smallest sets the pace of each step "
+            f"domains of {spread(layout.sizes, 'core')}: the smallest sets the pace of each step "
             "({balance=batch} makes batches proportional to cores)"
         )
     return found

@@ -103,13 +103,13 @@ def _why(cores: Cores, layout: Layout) -> str:
     if count == len(groups) == 1:
         return f"one for the host: its {counted(len(layout.used), 'core')} suit a single worker"
     if count == len(groups) == nodes:
-        return f"one for each of {nodes} NUMA nodes: no worker has remote memory"
+        return f"one for each of {nodes} NUMA nodes: no worker spans two"
     if count == len(groups):
         return "one for each core type of a NUMA node: no worker waits for slow cores of its own"
-    sizes = spread([len(group) for group in groups])
-    where = "its cores are divided" if nodes == 1 else "no worker has remote memory"
+    sizes, each = spread([len(group) for group in groups], "core"), spread(layout.sizes, "core")
+    where = "its cores are divided" if nodes == 1 else "no worker spans two"
     what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{len(groups)} groups of equal cores"
     return (
-        f"{what} of {sizes} cores: {where}, workers have {spread(layout.sizes)} cores each, and "
+        f"{what} of {sizes}: {where}, workers have {each} each, and "
         f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"
     )

@@ -53,7 +53,7 @@ REASONS: dict[str, list[Pattern]] = {
         (rf"{N}: one for each of {N} NUMA nodes: \D*", lambda f: (f.ranks, f.nodes)),
         (rf"{N}: one for each core type of a NUMA node: \D*", lambda f: (len(f.groups),)),
         (
-            rf"{N}: {N} (?:NUMA nodes?|groups of equal cores) of {RANGE} cores: \D* have {RANGE} cores each, and 24\D*",
+            rf"{N}: {N} (?:NUMA nodes?|groups of [a-z ]+) of {RANGE} cores?: \D* have {RANGE} cores? each, and 24\D*",
             lambda f: (f.ranks, len(f.groups), spread(f.groups.values()), spread(f.sizes)),
         ),
         (

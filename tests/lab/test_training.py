@@ -35,6 +35,12 @@ with open(f"/mnt/rank-{os.environ['RANK']}.json", "w") as file:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compile what the guests import."""
+    boot.compile_modules("cputrain.cli.train", "cputrain.cli.launch", "cputrain.training.entry", "torch.distributed")
+
+
 def test_two_workers_train_lenet_on_snc2(tmp_path: Path) -> None:
     """The trainer itself checks each OpenMP thread and the nodes of its first large allocation, and fails otherwise."""
     command = f"{PYTHON} -m cputrain train {' '.join(LENET)}"

@@ -15,7 +15,7 @@ class Node:
     """
 
     cpus: str = ""
-    mib: int = 768  # the planner reckons with 620 MiB for a process
+    mib: int = 1024  # a worker on each node needs 620 MiB
     kind: str = DRAM
     beside: int | None = None
 
@@ -45,7 +45,7 @@ class Topology:
         return self.sockets * self.dies * self.cores * self.threads
 
 
-def even(nodes: int, cpus: int, mib: int = 768) -> tuple[Node, ...]:
+def even(nodes: int, cpus: int, mib: int = 1024) -> tuple[Node, ...]:
     """Nodes of equally many consecutive CPUs."""
     each = cpus // nodes
     return tuple(Node(cpus=f"{i * each}-{(i + 1) * each - 1}", mib=mib) for i in range(nodes))
