@@ -29,7 +29,9 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     expected = [line for line in result.stdout.splitlines() if line.startswith(("backend ", "faster: "))]
     environment = json.loads((place / "run/environment.json").read_text())
     decoder = environment["decoder"].partition(":")[0]
-    assert expected[0] == f"backend {environment['backend']}, decoder {decoder}, allocator {environment['allocator']}"
+    in_use = {name: environment[name] for name in ("backend", "engine")} | {"decoder": decoder}
+    in_use["allocator"] = environment["allocator"]
+    assert expected[0] == ", ".join(f"{name} {value}" for name, value in in_use.items())
     assert result.stdout.index(expected[-1]) < result.stdout.index("epoch 1/2")
     for printed in (
         "total training time",
