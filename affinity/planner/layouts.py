@@ -95,7 +95,7 @@ def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, 
 def nearly_fastest(layouts: Sequence[Layout], *, proportional: bool) -> list[Layout]:
     """Those that compute nearly as much as the one that computes most."""
     most = max(one.pace(proportional=proportional) for one in layouts)
-    return [one for one in layouts if one.pace(proportional=proportional) > NEARLY * most]
+    return [one for one in layouts if one.pace(proportional=proportional) >= NEARLY * most]
 
 
 def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:

@@ -45,7 +45,7 @@ FOREIGN = {
     "--userns",
 }
 KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+(?==|$)")
-FILES = (".csv", ".json", ".md", ".svg", ".txt")
+FILES = (".csv", ".json", ".md", ".safetensors", ".svg", ".txt")
 PLACEHOLDERS = {"KIND": "imagefolder", "FOLDER": "."}  # where the command line takes only certain words
 
 
