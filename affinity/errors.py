@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 SETTING = re.compile(r"\{(\w+)(?:=([^{}]+))?\}")
 Wording = Callable[[str, "str | None"], str]
+LONGEST_MESSAGE = 1500
 
 
 def as_field(name: str, value: str | None) -> str:
@@ -26,7 +27,15 @@ def worded(text: str, wording: Wording) -> str:
 
 
 class InputError(Exception):
-    """The input is wrong (exit status 2): one line with what was requested, what was found and what to do next."""
+    """The input is wrong (exit status 2): one line with what was requested, what was found and what to do next.
+
+    The middle of a message that quotes a longer input is cut out.
+    """
+
+    def __init__(self, message: str) -> None:
+        half = LONGEST_MESSAGE // 2
+        cut = len(message) > LONGEST_MESSAGE
+        super().__init__(f"{message[:half]} ... {message[-half:]}" if cut else message)
 
 
 class RunError(Exception):
