@@ -83,7 +83,7 @@ def test_a_lost_rank_ends_a_sub_group_of_a_gloo_world_and_a_lost_store_is_an_err
         world = stack.enter_context(started(STRANGER, "gloo", "killed", CCL_ATL_SHM="1", FI_PROVIDER="shm", **QUIET))
         store = stack.enter_context(started(STRANGER, "ccl", "store_gone", **QUIET))
         lost, gone = ended(world[0], LIMIT_S), ended(store[1], LIMIT_S)
-        left = [path for path in SHM.glob(f"{world[1].pid}:*")]
+        left = list(SHM.glob(f"{world[1].pid}:*"))
     assert left and sweep_segments() > 0 and not any(path.exists() for path in left)
     said = lines_of(lost.out)[0]
     assert "rank 1 on" in said["error"] and "no heartbeat" in said["error"] and said["seconds"] < 30

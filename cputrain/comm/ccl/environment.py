@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Mapping
-from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
