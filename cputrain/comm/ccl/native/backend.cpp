@@ -41,7 +41,9 @@ CclBackend::CclBackend(
     if (std::atoi(environment("CCL_WORKER_COUNT").c_str()) > 1) {
       message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, message_kvs_));
     }
-    inbox_ = std::make_shared<Inbox>(message_comm_ ? *message_comm_ : *comm_, size);
+    auto& for_messages = message_comm_ ? *message_comm_ : *comm_;
+    inbox_ = std::make_shared<Inbox>(for_messages, size);
+    outbox_ = std::make_shared<Outbox>(for_messages, size);
     engine.guard_process();
   } catch (const std::exception& error) {
     engine.publish_communicator({});
@@ -66,11 +68,12 @@ CclBackend::~CclBackend() {
     engine.publish_communicator({"the destruction of group " + name_, sequence_, awake_now() + options_->timeout});
     const auto lock = engine.enter();
     inbox_.reset();
+    outbox_.reset();
     message_comm_.reset();
     comm_.reset();
     engine.publish_communicator({});
   } else {
-    new std::shared_ptr<Inbox>(inbox_);
+    new std::pair(inbox_, outbox_);
     static_cast<void>(message_comm_.release());
     static_cast<void>(comm_.release());
   }

@@ -98,6 +98,7 @@ class CclBackend : public c10d::Backend {
   // collective: messages then need a communicator of their own.
   std::unique_ptr<ccl::communicator> message_comm_;
   std::shared_ptr<Inbox> inbox_;
+  std::shared_ptr<Outbox> outbox_;
   Bf16Reduction bf16_reduction_;
   Bf16Reduction bf16_allreduce_;
   std::atomic<uint64_t> sequence_{0};

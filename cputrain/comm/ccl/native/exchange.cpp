@@ -139,11 +139,18 @@ WorkPtr CclBackend::send(Tensors& tensors, int to, int tag) {
   check_one(tensors);
   check_dense(tensors);
   CPUTRAIN_REQUIRE(to != rank_, "rank ", rank_, " cannot send to itself");
-  const auto header = std::make_shared<Header>(Header{tag, static_cast<int64_t>(tensors[0].nbytes())});
-  return submit(
+  const auto message = std::make_shared<Send>(
+      Send{{tag, static_cast<int64_t>(tensors[0].nbytes())}, tensors[0].contiguous()});
+  return submit_polled(
       OpType::SEND, tensors, c10d::kUnsetTimeout, tensors,
-      [=, this, data = tensors[0].contiguous()] {
-        return send_message(message_comm_ ? *message_comm_ : *comm_, *header, data, to);
+      [message, to, outbox = outbox_]() -> Poll {
+        outbox->post(message, to);
+        return [message, to, outbox] {
+          if (message->state != Send::State::ended) {
+            outbox->progress(to);
+          }
+          return message->state == Send::State::ended;
+        };
       },
       [] {});
 }

@@ -136,13 +136,38 @@ bool Inbox::take_kept(Channel& channel, Receive& receive) {
   return true;
 }
 
-std::vector<ccl::event> send_message(ccl::communicator& comm, Header& header, const Tensor& data, int destination) {
-  std::vector<ccl::event> events;
-  events.push_back(ccl::send(&header, sizeof(Header), ccl::datatype::uint8, destination, comm));
-  if (data.nbytes() > 0) {
-    events.push_back(ccl::send(data.data_ptr(), data.nbytes(), ccl::datatype::uint8, destination, comm));
+void Outbox::post(const std::shared_ptr<Send>& message, int destination) {
+  channels_[destination].queue.push_back(message);
+  progress(destination);
+}
+
+void Outbox::progress(int destination) {
+  auto& channel = channels_[destination];
+  const auto send = [&](const void* from, size_t bytes) {
+    channel.event = ccl::send(const_cast<void*>(from), bytes, ccl::datatype::uint8, destination, comm_);
+  };
+  while (!channel.queue.empty()) {
+    if (channel.event && !channel.event->test()) {
+      return;
+    }
+    channel.event.reset();
+    auto& message = *channel.queue.front();
+    switch (message.state) {
+      case Send::State::queued:
+        message.state = Send::State::header;
+        send(&message.header, sizeof(Header));
+        break;
+      case Send::State::header:
+        message.state = Send::State::data;
+        if (message.data.nbytes() > 0) {
+          send(message.data.const_data_ptr(), message.data.nbytes());
+        }
+        break;
+      default:
+        message.state = Send::State::ended;
+        channel.queue.pop_front();
+    }
   }
-  return events;
 }
 
 }  // namespace cputrain

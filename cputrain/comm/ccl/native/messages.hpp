@@ -73,8 +73,30 @@ class Inbox {
   std::list<std::shared_ptr<Receive>> waiting_;  // in the order of the calls
 };
 
-// Sends a header and a contiguous tensor; both must live until the events have ended.
-std::vector<ccl::event> send_message(
-    ccl::communicator& comm, Header& header, const Tensor& data, int destination);
+// A message that is to be sent, or on its way.
+struct Send {
+  Header header;
+  Tensor data;  // contiguous
+  enum class State { queued, header, data, ended } state = State::queued;
+};
+
+// The messages that leave over a communicator. All is called under the engine's lock. oneCCL starts sends in the order
+// in which it finds them while it works, not in that of the calls: to each rank, one is on its way at a time.
+class Outbox {
+ public:
+  Outbox(ccl::communicator& comm, int size) : comm_(comm), channels_(size) {}
+
+  void post(const std::shared_ptr<Send>& message, int destination);
+  void progress(int destination);
+
+ private:
+  struct Channel {
+    std::deque<std::shared_ptr<Send>> queue;
+    std::optional<ccl::event> event;
+  };
+
+  ccl::communicator& comm_;
+  std::vector<Channel> channels_;
+};
 
 }  // namespace cputrain
