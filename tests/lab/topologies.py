@@ -136,4 +136,4 @@ TOPOLOGIES: dict[str, Topology] = {
     ),
     "many": Topology(workers=(24,) * 4, sockets=2, cores=48, nodes=even(4, 96)),
 }
-SLOW_TO_BOOT = ("many", "unequal", "phi-snc4")
+SLOW_TO_BOOT = ("many", "unequal", "four-sockets", "hbm", "phi-snc4")
