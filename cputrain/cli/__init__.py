@@ -26,7 +26,7 @@ COMMANDS = {
     "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
     "prepare": "pack images into shuffled shards",
     "data": "inspect or verify a data folder",
-    "bench": "print the norms of a run's weights and gradients, layer by layer",
+    "bench": "measure training on this host; print the norms of a run's weights, layer by layer",
     "report": "write a run's report.html again",
     "doctor": "check the binding of running processes, or oneCCL",
 }
