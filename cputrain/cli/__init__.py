@@ -27,7 +27,7 @@ COMMANDS = {
     "export": "write a checkpoint's weights as safetensors, or as a state dict of torch",
     "prepare": "pack images into shuffled shards",
     "data": "inspect or verify a data folder",
-    "bench": "print the norms of a run's weights and gradients, layer by layer",
+    "bench": "measure training on this host; print the norms of a run's weights, layer by layer",
     "report": "write a run's report.html again",
     "doctor": "check the binding of running processes, or oneCCL",
 }

@@ -1,5 +1,6 @@
-"""cputrain bench: measurements of a run."""
+"""cputrain bench: measurements of this host and of runs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,34 @@ import click
 
 from affinity.errors import InputError
 from affinity.text_table import align_columns
+from cputrain.cli.options import settings_argument
 from cputrain.runs.events import FILE, read_events
 
 
 @click.group("bench")
 def command() -> None:
-    """Print measurements of a run."""
+    """Print measurements of this host, or of a run."""
+
+
+@command.command("model")
+@click.argument("recipe", default="imagefolder")
+@settings_argument
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="steps that are counted")
+def model(recipe: str, settings: tuple[str, ...], steps: int) -> None:
+    """Measure the images/s of RECIPE on this host under its plan, with generated images, and keep the result.
+
+    simulate and plan use it as the machine's rate as long as torch, cputrain and the clock governor stay the same.
+    """
+    from cputrain.simulate.measured import keep
+    from cputrain.simulate.trial import measured_rate
+
+    measured = measured_rate(recipe, settings, steps)
+    click.echo(
+        f"{measured.network} at {measured.crop} x {measured.crop}, {measured.precision}: "
+        f"{measured.images_per_s:,.4g} images/s ({measured.low:,.4g} to {measured.high:,.4g}) with "
+        f"{measured.workers} x {measured.threads} threads, {measured.local_batch} images each"
+    )
+    click.echo(f"kept in {keep(measured, os.environ)}")
 
 
 @command.command("optimizer")

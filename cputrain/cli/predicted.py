@@ -1,11 +1,14 @@
 """The predicted speed of a planned job, in one line."""
 
+import os
+
 from affinity.planner.plan import Plan
 from affinity.wording import counted
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.recipe.schema import Recipe
 from cputrain.simulate.layers import NETWORKS
 from cputrain.simulate.links import LINKED, link_of
+from cputrain.simulate.measured import find
 from cputrain.simulate.predict import Job, job_setup, reference_of
 from cputrain.simulate.rates import starting_run
 from cputrain.simulate.scaling import Row, model_of, rows_of
@@ -18,14 +21,17 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions) -> list[str]
     """Images/s, efficiency and time to train of a job of several equal hosts, and a warning where one more host would
     add less than half of its own speed. Empty where the machine's rate or the network's layers are unknown."""
     fabric, hosts = network_of(options).name, plan.request.nodes
-    known = recipe.model.name in NETWORKS and starting_run(plan.machine.model, recipe.precision) is not None
-    if hosts == 1 or fabric not in LINKED or not known:
+    measured, _ = find(plan.machine, recipe, os.environ)
+    known = measured is not None or starting_run(plan.machine.model, recipe.precision) is not None
+    if recipe.model.name not in NETWORKS or not known:
+        return []
+    if hosts == 1 or fabric not in LINKED:
         return []
     job = Job(
         recipe=recipe,
         machine=plan.machine,
         link=link_of(fabric, gbit=plan.request.link_gbit),
-        reference=reference_of(plan.machine, recipe, None),
+        reference=reference_of(plan.machine, recipe, measured=measured),
         request=plan.request,
     )
     (row,) = rows_of(job, (hosts,))

@@ -1,5 +1,6 @@
 """cputrain simulate: a recipe's speed on hosts that are not here."""
 
+import os
 import re
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from cputrain.cli.options import settings_argument
 from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.all_reduce import ALGORITHMS
 from cputrain.simulate.links import LINKED, link_of
+from cputrain.simulate.measured import find
 from cputrain.simulate.predict import Job, reference_of
 from mpi.hosts.nodelist import MAX_HOSTS
 
@@ -35,7 +37,7 @@ FEW = 2
     "--rate",
     type=click.FloatRange(0, min_open=True),
     metavar="IMG/S",
-    help="measured images/s of one host with this recipe  [default: from a published run on this processor]",
+    help="images/s of one host with this recipe  [default: measured by `bench model`, or published for the processor]",
 )
 @click.option(
     "--bandwidth",
@@ -103,11 +105,14 @@ def command(
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
     found = find_machine(machine)
+    measured, outdated = find(found, training, os.environ)
+    if outdated and rate is None:
+        click.echo(outdated, err=True)
     job = Job(
         recipe=training,
         machine=found,
         link=link_of(fabric, gbit=bandwidth, latency_us=latency_us),
-        reference=reference_of(found, training, rate),
+        reference=reference_of(found, training, rate, measured),
         algorithm=algorithm,
     )
     check_global_batch(job, counts)

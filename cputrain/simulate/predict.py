@@ -9,8 +9,10 @@ from affinity.topology.catalog import named_machine
 from affinity.topology.machine import Machine
 from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.schema import BatchSection, DataSection, ModelSection, OptimSection, PlanSection, Recipe
+from cputrain.recipe.schema.data import SYNTHETIC
 from cputrain.simulate.assumptions import Constants
 from cputrain.simulate.links import Link, link_of
+from cputrain.simulate.measured import Measurement
 from cputrain.simulate.rates import FLOP_PER_BYTE, Run, memory_of, starting_run
 from cputrain.simulate.setup import Setup, Speed, setup_of
 from cputrain.simulate.timeline import seconds_at
@@ -67,20 +69,45 @@ def published_reference(run: Run) -> Reference:
     )
 
 
-def reference_of(machine: Machine, recipe: Recipe, rate: float | None) -> Reference:
-    """Where the machine's speed is from: `rate`, the images/s of one host with this recipe, or a published run.
+def measured_reference(measured: Measurement, machine: Machine) -> Reference:
+    """A measured rate as that of its machine; generated images needed no decoding."""
+    recipe = Recipe(
+        model=ModelSection(name=measured.network),
+        data=DataSection(crop=measured.crop, path=SYNTHETIC),
+        batch=BatchSection(local=measured.local_batch),
+        optim=OptimSection(name=measured.optimizer),  # type: ignore[arg-type]
+        precision=measured.precision,  # type: ignore[arg-type]
+        plan=PlanSection(ppn=measured.workers),
+    )
+    setup = replace(
+        setup_of(recipe, planned(recipe, machine, 1, link_of("opa")), None),
+        threads=measured.threads,
+        comm_cores=measured.comm_cores,
+        loader_cores=measured.loader_cores,
+        backend=measured.backend,
+    )
+    source = f"measured on {measured.date} with {', '.join(measured.versions)}"
+    return _reference(setup, machine, measured.images_per_s, source)
 
-    Raises InputError for a machine without either.
+
+def reference_of(
+    machine: Machine, recipe: Recipe, rate: float | None = None, measured: Measurement | None = None
+) -> Reference:
+    """Where the machine's speed is from: `rate`, images/s of one host with this recipe; `measured`; a published run.
+
+    Raises InputError for a machine without any of them.
     """
     if rate is not None:
         link = link_of("opa")  # one host uses none
         setup = setup_of(recipe, planned(recipe, machine, 1, link), None)
         return _reference(setup, machine, rate, "given with --rate")
+    if measured is not None:
+        return measured_reference(measured, machine)
     run = starting_run(machine.model, recipe.precision)
     if run is None:
         raise InputError(
             f"no training rate of {machine.name} ({machine.model}) is known in {recipe.precision}: run `cputrain bench "
-            f"model` there, and give the images/s that it prints with --rate"
+            "model` there, or give its images/s with --rate"
         )
     return published_reference(run)
 
