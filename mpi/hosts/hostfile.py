@@ -141,10 +141,11 @@ def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
         counts: tuple[int | None, ...] = tasks_per_node(tasks) if tasks else (None,) * len(names)
         if len(counts) != len(names):
             raise InputError(
-                f"SLURM_TASKS_PER_NODE={tasks} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes} has "
+                f"SLURM_TASKS_PER_NODE={tasks!r} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes!r} has "
                 f"{len(names):,}: unset SLURM_TASKS_PER_NODE, or name the hosts with --hosts"
             )
-        hosts = tuple(Host(name=check_name(n, nodes), slots=c) for n, c in zip(names, counts, strict=True))
+        source = "SLURM_JOB_NODELIST"
+        hosts = tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))
         return HostList(hosts=hosts, format="plain")
     if path := env.get("PBS_NODEFILE"):
         return read_hostfile(Path(path))
