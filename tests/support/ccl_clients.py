@@ -49,6 +49,13 @@ def train(
             optimizer.zero_grad()
 
 
+def with_torchvision() -> None:
+    """The client imports torchvision, whose CUDA wheels need help beside a CPU build of torch."""
+    from cputrain.models.vision import import_torchvision
+
+    import_torchvision("models")
+
+
 def ddp(_folder: Path) -> nn.Module:
     """As minGPT-ddp and torchvision's reference scripts: the group, then a loader with workers, then DDP."""
     dist.init_process_group("ccl")
@@ -72,6 +79,7 @@ def accelerate(_folder: Path) -> nn.Module:
 
 
 def trainer(folder: Path) -> nn.Module:
+    with_torchvision()
     from transformers import Trainer, TrainingArguments
 
     dist.init_process_group("ccl")  # the line: Trainer stands on Accelerate
@@ -86,9 +94,7 @@ def trainer(folder: Path) -> nn.Module:
 
 
 def lightning(folder: Path) -> nn.Module:
-    from cputrain.models.vision import import_torchvision
-
-    import_torchvision("models")  # torchmetrics imports torchvision, whose CUDA wheels need help beside a CPU torch
+    with_torchvision()
     import pytorch_lightning as pl
     from pytorch_lightning.strategies import DDPStrategy
 
