@@ -1,4 +1,8 @@
-"""DDP communication hooks: the all-reduce of a gradient bucket, in full precision or as bfloat16."""
+"""DDP communication hooks: the all-reduce of a gradient bucket, in full precision or as bfloat16.
+
+They add up the gradients of all ranks. DDP itself divides the sums by the number of ranks, another pass over all
+gradients; the loss has that factor here.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -7,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
 
 @dataclass(slots=True)
 class AllReduceHook:
-    """DDP's own averaging of gradients, and the time when a step's last bucket was ready.
+    """The sum of gradients over the ranks, and the time when a step's last bucket was ready.
 
     The rest of the backward pass after that time is waiting for communication.
     """
@@ -21,9 +24,12 @@ class AllReduceHook:
     last_ready_s: float = 0.0
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """Average a bucket of gradients over the ranks."""
+        """Add up a bucket of gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
-        return allreduce_hook(group, bucket)  # type: ignore[arg-type]
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None
+        summed: Future[Tensor] = work.get_future().then(_first)
+        return summed
 
     def reset(self) -> None:
         """Drop what is kept from earlier gradients, because they contained NaN or Inf."""
@@ -31,7 +37,7 @@ class AllReduceHook:
 
 @dataclass(slots=True)
 class Bf16AllReduceHook(AllReduceHook):
-    """Gradients averaged as bfloat16, half the bytes; each rank adds its rounding errors to its next gradients.
+    """Gradients added up as bfloat16, half the bytes; each rank adds its rounding errors to its next gradients.
 
     `residuals` are the errors of each parameter's gradient, flat, whatever bucket it is in: DDP rebuilds its buckets
     after the first step.
@@ -42,7 +48,7 @@ class Bf16AllReduceHook(AllReduceHook):
     residuals: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-        """Average a bucket of float32 gradients over the ranks."""
+        """Add up a bucket of float32 gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
         gradients, parameters = bucket.buffer(), bucket.parameters()
         sizes = [parameter.numel() for parameter in parameters]
@@ -52,19 +58,22 @@ class Bf16AllReduceHook(AllReduceHook):
             torch._foreach_add_([part for part, _ in known], [residual for _, residual in known])
         compressed = gradients.to(torch.bfloat16)
         self.residuals.update(zip(parameters, torch.split(gradients - compressed, sizes), strict=True))
-        ranks = dist.get_world_size(group)
         work = dist.all_reduce(compressed, group=group, async_op=True)
         assert work is not None
 
         def decompress(done: Future[list[Tensor]]) -> Tensor:
-            return gradients.copy_(done.value()[0]).div_(ranks)
+            return gradients.copy_(done.value()[0])
 
-        averaged: Future[Tensor] = work.get_future().then(decompress)
-        return averaged
+        summed: Future[Tensor] = work.get_future().then(decompress)
+        return summed
 
     def reset(self) -> None:
         """Drop the rounding errors of gradients that contained NaN or Inf."""
         self.residuals.clear()
+
+
+def _first(done: Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
 
 
 HOOKS = {"none": AllReduceHook, "bf16": Bf16AllReduceHook}

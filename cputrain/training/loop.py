@@ -168,7 +168,7 @@ class TrainingLoop:
         lr = lr_at(self.step, session.recipe, sizes)
         images = sizes.images_until(self.step + 1) - sizes.images_until(self.step)
         settings = StepSettings(
-            images_per_rank=images / session.ranks.this.world_size,
+            images=images,
             passes=sizes.accumulation_steps,
             lr=lr,
             weight_decay=weight_decay,

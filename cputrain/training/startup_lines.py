@@ -10,7 +10,7 @@ from affinity.planner.plan_file import plan_of_host, read_json
 # Measured: docs/benchmarks.md. An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
 CCL_GAIN = "all-reduces of 25 MiB 1.4-3.2 times as fast"
 TURBO_GAIN = "2.6-3.6 times the images per CPU-second"
-ENGINE_GAIN = "batch-norm, ReLU and residuals in 1.5-2 times the speed"
+ENGINE_GAIN = "batch-norm with ReLU and residual up to 1.5 times as fast"
 OWN_CHOICE = ("comm.backend=gloo", "data.decoder=pillow")
 
 

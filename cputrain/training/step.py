@@ -22,12 +22,12 @@ from cputrain.training.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings of one step: images per rank on average, backward passes of each rank, and the optimizer's rates.
+    """The settings of one step: images of all ranks, backward passes of each rank, and the optimizer's rates.
 
     `measure_layers` requests each layer's norms.
     """
 
-    images_per_rank: float
+    images: int
     passes: int
     lr: float
     weight_decay: float
@@ -36,7 +36,7 @@ class StepSettings:
 
 @dataclass(slots=True)
 class AccumulatedGradients:
-    """Totals over a step's backward passes, whose gradients DDP has averaged; `inputs` are those of the last pass.
+    """Totals over a step's backward passes, whose gradients are added up over ranks; `inputs` are the last pass's.
 
     `images` counts damaged images, too.
     """
@@ -101,7 +101,7 @@ def _accumulate_gradients(
     recipe: Recipe,
     normalize: Callable[[Tensor], Tensor],
 ) -> AccumulatedGradients:
-    """Add up the gradients of the next batches, averaged over the ranks; a loss of NaN or Inf makes all of them NaN."""
+    """Add up the gradients of the next batches over the ranks; a loss of NaN or Inf makes all of them NaN."""
     total = AccumulatedGradients()
     for number in range(settings.passes):
         requested = time.perf_counter()
@@ -113,9 +113,9 @@ def _accumulate_gradients(
                 outputs = state.ddp(total.inputs)
             losses = sample_losses(recipe.loss, outputs, batch.labels, recipe.label_smoothing) * batch.weights
             loss = float(losses.detach().sum())
-            # Divided by the ranks' average number of images in this step: after DDP's averaging, every image has the
-            # same weight, whatever its rank's batch; a damaged image adds 0.
-            share = losses.sum() / settings.images_per_rank
+            # Divided by the images of all ranks: in the sum over the ranks, every image has the same weight, whatever
+            # its rank's batch; a damaged image adds 0.
+            share = losses.sum() / settings.images
             (share if math.isfinite(loss) else share * math.nan).backward()  # type: ignore[no-untyped-call]
         total.comm_wait_s = time.perf_counter() - state.all_reduce.last_ready_s
         total.images += len(batch.labels)

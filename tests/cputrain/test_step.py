@@ -71,7 +71,7 @@ def normalized(images: Tensor) -> Tensor:
 
 
 def step(state: TrainState, recipe: Recipe) -> StepResult:
-    settings = StepSettings(images_per_rank=IMAGES, passes=1, lr=RATE, weight_decay=recipe.optim.weight_decay)
+    settings = StepSettings(images=IMAGES, passes=1, lr=RATE, weight_decay=recipe.optim.weight_decay)
     return train_step(state, iter([batch()]), settings, recipe, normalized)
 
 

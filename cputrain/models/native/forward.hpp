@@ -21,10 +21,24 @@ void add_differences(const T* __restrict x, size_t channels, const float* __rest
   }
 }
 
+// The same of 4 rows at once, with fewer reads and writes of the sums.
+template <typename T>
+void add_differences4(const T* __restrict x, size_t channels, const float* __restrict pivot, float* __restrict sum,
+                      float* __restrict squares) {
+  INDEPENDENT
+  for (size_t c = 0; c < channels; ++c) {
+    const float a = load(x[c]) - pivot[c], b = load(x[channels + c]) - pivot[c];
+    const float d = load(x[2 * channels + c]) - pivot[c], e = load(x[3 * channels + c]) - pivot[c];
+    sum[c] += (a + b) + (d + e);
+    squares[c] += (a * a + b * b) + (d * d + e * e);
+  }
+}
+
 // Mean, and sum of squared differences from it, of each channel of a chunk. Differences are taken from the chunk's
 // first row: where that is far from the mean, so is the variance large, and the subtraction below loses nothing.
 template <typename T>
-void chunk_statistics(const T* x, size_t rows, size_t channels, double* __restrict mean, double* __restrict squares) {
+void chunk_statistics(const T* x, size_t rows, size_t channels, bool cached, double* __restrict mean,
+                      double* __restrict squares) {
   float* pivot = kept<float, 0>(3 * channels);
   float *sum = pivot + channels, *sum2 = sum + channels;
   for (size_t c = 0; c < channels; ++c) {
@@ -34,7 +48,11 @@ void chunk_statistics(const T* x, size_t rows, size_t channels, double* __restri
   for (size_t begin = 0; begin < rows; begin += kBlock) {
     const size_t end = std::min(begin + kBlock, rows);
     std::fill(sum, sum2 + channels, 0.0F);
-    for (size_t row = begin; row < end; ++row) {
+    size_t row = begin;
+    for (; cached && row + 4 <= end; row += 4) {
+      add_differences4(x + row * channels, channels, pivot, sum, sum2);
+    }
+    for (; row < end; ++row) {
       add_differences(x + row * channels, channels, pivot, sum, sum2);
     }
     for (size_t c = 0; c < channels; ++c) {
@@ -53,11 +71,12 @@ void chunk_statistics(const T* x, size_t rows, size_t channels, double* __restri
 template <typename T>
 void statistics(const T* x, size_t rows, size_t channels, int threads, double* out) {
   const Chunks chunks(rows);
+  const bool cached = rows * channels * sizeof(T) < kCacheBytes;
   double* parts = kept<double, 0>(2 * channels * chunks.count);
   share(chunks.count, rows * channels, threads, [&](size_t first, size_t end) {
     for (size_t i = first; i < end; ++i) {
       double* part = parts + 2 * channels * i;
-      chunk_statistics(x + chunks.first(i) * channels, chunks.length(i), channels, part, part + channels);
+      chunk_statistics(x + chunks.first(i) * channels, chunks.length(i), channels, cached, part, part + channels);
     }
   });
   double *mean = out, *variance = out + channels;
