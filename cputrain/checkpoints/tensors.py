@@ -75,11 +75,12 @@ def read_tensors(path: Path, expected: FileRecord | None = None) -> tuple[dict[s
         if expected is not None and file_sum(path) != expected:
             raise DamagedError(f"{path} is damaged: {_damage(path, expected)}")
         tensors, metadata = _load(path)
+        wrong = _wrong_tensor(tensors, metadata) if expected is None else None
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror or error}") from None
     except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} is no safetensors file, or its header is damaged: {error}") from None
-    if expected is None and (wrong := _wrong_tensor(tensors, metadata)):
+    if wrong:
         raise DamagedError(f"{path} is damaged: the checksum of {wrong} is wrong")
     return tensors, metadata
 
@@ -125,6 +126,8 @@ def _row_major(tensor: Tensor) -> NDArray[np.uint8]:
 def _wrong_tensor(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str | None:
     """The name of a tensor that has another checksum than the header."""
     known = json.loads(metadata.get(CHECKSUMS, "{}"))
+    if not isinstance(known, dict):
+        raise ValueError("the checksums in it are none")
     return next((name for name, value in tensors.items() if known.get(name, _sum(value)) != _sum(value)), None)
 
 
@@ -139,6 +142,6 @@ def _damage(path: Path, expected: FileRecord) -> str:
         return f"it has {size:,} of {expected.bytes:,} bytes"
     try:
         wrong = _wrong_tensor(*_load(path))
-    except (SafetensorError, ValueError, AttributeError):
+    except (SafetensorError, ValueError):
         wrong = None
     return f"the checksum of {wrong} is wrong" if wrong else "the checksum of its header is wrong"

@@ -1,6 +1,7 @@
 """What rank 0 makes all ranks do after the same step: stop, after a signal, or save a checkpoint."""
 
 import signal
+import time
 from types import FrameType
 
 from cputrain.comm.store import SignedKeys
@@ -8,28 +9,31 @@ from mpi.supervise.signals import PREEMPTION_SIGNAL, STOP_SIGNALS
 
 KEY = "after_steps"
 NEVER = 0
+AGAIN_S = 10.0  # within which schedulers, launchers and scripts pass the same signal on, one after another
 
 
 class Preemption:
     """Handles the preemption signal in every rank; that of rank 0 counts. To be created once, in the main thread.
 
     Ranks that `cputrain train` does not watch handle SIGTERM and SIGINT too: the first stops the training after a step
-    that is saved, another one ends the process.
+    that is saved, one that comes later than AGAIN_S ends the process.
     """
 
     def __init__(self, keys: SignedKeys, *, is_main_rank: bool, watched: bool) -> None:
         self._keys = keys
         self._is_main_rank = is_main_rank
-        self._signaled = False
+        self._signaled_at: float | None = None
         self._last_step = self._save_step = NEVER
         for number in (PREEMPTION_SIGNAL, *(() if watched else STOP_SIGNALS)):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._signaled and number != PREEMPTION_SIGNAL:
+        now = time.monotonic()
+        if self._signaled_at is None:
+            self._signaled_at = now
+        elif number != PREEMPTION_SIGNAL and now - self._signaled_at > AGAIN_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self._signaled = True
 
     def agree(self, step: int, *, save_due: bool = False) -> None:
         """Announce, on rank 0, what is to be done after the next step; learn on the others what was announced before.
@@ -43,7 +47,7 @@ class Preemption:
                 self._last_step, self._save_step = map(int, announced.split())
             return
         before = self._last_step, self._save_step
-        if self._signaled and self._last_step == NEVER:
+        if self._signaled_at is not None and self._last_step == NEVER:
             self._last_step = step + 1
         if save_due and step > self._save_step:  # else one is announced for this very step
             self._save_step = step + 1

@@ -166,11 +166,11 @@ def test_the_weights_alone_are_a_plain_safetensors_file(saved: Path) -> None:
 
 
 def test_every_flipped_bit_is_noticed(saved: Path) -> None:
-    """Or is without any effect, as in the case of a number's e; in 400 places, and every page of zeros."""
+    """Or is without any effect, as in the case of a number's e; in 300 places; and cut or missing files."""
     rng = random.Random(1)
     files = sorted(saved.iterdir())
     noticed = 0
-    for _ in range(400):
+    for _ in range(300):
         file = rng.choice(files)
         whole = file.read_bytes()
         place, bit = rng.randrange(len(whole)), 1 << rng.randrange(8)
@@ -182,7 +182,7 @@ def test_every_flipped_bit_is_noticed(saved: Path) -> None:
             assert str(saved) in str(error) and "\n" not in str(error)
             noticed += 1
         file.write_bytes(whole)
-    assert noticed >= 399
+    assert noticed >= 299
     for file in files:
         whole = file.read_bytes()
         for length in (0, 1, len(whole) // 2, len(whole) - 1):

@@ -183,8 +183,8 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
 ) -> None:
     """The losses of the interrupted training, step by step, are those of one that was left alone. Checkpoints are
     saved all the time beside it."""
-    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=40")
-    lenet = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "epochs=40", "comm.backend=gloo")
+    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=10")
+    lenet = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "epochs=10", "comm.backend=gloo")
     arguments = ("train", "imagefolder", *SMALL, *lenet, *often)
     alone = cputrain(*arguments, "output=alone", cwd=place)
     assert alone.returncode == 0, alone.stderr
