@@ -90,10 +90,11 @@ ASSUMPTIONS = (
     ),
     Assumption(
         name="layer_overhead_s",
-        value=20 * US,
-        low=5 * US,
-        high=50 * US,
-        source="start and end of one operation in torch's eager mode, with a barrier of its threads; assumed",
+        value=50 * US,
+        low=10 * US,
+        high=100 * US,
+        source="start and end of one operation: the framework, oneDNN's choice of code, fork and join of the threads; "
+        "assumed",
     ),
     Assumption(
         name="decoding_share",

@@ -38,6 +38,8 @@ def scaling_svg(job: Job, rows: Sequence[Row]) -> str:
         axes.plot(*zip(*points, strict=True), "sDv^"[number % 4], color=f"C{number + 1}", label=f"published: {family}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_xticks(nodes, [f"{count:,}" for count in nodes])
+    axes.minorticks_off()
     axes.set(xlabel="hosts", ylabel="images/s", title=f"{job.recipe.name} on {job.machine.name}, {job.link.name}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

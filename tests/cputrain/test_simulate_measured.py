@@ -80,6 +80,7 @@ def test_predictions_start_from_the_measured_rate(
     assert "measured on 2026-01-02" in answer["assumptions"][0]["source"]
 
 
+@pytest.mark.processes
 def test_bench_model_trains_here_and_keeps_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
