@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
@@ -17,17 +17,11 @@ from affinity.topology.cpuset import format_list
 from affinity.topology.machine import NumaNode
 from affinity.wording import spread
 from tests.affinity.test_plan import machines_and_requests
-from tests.support.plan_facts import GIB, Facts, every
+from tests.support.plan_facts import GIB, Facts, every, workers_with_plenty_of_memory
 
 PUBLISHED = rf"(?:{'|'.join(re.escape(f'profile {name}: {one.source}') for name, one in PROFILES.items())})"
 Pattern = tuple[str, Callable[[Facts], tuple[object, ...]]]
 N, RANGE, REAL = r"([\d,]+)", r"(\d+(?:-\d+)?)", r"([\d.]+)"
-
-
-def workers_with_plenty_of_memory(facts: Facts) -> int:
-    nodes = tuple(replace(node, memory_bytes=1 << 50) for node in facts.plan.machine.numa_nodes)
-    machine = replace(facts.plan.machine, numa_nodes=nodes, memory_limit_bytes=None)
-    return len(plan_machine(machine, facts.plan.request, facts.plan.runtime).workers)
 
 
 def memory_parts(facts: Facts) -> tuple[object, ...]:
@@ -231,8 +225,7 @@ def plans(draw: st.DrawFn) -> Plan:
     try:
         return plan_machine(machine, request, Runtime())
     except InputError:
-        assume(False)
-        raise
+        reject()
 
 
 def texts(plan: Plan) -> Iterator[tuple[str, list[Pattern]]]:

@@ -1,10 +1,10 @@
 """What the texts of a plan tell, computed again from the plan's values alone."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from affinity.planner.plan import Plan, WorkerPlan
+from affinity.planner.plan import Plan, WorkerPlan, plan_machine
 from affinity.planner.workload import RESNET50, USUAL_BATCH, footprint
 from affinity.topology.machine import Core, NumaNode
 
@@ -138,3 +138,9 @@ class Facts:
 def every(plan: Plan) -> list[Facts]:
     """The facts as each worker sees them."""
     return [Facts(plan=plan, worker=worker) for worker in plan.workers]
+
+
+def workers_with_plenty_of_memory(facts: Facts) -> int:
+    nodes = tuple(replace(node, memory_bytes=1 << 50) for node in facts.plan.machine.numa_nodes)
+    machine = replace(facts.plan.machine, numa_nodes=nodes, memory_limit_bytes=None)
+    return len(plan_machine(machine, facts.plan.request, facts.plan.runtime).workers)
