@@ -28,8 +28,8 @@ def startup_lines(
 ) -> list[str]:
     """What rank 0 says at its start: a line of what is in use, and one for each faster part that is missing.
 
-    `decoder` is its name, a colon, and where it lies or why it was taken. `bf16_speedup` is a convolution's, 1 where the
-    training is not in float32.
+    `decoder` is its name, a colon, and where it lies or why it was taken. `bf16_speedup` is a convolution's, 1 where
+    the training is not in float32.
     """
     name, _, decoder_why = decoder.partition(": ")
     lines = [f"backend {backend}, engine {engine}, decoder {name}, allocator {allocator}"]
