@@ -83,6 +83,11 @@ def autocast(precision: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
+def possible_bf16_speedup(precision: str) -> float:
+    """bf16_speedup() for a training in float32 on a CPU whose oneDNN supports bfloat16, otherwise 1."""
+    return bf16_speedup() if precision == "float32" and can_fold(torch.bfloat16) else 1.0
+
+
 def bf16_speedup() -> float:
     """The speed of a 3 x 3 convolution of ResNet-50 in bfloat16, relative to float32; medians of 5 rounds.
 

@@ -16,6 +16,7 @@ from cputrain.files import write_atomic
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import Events, SilentEvents, time_spent
 from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
+from cputrain.training.engine import possible_bf16_speedup
 from cputrain.training.environment import binding_record, describe_environment
 from cputrain.training.loop import TrainResult
 from cputrain.training.preemption import ignore_preemption
@@ -74,7 +75,8 @@ def _train(session: Session, env: Mapping[str, str], *, resume: bool, watched: b
     in_use = {
         name: environment[name] for name in ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator")
     }
-    print("\n".join(startup_lines(**in_use, ranks=session.ranks.this.world_size)), flush=True)
+    speedup = possible_bf16_speedup(recipe.precision)
+    print("\n".join(startup_lines(**in_use, ranks=session.ranks.this.world_size, bf16_speedup=speedup)), flush=True)
     with Events(recipe.folder) as events:
         training = start_training(session, events, env, resume=resume, watched=watched)
         events.write(

@@ -11,7 +11,13 @@ NO_COMPILER = "no C++ compiler on PATH: install g++, or set engine=eager"
 
 
 def output(
-    backend: str, why: str, decoder: str, allocator: str, ranks: int = 2, engine: tuple[str, str] = NATIVE
+    backend: str,
+    why: str,
+    decoder: str,
+    allocator: str,
+    ranks: int = 2,
+    engine: tuple[str, str] = NATIVE,
+    bf16_speedup: float = 1.0,
 ) -> list[str]:
     return startup_lines(
         backend=backend,
@@ -21,6 +27,7 @@ def output(
         decoder=decoder,
         allocator=allocator,
         ranks=ranks,
+        bf16_speedup=bf16_speedup,
     )
 
 
@@ -45,3 +52,10 @@ def test_what_the_user_has_chosen_or_nobody_uses_is_not_said_to_be_slow() -> Non
     for why in ("engine=eager", "precision=float64, for which there are no native kernels"):
         made = output("ccl", "", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc", engine=("eager", why))
         assert len(made) == 1
+
+
+def test_bf16_is_named_where_its_convolutions_are_faster() -> None:
+    fast = ("ccl", "", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc")
+    line = output(*fast, bf16_speedup=2.13)[1]
+    assert line.startswith("faster: precision=bf16, in which a convolution is 2.1 times as fast on this CPU")
+    assert len(output(*fast, bf16_speedup=1.1)) == 1
