@@ -45,7 +45,7 @@ def killed(place: Path, *arguments: str) -> int:
     argv = [sys.executable, "-m", "cputrain", "train", *arguments]
     with subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         events = place / "run/events.jsonl"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (events.is_file() and '"checkpoint"' in events.read_text()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
