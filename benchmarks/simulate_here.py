@@ -1,6 +1,6 @@
 """Predicted beside measured steps of ResNet-50 on two ranks of one thread: one host, and two hosts on slow links.
 
-    python -m benchmarks.simulate_here [--steps 3] [--rates 1gbit 100mbit]
+    python -m benchmarks.simulate_here [--steps 3] [--rates 1gbit 100mbit] [--backends gloo ccl]
 
 Hosts are network namespaces of this machine, their links shaped by tbf. Measured first, and used: the step without
 communication, from the same processes in turns with the one predicted; an all-reduce of 24 MiB without a slow link, for
@@ -43,16 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rates", nargs="*", default=["1gbit", "100mbit"])
+    parser.add_argument("--backends", nargs="+", default=["gloo", "ccl"])
     options = parser.parse_args()
     memory, rows = memory_bytes_per_s(), [HEAD]
     for rate in (None, *options.rates):
         with tempfile.TemporaryDirectory() as folder, fake_hosts(Path(folder), 2) as hosts:
-            for backend in ("gloo", "ccl"):
-                places = (0, 0) if rate is None else (0, 1)
-                moved = move_bytes_per_s(hosts, backend, places)
-                for name in hosts.names if rate is not None and backend == "gloo" else ():
-                    hosts.slow_down(name, rate)
-                rows += [case(hosts, backend, rate, name, moved, memory, options.steps) for name in ("none", "bf16")]
+            places = (0, 0) if rate is None else (0, 1)
+            moved = {backend: move_bytes_per_s(hosts, backend, places) for backend in options.backends}
+            for name in hosts.names if rate is not None else ():
+                hosts.slow_down(name, rate)
+            for backend, speed in moved.items():
+                rows += [case(hosts, backend, rate, name, speed, memory, options.steps) for name in ("none", "bf16")]
     print(align_columns(rows, numbers=True))
 
 

@@ -42,15 +42,15 @@ ASSUMPTIONS = (
         high=0.09,
         source="standard deviation of a worker's step on Xeon, relative to its mean. Marathe et al. 2017 (E2SC): the "
         "processors of a cluster are 20 % apart (among thousands: 2.9 %), runs of one processor 15 % (of about five: "
-        "6.4 %); Acun et al. 2016 (ICS): processors 16 % apart",
+        "6.4 %); Acun et al. 2016 (ICS): processors 16 % apart. Taken as standard deviations of normal values",
     ),
     Assumption(
         name="phi_step_variation",
         value=0.01,
         low=0.005,
-        high=0.02,
-        source="the same on Xeon Phi, whose clock hardly depends on its load: Chunduri et al. 2017 (SC) found nodes of "
-        "Theta about 6 % apart",
+        high=0.03,
+        source="the same on Xeon Phi, assumed: its clock hardly depends on its load, and You et al.'s 2,048 hosts lost "
+        "nothing against their 16",
     ),
     Assumption(
         name="serial_fraction",
