@@ -15,7 +15,7 @@ PARALLEL ?= -n 2 --dist worksteal
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-fast fuzz check docs install mpi kernels lab lab-slow bench clean
+.PHONY: demo test test-fast fuzz check docs install mpi clients kernels lab lab-slow bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -34,6 +34,10 @@ mpi: .mpi/installed
 	    $(PYTHON) -m venv .mpi/$${pair%%:*} && .mpi/$${pair%%:*}/bin/pip install --quiet $${pair#*:} || exit 1; \
 	done
 	@touch $@
+
+# Packages that train over the ccl backend, for its tests.
+clients: install
+	$(BIN)/pip install --quiet --editable ".[clients]"
 
 demo: install
 	$(BIN)/cputrain plan

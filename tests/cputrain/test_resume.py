@@ -190,7 +190,8 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
     requested = {
         ("imagefolder",): "eval of a recipe needs --checkpoint PATH: add it, or name a run's folder instead",
         ("run", "--last", "--checkpoint", "junk.pt"): "cannot be used together",
-        ("run", "--checkpoint", "images"): "checkpoint images is not there",
+        ("run", "--checkpoint", "nowhere"): "checkpoint nowhere is not there",
+        ("run", "--checkpoint", "images"): "checkpoint images is no checkpoint, and has none in it",
         ("run", "--checkpoint", "junk.pt"): "checkpoint junk.pt is no checkpoint, and has none in it",
         ("run", "--checkpoint", "flipped"): "flipped/model.safetensors is damaged: the checksum of ",
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model: ",

@@ -289,7 +289,8 @@ VARIABLES = (
 @fuzzed
 @given(env=st.dictionaries(st.sampled_from(VARIABLES), edited(NUMBERS), max_size=12))
 def test_variables_of_launchers_and_schedulers(env: dict[str, str]) -> None:
-    env = {name: value.replace("\0", "") for name, value in env.items()}  # no environment can hold it
+    # As an environment holds them: bytes without zeros.
+    env = {name: os.fsdecode(value.replace("\0", "").encode(errors="replace")) for name, value in env.items()}
     read(lambda: discover(env))
     read(lambda: allocated_hosts(env))
 
