@@ -29,10 +29,11 @@ def worded(text: str, wording: Wording) -> str:
 class InputError(Exception):
     """The input is wrong (exit status 2): one line with what was requested, what was found and what to do next.
 
-    The middle of a message that quotes a longer input is cut out.
+    Lines of a quoted input become one, and the middle of a message that quotes a longer input is cut out.
     """
 
     def __init__(self, message: str) -> None:
+        message = " ".join(message.splitlines())
         half = LONGEST_MESSAGE // 2
         cut = len(message) > LONGEST_MESSAGE
         super().__init__(f"{message[:half]} ... {message[-half:]}" if cut else message)
