@@ -68,9 +68,10 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
 
 
 def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """A network with the outputs of `model` in evaluation, for its present weights: with native, a faster one."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return fold_batchnorms(model, dtype) if engine.kernels is not None and can_fold(dtype) else model
+    """A network with the outputs of `model` in evaluation, for its present weights: with native in float32, a faster
+    one."""
+    folds = engine.kernels is not None and precision == "float32" and can_fold(torch.float32)
+    return fold_batchnorms(model, torch.float32) if folds else model
 
 
 def network_input(images: Tensor, precision: str) -> Tensor:
