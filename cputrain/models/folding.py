@@ -1,5 +1,6 @@
 """Networks for evaluation: batch-norm folded into the convolution before it, residual and ReLU left to oneDNN."""
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -7,22 +8,19 @@ from torch import Tensor, fx, nn
 
 from cputrain.models.batchnorm_relu import FusedBatchNorm2d
 
-
-def can_fold(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes convolutions in this data type on this CPU."""
-    supported = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return supported and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+logger = logging.getLogger(__name__)
 
 
-def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A network with the outputs of `network` in evaluation, within rounding, whose convolutions compute in `dtype`.
+def fold_batchnorms(network: nn.Module) -> nn.Module:
+    """A network with the outputs of `network` in evaluation, within the rounding of float32, by oneDNN's convolutions.
 
     It has its own folded weights, and shares all other layers. Native batch-norm layers that follow a convolution are
-    folded; a network whose forward pass cannot be traced is returned as it is.
+    folded; a network whose forward pass cannot be traced is returned as it is, and the reason is logged.
     """
     try:
         graph = _Tracer().trace(network)
-    except Exception:  # noqa: BLE001  a forward pass may do anything with the tracer's stand-ins
+    except Exception as error:  # noqa: BLE001  a forward pass may do anything with the tracer's stand-ins
+        logger.info("evaluation without folding: %s cannot be traced: %s", type(network).__name__, error)
         return network
     layers = dict(network.named_modules())
     folded: dict[str, nn.Module] = {}
@@ -30,7 +28,7 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         before: Any = node.args[0] if node.args else None
         norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
         if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
-            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
+            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm)
             node.args = (before.args[0], *node.args[1:])
             graph.erase_node(before)
     made = fx.GraphModule(network, graph)
@@ -64,23 +62,23 @@ class FoldedConv2d(nn.Module):
     bias: Tensor
 
     @torch.no_grad()
-    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
+    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d) -> None:
         super().__init__()
         assert norm.running_mean is not None and norm.running_var is not None
         scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
         shift = norm.bias - scale * norm.running_mean
-        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=dtype, memory_format=torch.channels_last)
+        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=torch.float32, memory_format=torch.channels_last)
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).to(dtype))
+        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).float())
         self.options = conv.padding, conv.stride, conv.dilation, conv.groups
         self.relu = norm.relu
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        images, operators = images.to(self.weight.dtype), torch.ops.mkldnn._convolution_pointwise
+        operators = torch.ops.mkldnn._convolution_pointwise
         layer: Any = (self.weight, self.bias, *self.options)
         if residual is None:
             activation = "relu" if self.relu else "none"
             return cast(Tensor, operators.default(images, *layer, activation, [], ""))
-        added, last = residual.to(images.dtype), "relu" if self.relu else None
-        return cast(Tensor, operators.binary(images, added, *layer, "add", 1.0, last, [], None))
+        last = "relu" if self.relu else None
+        return cast(Tensor, operators.binary(images, residual, *layer, "add", 1.0, last, [], None))

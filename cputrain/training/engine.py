@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from affinity.errors import InputError, RunError
 from cputrain.models.batchnorm_kernels import Kernels, load
-from cputrain.models.folding import can_fold, fold_batchnorms
+from cputrain.models.folding import fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
@@ -70,8 +70,13 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
 def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
     """A network with the outputs of `model` in evaluation, for its present weights: with native in float32, a faster
     one."""
-    folds = engine.kernels is not None and precision == "float32" and can_fold(torch.float32)
-    return fold_batchnorms(model, torch.float32) if folds else model
+    folds = engine.kernels is not None and precision == "float32" and has_onednn()
+    return fold_batchnorms(model) if folds else model
+
+
+def has_onednn() -> bool:
+    """Whether this torch has oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def network_input(images: Tensor, precision: str) -> Tensor:
@@ -86,7 +91,8 @@ def autocast(precision: str) -> AbstractContextManager[object]:
 
 def possible_bf16_speedup(precision: str) -> float:
     """bf16_speedup() for a training in float32 on a CPU whose oneDNN supports bfloat16, otherwise 1."""
-    return bf16_speedup() if precision == "float32" and can_fold(torch.bfloat16) else 1.0
+    supported = has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bf16_speedup() if precision == "float32" and supported else 1.0
 
 
 def bf16_speedup() -> float:

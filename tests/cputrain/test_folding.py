@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from cputrain.models.batchnorm_kernels import load
 from cputrain.models.build import build_model
-from cputrain.models.folding import FoldedConv2d, can_fold, fold_batchnorms
+from cputrain.models.folding import FoldedConv2d, fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
 from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import has_onednn
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def trained(name: str, side: int) -> nn.Module:
     return network.eval()
 
 
-@pytest.mark.skipif(not can_fold(torch.float32), reason="needs oneDNN")
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
 @pytest.mark.parametrize(
     ("name", "side", "convolutions"),
     [
@@ -46,7 +47,7 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     network = trained(name, side)
     before = {key: value.clone() for key, value in network.state_dict().items()}
     images = torch.randn(16, 3, side, side).to(memory_format=torch.channels_last)
-    folded = fold_batchnorms(network, torch.float32)
+    folded = fold_batchnorms(network)
     assert sum(isinstance(layer, FoldedConv2d) for layer in folded.modules()) == convolutions
     got, expected = folded(images), network(images)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
@@ -55,10 +56,12 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is() -> None:
+def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     class Odd(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             return images if images.sum() > 0 else -images
 
     network = Odd()
-    assert fold_batchnorms(network, torch.float32) is network
+    with caplog.at_level("INFO"):
+        assert fold_batchnorms(network) is network
+    assert "Odd cannot be traced: " in caplog.text
