@@ -1,7 +1,6 @@
 """Native batch-norm with residual and ReLU: one layer against float64, whole networks, other statistics, threads."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from cputrain.models.build import build_model
 from cputrain.models.fusion import fuse_batchnorms
 from cputrain.recipe.schema import ModelSection
 from cputrain.training.engine import choose_engine, same_engine
-from mpi.supervise.local import free_port
+from tests.support.by_hand import ranks_of_code
 
 pytestmark = pytest.mark.slow
 
@@ -262,17 +261,7 @@ dist.destroy_process_group()
 
 def test_sync_statistics_are_those_of_all_ranks() -> None:
     """5 + 2 images on two ranks against 7 on one: outputs, gradients, running statistics, evaluation."""
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER],
-            env={**os.environ, **world, "RANK": str(i)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 8] * 2
+    assert ranks_of_code(TOGETHER) == [[True] * 8] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """Networks and their variants: built as requested, or refused with a remedy."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ from cputrain.models.build import batchnorms, build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.models.weights import load_initial_weights
 from cputrain.recipe.schema import ModelSection
-from mpi.supervise.local import free_port
+from tests.support.by_hand import ranks_of_code
 
 pytestmark = pytest.mark.slow
 
@@ -177,17 +173,7 @@ dist.destroy_process_group()
 
 def test_sync_batchnorm_is_batchnorm_over_all_ranks() -> None:
     """Outputs, gradients and running statistics of 5 + 2 images on two ranks against 7 on one, in float64."""
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER],
-            env={**os.environ, **world, "RANK": str(i)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    assert [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks] == [[True] * 7] * 2
+    assert ranks_of_code(TOGETHER) == [[True] * 7] * 2
 
 
 def test_initial_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from mpi.supervise.local import free_port
 from tests.support.commands import cputrain
@@ -32,3 +33,14 @@ def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.C
     ]
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     return [subprocess.CompletedProcess(argv, r.returncode, *texts) for r, texts in zip(ranks, outputs, strict=True)]
+
+
+def ranks_of_code(code: str, count: int = 2) -> list[Any]:
+    """The last line that each of `count` Python processes prints, read as JSON; they are ranks on this host."""
+    world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {**os.environ, **world, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], env={**env, "RANK": str(i)}, stdout=subprocess.PIPE, text=True)
+        for i in range(count)
+    ]
+    return [json.loads(rank.communicate(timeout=200)[0].splitlines()[-1]) for rank in ranks]
