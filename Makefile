@@ -1,21 +1,27 @@
 # make demo: plan this machine, train ResNet-50 with its workers on real images, evaluate, report.
-# make test: everything that must hold; make test-fast: its quick part; make docs: the documentation.
-# make fuzz: every reader on 10,000 inputs.
+# make test: make check and every test without a target of its own; make test-fast: its quick part; make docs: the documentation.
+# make test-long: trainings and jobs that take about a minute each.
+# make fuzz: every reader on 10,000 inputs, tarballs and pages on 1,000.
+# make faults: what becomes of runs when something fails; make soak: a training that is killed every 100 steps.
+# make test-ipex: engine=ipex, and ccl on torch 2.8, in a second environment (about 7 GB).
 # make lab: plans and bindings on emulated machines, after make kernels; make lab-slow: those that take minutes each.
+# make release: wheel, sdist and documentation of the tagged version, checked and tried.
 # Each installs into .venv first; nothing else is touched.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
 #   make demo TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.13.0
-VISION ?= torchvision==0.28.0
+TESTED := constraints/torch-2.13.txt
+TORCH ?= $(shell grep ^torch= $(TESTED))
+VISION ?= $(shell grep ^torchvision= $(TESTED))
 
-# Two tests at a time: many wait for processes, which take two cores at most.
-PARALLEL ?= -n 2 --dist worksteal
+# Three tests at a time on two cores: many wait for processes most of their time.
+PARALLEL ?= -n 3 --dist worksteal
 
 BIN := .venv/bin
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-fast fuzz check docs install mpi clients kernels lab lab-slow bench clean
+.PHONY: demo test test-browser test-fast test-ipex test-long fuzz faults soak check docs install mpi clients kernels lab \
+    lab-slow release bench clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -23,7 +29,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,docs,turbo]"
+	$(BIN)/pip install --quiet $(VISION) --editable ".[ccl,demo,dev,docs,tensorboard,turbo]"
 	@touch $@
 
 # Launchers for the tests, each in an environment of its own: their packages overwrite one another's mpirun.
@@ -40,10 +46,7 @@ clients: install
 	$(BIN)/pip install --quiet --editable ".[clients]"
 
 demo: install
-	$(BIN)/cputrain plan
-	@rm -rf data/digits data/digits-folder
-	$(BIN)/cputrain prepare digits data/digits-folder data/digits
-	$(BIN)/cputrain train demo-digits --overwrite
+	@$(BIN)/cputrain demo
 
 check: install
 	$(BIN)/ruff check .
@@ -52,7 +55,22 @@ check: install
 	$(BIN)/lint-imports
 
 test: check
-	$(RUN) pytest $(PARALLEL)
+	$(RUN) pytest $(PARALLEL) -m "not long"
+
+# Trainings, jobs and other packages' programs that take about a minute each.
+test-long: install
+	$(RUN) pytest $(PARALLEL) -m long
+
+# Intel's extension with the last torch that it works with: the engine, ccl, and the demo on two ranks; native kernels
+# and folding with that torch, the oldest that is supported.
+test-ipex: .ipex/installed
+	.ipex/bin/python -m pytest tests/ipex tests/cputrain/test_ccl.py tests/cputrain/test_batchnorm_relu.py \
+	    tests/cputrain/test_folding.py -m "not long"
+
+.ipex/installed: pyproject.toml constraints/torch-2.8-ipex.txt
+	$(PYTHON) -m venv .ipex
+	.ipex/bin/pip install --quiet --constraint constraints/torch-2.8-ipex.txt --editable ".[ccl,demo,dev,ipex,turbo]"
+	@touch $@
 
 # The same planner and binding under real kernels with many NUMA nodes, in emulated machines: tests/lab/.
 lab: install
@@ -66,6 +84,14 @@ lab-slow: install
 fuzz: install
 	CPUTRAIN_FUZZ=10000 $(RUN) pytest $(PARALLEL) tests/fuzz
 
+# Kills, full disks, damaged files, cut links, strangers: one at a time, as their times are measured. docs/reliability.md
+# is what `pytest tests/faults --update-golden` has seen.
+faults: install
+	$(RUN) pytest tests/faults -m "not long"
+
+soak: install
+	$(RUN) pytest tests/faults -m long
+
 # Debian's kernels for the lab, as packages unpacked into .lab: the one of Debian 12 and the newest.
 kernels: .lab/installed
 
@@ -73,15 +99,25 @@ kernels: .lab/installed
 	tests/lab/fetch_kernels.sh .lab
 	@touch $@
 
+# Pages in headless Chromium, where it is installed (Debian: chromium).
+test-browser: install
+	$(BIN)/pip install --quiet --editable ".[browser]"
+	$(RUN) pytest tests/browser
+
 # For daily work: what starts no process and takes no seconds of computing.
 test-fast: install
-	$(RUN) pytest $(PARALLEL) -m "not processes and not slow"
+	CPUTRAIN_FUZZ=100 $(RUN) pytest $(PARALLEL) -m "not processes and not slow"
 
 docs: install
 	$(RUN) sphinx --fail-on-warning --keep-going docs docs/_build/html
+
+# Wheel, sdist and documentation of the tagged version, checked and tried: CONTRIBUTING.md.
+release: install
+	$(BIN)/pip install --quiet --editable ".[release]"
+	$(RUN) tools.release
 
 bench: install
 	$(RUN) benchmarks.train_throughput
 
 clean:
-	rm -rf .venv .mpi .lab build dist docs/_build
+	rm -rf .venv .ipex .mpi .lab build dist man docs/_build

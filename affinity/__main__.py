@@ -13,11 +13,12 @@ from affinity import bind
 from affinity.errors import InputError, RequestError, as_option
 from affinity.exit_status import exit_status
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
-from affinity.kernel.running import compare_running
+from affinity.kernel.running import comparison, running_processes
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, read_plan
 from affinity.planner.profiles import PROFILES
-from affinity.planner.request import BALANCES, OPENMP
+from affinity.planner.request import ALLOCATOR, BALANCES, OPENMP
+from affinity.terminal import shows_color
 from affinity.topology.catalog import find_machine
 from affinity.views.diff import plan_differences
 from affinity.views.svg import plan_to_svg
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     planner.add_argument("--profile", choices=tuple(PROFILES), default="auto", help="published practice to follow")
     planner.add_argument("--balance", choices=BALANCES, default="equal", help="batch: batches in proportion to cores")
     planner.add_argument("--openmp", choices=OPENMP, default="auto", help="OpenMP runtime; auto: the loaded one")
+    planner.add_argument(
+        "--allocator", choices=ALLOCATOR, default="auto", help="memory allocator; auto: the best found"
+    )
     planner.add_argument("--oversubscribe", action="store_true", help="allow more workers than cores: they share cores")
     planner.add_argument("--share", action="store_true", help="leave cores to running processes of other plans")
     planner.add_argument("--explain", action="store_true", help="add other numbers of workers, and assumed figures")
@@ -98,9 +102,9 @@ def _show(options: dict[str, Any], _env: Mapping[str, str]) -> int:
     if len(paths) > 2:
         raise InputError(f"{len(paths)} plans given: give one to show or two to compare")
     if not paths:
-        text, status = compare_running(tuple(options["pid"] or ()))
-        print(text)
-        return status
+        processes = running_processes(tuple(options["pid"] or ()))
+        print(comparison(processes))
+        return int(any(process.differs for process in processes))
     plans = [read_plan(path) for path in paths]
     if len(plans) == 2:
         print("\n".join(plan_differences(*plans)) or "the plans are the same")
@@ -115,7 +119,7 @@ def _print(plan: Plan, output_format: str, *, explained: bool = False) -> None:
     elif output_format == "svg":
         print(plan_to_svg(plan, wording=as_option))
     else:
-        print(plan_to_text(plan, colored=sys.stdout.isatty(), explained=explained, wording=as_option))
+        print(plan_to_text(plan, colored=shows_color(sys.stdout, os.environ), explained=explained, wording=as_option))
 
 
 COMMANDS: dict[str, Callable[[dict[str, Any], Mapping[str, str]], int]] = {"read": _read, "plan": _plan, "show": _show}

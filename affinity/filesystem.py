@@ -1,11 +1,12 @@
-"""File systems that refuse to write: checked beforehand, and explained in one line afterwards."""
+"""Where to write: the cache folder, and file systems that refuse, checked beforehand or explained afterwards."""
 
 import errno
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
@@ -49,3 +50,15 @@ def check_writable(folder: Path, option: str) -> None:
     except OSError as error:
         why = f"cannot make a folder in {existing}: {error.strerror}"
         raise InputError(f"{option} {folder}: {why}: name another folder") from None
+
+
+def cache_folder(env: Mapping[str, str]) -> Path:
+    """CPUTRAIN_CACHE, or the user's cache folder. Raises RunError where the user has no home."""
+    if "CPUTRAIN_CACHE" in env:
+        return Path(env["CPUTRAIN_CACHE"])
+    if env.get("XDG_CACHE_HOME"):
+        return Path(env["XDG_CACHE_HOME"]) / "cputrain"
+    try:
+        return Path("~/.cache/cputrain").expanduser()
+    except RuntimeError:
+        raise RunError(f"user {os.getuid()} has no home for a cache: set CPUTRAIN_CACHE to a folder") from None

@@ -4,6 +4,8 @@ import csv
 import io
 from collections.abc import Sequence
 
+from affinity.wording import printable
+
 Rows = Sequence[Sequence[str]]
 
 
@@ -21,8 +23,13 @@ def align_columns(rows: Rows, *, numbers: bool = False) -> str:
 
 def markdown_table(rows: Rows, *, rules: Sequence[str] = ()) -> str:
     """A Markdown table; `rules` are the cells under the headings, as "---:" for a column flush right."""
-    head, *body = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    head, *body = [f"| {' | '.join(map(_markdown_cell, row))} |" for row in rows]
     return "\n".join([head, f"|{'|'.join(rules or ('---',) * len(rows[0]))}|", *body]) + "\n"
+
+
+def _markdown_cell(text: str) -> str:
+    """A cell's text on one line, in which a bar ends no cell and a name begins no HTML."""
+    return " ".join(printable(text).replace("|", "\\|").replace("<", "&lt;").split())
 
 
 def csv_table(rows: Sequence[Sequence[object]]) -> str:

@@ -1,8 +1,16 @@
 """Numbers and lists of words in messages."""
 
+import re
 from collections.abc import Collection, Sequence
 
 NAMED = 5
+SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Text without the characters that a terminal would obey; line ends and tabs stay."""
+    return CONTROLS.sub("\ufffd", text)
 
 
 def counted(number: int, noun: str) -> str:
@@ -28,3 +36,8 @@ def first_named(items: Sequence[str]) -> str:
     """The items, NAMED of them at most: "a, b" or "a, b, c, d, e and 3 more"."""
     more = f" and {len(items) - NAMED:,} more" if len(items) > NAMED else ""
     return f"{', '.join(items[:NAMED])}{more}"
+
+
+def first_sentence(text: str) -> str:
+    """A text up to its first full stop, without it; that of "et al." is none."""
+    return SENTENCE_END.split(" ".join(text.split()), maxsplit=1)[0]

@@ -1,11 +1,13 @@
-"""What a checkpoint costs a training: ResNet-50 with momentum, saved in the background, on this machine.
+"""What checkpoints cost a training: ResNet-50 with momentum, saved in the background, on this machine.
 
-    python -m benchmarks.checkpoint_stall [--rounds 5] [--steps 4] [--batch 8] [--folder DIR]
+    python -m benchmarks.checkpoint_stall [--rounds 5] [--seconds 30] [--every 10] [--batch 8] [--folder DIR]
+    cputrain launch --ppn 2 -- python -m benchmarks.checkpoint_stall          # as many workers as a training has
 
-Groups of training steps with and without a checkpoint at their beginning take turns. The stall is the time that the
-call keeps the training waiting, plus what the steps beside the writing take longer; its share is that of one checkpoint
-in five minutes, the default. Beside it: the time of the checksums, of reading and verifying, and of a synchronous
-torch.save of the same state.
+In each round the same training goes on for so many seconds without checkpoints, and for as many with one every few
+seconds; the two take turns in being first. A checkpoint's stall is what the steps with checkpoints have taken longer,
+with the calls that begin them, divided by their number. Its share is that of one checkpoint in five minutes, the
+default. Beside it: the time of the checksums, of reading and verifying, and of a synchronous
+torch.save of the same state. Other processes' share of the CPU time tells how far to trust a run.
 """
 
 import argparse
@@ -13,113 +15,169 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store
 from torch.nn import functional
 
 from cputrain.checkpoints.folder import name_of
 from cputrain.checkpoints.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.checkpoints.tensors import file_sum
-from cputrain.comm.hooks import AllReduceHook
 from cputrain.comm.store import SignedKeys
 from cputrain.models.build import build_model
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.training.engine import prepare_model
+from cputrain.recipe.schema import CommSection, Recipe
+from cputrain.training.core_usage import CoreUsage
+from cputrain.training.engine import choose_engine, prepare_model
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import load
 from cputrain.training.saving.snapshot import take_snapshot
 from cputrain.training.saving.writer import CheckpointWriter
-from cputrain.training.state import TrainState
+from cputrain.training.state import TrainState, make_train_state
 
 INTERVAL_S = 300.0
 CLASSES = 1000
+Seconds = dict[str, list[float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """A training, and where it is saved; `step` counts its steps."""
+
+    state: TrainState
+    writer: CheckpointWriter
+    images: Tensor
+    labels: Tensor
+    step: int = 0
+    calls_s: list[float] = field(default_factory=list)
+
+    def train(self, seconds: float, every_s: float | None) -> tuple[float, int]:
+        """Train that long, with a checkpoint every so many seconds; seconds and steps. All ranks do the same steps."""
+        begun, steps, saved = time.perf_counter(), 0, 0
+        while (at := self._common(time.perf_counter() - begun)) < seconds:
+            if every_s is not None and at >= saved * every_s:
+                saved += 1
+                self._save()
+            functional.cross_entropy(self.state.ddp(self.images), self.labels).backward()
+            self.state.optimizer.step()
+            self.state.optimizer.zero_grad()
+            self.step += 1
+            steps += 1
+        return time.perf_counter() - begun, steps
+
+    def _common(self, seconds: float) -> float:
+        """Rank 0's clock, which decides for all."""
+        if dist.get_world_size() == 1:
+            return seconds
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.broadcast(value, src=0)
+        return float(value)
+
+    def _save(self) -> None:
+        begun = time.perf_counter()
+        self.writer.wait()
+        snapshot = take_snapshot(self.state, dist.get_rank(), "momentum")
+        manifest = None if snapshot.optimizer is None else manifest_of(self.step, snapshot.optimizer)
+        self.writer.begin(self.step, snapshot, Position(step=self.step).metadata(), manifest)
+        self.calls_s.append(time.perf_counter() - begun)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of each group")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of training with and without checkpoints")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between checkpoints")
+    parser.add_argument("--batch", type=int, default=8, help="images of a worker's step")
     parser.add_argument("--folder", type=Path, help="on the file system to measure  [default: a temporary one]")
     options = parser.parse_args()
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    store: Store
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        store = HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        show(measure(Path(scratch), options.rounds, options.steps, options.batch))
+        folders = [scratch]
+        dist.broadcast_object_list(folders, src=0)
+        trial = made_trial(Path(folders[0]), store, options.batch)
+        found = measure(trial, options.rounds, options.seconds, options.every)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found |= beside(trial, Path(folders[0]))
+            show(found, options)
+        dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(folder: Path, rounds: int, steps: int, batch: int) -> dict[str, list[float]]:
-    """Seconds by what takes them, one value for each round."""
-    state = made_state()
-    images, labels = torch.randn(batch, 3, 224, 224), torch.randint(CLASSES, (batch,))
-    images = images.to(memory_format=torch.channels_last)
+def made_trial(folder: Path, store: Store, batch: int) -> Trial:
+    """ResNet-50 with momentum in DDP, as a training has them."""
+    recipe = Recipe(comm=CommSection(bucket_mib=25.0))
+    engine = choose_engine(recipe.engine, recipe.precision, os.environ)
+    network = prepare_model(build_model(recipe.model, CLASSES, 224), engine, recipe.precision)
+    optimizer = build_optimizer(network, recipe.optim)
+    set_lr_and_decay(optimizer, 0.01, 5e-5)
     writer = CheckpointWriter(
         folder=folder,
-        keys=SignedKeys(HashStore(), ""),
-        rank=0,
-        world_size=1,
+        keys=SignedKeys(store, ""),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         keep=2,
         pus=os.sched_getaffinity(0),
     )
-    found: dict[str, list[float]] = {}
-    trained_s(state, images, labels, 2)
-    for number in range(rounds):
-        took = {"steps alone": trained_s(state, images, labels, steps)}
-        begun = time.perf_counter()
-        save(writer, state, number)
-        took["the call"] = time.perf_counter() - begun
-        took["steps beside the writing"] = trained_s(state, images, labels, steps)
-        if writer.busy:
-            print(f"round {number + 1}: the writing took longer than {steps} steps: more --steps")
-        writer.wait()
-        took["stall"] = took["the call"] + took["steps beside the writing"] - took["steps alone"]
-        path = folder / name_of(number)
-        took["checksums of the files"] = seconds(lambda path=path: [file_sum(file) for file in path.iterdir()])
-        took["reading and verifying"] = seconds(lambda path=path: load(path, 0, 1))
-        took["torch.save, synchronous"] = seconds(lambda: plain_save(state, folder / "plain.pt"))
-        for name, value in took.items():
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def made_state() -> TrainState:
-    """ResNet-50 with momentum, as a training has them, without DDP."""
-    network = prepare_model(build_model(ModelSection(), CLASSES, 224), "native", "float32")
-    optimizer = build_optimizer(network, OptimSection())
-    set_lr_and_decay(optimizer, 0.01, 5e-5)
-    hook = AllReduceHook()
-    ddp: nn.Module = network
-    return TrainState(
-        network=network,
-        ddp=ddp,  # type: ignore[arg-type]  only its forward pass is used
-        optimizer=optimizer,
-        all_reduce=hook,
-        bucket_mib=25.0,
-        ema_model=None,
+    images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+    return Trial(
+        state=make_train_state(recipe, network, optimizer),
+        writer=writer,
+        images=images,
+        labels=torch.randint(CLASSES, (batch,)),
     )
 
 
-def trained_s(state: TrainState, images: Tensor, labels: Tensor, steps: int) -> float:
-    """Seconds of so many steps."""
+def measure(trial: Trial, rounds: int, seconds: float, every_s: float) -> Seconds:
+    """Seconds by what takes them, one value for each round."""
+    trial.train(seconds / 4, None)  # a warm-up
+    found: Seconds = {}
+    usage = CoreUsage(os.sched_getaffinity(0))
+    for number in range(rounds):
+        took: dict[float | None, float] = {}
+        count = 0
+        for every in (None, every_s) if number % 2 == 0 else (every_s, None):
+            before = len(trial.calls_s)
+            spent, steps = trial.train(seconds, every)
+            trial.writer.wait()
+            took[every] = spent / steps
+            if every is not None:
+                count, steps_with = len(trial.calls_s) - before, steps
+        found.setdefault("step alone", []).append(took[None])
+        found.setdefault(f"step with a checkpoint every {every_s:g} s", []).append(took[every_s])
+        found.setdefault("stall of a checkpoint", []).append((took[every_s] - took[None]) * steps_with / count)
+    found["the call in it"] = trial.calls_s
+    found["others' share of the CPU time"] = [usage.since_restart().others]
+    return found
 
-    def train() -> None:
-        for _ in range(steps):
-            functional.cross_entropy(state.network(images), labels).backward()
-            state.optimizer.step()
-            state.optimizer.zero_grad()
 
-    return seconds(train)
+def beside(trial: Trial, folder: Path) -> Seconds:
+    """What a checkpoint's parts take, on rank 0, beside no training."""
+    path = folder / name_of(trial.step)
+    if not path.is_dir():
+        path = max(folder.glob("step-*"))
+    repeated: dict[str, Callable[[], Any]] = {
+        "checksums of the files": lambda: [file_sum(file) for file in path.iterdir()],
+        "reading and verifying": lambda: load(path, 0, dist.get_world_size()),
+        "torch.save, synchronous": lambda: plain_save(trial.state, folder / "plain.pt"),
+    }
+    return {name: [timed_s(action) for _ in range(5)] for name, action in repeated.items()}
 
 
-def save(writer: CheckpointWriter, state: TrainState, step: int) -> None:
-    """Begin a checkpoint, as a training does."""
-    snapshot = take_snapshot(state, 0, "momentum")
-    assert snapshot.optimizer is not None
+def manifest_of(step: int, optimizer: Any) -> Manifest:
+    """The manifest of a checkpoint, as a training makes it."""
     training = TrainingRecord(
         epoch_done=False,
         own_statistics=True,
@@ -128,13 +186,12 @@ def save(writer: CheckpointWriter, state: TrainState, step: int) -> None:
         first_loss=None,
         diverged=False,
         rollbacks={},
-        optimizer=snapshot.optimizer,
+        optimizer=optimizer,
     )
     half = (0.5, 0.5, 0.5)
     network = NetworkRecord(model={}, classes=(), features=None, crop=224, resize=256, mean=half, std=half)
-    scale = ScaleRecord(workers=1, global_batch=1, train_images=1, classes=CLASSES)
-    manifest = Manifest(cputrain="0", step=step, network=network, scale=scale, training=training, recipe={}, files={})
-    writer.begin(step, snapshot, Position(step=step).metadata(), manifest)
+    scale = ScaleRecord(workers=dist.get_world_size(), global_batch=1, train_images=1, classes=CLASSES)
+    return Manifest(cputrain="0", step=step, network=network, scale=scale, training=training, recipe={}, files={})
 
 
 def plain_save(state: TrainState, path: Path) -> None:
@@ -145,19 +202,26 @@ def plain_save(state: TrainState, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def seconds(action) -> float:  # type: ignore[no-untyped-def]
+def timed_s(action: Callable[[], Any]) -> float:
+    """Seconds that it takes."""
     begun = time.perf_counter()
     action()
     return time.perf_counter() - begun
 
 
-def show(found: dict[str, list[float]]) -> None:
+def show(found: Seconds, options: argparse.Namespace) -> None:
     """Print medians and ranges, and the stall's share of the interval between two checkpoints."""
-    print("| ResNet-50 with momentum, 205 MB | s, median (range) |\n|---|---|")
+    workers = dist.get_world_size()
+    print(
+        f"ResNet-50 with momentum, 205 MB, {workers} x {options.batch} images, {torch.get_num_threads()} threads each"
+    )
+    others = found.pop("others' share of the CPU time")[0]
+    print("| what | s, median (range) |\n|---|---|")
     for name, values in found.items():
         print(f"| {name} | {statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f}) |")
-    for name in ("stall", "torch.save, synchronous"):
+    for name in ("stall of a checkpoint", "torch.save, synchronous"):
         print(f"{name}: {100 * statistics.median(found[name]) / INTERVAL_S:.2f} % of {INTERVAL_S:.0f} s")
+    print(f"other processes: {others:.0%} of the CPU time")
 
 
 if __name__ == "__main__":

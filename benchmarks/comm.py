@@ -24,6 +24,7 @@ from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl.environment import settings
 from cputrain.comm.ccl.libraries import find_libraries
+from cputrain.comm.ccl.transport import Transport
 from cputrain.native_build import compiler
 from mpi.supervise.local import free_port
 
@@ -96,7 +97,17 @@ def show_steps(rounds: int, batch: int, crop: int) -> None:
     for number in range(rounds):
         for name, (backend, transport) in contenders.items():
             print(f"round {number + 1}/{rounds}  steps, {name}", file=sys.stderr)
-            command = (sys.executable, "-m", "benchmarks.comm_rank", backend, "ddp", "5", str(batch), str(crop))
+            command = (
+                sys.executable,
+                "-m",
+                "benchmarks.comm_rank",
+                backend,
+                "ddp",
+                "5",
+                "resnet50",
+                str(batch),
+                str(crop),
+            )
             steps[name] += both([command] * 2, transport)
     print(f"\n| ResNet-50, {batch} x {crop} x {crop} a rank | step, s | without communication, s | exposed |")
     print("|---|---|---|---|")
@@ -108,8 +119,7 @@ def show_steps(rounds: int, batch: int, crop: int) -> None:
 def environment(transport: str, rank: int) -> dict[str, str]:
     """What a rank of two needs to run over a transport."""
     place = Rank(rank=rank, world_size=2, local_rank=rank, local_world_size=2, convention="env")
-    pmi = {"PMI_RANK": str(rank), "PMI_SIZE": "2", "PMI_FD": "set by mpiexec"} if transport == "mpi" else {}
-    told = {name: value for name, value, _ in settings(LIBRARIES, place, pmi)}
+    told = {name: value for name, value, _ in settings(LIBRARIES, place, Transport(name=transport, why="compared"), {})}
     return {**told, "OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": f"{LIBRARIES.ccl.parent}:{PREFIX}/lib"}
 
 

@@ -1,8 +1,9 @@
-"""One rank of benchmarks.comm: all-reduces, or ResNet-50 steps, over a c10d backend; rank 0 prints JSON lines.
+"""One rank of other benchmarks: all-reduces, or training steps, over a c10d backend; rank 0 prints JSON lines.
 
 python -m benchmarks.comm_rank ccl|gloo allreduce ROUNDS BYTES...
 python -m benchmarks.comm_rank ccl|gloo levels ROUNDS BYTES...
-python -m benchmarks.comm_rank ccl|gloo ddp ROUNDS LOCAL_BATCH CROP [bf16]
+python -m benchmarks.comm_rank ccl|gloo ddp ROUNDS NETWORK LOCAL_BATCH CROP [bf16]
+python -m benchmarks.comm_rank gloo alone ROUNDS NETWORK CROP LOCAL_BATCH...
 """
 
 import json
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from affinity.ranks.rank import discover, rendezvous
 from cputrain.models.build import build_model
 from cputrain.recipe.schema import ModelSection
+
+REDUCED = 24 << 20  # bytes
+K = TypeVar("K")
 
 
 def main() -> None:
@@ -44,8 +49,13 @@ def main() -> None:
             once = partial(act, values)
             once()
             tell(bytes=size, flat=allreduce(size, int(rounds)), levels=timed(once, int(rounds)))
+    elif what == "alone":
+        network, crop, *batches = rest
+        for batch, seconds in alone(int(rounds), network, int(crop), list(map(int, batches))).items():
+            tell(batch=batch, seconds=seconds)
     else:
-        tell(**ddp(int(rounds), int(rest[0]), int(rest[1]), compressed="bf16" in rest))
+        network, batch, crop, *more = rest
+        tell(**ddp(int(rounds), network, int(batch), int(crop), compressed="bf16" in more))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -90,29 +100,56 @@ def timed(act: Callable[[], None], rounds: int) -> float:
     return median(seconds)
 
 
-def ddp(rounds: int, batch: int, crop: int, *, compressed: bool) -> dict[str, float]:
-    """Median seconds of a step of DDP's and of one without communication, in turns."""
-    model = build_model(ModelSection(name="resnet50"), 1000, 224).to(memory_format=torch.channels_last)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -> dict[str, float]:
+    """Median seconds of a step of DDP's, of one without communication and of an all-reduce of REDUCED, in turns."""
+    wrapped = DistributedDataParallel(built(network, crop), gradient_as_bucket_view=True)
     if compressed:
         from cputrain.comm.hooks import Bf16AllReduceHook
 
         wrapped.register_comm_hook(None, Bf16AllReduceHook().hook)
-    images = torch.randn(batch, 3, crop, crop).to(memory_format=torch.channels_last)
-    labels = torch.zeros(batch, dtype=torch.long)
+    values = torch.ones(REDUCED // 4)
 
-    def step(sync: bool) -> None:
+    def step(*, sync: bool) -> None:
         with nullcontext() if sync else wrapped.no_sync():
-            cross_entropy(wrapped(images), labels).backward()
-        wrapped.zero_grad()
+            train(wrapped, batch, crop)
 
-    step(True)
-    step(True)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    acts = {
+        "step": partial(step, sync=True),
+        "no_sync": partial(step, sync=False),
+        "all_reduce": lambda: dist.all_reduce(values),
+    }
+    for _ in range(2):
+        step(sync=True)
+    return in_turns(acts, rounds)
+
+
+def alone(rounds: int, network: str, crop: int, batches: list[int]) -> dict[int, float]:
+    """Median seconds of a step by local batch, in turns, without any communication."""
+    model = built(network, crop)
+    acts = {batch: partial(train, model, batch, crop) for batch in batches}
+    for act in acts.values():
+        act()
+    return in_turns(acts, rounds)
+
+
+def built(network: str, crop: int) -> torch.nn.Module:
+    return build_model(ModelSection(name=network), 1000, crop).to(memory_format=torch.channels_last)
+
+
+def train(model: torch.nn.Module, batch: int, crop: int) -> None:
+    """A step without the optimizer."""
+    images = torch.full((batch, 3, crop, crop), 0.5).to(memory_format=torch.channels_last)
+    cross_entropy(model(images), torch.zeros(batch, dtype=torch.long)).backward()
+    model.zero_grad()
+
+
+def in_turns(acts: dict[K, Callable[[], None]], rounds: int) -> dict[K, float]:
+    """The median seconds of each act; what disturbs a round meets all of them."""
+    seconds: dict[K, list[float]] = {name: [] for name in acts}
     for _ in range(rounds):
-        for sync in (True, False):
-            seconds[sync].append(timed(lambda sync=sync: step(sync), 1))
-    return {"step": median(seconds[True]), "no_sync": median(seconds[False])}
+        for name, act in acts.items():
+            seconds[name].append(timed(act, 1))
+    return {name: median(values) for name, values in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ ROWS = (
     Row(
         document=INTEL,
         experiment="validation with batches of 200 on one host (5a)",
-        full=("cputrain eval runs/resnet50-skx-256node --json evaluate.batch=200 plan.ppn=1 plan.threads=46",),
+        full=("cputrain eval runs/resnet50-skx-256node --format json evaluate.batch=200 plan.ppn=1 plan.threads=46",),
         small=(
             f"{SMALL_8K} epochs=1",
             "cputrain eval runs/resnet50-8k evaluate.batch=20 plan.ppn=1",

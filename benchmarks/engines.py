@@ -1,76 +1,124 @@
-"""ResNet-50 at 224 x 224 by each engine, a training step and an evaluation: CPU seconds of one thread, in turns.
+"""Engines, precisions, workers, allocators and OpenMP runtimes on this machine: ratios of images/s in one run.
 
-    python -m benchmarks.engines [--batch 16] [--rounds 5] [--engines eager native] [--bf16]
+    python -m benchmarks.engines [--rounds 3] [--steps 6] [--batch 16] [--side 224]
+        [--ipex-python PYTHON] [--only WORD ...]
 
-CPU time, not time on the clock: other processes disturb it less. The first round is a warm-up.
+Each row trains ResNet-50 on generated images by `cputrain train`, as 1 worker of all cores and as 1 worker a core, with
+the same global batch. Rounds are interleaved; a row's figure is the median over rounds of its median step, without the
+first step. What this machine does not have is named with the reason. ipex is measured by the Python named, whose torch
+is 2.8; its row "native, torch 2.8" tells engine from release. --only keeps the rows whose names have one of the words.
 """
 
 import argparse
 import os
-import statistics
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from benchmarks.step_times import median_step_s
 
-from cputrain.models.build import build_model
-from cputrain.recipe.schema import ModelSection
-from cputrain.training.engine import Engine, autocast, choose_engine, evaluation_network, prepare_model
 
-SIDE, CLASSES = 224, 1000
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A way to train: settings of the recipe, and the Python that trains."""
+
+    name: str
+    settings: tuple[str, ...]
+    python: str = sys.executable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", default=["eager", "native"])
-    parser.add_argument("--bf16", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=16, help="images of a core")
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--ipex-python", help="a Python with cputrain[ipex]")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    precision = "bf16" if options.bf16 else "float32"
-    images = torch.randn(options.batch, 3, SIDE, SIDE).to(memory_format=torch.channels_last)
-    taken: dict[str, dict[str, list[float]]] = {}
-    contenders = {name: contender(name, precision, images) for name in options.engines}
-    for _ in range(options.rounds + 1):
-        for name, parts in contenders.items():
-            for part, run in parts.items():
-                started = time.thread_time()
-                run()
-                taken.setdefault(name, {}).setdefault(part, []).append(time.thread_time() - started)
-    medians = {name: {part: statistics.median(s[1:]) for part, s in parts.items()} for name, parts in taken.items()}
-    first = medians[options.engines[0]]
-    print(f"| ResNet-50, {options.batch} images, {precision}, one thread | {' | '.join(first)} |")
-    print("|---|" + "---|" * len(first))
-    for name, parts in medians.items():
-        print(f"| {name} | {' | '.join(f'{s:.2f} s ({first[part] / s:.2f})' for part, s in parts.items())} |")
+    cores = len(os.sched_getaffinity(0))
+    rows = [row for row in rows_of(cores, options.ipex_python) if any(word in row.name for word in options.only)]
+    rates: dict[str, list[float]] = {row.name: [] for row in rows}
+    refused: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for i in range(options.rounds):
+            for number, row in enumerate(rows):
+                if row.name in refused:
+                    continue
+                found = trained(row, Path(scratch) / f"{number}-{i}", cores, options)
+                if isinstance(found, str):
+                    refused[row.name] = found
+                    continue
+                rates[row.name].append(found)
+                print(f"round {i + 1}/{options.rounds}  {found:6.2f} img/s  {row.name}", file=sys.stderr, flush=True)
+    show([row for row in rows if row.name not in refused], rates, options)
+    for name, why in refused.items():
+        print(f"not measured: {name}: {why}")
 
 
-def contender(name: str, precision: str, images: Tensor) -> dict[str, Callable[[], None]]:
-    """What is timed of an engine, by its heading."""
-    engine = choose_engine(name, precision, os.environ)
-    network = prepare_model(build_model(ModelSection(name="resnet50"), CLASSES, SIDE), engine, precision)
-    return {
-        "training step": lambda: step(network, precision, images),
-        "evaluation": lambda: evaluation(network, engine, precision, images),
-    }
+def rows_of(cores: int, ipex_python: str | None) -> list[Row]:
+    """The rows, of which the first is what the others are compared with."""
+    layouts = {f"{cores} x 1": cores, f"1 x {cores}": 1} if cores > 1 else {"1 x 1": 1}
+    rows = [
+        Row(
+            name=f"{engine}, {precision}, {layout}",
+            settings=(f"engine={engine}", f"precision={precision}", f"plan.ppn={workers}"),
+        )
+        for precision in ("float32", "bf16")
+        for engine in ("native", "eager", "compile")
+        for layout, workers in layouts.items()
+    ]
+    if ipex_python:
+        rows += [
+            Row(
+                name=f"{engine}, torch 2.8, {precision}, {layout}",
+                settings=(f"engine={engine}", f"precision={precision}", f"plan.ppn={workers}"),
+                python=ipex_python,
+            )
+            for precision in ("float32", "bf16")
+            for engine in ("ipex", "native")
+            for layout, workers in layouts.items()
+        ]
+    parts = {"allocator": ("glibc", "tcmalloc", "jemalloc"), "openmp": ("libgomp", "libiomp5")}
+    rows += [
+        Row(
+            name=f"native, float32, {layout}, {value}",
+            settings=("engine=native", "precision=float32", f"plan.ppn={workers}", f"plan.{part}={value}"),
+        )
+        for part, values in parts.items()
+        for value in values
+        for layout, workers in layouts.items()
+    ]
+    return rows
 
 
-def step(network: nn.Module, precision: str, images: Tensor) -> None:
-    with autocast(precision):
-        outputs = network(images)
-    cross_entropy(outputs.float(), torch.zeros(len(images), dtype=torch.long)).backward()
-    for p in network.parameters():
-        p.grad = None
+def trained(row: Row, run: Path, cores: int, options: argparse.Namespace) -> float | str:
+    """Images per second of the median step without the first, by events' times; a text where it cannot train so."""
+    workers = next(int(value) for key, _, value in (s.partition("=") for s in row.settings) if key == "plan.ppn")
+    settings = (
+        *("data.path=synthetic", f"data.crop={options.side}", f"batch.local={options.batch * cores // workers}"),
+        *(f"max_steps={options.steps}", f"output={run}", *row.settings),
+    )
+    argv = [row.python, "-m", "cputrain", "train", "imagefolder", *settings]
+    result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    if result.returncode == 2:
+        return (result.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("cputrain: ")
+    if result.returncode:
+        sys.exit(f"{argv} failed:\n{result.stderr}")
+    return options.batch * cores / median_step_s(run)
 
 
-def evaluation(network: nn.Module, engine: Engine, precision: str, images: Tensor) -> None:
-    network.eval()
-    with torch.inference_mode(), autocast(precision):
-        evaluation_network(network, engine, precision)(images)
-    network.train()
+def show(rows: list[Row], rates: dict[str, list[float]], options: argparse.Namespace) -> None:
+    medians = {row.name: median(rates[row.name]) for row in rows}
+    first = rows[0].name
+    sizes = f"{options.side} x {options.side}, {options.batch} images a core"
+    print(f"| training ResNet-50, {sizes} | img/s (range) | to {first} |\n|---|---|---|")
+    for name, value in medians.items():
+        spread = f"{value:.2f} ({min(rates[name]):.2f}-{max(rates[name]):.2f})"
+        print(f"| {name} | {spread} | {value / medians[first]:.2f} |")
 
 
 if __name__ == "__main__":

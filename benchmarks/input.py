@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks.input_peers import SIDE, Run, crop_of, each, installed_peers
 from cputrain.data.batches import IMAGES_PER_CALL, decoded_batches
 from cputrain.data.formats.manifest import VERSION
-from cputrain.data.formats.open import open_folder
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import RECORD, Shards
 from cputrain.data.order.permutations import epoch_order
 from cputrain.data.pixels.crops import Crop, center_crop
@@ -150,7 +150,7 @@ def threads_gain(files: list[bytes], rounds: int) -> list[float]:
             for i, data in enumerate(files):
                 (Path(folder) / f"in/{split}/a/{i}.jpg").write_bytes(data)
         out = Path(folder) / "out"
-        prepare(open_folder(Path(folder) / "in"), out, Options(kind="imagefolder", source="in"))
+        prepare(open_dataset(str(Path(folder) / "in")), out, Options(kind="imagefolder", source="in"))
         images, decoder = Shards(out, "train"), load(os.environ)
 
         def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: np.ndarray) -> list[str | None]:

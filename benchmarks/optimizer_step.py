@@ -17,9 +17,11 @@ from cputrain.models.build import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
-from cputrain.training.engine import EAGER, prepare_model
+from cputrain.training.engine import choose_engine, prepare_model
 
 Make = Callable[[torch.nn.Module], Optimizer]
+
+EAGER = choose_engine("eager", "float32", {})
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 torchvision's network, PIL images through torchvision's transforms, one DataLoader worker, DDP over gloo when torchrun
 starts it. `--expert` adds what somebody who knows adds: channels-last, gradients as views of DDP's buckets, one thread,
-and tcmalloc, which the caller preloads. `--ipex` passes network and optimizer through Intel's extension, `--bf16`
-computes under autocast.
+and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and optimizer through Intel's
+extension, `--bf16` computes under autocast.
 """
 
 import argparse
@@ -35,14 +35,15 @@ def main() -> None:
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")
-    if options.expert:
+    knows = options.expert or options.ipex
+    if knows:
         torch.set_num_threads(1)
     loader = images_of(options.data, options.batch, distributed=distributed)
     model, optimizer = network_of(len(loader.dataset.classes), options, distributed=distributed)  # type: ignore[attr-defined]
     loss_function = nn.CrossEntropyLoss()
     seconds = []
     started = time.perf_counter()
-    memory_format = torch.channels_last if options.expert or options.ipex else torch.contiguous_format
+    memory_format = torch.channels_last if knows else torch.contiguous_format
     for batch, labels in islice(loader, options.steps):
         images = batch.contiguous(memory_format=memory_format)
         optimizer.zero_grad()
@@ -79,7 +80,8 @@ def images_of(data: str, batch: int, *, distributed: bool) -> "DataLoader[Any]":
 
 def network_of(classes: int, options: argparse.Namespace, *, distributed: bool) -> tuple[nn.Module, Any]:
     model: nn.Module = import_torchvision("models").resnet50(num_classes=classes)
-    if options.expert or options.ipex:
+    knows = options.expert or options.ipex
+    if knows:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-5)
     if options.ipex:
@@ -87,7 +89,7 @@ def network_of(classes: int, options: argparse.Namespace, *, distributed: bool) 
         dtype = torch.bfloat16 if options.bf16 else torch.float32
         model, optimizer = ipex.optimize(model.train(), optimizer=optimizer, dtype=dtype)
     if distributed:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=options.expert)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=knows)
     return model, optimizer
 
 

@@ -1,28 +1,26 @@
-"""Predicted beside measured steps of ResNet-50 on two ranks of one thread: one host, and two hosts on slow links.
+"""Predicted beside measured steps on this machine: one and two workers, and hosts on slow links.
 
-    python -m benchmarks.simulate_here [--steps 3] [--rates 1gbit 100mbit] [--backends gloo ccl]
+    python -m benchmarks.simulate_here [--hosts 2 4] [--rates 1gbit 100mbit] [--network resnet18] [--steps 5]
 
-Hosts are network namespaces of this machine, their links shaped by tbf. Measured first, and used: the step without
-communication, from the same processes in turns with the one predicted; an all-reduce of 24 MiB without a slow link, for
-what a rank moves; a copy, for the memory. Needs root, iproute2, openssh-server and two cores that nothing else uses.
+Hosts are network namespaces, their links shaped by tbf; each has one rank of one thread. Used for a prediction: the
+step without communication, in the same processes in turns with the step that is predicted (with one worker: the step
+with half of the images); what a rank moves in an all-reduce without a slow link; a copy, for the memory. Prints errors
+as they are. Needs root, iproute2 and openssh-server.
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import replace
-from itertools import count
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
-from affinity.ranks.rank import Rank, rendezvous
-from affinity.text_table import align_columns
-from benchmarks.comm_hosts import BATCH, BITS_PER_S, CROP, SETTINGS
+from affinity.text_table import markdown_table
+from benchmarks.comm_rank import REDUCED
+from benchmarks.hosts import benchmark_hosts
+from benchmarks.ranks_on_hosts import bits_per_s, told_by_rank_0
 from cputrain.recipe.schema import DataSection, ModelSection, Recipe
 from cputrain.simulate.assumptions import CONSTANTS
 from cputrain.simulate.layers import layers_of
@@ -30,114 +28,150 @@ from cputrain.simulate.links import link_of
 from cputrain.simulate.predict import Reference, core_flops_of, speed_at
 from cputrain.simulate.setup import DEFAULT_BUCKETS, Setup
 from cputrain.simulate.timeline import seconds_at
-from tests.support.fake_hosts import FakeHosts, fake_hosts
+from tests.support.fake_hosts import FakeHosts
 
-SIZE, COPIED, ROUNDS = 24 << 20, 1 << 28, 5
-PORTS = count(29800)
-HEAD = ("ranks", "backend", "gradients", "alone, s", "measured, s", "predicted, s", "error")
-# Both ranks run on this machine's cores at the same speed: nothing is known of stragglers among two.
+COPIED, COPIES = 1 << 28, 5
+HEAD = ("ranks", "backend", "gradients", "without communication, s", "measured, s", "predicted, s", "error")
+# The ranks share this machine's cores: nothing is known of stragglers among them.
 HERE = replace(CONSTANTS, step_variation=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the ranks train, for so many steps of each kind; `memory` is what a core copies, in bytes/s."""
+
+    network: str
+    batch: int
+    crop: int
+    steps: int
+    memory: float
+
+    def setup(self, *, hosts: int, workers: int, backend: str, **more: object) -> Setup:
+        """The setup of ranks of one thread each, which move their messages themselves."""
+        recipe = Recipe(model=ModelSection(name=self.network), data=DataSection(crop=self.crop))
+        plain = Setup(
+            layers=layers_of(recipe),
+            hosts=hosts,
+            workers=workers,
+            threads=1,
+            comm_cores=0,
+            loader_cores=0,
+            local_batch=self.batch,
+            optimizer_passes=0,
+            bucket_mib=DEFAULT_BUCKETS,
+            backend=backend,
+        )
+        return replace(plain, **more)  # type: ignore[arg-type]
+
+    def predicted(self, setup: Setup, alone_s: float, images: int) -> float:
+        """Seconds of a setup's step where a rank without communication takes `alone_s` for so many images."""
+        single = replace(setup, hosts=1, workers=1, link=None, compression="none", local_batch=images)
+        reference = Reference(
+            setup=single, images_per_s=images / alone_s, cores=1, host_bytes_per_s=self.memory, source="measured"
+        )
+        speed = speed_at(core_flops_of(reference, HERE), machine=reference)
+        return seconds_at(setup, HERE)(replace(speed, host_bytes_per_s=self.memory * setup.workers))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--hosts", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rates", nargs="*", default=["1gbit", "100mbit"])
     parser.add_argument("--backends", nargs="+", default=["gloo", "ccl"])
+    parser.add_argument("--network", default="resnet18")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--crop", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    memory, rows = memory_bytes_per_s(), [HEAD]
-    for rate in (None, *options.rates):
-        with tempfile.TemporaryDirectory() as folder, fake_hosts(Path(folder), 2) as hosts:
-            places = (0, 0) if rate is None else (0, 1)
-            moved = {backend: move_bytes_per_s(hosts, backend, places) for backend in options.backends}
-            for name in hosts.names if rate is not None else ():
-                hosts.slow_down(name, rate)
-            for backend, speed in moved.items():
-                rows += [case(hosts, backend, rate, name, speed, memory, options.steps) for name in ("none", "bf16")]
-    print(align_columns(rows, numbers=True))
-
-
-def case(
-    hosts: FakeHosts, backend: str, rate: str | None, compression: str, moved: float, memory: float, steps: int
-) -> tuple[str, ...]:
-    """A row: ranks on one host, or on two with links of this rate."""
-    places, more = (0, 0) if rate is None else (0, 1), ("bf16",) if compression == "bf16" else ()
-    (told,) = told_by_rank_0(hosts, places, (backend, "ddp", str(steps), str(BATCH), str(CROP), *more))
-    setup = Setup(
-        layers=layers_of(Recipe(model=ModelSection(name="resnet50"), data=DataSection(crop=CROP))),
-        hosts=1 if rate is None else 2,
-        workers=2 if rate is None else 1,
-        threads=1,
-        comm_cores=0,
-        loader_cores=0,
-        local_batch=BATCH,
-        compression=compression,
-        optimizer_passes=0,
-        bucket_mib=DEFAULT_BUCKETS,
-        backend=backend,
-        link=None if rate is None else link_of("ethernet", gbit=float(rate[:-4]) * BITS_PER_S[rate[-4:]] / 1e9),
-        move_bytes_per_s=moved,
+    work = Work(
+        network=options.network,
+        batch=options.batch,
+        crop=options.crop,
+        steps=options.steps,
+        memory=memory_bytes_per_s(),
     )
-    alone = Reference(
-        setup=replace(setup, hosts=1, workers=1, link=None, compression="none"),
-        images_per_s=BATCH / told["no_sync"],
-        packages=1,
-        cores=1,
-        memory_bytes_per_s=memory,
-        source="measured",
-    )
-    speed = speed_at(core_flops_of(alone, HERE), machine=alone)
-    speed = replace(speed, host_bytes_per_s=memory * setup.workers)  # measured while both ranks compute
-    predicted = seconds_at(setup, HERE)(speed)
-    print(f"{backend} {rate} {compression}: {told['step']:.3f} s, predicted {predicted:.3f} s", file=sys.stderr)
-    return (
-        "2 on one host" if rate is None else f"1 + 1, {rate}",
-        backend,
-        "float32" if compression == "none" else "bfloat16",
-        f"{told['no_sync']:.3f}",
-        f"{told['step']:.3f}",
-        f"{predicted:.3f}",
-        f"{100 * (predicted / told['step'] - 1):+.0f} %",
-    )
+    rows = []
+    with benchmark_hosts(1) as hosts:
+        rows.append(one_worker(hosts, work))
+        rows += cases(hosts, work, (0, 0), None, options.backends, {})
+    for rate in options.rates:
+        for count in options.hosts:
+            with benchmark_hosts(count) as hosts:
+                moved = {backend: move_bytes_per_s(hosts, backend, range(count)) for backend in options.backends}
+                for name in hosts.names:
+                    hosts.slow_down(name, rate)
+                rows += cases(hosts, work, range(count), rate, options.backends, moved)
+    print(f"{work.network}, {work.batch} images of {work.crop} x {work.crop} a rank, medians of {work.steps} steps\n")
+    print(markdown_table([HEAD, *rows]))
 
 
-def move_bytes_per_s(hosts: FakeHosts, backend: str, places: tuple[int, ...]) -> float:
-    """bytes/s that each of two ranks moves in an all-reduce: a ring sends as many as it sums."""
-    (told,) = told_by_rank_0(hosts, places, (backend, "allreduce", str(ROUNDS), str(SIZE)))
-    return SIZE / told["seconds"]
+def one_worker(hosts: FakeHosts, work: Work) -> tuple[str, ...]:
+    """The row of a single rank: a step, predicted from one with half of the images."""
+    half = work.batch // 2
+    program = ("gloo", "alone", str(work.steps), work.network, str(work.crop), str(half), str(work.batch))
+    small, whole = (told["seconds"] for told in told_by_rank_0(hosts, program, (0,)))
+    setup = work.setup(hosts=1, workers=1, backend="gloo")
+    return row("1", "", "", small, whole, work.predicted(setup, small, half))
+
+
+def cases(
+    hosts: FakeHosts,
+    work: Work,
+    places: Sequence[int],
+    rate: str | None,
+    backends: Sequence[str],
+    moved: dict[str, float],
+) -> list[tuple[str, ...]]:
+    """The rows of ranks at these places, by backend and compression. `moved`: bytes/s that a rank moves in an
+    all-reduce; measured between the steps where there is none, which a slow link does not allow."""
+    count, rows = len(places), []
+    used = len(set(places))
+    link = None if rate is None else link_of("ethernet", gbit=bits_per_s(rate) / 1e9)
+    for backend in backends:
+        for compression in ("none", "bf16"):
+            program = (backend, "ddp", str(work.steps), work.network, str(work.batch), str(work.crop), compression)
+            (told,) = told_by_rank_0(hosts, program, places)
+            setup = work.setup(
+                hosts=used,
+                workers=count // used,
+                backend=backend,
+                compression=compression,
+                link=link,
+                move_bytes_per_s=moved.get(backend) or ring_bytes(count) / told["all_reduce"],
+            )
+            where = f"{count} on one host" if rate is None else f"{count} hosts, {rate}"
+            gradients = "bfloat16" if compression == "bf16" else "float32"
+            predicted = work.predicted(setup, told["no_sync"], work.batch)
+            rows.append(row(where, backend, gradients, told["no_sync"], told["step"], predicted))
+    return rows
+
+
+def row(where: str, backend: str, gradients: str, alone: float, measured: float, predicted: float) -> tuple[str, ...]:
+    error = f"{100 * (predicted / measured - 1):+.0f} %"
+    cells = (where, backend, gradients, f"{alone:.3f}", f"{measured:.3f}", f"{predicted:.3f}", error)
+    print(*cells, file=sys.stderr)
+    return cells
+
+
+def ring_bytes(ranks: int) -> float:
+    """Bytes that a rank sends in a ring's all-reduce of REDUCED bytes, and receives and adds."""
+    return 2 * (ranks - 1) / ranks * REDUCED
+
+
+def move_bytes_per_s(hosts: FakeHosts, backend: str, places: Sequence[int]) -> float:
+    """bytes/s that each of these ranks moves in an all-reduce."""
+    (told,) = told_by_rank_0(hosts, (backend, "allreduce", str(COPIES), str(REDUCED)), places)
+    return ring_bytes(len(places)) / told["seconds"]
 
 
 def memory_bytes_per_s() -> float:
     """bytes/s that one core reads and writes in a copy."""
     source, target, seconds = np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8), []
-    for _ in range(ROUNDS):
+    for _ in range(COPIES):
         started = time.perf_counter()
         np.copyto(target, source)
         seconds.append(time.perf_counter() - started)
     return 2 * COPIED / median(seconds)
-
-
-def told_by_rank_0(hosts: FakeHosts, places: tuple[int, ...], program: tuple[str, ...]) -> list[dict[str, float]]:
-    """The lines of benchmarks.comm_rank, with a rank on the host of each place."""
-    first = hosts.inside(hosts.names[0], "hostname", "-I")
-    address = subprocess.run(first, capture_output=True, text=True, check=True).stdout.split()[0]
-    port, ranks = next(PORTS), []
-    for number, place in enumerate(places):
-        rank = Rank(
-            rank=number,
-            world_size=len(places),
-            local_rank=places[:number].count(place),
-            local_world_size=places.count(place),
-            convention="env",
-        )
-        told = {**SETTINGS, **rendezvous(rank, address, port)}
-        words = (*(f"{name}={value}" for name, value in told.items()), sys.executable)
-        argv = hosts.inside(hosts.names[place], "env", *words, "-m", "benchmarks.comm_rank", *program)
-        ranks.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-    said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"{program} failed")
-    return [json.loads(line) for line in said[0].splitlines() if line.startswith("{")]
 
 
 if __name__ == "__main__":

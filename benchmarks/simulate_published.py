@@ -1,14 +1,17 @@
 """Predictions beside published trainings on CPU clusters.
 
-    python -m benchmarks.simulate_published [--markdown]
+    python -m benchmarks.simulate_published [--markdown | --commands]
 
 Each family of runs (processor, framework, fabric) starts from its run on the fewest hosts, the row with 0.0 %. "left
-out" is the error where the speed is taken from all other runs of the family instead (geometric mean; without runs that
-the model cannot reach at any speed). The plan of each run is the planner's own for the published number of workers:
-`cputrain simulate` predicts the same.
+out" is the error where the speed is taken from the other runs of the family instead, those of the same network where
+there are any (geometric mean; without runs that the model cannot reach at any speed). A second table has runs of which
+only the efficiency is published. The plan of each run is the planner's own for the published number of workers:
+`cputrain simulate` predicts the same (--commands prints how).
 """
 
 import argparse
+import shlex
+from dataclasses import replace
 from math import exp, log
 from statistics import mean
 
@@ -16,8 +19,10 @@ from affinity.errors import InputError
 from affinity.text_table import align_columns, markdown_table
 from affinity.topology.catalog import named_machine
 from cputrain.simulate.assumptions import CONSTANTS
-from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
-from cputrain.simulate.rates import RUNS, Run
+from cputrain.simulate.links import link_of
+from cputrain.simulate.predict import Scenario, core_flops_of, published_reference, run_recipe, speed_at
+from cputrain.simulate.published import EFFICIENCIES, RUNS, PublishedEfficiency, PublishedRun
+from cputrain.simulate.scaling import Row, rows_of
 from cputrain.simulate.timeline import seconds_at
 
 HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicted", "error", "left out", "source")
@@ -26,21 +31,26 @@ HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicte
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--commands", action="store_true", help="print the command that predicts each run")
     options = parser.parse_args()
-    rows = table()
-    print(markdown_table(rows) if options.markdown else align_columns(rows))
+    if options.commands:
+        for runs in families().values():
+            for run in runs:
+                print(shlex.join(("cputrain", *command_of(run, first_of(runs)))))
+        return
+    shown = markdown_table if options.markdown else align_columns
+    print(shown(table()))
+    print()
+    print(shown(efficiencies()))
 
 
 def table() -> list[tuple[str, ...]]:
     """A row for each run."""
-    families: dict[str, list[Run]] = {}
-    for run in RUNS:
-        families.setdefault(run.family, []).append(run)
-    rows = [HEAD]
-    for runs in families.values():
-        first = min(runs, key=lambda run: run.hosts)
+    rows: list[tuple[str, ...]] = [HEAD]
+    for runs in families().values():
+        first = first_of(runs)
         for run in runs:
-            others = [other for other in runs if other is not run]
+            others = others_of(run, runs)
             predicted = predicted_rate(run, [first])
             left_out = f"{error(predicted_rate(run, others), run):+.1f} %" if others else "alone"
             rows.append(
@@ -60,23 +70,102 @@ def table() -> list[tuple[str, ...]]:
     return rows
 
 
-def predicted_rate(run: Run, known: list[Run]) -> float:
+def efficiencies() -> list[tuple[str, ...]]:
+    """A row for each published efficiency, with the range of the prediction."""
+    rows: list[tuple[str, ...]] = [
+        ("network", "hosts", "workers", "batch", "published", "predicted", "range", "source")
+    ]
+    for known in EFFICIENCIES:
+        row = predicted_row(known)
+        single = row.images_per_s / row.efficiency
+        rows.append(
+            (
+                known.network,
+                str(known.hosts),
+                str(known.workers),
+                str(known.local_batch),
+                f"{100 * known.efficiency:.0f} %",
+                f"{100 * row.efficiency:.0f} %",
+                f"{100 * row.low / single:.0f}-{100 * row.high / single:.0f} %",
+                known.source,
+            )
+        )
+    return rows
+
+
+def predicted_row(known: PublishedEfficiency) -> Row:
+    """The prediction of a published efficiency."""
+    (start,) = (run for run in RUNS if run.name == known.start)
+    run = replace(start, network=known.network, workers=known.workers, local_batch=known.local_batch)
+    recipe = run_recipe(run)
+    plan = recipe.plan.model_copy(update={"comm_cores": known.comm_cores})
+    scenario = Scenario(
+        recipe=recipe.model_copy(update={"plan": plan}),
+        machine=named_machine(known.machine),
+        link=link_of(known.fabric),
+        reference=published_reference(start),
+    )
+    (row,) = rows_of(scenario, (known.hosts,))
+    return row
+
+
+def families() -> dict[str, list[PublishedRun]]:
+    """The runs of each family."""
+    found: dict[str, list[PublishedRun]] = {}
+    for run in RUNS:
+        found.setdefault(run.family, []).append(run)
+    return found
+
+
+def first_of(runs: list[PublishedRun]) -> PublishedRun:
+    """The run on the fewest hosts, which gives the family's speed."""
+    return min(runs, key=lambda run: run.hosts)
+
+
+def command_of(run: PublishedRun, start: PublishedRun) -> tuple[str, ...]:
+    """The words behind `cputrain` that predict a run from another one."""
+    gbit = () if run.gbit is None else ("--bandwidth", f"{run.gbit:g}")
+    return (
+        *(
+            "simulate",
+            "imagefolder",
+            "schedule.peak_rate=1.0",
+            "model.zero_gamma=none",
+            "--machine",
+            run.machine,
+            "--nodes",
+            str(run.hosts),
+        ),
+        *("--from", start.name, "--fabric", run.fabric, *gbit),
+        *(f"model.name={run.network}", f"data.crop={run.crop}", "data.train_images=1281167"),
+        *(f"batch.local={run.local_batch}", f"plan.ppn={run.workers}"),
+        *(f"optim.name={run.optimizer}", f"precision={run.precision}"),
+    )
+
+
+def others_of(run: PublishedRun, runs: list[PublishedRun]) -> list[PublishedRun]:
+    """The other runs of a family, those of the same network where there are any."""
+    others = [other for other in runs if other is not run]
+    return [other for other in others if other.network == run.network] or others
+
+
+def predicted_rate(run: PublishedRun, known: list[PublishedRun]) -> float:
     """Images/s of a run where the speed of the processor is the geometric mean of what other runs say."""
     found = [flops for flops in map(_core_flops, known) if flops is not None]
     flops = exp(mean(map(log, found)))
     setup = published_reference(run).setup
-    speed = speed_at(flops, machine=named_machine(run.machine))
+    speed = speed_at(flops, machine=named_machine(run.machine), precision=run.precision)
     return setup.global_batch / seconds_at(setup, CONSTANTS)(speed)
 
 
-def _core_flops(run: Run) -> float | None:
+def _core_flops(run: PublishedRun) -> float | None:
     try:
         return core_flops_of(published_reference(run), CONSTANTS)
     except InputError:
         return None
 
 
-def error(predicted: float, run: Run) -> float:
+def error(predicted: float, run: PublishedRun) -> float:
     """Percent of the published rate."""
     return 100 * (predicted / run.images_per_s - 1)
 

@@ -1,8 +1,10 @@
-"""Writing files so that they are either complete or absent."""
+"""Writing files so that they are either complete or absent, and errors that name the file."""
 
+import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,15 +18,32 @@ def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Like `write_atomic`, for functions that write to a file object. Raises OSError that names the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with errors_name(path):
+        try:
+            with partial.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except BaseException:
+            with suppress(OSError):  # on a read-only file system there is nothing to remove
+                partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """An OSError inside names this file: that of a write to an open file, as to a full disk, names none."""
     try:
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except BaseException as error:
-        with suppress(OSError):  # on a read-only file system there is nothing to remove
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
+    """Write to a file without a buffer. Raises OSError that names it, also where a part of the data has had room."""
+    with errors_name(path):
+        if (file.write(data) or 0) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would fail like this

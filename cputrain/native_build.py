@@ -6,23 +6,28 @@ import shlex
 import shutil
 import socket
 import subprocess
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from affinity.errors import InputError, RunError
+from affinity.ranks.rank import local_rank_of
+from affinity.wording import counted
 
 logger = logging.getLogger(__name__)
 
 TOUCH_S, STALE_S, POLL_S = 2.0, 30.0, 0.2  # the owner of a lock touches it; others take a stale one away
-QUIET_S = 2.0  # that a process waits before it logs what it waits for
+QUIET_S, PROGRESS_S = 2.0, 10.0  # before the first word about what takes time, and between two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExtension:
-    """C++ to compile. `argv` makes the command from a compiler and the output file.
+    """C++ to compile. `argv` makes the command from a compiler and the output file; `parts` those that run side by side
+    before it, each into `object_file(output, NUMBER)`.
 
     For messages: `title` names it, `requested_by` is the setting that needs it, `alternative` is how to do without it.
     """
@@ -31,24 +36,18 @@ class NativeExtension:
     requested_by: str
     alternative: str
     argv: Callable[[str, Path], tuple[str, ...]]
+    parts: Callable[[str, Path], tuple[tuple[str, ...], ...]] = lambda _cxx, _output: ()
+
+
+def object_file(output: Path, number: int) -> Path:
+    """What the part of this number writes."""
+    return output.with_name(f"{output.name}.{number}.o")
 
 
 def compiler(env: Mapping[str, str]) -> str | None:
     """The path of a C++ compiler: $CXX, or the first that is found; None without one."""
     named = [name for name in (env.get("CXX"), "c++", "g++", "clang++") if name]
     return next((path for name in named if (path := shutil.which(name, path=env.get("PATH")))), None)
-
-
-def cache_folder(env: Mapping[str, str]) -> Path:
-    """CPUTRAIN_CACHE, or the user's cache folder. Raises RunError where the user has no home."""
-    if "CPUTRAIN_CACHE" in env:
-        return Path(env["CPUTRAIN_CACHE"])
-    if env.get("XDG_CACHE_HOME"):
-        return Path(env["XDG_CACHE_HOME"]) / "cputrain"
-    try:
-        return Path("~/.cache/cputrain").expanduser()
-    except RuntimeError:
-        raise RunError(f"user {os.getuid()} has no home to compile into: set CPUTRAIN_CACHE to a folder") from None
 
 
 def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, str]) -> Path:
@@ -60,7 +59,7 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
     waited = 0.0
     while not path.is_file():
         if not _lock(extension, lock):
-            waited = _wait(extension, path, lock, waited)
+            waited = _wait(extension, path, lock, waited, env)
             continue
         try:
             if not path.is_file():
@@ -87,13 +86,14 @@ def _lock(extension: NativeExtension, lock: Path) -> bool:
     return True
 
 
-def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float) -> float:
+def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env: Mapping[str, str]) -> float:
     """Wait while the lock's owner touches it; remove a stale lock. Returns the seconds waited so far."""
     seen, since = _mtime(lock), time.monotonic()
     while not path.is_file() and lock.exists():
         time.sleep(POLL_S)
         if waited < QUIET_S <= waited + POLL_S:
-            logger.warning("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
+            told = logger.warning if _tells(env) else logger.debug
+            told("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
         waited += POLL_S
         now = _mtime(lock)
         if now != seen:
@@ -121,30 +121,57 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
     cxx = compiler(env)
     if cxx is None:
         raise InputError(f"{extension.requested_by}: no C++ compiler on PATH: install g++, or {extension.alternative}")
-    partial = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-    logger.info("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
-    finished = threading.Event()
-
-    def keep_lock() -> None:
-        while not finished.wait(TOUCH_S):
-            lock.touch()
-
-    keeper = threading.Thread(target=keep_lock, daemon=True)
-    keeper.start()
+    output = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+    parts, last = extension.parts(cxx, output), extension.argv(cxx, output)
+    told = logger.warning if _tells(env) else logger.debug
+    told("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
     started = time.monotonic()
     try:
-        argv = extension.argv(cxx, partial)
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        with tempfile.TemporaryFile() as printed:
+            failed = _run(parts, printed, lock, told) or _run((last,), printed, lock, told)
+            printed.seek(0)
+            said = printed.read().decode(errors="replace")
     finally:
-        finished.set()
-        keeper.join()
-    if done.returncode:
+        for number in range(len(parts)):
+            object_file(output, number).unlink(missing_ok=True)
+    if failed:
         log = path.with_suffix(".log")
-        log.write_text(f"{shlex.join(argv)}\n{done.stdout}{done.stderr}")
-        first = next((line for line in done.stderr.splitlines() if "error" in line), "it printed no error")
+        log.write_text(f"{shlex.join(failed)}\n{said}")
+        first = next((line for line in said.splitlines() if "error" in line), "it printed no error")
         raise RunError(
             f"{extension.requested_by}: {cxx} cannot compile {extension.title}: {first[:300]}; its whole output is in "
             f"{log}"
         )
-    partial.rename(path)
-    logger.info("cputrain: compiled in %.0f s", time.monotonic() - started)
+    output.rename(path)
+    told("cputrain: compiled in %.0f s", time.monotonic() - started)
+
+
+def _tells(env: Mapping[str, str]) -> bool:
+    """Whether this process is the one of its host's ranks that tells what all wait for."""
+    return local_rank_of(env) in (None, 0)
+
+
+def _run(
+    commands: tuple[tuple[str, ...], ...], printed: IO[bytes], lock: Path, told: Callable[..., None]
+) -> tuple[str, ...]:
+    """Run commands side by side, and touch the lock meanwhile; the first one that fails, none where all succeed."""
+    with ExitStack() as stack:
+        running = []
+        for argv in commands:
+            process = stack.enter_context(
+                subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed)
+            )
+            stack.callback(process.kill)
+            running.append(process)
+        started = touched = spoken = time.monotonic()
+        while None in (statuses := [process.poll() for process in running]) and not any(statuses):
+            time.sleep(POLL_S / 4)
+            now = time.monotonic()
+            if now - touched > TOUCH_S:
+                lock.touch()
+                touched = now
+            if now - spoken > PROGRESS_S:
+                left = counted(statuses.count(None), "part")
+                told("cputrain: has been compiling for %.0f s: %s of %d to go", now - started, left, len(commands))
+                spoken = now
+    return next((argv for argv, status in zip(commands, statuses, strict=True) if status), ())

@@ -20,7 +20,7 @@ from affinity.exit_status import exit_status
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
 from affinity.planner.this_machine import plan_this_machine
-from affinity.wording import counted
+from affinity.wording import counted, spread
 from mpi.fabric import FABRICS, Fabric, fabric_between
 from mpi.hosts.groups import HostGroup
 from mpi.hosts.hostfile import read_hostfile
@@ -71,10 +71,6 @@ def shell_lines(command: LaunchCommand) -> str:
     return "\n".join([*exports, NEW_TOKEN, f"launch=({shlex.join(command.argv)})"]) + "\n"
 
 
-def _each_of(hosts: int) -> str:
-    return "1 host" if hosts == 1 else f"each of {hosts:,} hosts"
-
-
 def main(arguments: list[str]) -> int:
     """Command line of `python -m mpi.first_host`."""
     parser = argparse.ArgumentParser(prog="python -m mpi.first_host", description="plan a job on its first host")
@@ -100,9 +96,10 @@ def main(arguments: list[str]) -> int:
         write_files(command.files)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, "first host")
-    threads = "+".join(str(worker.intra_op) for worker in plan.workers)
-    workers = f"{counted(len(plan.workers), 'worker')} of {threads} threads on {_each_of(len(hosts))}"
-    print(f"planned on {socket.gethostname()}: {workers}, fabric {fabric.name}", file=sys.stderr)
+    here, workers = socket.gethostname(), counted(len(plan.workers), "worker")
+    threads = spread([worker.intra_op for worker in plan.workers], "thread")
+    where = f"planned on {here} for {counted(len(hosts), 'host')}"
+    print(f"{where}: {workers} per host, {threads} per worker, fabric {fabric.name}", file=sys.stderr)
     print(shell_lines(command), end="")
     return 0
 

@@ -43,11 +43,14 @@ def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
     own, found = _job(env), []
     for pid in planned_pids():
         try:
-            variables = variables_of(pid)
-            worker = planned_worker_of(pid, variables)
-            pus = worker.pus if worker else tuple(sorted(os.sched_getaffinity(pid)))
-        except (InputError, OSError):
+            variables, mask = variables_of(pid), tuple(sorted(os.sched_getaffinity(pid)))
+        except OSError:
             continue  # it has ended
+        try:
+            worker = planned_worker_of(pid, variables)
+        except InputError:  # the plan of another version, say
+            worker = None
+        pus = worker.pus if worker else mask
         if PLAN_VARIABLE not in env or _job(variables) != own:
             found.append(Neighbor(pid=pid, pus=pus))
     return tuple(found)

@@ -7,8 +7,15 @@ from dataclasses import replace
 from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.planner.plan import Plan, Request
 from affinity.planner.this_machine import plan_this_machine
+from affinity.ranks.launcher_variables import ENV, LAUNCHER_VARIABLES
 from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
+
+# Names of a rank that a binding by a plan sets, all alike, and a launcher changes.
+NAMES_OF_A_PLAN = (
+    ENV.rank_names,
+    *(each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts and each.names_suffice),
+)
 
 
 def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: Mapping[str, str]) -> tuple[Plan, int]:
@@ -26,6 +33,6 @@ def plan_for_rank(request: Request, rank: Rank, command: tuple[str, ...], env: M
 def _bound_as(rank: Rank, env: Mapping[str, str]) -> bool:
     """Whether a plan has bound this process, or its parent, as this very rank: all names of the rank then agree, while
     a launcher that a bound process has started changes some of them."""
-    ranks = {env.get(name) for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")}
-    sizes = {env.get(name) for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")}
+    ranks = {env.get(names[0]) for names in NAMES_OF_A_PLAN}
+    sizes = {env.get(names[1]) for names in NAMES_OF_A_PLAN}
     return PLAN_VARIABLE in env and ranks == {str(rank.rank)} and sizes == {str(rank.world_size)}

@@ -1,7 +1,7 @@
 """Running processes compared with their plans. Processes that a plan has bound are found by their environment."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -15,13 +15,17 @@ from affinity.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A process, its worker in a plan (None where no plan can be read), its threads, anonymous memory by NUMA node."""
+    """A process, its worker in a plan, its threads, anonymous memory by NUMA node.
+
+    Where no plan can be read, `worker` is None, and `reason` says why.
+    """
 
     pid: int
     command: str
     worker: WorkerPlan | None
     threads: tuple[Thread, ...]
     memory_bytes: dict[int, int]
+    reason: str = "no plan found"
 
     @property
     def misplaced_threads(self) -> tuple[Thread, ...]:
@@ -67,8 +71,11 @@ def inspect_process(pid: int) -> Running:
         raise InputError(
             f"cannot inspect process {pid}: {error.strerror}: name a running process of your own"
         ) from None
-    worker = planned_worker_of(pid, variables)
-    return Running(pid=pid, command=command, worker=worker, threads=threads, memory_bytes=memory)
+    found = Running(pid=pid, command=command, worker=None, threads=threads, memory_bytes=memory)
+    try:
+        return replace(found, worker=planned_worker_of(pid, variables))
+    except InputError as error:  # the plan of another version, say: the other processes are compared all the same
+        return replace(found, reason=f"{error}")
 
 
 def variables_of(pid: int) -> dict[str, str]:
@@ -95,19 +102,17 @@ def _memory(proc: Path) -> dict[int, int]:
         return {}
 
 
-def compare_running(pids: tuple[int, ...]) -> tuple[str, int]:
-    """Compare processes, or for () all that a plan has bound, with their plans: a text, and the exit status, which is 1
-    where one differs. Raises InputError where there is none."""
+def running_processes(pids: tuple[int, ...]) -> tuple[Running, ...]:
+    """These processes, or for () all that a plan has bound. Raises InputError where there is none."""
     found = pids or planned_pids()
     if not found:
         raise InputError(
             "no process of yours is bound by a plan on this host: start one with a plan, or name a process"
         )
-    processes = [inspect_process(pid) for pid in found]
-    return comparison(processes), int(any(process.differs for process in processes))
+    return tuple(map(inspect_process, found))
 
 
-def comparison(processes: list[Running]) -> str:
+def comparison(processes: Sequence[Running]) -> str:
     """A block for each process: planned, given, and a line for each difference."""
     blocks = []
     for process in processes:
@@ -115,7 +120,7 @@ def comparison(processes: list[Running]) -> str:
         memory = ", ".join(f"{size / MIB:.0f} MiB on node {n}" for n, size in sorted(process.memory_bytes.items()))
         lines = [f"pid {process.pid}: {process.command[:90]}"]
         if process.worker is None:
-            lines.append("  planned  no plan found")
+            lines.append(f"  planned  {process.reason}")
         else:
             nodes = format_list(process.worker.memory_nodes)
             planned = f"CPUs {format_list(process.worker.pus)}, memory {process.worker.memory_policy} {nodes}".rstrip()

@@ -98,7 +98,7 @@ def _idle(cores: Reserved, busy_pus: set[int], threads: int) -> tuple[Unused, ..
     beyond = tuple(pu for core in cores.compute if core not in busy for pu in core.pus)
     idle = (
         Unused(pus=siblings, why="second threads of compute cores: two would compete for one core's vector units"),
-        Unused(pus=beyond, why=f"{{threads={threads}}} was requested"),
+        Unused(pus=beyond, why=f"{{threads={threads}}} leaves them out"),
         Unused(pus=_pus(cores.idle), why=OTHER_TYPE),
     )
     return tuple(item for item in idle if item.pus)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from affinity.errors import RequestError
 from affinity.planner.core_groups import Cores, cores_by, uniform_groups
 from affinity.planner.layouts import Layout, best_layout, shares
-from affinity.planner.reasons import Reason, Unused
+from affinity.planner.reasons import SET, Reason, Unused
 from affinity.planner.worker_count import choose_layout
 from affinity.topology.machine import Machine
 from affinity.wording import spread
 
-OTHER_TYPE = "of another speed than the compute cores: together all would have the slower ones' pace"
-TOO_FEW = "too few in their NUMA node: all other workers would wait for one there"
+OTHER_TYPE = "slower or faster than the compute cores: mixed, all would run at the slowest cores' speed"
+TOO_FEW = "too few in their NUMA node: a worker there would slow down all others"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def partition_host(
     machine: Machine,
     ppn: int | None,
     *,
-    ppn_why: str = "requested",
+    ppn_why: str = SET,
     most: int | None = None,
     proportional: bool,
     headroom: Callable[[tuple[Domain, ...]], float],

@@ -54,15 +54,20 @@ def places(pus: tuple[int, ...]) -> str:
     return ",".join(f"{{{pu}}}" for pu in pus)
 
 
-def planned_runtime(runtime: Runtime, requested: str, why: str) -> tuple[Runtime, tuple[str, ...]]:
+def planned_runtime(runtime: Runtime, requested: str, why: str, allocator: str) -> tuple[Runtime, tuple[str, ...]]:
     """The runtime to plan for, and warnings.
 
     A runtime found on this host stays as it is, whatever was requested (`why`); for another machine the request holds.
+    An allocator is preloaded from where it was found, so that none can be requested for another machine.
     """
     warnings = tuple(
         f"LD_PRELOAD names {path}, which does not exist: the loader ignores it, and so does this plan"
         for path in runtime.missing
     )
+    if allocator not in ("auto", runtime.allocator) and not runtime.origin:
+        warnings += (
+            f"planned with {runtime.allocator}, not {allocator}: it is not known where another machine has it",
+        )
     if requested in ("auto", runtime.openmp):
         return runtime, warnings
     if runtime.origin:
@@ -71,8 +76,16 @@ def planned_runtime(runtime: Runtime, requested: str, why: str) -> tuple[Runtime
     return replace(runtime, openmp=requested, origin=why + needs), warnings
 
 
-def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool) -> list[Reason]:
-    """Why the environment is as it is."""
+def allocator_why(found: Runtime | None, requested: str, why: str) -> str:
+    """Why the plan has its allocator: `why` it was requested, or that nothing is known of another machine's (None, or
+    without an origin); "" where it is the one that was found on this host."""
+    if requested == (found or Runtime()).allocator:
+        return why
+    return "" if found and found.origin else "what is installed on that machine is not known here"
+
+
+def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool, allocator_why: str) -> list[Reason]:
+    """Why the environment is as it is; `allocator_why`: why this allocator, "" where it is the one that was found."""
     if runtime.openmp == "libiomp5":
         omp = f"{runtime.origin or 'as installed on its hosts'}; KMP_BLOCKTIME=1 as published"
         binder = "KMP_AFFINITY binds each thread to its own CPU"
@@ -85,11 +98,15 @@ def runtime_reasons(runtime: Runtime, *, several_threads: bool, pin: bool) -> li
         omp += f"; {binder}"
     else:
         omp += "; threads move within the worker's mask: if pinned, a script's loader processes would share one CPU"
-    alloc = {
-        "glibc": "found neither tcmalloc nor jemalloc: glibc is set to keep freed memory, not to unmap it every step",
-        "jemalloc": "found and preloaded, and set to keep freed memory",
-        "tcmalloc": "found and preloaded; it keeps freed memory",
+    chosen, effect = {
+        "glibc": (
+            "found neither tcmalloc nor jemalloc",
+            ": glibc is set to keep freed memory, not to unmap it every step",
+        ),
+        "jemalloc": ("found and preloaded", ", and set to keep freed memory"),
+        "tcmalloc": ("found and preloaded", "; it keeps freed memory"),
     }[runtime.allocator]
+    alloc = (allocator_why or chosen) + effect
     return [
         Reason(what="OpenMP runtime", value=runtime.openmp, why=omp),
         Reason(what="allocator", value=runtime.allocator, why=alloc),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from affinity.planner.domains import Domain, Partition
 from affinity.planner.layouts import shares
-from affinity.planner.reasons import Reason
+from affinity.planner.reasons import SET, Reason
 from affinity.topology.machine import Core, Machine
 from affinity.wording import counted
 
@@ -19,7 +19,7 @@ def partition_shared(machine: Machine, ppn: int) -> Partition:
         for part in _parts(core, len(workers))
     )
     most = -(-ppn // len(cores))
-    why = f"requested, more than the {counted(len(cores), 'core')} ({{oversubscribe=true}})"
+    why = f"{SET}, more than the {counted(len(cores), 'core')} ({{oversubscribe=true}})"
     return Partition(
         domains=domains,
         unused=(),

@@ -4,15 +4,17 @@ from dataclasses import dataclass, replace
 
 from affinity.errors import InputError, Wording, worded
 from affinity.planner.core_roles import CoreRoles, assign_roles
+from affinity.planner.defaults import with_defaults
 from affinity.planner.domains import Domain, Partition, partition_host
 from affinity.planner.local_batches import local_batches, most_per_pass
+from affinity.planner.measured import Measured
 from affinity.planner.memory import Memory, check_fit, left_out_reasons, memory_name, peak_bytes, place_memory
 from affinity.planner.oneccl import ccl_environment
-from affinity.planner.openmp import environment, planned_runtime, runtime_reasons
+from affinity.planner.openmp import allocator_why, environment, planned_runtime, runtime_reasons
 from affinity.planner.oversubscribe import partition_shared
 from affinity.planner.plan_reasons import batch_reasons, ccl_reasons, worker_costs
-from affinity.planner.reasons import Reason, Unused
-from affinity.planner.request import Request, check_request, with_profile
+from affinity.planner.reasons import SET, Reason, Unused
+from affinity.planner.request import Request, check_request
 from affinity.planner.runtime import Runtime
 from affinity.planner.usable_cores import usable_cores
 from affinity.planner.worker_plan import WorkerPlan
@@ -22,11 +24,12 @@ from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
+NOTHING_MEASURED = Measured()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A host's workers, with a reason for every value.
+    """A host's workers, with a reason for every value; `measured` is what the machine was measured to do.
 
     The texts name settings in braces, `{balance=batch}`, which each reader spells in its own way: see `worded`.
     """
@@ -38,6 +41,7 @@ class Plan:
     unused: tuple[Unused, ...]
     reasons: tuple[Reason, ...]
     warnings: tuple[str, ...]
+    measured: Measured = NOTHING_MEASURED
 
     @property
     def oversubscribed(self) -> bool:
@@ -60,8 +64,14 @@ class Plan:
         return memory_name(self.machine, worker.memory_policy, worker.memory_nodes, worker.pus)
 
 
-def plan_machine(machine: Machine, request: Request | None = None, runtime: Runtime | None = None) -> Plan:
-    """Plan one host; without a request by the rules alone, without a runtime for torch's own libgomp and glibc.
+def plan_machine(
+    machine: Machine,
+    request: Request | None = None,
+    runtime: Runtime | None = None,
+    measured: Measured = NOTHING_MEASURED,
+) -> Plan:
+    """Plan one host; without a request by the rules alone, without a runtime for torch's own libgomp and glibc. What
+    was measured on the machine replaces what the rules assume.
 
     Invariants, checked before returning: domains are disjoint and inside the allowed set; no two workers share a
     core, unless the request allows it; every allowed PU is used or named with a reason; the estimated memory fits.
@@ -71,15 +81,15 @@ def plan_machine(machine: Machine, request: Request | None = None, runtime: Runt
     check_request(request)
     if not machine.allowed_pus:
         raise InputError(f"no CPU of host {machine.name} is available to this process: check its cpuset")
-    usable = usable_cores(machine, request.occupied)
-    full, profile_why = with_profile(usable.machine, request)
+    usable = usable_cores(machine, request)
+    full, default_why = with_defaults(usable.machine, request, measured)
     loaded, runtime_warnings = planned_runtime(
-        runtime or Runtime(), full.openmp, profile_why.get("openmp", "requested")
+        runtime or Runtime(), full.openmp, default_why.get("openmp", SET), request.allocator
     )
-    partition = _partition(usable.machine, full, profile_why.get("ppn", "requested"))
+    partition = _partition(usable.machine, full, default_why.get("ppn", SET))
     full = replace(full, local_batch=_local_batch(full, len(partition.domains)))
     sizes = tuple(
-        worker_sizes(usable.machine, full, profile_why, domain, local_rank=i, ppn=len(partition.domains))
+        worker_sizes(usable.machine, full, default_why, domain, measured, local_rank=i, ppn=len(partition.domains))
         for i, domain in enumerate(partition.domains)
     )
     roles = tuple(_roles(domain, size, full) for domain, size in zip(partition.domains, sizes, strict=True))
@@ -101,10 +111,16 @@ def plan_machine(machine: Machine, request: Request | None = None, runtime: Runt
             *_once(sizes, memories),
             *left_out_reasons(usable.machine),
             *batch_reasons(machine, full, workers, memories),
-            *ccl_reasons(workers[0].env, profile_why.get("comm_threads")),
-            *runtime_reasons(loaded, several_threads=max(w.intra_op for w in workers) > 1, pin=full.pin_threads),
+            *ccl_reasons(workers[0].env, default_why.get("comm_threads")),
+            *runtime_reasons(
+                loaded,
+                several_threads=max(w.intra_op for w in workers) > 1,
+                pin=full.pin_threads,
+                allocator_why=allocator_why(runtime, full.allocator, default_why.get("allocator", SET)),
+            ),
         ),
-        warnings=machine.warnings + partition.warnings + misfit + runtime_warnings,
+        warnings=machine.warnings + partition.warnings + misfit + runtime_warnings + measured.notes,
+        measured=measured,
     )
     _check(plan)
     return plan

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError
+from affinity.planner.measured import Measured, Rate, Tuned
 from affinity.planner.plan import Plan, Request, WorkerPlan
 from affinity.planner.plan_schema import check_plan
 from affinity.planner.reasons import Reason, Unused
@@ -41,6 +42,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "request": asdict(plan.request),
         "runtime": asdict(plan.runtime),
+        "measured": asdict(plan.measured),
         "workers": [{**asdict(worker), "env": dict(worker.env)} for worker in plan.workers],
         "unused": [asdict(item) for item in plan.unused],
         "reasons": [asdict(reason) for reason in plan.reasons],
@@ -93,6 +95,7 @@ def plan_from_dict(data: Any) -> Plan:
             unused=tuple(Unused(**_tuples(item)) for item in data["unused"]),
             reasons=tuple(Reason(**item) for item in data["reasons"]),
             warnings=tuple(data["warnings"]),
+            measured=_measured(data["measured"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"the plan is damaged ({error!r}): plan again") from None
@@ -114,6 +117,14 @@ def request_from_json(text: str) -> Request:
 def _request(fields: dict[str, Any]) -> Request:
     workload = fields.get("workload")
     return Request(**{**_tuples(fields), "workload": None if workload is None else Workload(**workload)})
+
+
+def _measured(fields: dict[str, Any]) -> Measured:
+    return Measured(
+        rates=tuple(Rate(**rate) for rate in fields["rates"]),
+        tuned=None if fields["tuned"] is None else Tuned(**fields["tuned"]),
+        notes=tuple(fields["notes"]),
+    )
 
 
 def read_plan(path: Path) -> Plan:
@@ -138,7 +149,7 @@ def plan_of_host(data: Any, host: str) -> Any:
     if groups is None:
         return data
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
-        raise InputError("the plan is damaged: host_groups is no list of hosts and plans: plan again")
+        raise InputError("the plan is damaged: host_groups is not a list of hosts and plans: plan again")
     short = host.partition(".")[0]
     for group in groups:
         if any(name in (host, short) or name.partition(".")[0] == short for name in group["hosts"]):

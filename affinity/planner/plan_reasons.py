@@ -3,7 +3,7 @@
 from math import inf
 
 from affinity.planner.memory import Memory, memory_name
-from affinity.planner.reasons import Reason
+from affinity.planner.reasons import SET, Reason
 from affinity.planner.request import Request
 from affinity.planner.worker_plan import WorkerPlan
 from affinity.planner.workload import USUAL_BATCH, footprint
@@ -20,7 +20,7 @@ def batch_reasons(
     if not batches:
         return []
     default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
-    why = "a typical value, as neither a recipe nor {local_batch} sets one" if default else "requested"
+    why = "a typical value, as neither a recipe nor {local_batch} sets one" if default else SET
     if request.global_batch is not None:
         why = (
             f"equal parts of the global batch of {request.global_batch} images on "
@@ -52,18 +52,18 @@ def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reas
     memory = [w.memory_bytes for w in workers if w.memory_bytes is not None]
     costs = [
         f"{counted(ranks, 'rank')} in each all-reduce",
-        *([f"{request.nodes * sum(images):,} images in a pass of all of them"] if images else []),
+        *([f"{request.nodes * sum(images):,} images in one backward pass of all workers"] if images else []),
         *([f"{sum(memory) / GIB:.1f} GiB on a host"] if memory else []),
     ]
-    why = "each worker repeats the process, the weights and the gradients; fewer with more threads would not"
+    why = "each worker has its own process, weights and gradients, so fewer workers with more threads cost less"
     return [Reason(what="cost of the workers", value=", ".join(costs), why=why)] if ranks > 1 else []
 
 
-def ccl_reasons(env: tuple[tuple[str, str], ...], profile_why: str | None) -> list[Reason]:
+def ccl_reasons(env: tuple[tuple[str, str], ...], default_why: str | None) -> list[Reason]:
     """oneCCL's threads and how it waits, as a worker's environment has them."""
     variables, reasons = dict(env), []
     if "CCL_WORKER_COUNT" in variables:
-        why = profile_why or "one for each comm CPU; every worker lists the CPUs of all workers"
+        why = default_why or "one for each comm CPU; every worker lists the CPUs of all workers"
         reasons.append(Reason(what="oneCCL threads per worker", value=variables["CCL_WORKER_COUNT"], why=why))
     if "CCL_YIELD" in variables:
         why = "workers share cores: a waiting rank yields its core to another, where MPI and oneCCL would spin"

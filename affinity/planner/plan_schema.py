@@ -80,7 +80,7 @@ def _problems_of_object(value: dict[str, Any], schema: dict[str, Any], place: st
         if name in properties:
             yield from _problems(item, properties[name], f"{prefix}{name}")
         elif others is False:
-            yield f"{prefix}{name[:60]} is no part of a plan"
+            yield f"{prefix}{name[:60]} is not a part of a plan"
         elif isinstance(others, dict):
             yield from _problems(item, others, f"{prefix}{name[:60]}")
 

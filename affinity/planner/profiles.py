@@ -60,7 +60,8 @@ def _mlperf_spr(machine: Machine, ppn: int | None) -> dict[str, Any]:
 PROFILES = {
     "auto": Profile(source="the planner's own rules", decide=lambda machine, ppn: {}),
     "bkm-2018": Profile(
-        source="Intel's best known methods of 2018 for several workers per node; Intel Caffe; the 256-node run",
+        source="Intel's best known methods of 2018 for several workers per node; Intel Caffe; SURFsara-Intel 2018, "
+        "256 hosts",
         decide=_bkm_2018,
     ),
     "mlperf-spr": Profile(source="Intel's MLPerf v2.1 submission on Sapphire Rapids", decide=_mlperf_spr),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:

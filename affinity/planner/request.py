@@ -1,12 +1,11 @@
-"""A request for a plan, and what a profile adds to it."""
+"""A request for a plan."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from affinity.errors import RequestError
 from affinity.planner.profiles import PROFILES
 from affinity.planner.workload import Workload
-from affinity.topology.machine import Machine
 
 SMALLEST = {
     "ppn": 1,
@@ -22,11 +21,13 @@ SMALLEST = {
 }
 BALANCES = ("equal", "batch")
 OPENMP = ("auto", "libgomp", "libiomp5")
+ALLOCATOR = ("auto", "glibc", "tcmalloc", "jemalloc")
+E_CORES = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a plan should be like; None lets profile and rules decide.
+    """What a plan should be like; None lets the profile, a tuned plan or the rules decide.
 
     ppn: workers per host.
     threads, inter_op: intra-op and inter-op threads per worker.
@@ -41,8 +42,11 @@ class Request:
     local_batch: images per step of a worker, the mean over the host's workers.
     workload: what it trains.
     openmp: the OpenMP runtime to plan for; "auto": the profile's, else the one that is loaded.
+    allocator: the memory allocator; "auto": tcmalloc, else jemalloc, where found, else glibc.
     oversubscribe: allow more workers than cores, which then share cores.
     occupied: PUs whose cores are left to other processes.
+    cores: the PUs to plan with, as taskset numbers them; (): all that the process may use.
+    e_cores: "off" leaves out cores slower than the fastest ones; "auto": they compute where that is faster.
     global_batch: images per step of all workers of all hosts; local_batch is then the most in one backward pass.
     most_workers: the most workers of all hosts together that the rules may choose.
 
@@ -64,8 +68,11 @@ class Request:
     local_batch: int | None = None
     workload: Workload | None = None
     openmp: str = "auto"
+    allocator: str = "auto"
     oversubscribe: bool = False
     occupied: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    e_cores: str = "auto"
     global_batch: int | None = None
     most_workers: int | None = None
     comm_threads: int | None = None
@@ -88,13 +95,9 @@ def check_request(request: Request) -> None:
         raise RequestError(f"{{balance={request.balance}}}: must be {' or '.join(BALANCES)}")
     if request.openmp not in OPENMP:
         raise RequestError(f"{{openmp={request.openmp}}}: must be {', '.join(OPENMP[:-1])} or {OPENMP[-1]}")
+    if request.allocator not in ALLOCATOR:
+        raise RequestError(f"{{allocator={request.allocator}}}: must be {', '.join(ALLOCATOR[:-1])} or {ALLOCATOR[-1]}")
+    if request.e_cores not in E_CORES:
+        raise RequestError(f"{{e_cores={request.e_cores}}}: must be {' or '.join(E_CORES)}")
     if request.balance == "batch" and request.local_batch is None:
         raise RequestError("{balance=batch} has no batch to balance: train a recipe, or set {local_batch}")
-
-
-def with_profile(machine: Machine, request: Request) -> tuple[Request, dict[str, str]]:
-    """The request with the profile's values where the user set none, and why, by field."""
-    profile, blank = PROFILES[request.profile], Request()
-    decided = profile.decide(machine, request.ppn)
-    changes = {name: value for name, value in decided.items() if getattr(request, name) == getattr(blank, name)}
-    return replace(request, **changes), dict.fromkeys(changes, f"profile {request.profile}: {profile.source}")

@@ -86,25 +86,28 @@ def find_runtime(
     system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES)),
     *,
     openmp: str = "auto",
+    allocator: str = "auto",
 ) -> Runtime:
     """What the target loads: its own libraries, those that LD_PRELOAD in `env` names, those that a plan can preload.
 
     libiomp5 from the target's prefix or the system is preloaded over torch's libgomp, whose entry points it has too;
     so are tcmalloc or jemalloc. Nothing is preloaded that is loaded already. Raises RequestError where the target
-    does not load the runtime that `openmp` requests.
+    does not load the runtime or the allocator that is requested.
     """
     named = [path for path in env.get("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
     preloaded = [path for path in named if _is_found(path, env, system)]
     places = (target.prefix / "lib", *system)
     runtime, origin, preload = _openmp(target, preloaded, places, openmp)
-    allocator = next((name for name, files in ALLOCATORS if _named(preloaded, (f"lib{name}", *files))), None)
-    if allocator is None:
-        found = ((name, _first(files, places)) for name, files in ALLOCATORS)
-        allocator, library = next(((name, path) for name, path in found if path), ("glibc", None))
-        preload += (library,) if library else ()
+    allocator, libraries = _allocator(preloaded, places, allocator)
     known = (*IOMP, *(f"lib{name}" for name, _ in ALLOCATORS))
     missing = tuple(path for path in named if path not in preloaded and _named([path], known))
-    return Runtime(openmp=runtime, allocator=allocator, preload=preload, origin=origin, missing=missing)
+    return Runtime(openmp=runtime, allocator=allocator, preload=preload + libraries, origin=origin, missing=missing)
+
+
+def installed_allocators(target: Target, system: tuple[Path, ...] = tuple(map(Path, SYSTEM_LIBRARIES))) -> list[str]:
+    """The allocators that a plan can request of a target: glibc and those that are found."""
+    places = (target.prefix / "lib", *system)
+    return ["glibc", *(name for name, files in ALLOCATORS if _first(files, places))]
 
 
 def with_libiomp5(env: Mapping[str, str], command: tuple[str, ...]) -> dict[str, str]:
@@ -140,6 +143,23 @@ def _openmp(
             "{openmp=libgomp}"
         )
     return "libgomp", origin, ()
+
+
+def _allocator(preloaded: list[str], places: tuple[Path, ...], requested: str) -> tuple[str, tuple[str, ...]]:
+    """The memory allocator, and what to preload for it."""
+    named = next((name for name, files in ALLOCATORS if _named(preloaded, (f"lib{name}", *files))), None)
+    if named and requested not in ("auto", named):
+        raise RequestError(f"{{allocator={requested}}}, but LD_PRELOAD names {named}: remove it from LD_PRELOAD")
+    if named or requested == "glibc":
+        return named or requested, ()
+    for name, files in ALLOCATORS:
+        if requested in ("auto", name) and (path := _first(files, places)):
+            return name, (path,)
+    if requested != "auto":
+        raise RequestError(
+            f"{{allocator={requested}}}, but it is not installed here: install it, or remove {{allocator}}"
+        )
+    return "glibc", ()
 
 
 def _named(paths: list[str], names: tuple[str, ...]) -> str | None:

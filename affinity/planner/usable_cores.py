@@ -1,10 +1,13 @@
-"""The cores of a host that a plan may use: not those of other plans' processes, nor more than the CPU quota feeds."""
+"""The cores of a host that a plan may use: those that are requested, not those of other plans' processes, nor more than
+the CPU quota feeds."""
 
 from dataclasses import dataclass
 
 from affinity.errors import RequestError
 from affinity.planner.core_groups import uniform_groups
-from affinity.planner.reasons import Reason, Unused
+from affinity.planner.reasons import SET, Reason, Unused
+from affinity.planner.request import Request
+from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine, narrowed
 
 
@@ -17,19 +20,54 @@ class UsableCores:
     reasons: tuple[Reason, ...] = ()
 
 
-def usable_cores(machine: Machine, occupied: tuple[int, ...]) -> UsableCores:
-    """The cores outside `occupied` PUs that the CPU quota feeds. Raises RequestError where none is left."""
-    free = _without_occupied(machine, occupied)
-    fed = _within_quota(free.machine)
-    return UsableCores(machine=fed.machine, unused=fed.unused + free.unused, reasons=free.reasons + fed.reasons)
+def usable_cores(machine: Machine, request: Request) -> UsableCores:
+    """The requested cores, outside occupied PUs, that the CPU quota feeds. Raises RequestError where none is left."""
+    found = UsableCores(machine=machine)
+    for narrow in (_listed, _fastest, _without_occupied, _within_quota):
+        step = narrow(found.machine, request)
+        found = UsableCores(
+            machine=step.machine, unused=step.unused + found.unused, reasons=found.reasons + step.reasons
+        )
+    return found
 
 
-def _without_occupied(machine: Machine, occupied: tuple[int, ...]) -> UsableCores:
+def _listed(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the PUs that are not in the requested list."""
+    if not request.cores:
+        return UsableCores(machine=machine)
+    listed = format_list(request.cores)
+    if missing := set(request.cores) - set(machine.allowed_pus):
+        raise RequestError(
+            f"{{cores={listed}}}: host {machine.name} has no CPU {format_list(missing)} for this process: give CPUs of "
+            f"{format_list(machine.allowed_pus)}"
+        )
+    pus = frozenset(request.cores)
+    return UsableCores(
+        machine=narrowed(machine, pus, None),
+        unused=(
+            Unused(
+                pus=tuple(pu for pu in machine.allowed_pus if pu not in pus), why=f"{{cores={listed}}} leaves them out"
+            ),
+        ),
+        reasons=(Reason(what="CPUs used", value=listed, why=SET),),
+    )
+
+
+def _fastest(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the slower types of cores, where that is requested."""
+    cores = machine.allowed_cores
+    fastest = tuple(core for core in cores if core.speed == max(core.speed for core in cores))
+    if request.e_cores == "auto" or fastest == cores:
+        return UsableCores(machine=machine)
+    return _narrowed(machine, fastest, "{e_cores=off}", unused_why="slower cores: {e_cores=off} leaves them out")
+
+
+def _without_occupied(machine: Machine, request: Request) -> UsableCores:
     """Leave out the cores of occupied PUs."""
-    if not occupied:
+    if not request.occupied:
         return UsableCores(machine=machine)
     cores = machine.allowed_cores
-    busy = {pu for core in machine.cores if not {*core.pus}.isdisjoint(occupied) for pu in core.pus}
+    busy = {pu for core in machine.cores if not {*core.pus}.isdisjoint(request.occupied) for pu in core.pus}
     kept = tuple(core for core in cores if busy.isdisjoint(core.pus))
     if not kept:
         raise RequestError(
@@ -40,7 +78,7 @@ def _without_occupied(machine: Machine, occupied: tuple[int, ...]) -> UsableCore
     return _narrowed(machine, kept, why, unused_why="on cores of processes that other plans have bound")
 
 
-def _within_quota(machine: Machine) -> UsableCores:
+def _within_quota(machine: Machine, _: Request) -> UsableCores:
     """Leave out the cores beyond the control groups' quota of CPU time."""
     cores, quota = machine.allowed_cores, machine.cpu_quota
     if quota is None or max(1, int(quota)) >= len(cores):

@@ -15,7 +15,8 @@ FIGURES = (
     Reason(
         what="cores per worker",
         value=f"at most {MOST_CORES_PER_WORKER}",
-        why="published: the 256-node run (24, a package), MLPerf v0.5 on 2 x 28 cores (14, half a package)",
+        why="published: SURFsara-Intel 2018, 256 hosts (24, a package), MLPerf v0.5 on 2 x 28 cores (14, half "
+        "a package)",
     ),
     Reason(
         what="hosts with a worker per core",

@@ -7,9 +7,6 @@ from affinity.planner.reasons import Reason
 BYTES = 4  # float32
 PROCESS_BYTES = 650_000_000
 PEAK_OVER_KEPT = 1.6  # peak resident memory over what backward keeps: gradients of activations, reordered copies
-CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # in a whole training step; AMX speeds up bfloat16 only
-LEAST_GFLOPS = 20.0
-DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # of one core per pixel of a JPEG, from which crops are decoded
 IMAGE_PIXELS = 204_000  # mean of ImageNet's images, which crops of 224 x 224 are taken from
 USUAL_BATCH = 32  # images per step of a worker, where no batch is set
 FIGURES = (
@@ -24,18 +21,6 @@ FIGURES = (
         value=f"{PEAK_OVER_KEPT:g}",
         why="measured with torch 2.13: ResNet-50 1.45 (4 to 32 images of 224 x 224), ResNet-18 1.6",
     ),
-    Reason(
-        what="training, GFLOP/s per core",
-        value=", ".join(f"{isa} {gflops:g}" for isa, gflops in (*CORE_GFLOPS.items(), ("others", LEAST_GFLOPS))),
-        why="measured in float32: 48 on Zen 3 (AVX2), 88 on Zen 4 (AVX-512); the 256-node run comes to 35 (16,400 "
-        "images/s on 256 x 44 computing cores), 44 before its loss to communication; others: assumed",
-    ),
-    Reason(
-        what="decoding, ns per pixel of an image",
-        value=", ".join(f"{name} {ns:g}" for name, ns in DECODING_NS.items()),
-        why="measured in CPU time on an AMD EPYC, images of 204,000 (ImageNet's mean), 108,000 and 86,000 pixels: "
-        "libjpeg-turbo 6.8, 7.1, 5.2; Pillow 15.8, 20.3, 18.1",
-    ),
 )
 
 
@@ -45,7 +30,8 @@ class Workload:
     forward and backward pass in 1e9, and bytes that the forward pass keeps for the backward pass.
 
     `optimizer_copies` is the optimizer's state in copies of the weights (momentum: 1, Adam: 2). `assumed` marks a
-    stand-in for an unknown network: no plan is refused because of it. `decoder` decodes images of `image_pixels`.
+    stand-in for an unknown network: no plan is refused because of it. `decoder` decodes images of `image_pixels`;
+    `precision` is that of the computation.
     """
 
     name: str
@@ -56,11 +42,7 @@ class Workload:
     assumed: bool = False
     decoder: str = "libjpeg-turbo"
     image_pixels: int = IMAGE_PIXELS
-
-    @property
-    def decoded_per_core_s(self) -> float:
-        """Images/s that one core decodes."""
-        return 1e9 / (DECODING_NS[self.decoder] * self.image_pixels)
+    precision: str = "float32"
 
     @property
     def gradient_bytes(self) -> int:
@@ -94,11 +76,14 @@ RESNET50 = Workload(
 
 
 def footprint(workload: Workload, local_batch: int) -> Footprint:
-    """Peak memory of a worker with `local_batch` images per step; gradients count twice, for DDP's buckets."""
+    """Peak memory of a worker with `local_batch` images per step; gradients count twice, for DDP's buckets.
+
+    With bf16 there is a copy of the weights in bfloat16, which the backward pass needs.
+    """
     weights = workload.parameters * BYTES
     return Footprint(
         process=PROCESS_BYTES,
-        weights=weights,
+        weights=weights + (weights // 2 if workload.precision == "bf16" else 0),
         gradients=2 * weights,
         optimizer=workload.optimizer_copies * weights,
         activations=round(PEAK_OVER_KEPT * workload.activation_bytes * local_batch),
@@ -109,9 +94,3 @@ def largest_batch(workload: Workload, room_bytes: int) -> int:
     """The most images per step whose footprint fits; 0 when not even the weights do."""
     left = room_bytes - footprint(workload, 0).total
     return max(0, int(left / (PEAK_OVER_KEPT * workload.activation_bytes)))
-
-
-def images_per_core_s(workload: Workload, isa: tuple[str, ...]) -> float:
-    """Images/s that one core trains, at most."""
-    gflops = max((CORE_GFLOPS[flag] for flag in isa if flag in CORE_GFLOPS), default=LEAST_GFLOPS)
-    return gflops / workload.gflop

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from affinity.errors import InputError
+from affinity.ranks.launcher_variables import ENV, LAUNCHER_VARIABLES, SLURM
 from affinity.wording import counted
 
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = 29500  # torch.distributed's own default
 MAX_RANKS = 1 << 24
 NUMBER = re.compile("[0-9]{1,9}")
+STEP_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+SET_TASKS = "set it to the tasks of each host as Slurm does, 4(x2) for two hosts of 4"
 TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
@@ -30,36 +33,16 @@ class Rank:
         return self.local_world_size == self.world_size
 
 
-# (convention, rank, world size, local rank, local world size), most specific first: srun's variables are also there
-# when another launcher runs inside a Slurm job, and PMI's under several of them.
-CONVENTIONS = (
-    ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    (
-        "mvapich",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("intelmpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("pals", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-)
 # Launchers' variables for the local rank.
-LOCAL_RANK_VARIABLES = (*(names[3] for names in CONVENTIONS), "SLURM_LOCALID")
+LOCAL_RANK_VARIABLES = tuple(each.rank_names[2] for each in LAUNCHER_VARIABLES if each.rank_names)
 
 
 def discover(env: Mapping[str, str]) -> Rank | None:
     """This process's rank; None when no launcher started it. Raises InputError where variables are missing."""
     incomplete = []
-    for convention, *names in CONVENTIONS:
-        if names[0] not in env or names[1] not in env:
+    for launcher in LAUNCHER_VARIABLES:
+        names = launcher.rank_names
+        if not launcher.names_suffice or names[0] not in env or names[1] not in env:
             continue
         missing = [name for name in names if name not in env]
         if missing:
@@ -67,7 +50,13 @@ def discover(env: Mapping[str, str]) -> Rank | None:
             continue
         rank, world, local, local_world = (_number(env, name) for name in names)
         return _checked(
-            Rank(rank=rank, world_size=world, local_rank=local, local_world_size=local_world, convention=convention)
+            Rank(
+                rank=rank,
+                world_size=world,
+                local_rank=local,
+                local_world_size=local_world,
+                convention=launcher.convention,
+            )
         )
     # srun leaves half of PMI's variables too. A batch script has SLURM_PROCID like a task, but only tasks belong to a
     # numbered step; a step of one task is most often a shell, in which people start things themselves.
@@ -89,10 +78,10 @@ def local_rank_of(env: Mapping[str, str]) -> int | None:
 
 
 def _srun_rank(env: Mapping[str, str]) -> Rank:
-    tasks, node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "")), _number(env, "SLURM_NODEID")
+    tasks, node = tasks_per_node(env, STEP_TASKS), _number(env, "SLURM_NODEID")
     if node >= len(tasks):
         raise InputError(
-            f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE'][:60]} has "
+            f"SLURM_NODEID={node}, but {STEP_TASKS}={env[STEP_TASKS][:60]} has "
             f"{counted(len(tasks), 'host')}: start the rank with srun"
         )
     return _checked(
@@ -101,33 +90,30 @@ def _srun_rank(env: Mapping[str, str]) -> Rank:
             world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_number(env, "SLURM_LOCALID"),
             local_world_size=tasks[node],
-            convention="srun",
+            convention=SLURM.convention,
         )
     )
 
 
-def tasks_per_node(text: str) -> tuple[int, ...]:
-    """Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1). Raises InputError on anything else."""
+def tasks_per_node(env: Mapping[str, str], name: str) -> tuple[int, ...]:
+    """A variable in Slurm's run-length format: "2(x3),1" -> (2, 2, 2, 1). Raises InputError on anything else."""
+    text = env.get(name, "")
     counts: list[int] = []
     for part in text.split(","):
         match = TASKS.fullmatch(part)
         if match is None:
-            raise InputError(
-                f"Slurm's tasks per node {text[:60]!r}: {part[:30]!r} is not N or N(xM): unset SLURM_TASKS_PER_NODE"
-            )
+            raise InputError(f"{name}={text[:60]!r}: {part[:30]!r} is not N or N(xM): {SET_TASKS}")
         if len(counts) + int(match[2] or 1) > MAX_RANKS:
-            raise InputError(f"Slurm's tasks per node {text[:60]!r} are on more than {MAX_RANKS:,} hosts: unset them")
+            raise InputError(f"{name}={text[:60]!r} has more than {MAX_RANKS:,} hosts: {SET_TASKS}")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
 
 def rendezvous(rank: Rank, address: str, port: int) -> dict[str, str]:
     """The env:// variables that torch.distributed.init_process_group() reads."""
+    numbers = (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)
     return {
-        "RANK": str(rank.rank),
-        "WORLD_SIZE": str(rank.world_size),
-        "LOCAL_RANK": str(rank.local_rank),
-        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        **{name: str(number) for name, number in zip(ENV.rank_names, numbers, strict=True)},
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }

@@ -9,43 +9,41 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from affinity.ranks.rank import CONVENTIONS, LOOPBACK, MASTER_PORT, NUMBER, Rank, rendezvous
+from affinity.process_stat import read_stat
+from affinity.ranks.launcher_variables import HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS, SLURM, START_IDS
+from affinity.ranks.rank import LOOPBACK, MASTER_PORT, NUMBER, Rank, rendezvous
 from affinity.ranks.route import interface_to
 
 LOOPBACK_INTERFACE = "lo"
 # Below the ports that Linux gives to outgoing connections (32768 and up) and to Kubernetes' services (30000 and up).
 FIRST_PORT, PORTS = 20_000, 10_000
-# Equal for all ranks of a job and different between jobs: Intel MPI, PMIx (Open MPI), Slurm, PALS.
-JOB_VARIABLES = (("I_MPI_HYDRA_UUID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PALS_APID",))
 # Names that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. An MPI does not conclude from
 # these alone that its own mpirun started the process.
-OTHER_NAMES = {
-    **{convention: names for convention, *names in CONVENTIONS if convention in ("intelmpi", "openmpi")},
-    "srun": ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"],
-}
-PMI_CONNECTIONS = ("PMI_FD", "PMI_PORT")  # an MPI's connection to PMI's server
+OTHER_NAMES = {each.convention: each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts}
+# oneCCL's own default: accelerate and transformers with Intel's bindings take "ccl" only where it is set.
+ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
 FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[\d,-]*\]([^\[,]*))?")
 
 
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
     """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, the same numbers by the names of Intel MPI,
     MPICH, Open MPI and Slurm, the host's number (NODE_RANK, GROUP_RANK, SLURM_NODEID), and, where they are not set,
-    MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+    MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and CCL_WORKER_COUNT.
 
     Raises InputError where rank 0's host cannot be known, RunError where the port is taken.
     """
     address, port = meeting_place(rank, env)
     interface = LOOPBACK_INTERFACE if rank.one_host else interface_to(address)
-    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    host = env["SLURM_NODEID"] if rank.convention == "srun" else str(rank.rank // rank.local_world_size)
+    defaults = ONE_CCL_WORKER | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+    host = env["SLURM_NODEID"] if rank.convention == SLURM.convention else str(rank.rank // rank.local_world_size)
     node = {"SLURM_NODEID": host, "NODE_RANK": host, "GROUP_RANK": host}
     numbers = [str(n) for n in (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)]
     others = [names for convention, names in OTHER_NAMES.items() if convention != rank.convention]
     same = {name: number for names in others for name, number in zip(names, numbers, strict=True)}
     # A PMI from outside this job (that of a shell that srun started) does not know its ranks.
-    foreign = [env.get(name) for name in OTHER_NAMES["intelmpi"][:2]] != numbers[:2]
+    foreign = [env.get(name) for name in HYDRA.rank_names[:2]] != numbers[:2]
     kept = {name: value for name, value in env.items() if not (foreign and name in PMI_CONNECTIONS)}
-    return {**gloo, **kept, **same, **node, **rendezvous(rank, address, port)}
+    return {**defaults, **kept, **same, **node, **rendezvous(rank, address, port)}
 
 
 def meeting_place(rank: Rank, env: Mapping[str, str]) -> tuple[str, int]:
@@ -85,7 +83,7 @@ def _first_host(env: Mapping[str, str]) -> str:
 
 def _job(env: Mapping[str, str]) -> str | None:
     """The launcher's id of this job; MPICH's before that of the job in which its mpiexec was started."""
-    named = (names for names in JOB_VARIABLES if all(name in env for name in names))
+    named = (names for names in START_IDS if all(name in env for name in names))
     return _hydra_port() or next((".".join(env[name] for name in names) for names in named), None)
 
 
@@ -103,7 +101,7 @@ def _ancestors() -> Iterator[list[str]]:
     while pid > 1:
         try:
             yield Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            pid = read_stat(pid).parent
         except OSError:
             return
 

@@ -1,5 +1,7 @@
 """A tarball of a host's /sys and /proc: the files in it that are read, and how it is unpacked while it is read."""
 
+import bz2
+import gzip
 import lzma
 import posixpath
 import re
@@ -9,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, cast
 
 from affinity.errors import InputError
 from affinity.topology.kernel_files import MOST_BYTES
@@ -34,6 +37,15 @@ READ = re.compile(rf"(?:^|/)(?:{DEVICES}|{PROCESS}|(?!.*\bsys/(?:devices|class|b
 # The one link that leads to a file that is read: cpuN/cpufreq, where several CPUs have one clock.
 CLOCK = re.compile(r"\.\./cpufreq/policy\d+")
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+OPENED: dict[bytes, Any] = {  # functions of a path that return a binary file
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+    b"]\0\0": lzma.open,
+}
+MOST_UNPACKED = 1 << 30  # bytes of a tarball; that of a whole /sys and /proc of 4,096 CPUs has less
+MOST_MEMBERS = 1 << 19
+MOST_WRITTEN, MOST_FILES = 1 << 26, 1 << 17  # bytes, and files and folders, that are read of it
 DAMAGE = (OSError, EOFError, ValueError, KeyError, tarfile.TarError, zlib.error, lzma.LZMAError)
 
 
@@ -46,8 +58,8 @@ def is_archive(spec: str) -> bool:
 def unpacked(archive: Path) -> Iterator[Path]:
     """The tarball's files that are read, in a temporary folder, which is removed afterwards.
 
-    Nothing is written outside it, and no link but to a CPU's clock. Raises InputError when the file is missing, damaged
-    or truncated. Errors inside the block name the files as the tarball's.
+    Nothing is written outside it, and no link but to a CPU's clock. Raises InputError when the file is missing,
+    damaged, truncated or unpacks to too much. Errors inside the block name the files as the tarball's.
     """
     with tempfile.TemporaryDirectory(prefix="affinity-") as scratch:
         _unpack(archive, Path(scratch))
@@ -68,19 +80,80 @@ def tree_root(folder: Path) -> Path:
     raise InputError(f"{folder} contains no {pattern}: give a folder or tarball with a host's sys/ and proc/")
 
 
+class _Bounded:
+    """A tarball's bytes for tarfile. Raises InputError where more of them than MOST_UNPACKED, or more than MOST_BYTES
+    at once, would be unpacked: headers too are as long as they say."""
+
+    def __init__(self, file: IO[bytes], archive: Path) -> None:
+        self._file, self._archive = file, archive
+        self.tell = file.tell
+
+    def read(self, count: int) -> bytes:
+        """The next bytes."""
+        if count > MOST_BYTES:
+            raise _too_large(self._archive, f"a header of {count:,} bytes: no more than {MOST_BYTES:,} are read")
+        self._check(self.tell() + count)
+        return self._file.read(count)
+
+    def seek(self, position: int) -> int:
+        """Go to a position."""
+        self._check(position)
+        return self._file.seek(position)
+
+    def _check(self, position: int) -> None:
+        if position > MOST_UNPACKED:
+            raise _too_large(self._archive, f"more than {MOST_UNPACKED >> 20:,} MiB: no more is unpacked")
+
+
+def _too_large(archive: Path, found: str) -> InputError:
+    return InputError(f"{archive} has {found}: pack only the host's sys/devices and proc/")
+
+
+def _opened(archive: Path) -> IO[bytes]:
+    """The tarball's file, decompressed by what its first bytes say."""
+    with archive.open("rb") as file:
+        begin = file.read(8)
+    for magic, opened in OPENED.items():
+        if begin.startswith(magic):
+            return cast(IO[bytes], opened(archive))
+    return archive.open("rb")
+
+
 def _unpack(archive: Path, folder: Path) -> None:
+    written = files = 0
     try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
+        with _opened(archive) as file, tarfile.open(fileobj=_Bounded(file, archive), mode="r:") as tar:  # type: ignore[call-overload]
+            for number, member in enumerate(tar, 1):
+                if number > MOST_MEMBERS:
+                    raise _too_large(archive, f"more than {MOST_MEMBERS:,} members: no more are read")
                 name = posixpath.normpath(member.name)
                 if READ.search(name) and not name.startswith(("/", "..")) and member.size <= MOST_BYTES:
+                    written, files = written + member.size, files + 1
+                    if written > MOST_WRITTEN:
+                        raise _too_large(archive, f"more than {MOST_WRITTEN >> 20} MiB of the files that are read")
+                    if files > MOST_FILES:
+                        raise _too_large(archive, f"more than {MOST_FILES:,} of the files that are read")
                     _write(tar, member, folder / name)
+            _check_end(tar)
     except FileNotFoundError:
         raise InputError(f"{archive} does not exist: name a tarball with a host's sys/ and proc/") from None
     except DAMAGE as error:
-        # tarfile's message has a line for each compression that it tried
-        why = "it is damaged, cut short or no tarball" if "\n" in str(error) else error
+        why = "it is damaged, cut short or no tarball" if isinstance(error, tarfile.ReadError) else error
         raise InputError(f"cannot unpack {archive}: {why}: copy or pack it again") from None
+
+
+def _check_end(tar: tarfile.TarFile) -> None:
+    """Raise ReadError unless the members end with a block of zeros: tarfile stops in silence at a damaged header.
+
+    Reading to the end checks the sums of a compressed tarball, too.
+    """
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    end = tar.fileobj.read(tarfile.BLOCKSIZE)
+    while tar.fileobj.read(MOST_BYTES):
+        pass
+    if end != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("it is damaged or cut short")
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import os
 import tarfile
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from affinity.units import GIB
 # The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
 # (hwloc: 1 GiB).
 ASSUMED_NODE_BYTES = 256 * GIB
+REACHED = 0.8  # of the nominal speed of memory channels
 
 
 def shipped(package: Path, name: str) -> Path:
@@ -85,6 +88,23 @@ def machine_names() -> list[str]:
     return sorted(f"{path.stem}-{variant}" for path in MACHINES.glob("*.yaml") for variant in _entry(path)["variants"])
 
 
+def catalog_machines() -> tuple[Machine, ...]:
+    """Every machine of the catalog, by name."""
+    entries = ((path, _entry(path)) for path in MACHINES.glob("*.yaml"))
+    found = (
+        _assembled(f"{path.stem}-{variant}", entry, **sizes)
+        for path, entry in entries
+        for variant, sizes in entry["variants"].items()
+    )
+    return tuple(sorted(found, key=lambda machine: machine.name))
+
+
+def description_of(machine: Machine) -> str:
+    """The comment at the top of a catalog machine's file: the processor's code name and what is special of it."""
+    files = [path for path in MACHINES.glob("*.yaml") if machine.name.startswith(f"{path.stem}-")]
+    return files[0].read_text().partition("\n")[0].lstrip("# ")
+
+
 def named_machine(name: str) -> Machine:
     """The catalog's machine of that name. Raises InputError with the nearest names."""
     for path in MACHINES.glob("*.yaml"):
@@ -93,8 +113,39 @@ def named_machine(name: str) -> Machine:
             variant = entry["variants"].get(name.removeprefix(f"{path.stem}-"))
             if variant is not None:
                 return _assembled(name, entry, **variant)
-    near = get_close_matches(name, machine_names(), n=3, cutoff=0.3) or machine_names()
-    raise InputError(f"machine {name!r} is not in the catalog: nearest are {', '.join(near)}; or give a folder")
+    near = get_close_matches(name, machine_names(), n=3, cutoff=0.4)
+    nearest = f"nearest are {', '.join(near)}; " if near else ""
+    raise InputError(
+        f"machine {name!r} is not in the catalog: {nearest}cputrain machines lists all of them; or give a folder"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorFacts:
+    """What the catalog knows of a processor beyond its cores; None where it does not know.
+
+    `memory_bytes_per_s`: what a package reads from memory, 80 % of the nominal speed of its channels (McCalpin's STREAM
+    reaches about that) or as measured. `clock_range`: how much faster than the base clock all cores run at most.
+    """
+
+    memory_bytes_per_s: float | None = None
+    clock_range: float | None = None
+
+
+@lru_cache(maxsize=8)
+def processor_facts(model: str) -> ProcessorFacts:
+    """What is known of a processor by the name that the kernel gives it."""
+    for path in MACHINES.glob("*.yaml"):
+        if f"model: {model}\n" not in path.read_text():
+            continue
+        entry = _entry(path)
+        nominal, measured, clock = (entry.get(key) for key in ("memory_gb_s", "stream_gb_s", "clock_ghz"))
+        memory = measured or (None if nominal is None else REACHED * nominal)
+        return ProcessorFacts(
+            memory_bytes_per_s=None if memory is None else memory * 1e9,
+            clock_range=None if clock is None else clock[1] / clock[0] - 1,
+        )
+    return ProcessorFacts()
 
 
 def _entry(path: Path) -> dict[str, Any]:

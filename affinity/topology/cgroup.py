@@ -71,7 +71,12 @@ def read_limits(root: Path) -> Limits:
 
 
 def limit_files(root: Path) -> tuple[Path, ...]:
-    """The files of control groups that `read_limits` may read: in the process's own groups and those above."""
+    """The files of control groups that `read_limits` may read."""
+    return tuple(folder / name for folder in own_folders(root) for name in LIMIT_FILES if (folder / name).is_file())
+
+
+def own_folders(root: Path) -> tuple[Path, ...]:
+    """The folders of the process's own control groups and of those above, sorted."""
     groups = _own_groups(root)
     folders = {
         folder
@@ -80,7 +85,7 @@ def limit_files(root: Path) -> tuple[Path, ...]:
         if name in groups
         for folder in _upwards(mount.path, groups[name])
     }
-    return tuple(folder / name for folder in sorted(folders) for name in LIMIT_FILES if (folder / name).is_file())
+    return tuple(sorted(folders))
 
 
 def _mounts(root: Path) -> list[Mount]:

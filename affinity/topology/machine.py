@@ -104,6 +104,17 @@ def narrowed(machine: Machine, pus: frozenset[int] | None, nodes: frozenset[int]
     )
 
 
+def unrestricted(machine: Machine) -> Machine:
+    """The machine as a process without any limit sees it: the same whoever reads it."""
+    return replace(
+        machine,
+        allowed_pus=machine.pus,
+        allowed_nodes=tuple(node.id for node in machine.numa_nodes),
+        cpu_quota=None,
+        memory_limit_bytes=None,
+    )
+
+
 def homeless_warnings(cores: tuple[Core, ...]) -> tuple[str, ...]:
     """A warning where some cores have no NUMA node: one whose memory is offline, or that the description lacks."""
     pus = [pu for core in cores if core.numa_node is None for pu in core.pus]

@@ -103,6 +103,13 @@ def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...
         if pu not in siblings or any(core_of.get(i, siblings) != siblings for i in siblings):
             raise InputError(f"{path} contradicts the other CPUs' siblings: copy the tree again")
         core_of[pu] = siblings
+    for pu, siblings in core_of.items():
+        for other in siblings:
+            if core_of[other] != siblings:
+                raise InputError(
+                    f"{cpu_dir}/cpu{pu}/topology has CPU {other} as a sibling, cpu{other}/topology has not CPU {pu}: "
+                    "copy the tree again"
+                )
     return sorted(set(core_of.values()))
 
 

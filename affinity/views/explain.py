@@ -1,10 +1,12 @@
-"""Behind a plan: the plans for other numbers of workers, and the figures that the rules assume."""
+"""Behind a plan: the plans for other numbers of workers, and the figures that the rules go by."""
 
 from dataclasses import replace
 
 from affinity.errors import InputError, Wording, as_field, describe
-from affinity.planner import layouts, memory, rules, worker_count, workload
+from affinity.planner import core_rates, layouts, memory, rules, worker_count, workload
 from affinity.planner.plan import Plan, plan_machine
+from affinity.planner.reasons import Reason
+from affinity.planner.workload import RESNET50
 from affinity.topology.cpuset import format_list
 
 
@@ -13,7 +15,9 @@ def alternatives(plan: Plan, wording: Wording = as_field) -> list[tuple[str, ...
     rows: list[tuple[str, ...]] = [("workers", "threads each", "comm", "loader", "memory", "")]
     for ppn in _candidates(plan):
         try:
-            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime).worded(wording)
+            other = plan_machine(plan.machine, replace(plan.request, ppn=ppn), plan.runtime, plan.measured).worded(
+                wording
+            )
         except InputError as error:
             rows.append((str(ppn), "", "", "", "", f"impossible: {describe(error, wording)}"))
             continue
@@ -43,5 +47,18 @@ def _candidates(plan: Plan) -> list[int]:
     return sorted(number for number in numbers if 1 <= number <= max(len(cores), len(plan.workers)))
 
 
-# Every figure that the rules assume, with its source.
-FIGURES = (*worker_count.FIGURES, *layouts.FIGURES, *rules.FIGURES, *workload.FIGURES, *memory.FIGURES)
+# Every figure that the rules go by without measurements, with its source.
+FIGURES = (
+    *worker_count.FIGURES,
+    *layouts.FIGURES,
+    *rules.FIGURES,
+    *core_rates.FIGURES,
+    *workload.FIGURES,
+    *memory.FIGURES,
+)
+
+
+def figures(plan: Plan) -> tuple[Reason, ...]:
+    """Every figure that the rules go by, with its source: as measured on this machine, else as assumed or cited."""
+    rates = core_rates.measured_figures(plan.request.workload or RESNET50, plan.measured)
+    return tuple(rates.get(figure.what, figure) for figure in FIGURES)

@@ -9,7 +9,7 @@ from affinity.text_table import align_columns
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Core, Machine
 from affinity.units import memory_text
-from affinity.views.explain import FIGURES, alternatives
+from affinity.views.explain import alternatives, figures
 from affinity.views.legend import color, legend, letter, roles, sign
 from affinity.wording import counted
 
@@ -19,7 +19,7 @@ WIDTH = 80
 def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, wording: Wording = as_field) -> str:
     """The host as one cell per core and one character per PU, then workers, environment, reasons and warnings.
 
-    `explained` adds the plans for other numbers of workers, and the figures that the rules assume.
+    `explained` adds the plans for other numbers of workers, and the figures that the rules go by.
     `wording` spells the settings that its texts name.
     """
     plan = plan.worded(wording)
@@ -27,7 +27,7 @@ def plan_to_text(plan: Plan, *, colored: bool = False, explained: bool = False, 
     if explained:
         parts += [
             "other numbers of workers\n" + _indented(align_columns(alternatives(plan, wording)).splitlines()),
-            _listed("figures that the rules assume", FIGURES),
+            _listed("figures that the rules go by", figures(plan)),
         ]
     return "\n\n".join(part for part in parts if part)
 
@@ -80,7 +80,8 @@ def _ansi(color: str) -> str:
 
 
 def _workers(plan: Plan) -> str:
-    rows: list[tuple[str, ...]] = [("worker", "compute CPUs", "comm", "loader", "threads", "batch", "memory")]
+    heads = ("worker", "compute CPUs", "comm", "loader", "intra-op", "inter-op", "batch", "memory")
+    rows: list[tuple[str, ...]] = [heads]
     for w in plan.workers:
         rows.append(
             (
@@ -88,7 +89,8 @@ def _workers(plan: Plan) -> str:
                 format_list(w.compute_pus),
                 format_list(w.comm_pus) or "shared",
                 format_list(w.loader_pus) or "shared",
-                f"{w.intra_op} + {w.inter_op}",
+                str(w.intra_op),
+                str(w.inter_op),
                 "" if w.local_batch is None else str(w.local_batch),
                 f"{w.memory_policy} {format_list(w.memory_nodes)}".strip(),
             )

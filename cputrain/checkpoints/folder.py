@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 BEST = "best"
+REPLACED = ".replaced"
 NUMBERED = re.compile(r"step-\d{7,}")
 
 
@@ -22,21 +23,41 @@ def partial_name(step: int) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """The step after which a numbered checkpoint was saved."""
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.name.removeprefix(".").removesuffix(REPLACED).removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The numbered checkpoints, oldest first, damaged ones included."""
-    found = (path for path in folder.glob("step-*") if NUMBERED.fullmatch(path.name) and path.is_dir())
-    return sorted(found, key=step_of)
+    """The numbered checkpoints, oldest first, damaged ones included, and those that were being replaced at a crash."""
+    found = [path for path in folder.glob("step-*") if NUMBERED.fullmatch(path.name) and path.is_dir()]
+    lost = [path for path in folder.glob(f".step-*{REPLACED}") if not _name_of_replaced(path).exists()]
+    return sorted((*found, *lost), key=step_of)
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Give a checkpoint that is written its name; one of that name is replaced."""
+    """Give a checkpoint that is written its name. One of that name is replaced: where a crash leaves neither,
+    `list_checkpoints` finds it, and `restore_replaced` gives it its name again."""
+    _sync(partial)
+    replaced = path.with_name(f".{path.name}{REPLACED}")
     if path.exists():
-        remove(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give a checkpoint its name again that was being replaced when the host crashed; remove one that was replaced."""
+    for replaced in folder.glob(f".*{REPLACED}"):
+        path = _name_of_replaced(replaced)
+        if path.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(path)
+
+
+def _name_of_replaced(path: Path) -> Path:
+    return path.with_name(path.name.removeprefix(".").removesuffix(REPLACED))
 
 
 def remove(path: Path) -> None:
@@ -64,6 +85,7 @@ def remove_old(folder: Path, keep: int) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Remove what an earlier start has left unfinished."""
+    restore_replaced(folder)
     for partial in folder.glob(".*.partial"):
         if partial.is_dir() and not partial.is_symlink():
             shutil.rmtree(partial)
@@ -81,8 +103,9 @@ def set_best(path: Path) -> None:
     except OSError:
         shutil.copytree(path, partial)
     if best.is_dir() and not best.is_symlink():
-        remove(best)
-    partial.replace(best)
+        put_in_place(partial, best)
+    else:
+        partial.replace(best)
 
 
 def _sync(folder: Path) -> None:

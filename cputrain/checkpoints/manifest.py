@@ -1,6 +1,7 @@
 """checkpoint.json: what a checkpoint is of, where its training was, and the checksums of its files."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,9 +36,9 @@ class FileRecord(_Record):
 class NetworkRecord(_Record):
     """What the network is and takes: with this and model.safetensors a checkpoint can be used without its run.
 
-    `model` is the recipe's section. An image is scaled to a short side of `resize` pixels, its center cut out, `crop`
-    pixels high and wide; values from 0 to 1, minus `mean`, divided by `std`. `features`: the length of a row, for data
-    that are no images.
+    `model` is the recipe's section, empty for a network of a user's own code. An image is scaled to a short side of
+    `resize` pixels, its center cut out, `crop` pixels high and wide; values from 0 to 1, minus `mean`, divided by
+    `std`. `features`: the length of a row, for data that are no images.
     """
 
     model: dict[str, Any]
@@ -122,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror}") from None
     except (LookupError, TypeError, ValueError, RecursionError):
-        raise DamagedError(f"{path} is damaged: it is no JSON of a checkpoint") from None
+        raise DamagedError(f"{path} is damaged: it is not the JSON of a checkpoint") from None
     if not intact:
         raise DamagedError(f"{path} is damaged: its checksum is wrong")
     try:
@@ -140,13 +141,14 @@ def rank_file(rank: int) -> str:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint's folder."""
-    return (path / MANIFEST).is_file()
+    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    return os.path.isfile(path / MANIFEST)  # noqa: PTH113
 
 
 def _no_checkpoint(path: Path, why: str) -> str:
     return (
-        f"{path} {why}, so it is no checkpoint: name a run's folder or one of its checkpoints; to start from a file of "
-        "weights, set model.weights"
+        f"{path} {why}, so it is not a checkpoint: name a run's folder or one of its checkpoints; to start from a file "
+        "of weights, set model.weights"
     )
 
 

@@ -79,7 +79,7 @@ def read_tensors(path: Path, expected: FileRecord | None = None) -> tuple[dict[s
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror or error}") from None
     except (SafetensorError, ValueError) as error:
-        raise DamagedError(f"{path} is no safetensors file, or its header is damaged: {error}") from None
+        raise DamagedError(f"{path} is not a safetensors file, or its header is damaged: {error}") from None
     if wrong:
         raise DamagedError(f"{path} is damaged: the checksum of {wrong} is wrong")
     return tensors, metadata
@@ -127,7 +127,7 @@ def _wrong_tensor(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
     """The name of a tensor that has another checksum than the header."""
     known = json.loads(metadata.get(CHECKSUMS, "{}"))
     if not isinstance(known, dict):
-        raise ValueError("the checksums in it are none")
+        raise ValueError("its checksums are not a JSON object")
     return next((name for name, value in tensors.items() if known.get(name, _sum(value)) != _sum(value)), None)
 
 

@@ -3,44 +3,83 @@
 A file declares options, calls the packages below and prints what they return.
 """
 
+import errno
 import logging
+import os
+import signal
 import sys
-from difflib import get_close_matches
 from importlib import import_module
+from typing import Any
 
 import click
 
 from affinity.exit_status import exit_status
 from cputrain import __version__
 from cputrain.cli.setting_names import wording_of
+from cputrain.cli.streams import finished, is_closed, is_full, open_streams
+from cputrain.cli.suggestions import missing_argument, no_such_command, no_such_option
+from cputrain.held_signals import signals_held
+from mpi.supervise.signals import InterruptedBySignalError
 
 COMMANDS = {
     "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",
+    "machines": "list, search and show the machines that can be planned by name",
     "machine": "save this host's topology as a tarball, to plan for it elsewhere",
     "launch": "run any command with planned and bound workers, on one host or many",
+    "import": "print the launch that does what a command line of torchrun, mpirun, srun or ipexrun does",
     "train": "train a recipe",
     "sweep": "train a recipe with many settings and compare the results",
+    "find-lr": "suggest a learning rate for a recipe by a range test",
+    "weights": "fetch torchvision's pretrained weights of a network, or say where to put them",
     "simulate": "predict a training's speed and duration on hosts that are not here",
     "reproduce": "repeat published experiments at this machine's size; compare published tables",
     "job": "write a Slurm or PBS script for a training, an image preparation or any command",
+    "job kubernetes": "write the manifests of a job in pods: Indexed Job, JobSet or MPIJob",
     "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
-    "export": "write a checkpoint's weights as safetensors, or as a state dict of torch",
+    "predict": "name the classes of images by a trained network",
+    "export": "write a checkpoint's network as safetensors, state dict, TorchScript or ONNX",
     "prepare": "pack images into shuffled shards",
     "data": "inspect or verify a data folder",
-    "bench": "measure training on this host; print the norms of a run's weights, layer by layer",
-    "report": "write a run's report.html again",
-    "doctor": "check the binding of running processes, or oneCCL",
+    "bench": "measure this host: training, memory, decoding, communication, optimizers",
+    "tune": "find the fastest plan for a recipe on this host, by trials",
+    "report": "write the page of a run, or of several runs compared",
+    "watch": "show a run as it goes on: curves, times of its ranks, warnings",
+    "recipes": "list, search and show the included recipes",
+    "keys": "print the manual of every recipe key",
+    "demo": "train ResNet-50 on handwritten digits, in minutes on two cores",
+    "doctor": "check this host: processor, memory, limits, libraries; each finding with its remedy",
+    "env": "print what a bug report needs: versions, processor, libraries, variables",
+    "completion": "print the completion script of bash, zsh or fish",
 }
+
+COMPLETE = "_CPUTRAIN_COMPLETE"  # set by a shell that completes a command line, to bash_complete and the like
+FILES = {"import": "import_line", "job kubernetes": "job_kubernetes", "find-lr": "find_lr"}  # no modules' names
 
 
 class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click ends with status 1 then, and says nothing
+            if is_closed():
+                raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+            raise RuntimeError("a connection was closed by its other end") from error
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        two = " ".join(args[:2])
+        return (two, self.get_command(ctx, two), args[2:]) if two in COMMANDS else super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = import_module(f"cputrain.cli.{cmd_name}").command
+            if ctx.resilient_parsing or cmd_name.startswith("-"):
+                return None
+            raise click.UsageError(no_such_command(cmd_name, COMMANDS), ctx)
+        command: click.Command = import_module(f"cputrain.cli.{FILES.get(cmd_name, cmd_name)}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -49,27 +88,54 @@ class _Commands(click.Group):
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="cputrain")
+@click.version_option(__version__, "-V", "--version", prog_name="cputrain")
 def group() -> None:
     """Plan, launch and train on CPU machines, from two cores to thousands of hosts."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 done, 2 wrong input, 1 failed while running, 128 + n ended by signal n."""
+    open_streams()
+    if instruction := os.environ.get(COMPLETE):
+        return _complete(instruction)
     _log_to_stderr()
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] != ["train"]:
+        return finished(_run(words))
+    with signals_held(os.environ, prepared="--prepared" in words):
+        return finished(_run(words))
+
+
+def _complete(instruction: str) -> int:
+    """Answer a shell that completes a command line."""
+    from cputrain.cli.complete import answer
+    from cputrain.cli.completion_table import make_table, read_table
+
+    return answer(instruction, read_table(os.environ, lambda: make_table(group)))
+
+
+def _run(words: list[str]) -> int:
     try:
-        status = group.main(arguments, prog_name="cputrain", standalone_mode=False)
+        status = group.main(words, prog_name="cputrain", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2
+    except click.MissingParameter as error:
+        return _usage_error(missing_argument(error))
     except click.NoSuchOption as error:
-        return _usage_error(_no_such_option(error))
+        return _usage_error(no_such_option(error))
     except click.ClickException as error:
         return _usage_error(error.format_message())
     except (KeyboardInterrupt, click.exceptions.Abort):
         return 130
+    except InterruptedBySignalError as stop:
+        return 128 + int(stop.args[0])
     except Exception as error:  # noqa: BLE001  bugs are raised again
-        return exit_status(error, "cputrain", wording_of(sys.argv[1:] if arguments is None else arguments))
+        if is_full(error):
+            return 1
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _usage_error(f"{str(error.filename)[:60]}... is too long for a file's name: give a shorter one")
+        return exit_status(error, "cputrain", wording_of(words))
     return status if isinstance(status, int) else 0
 
 
@@ -87,19 +153,3 @@ def _log_to_stderr() -> None:
 def _usage_error(message: str) -> int:
     print(f"cputrain: {message}", file=sys.stderr)
     return 2
-
-
-def _no_such_option(error: click.NoSuchOption) -> str:
-    """Suggest the options that begin like the unknown one, or resemble it, or the recipe's key of that name."""
-    typed, params = error.option_name, error.ctx.command.params if error.ctx else []
-    known = [
-        name for param in params for name in param.opts if name.startswith("--") and not getattr(param, "hidden", 0)
-    ]
-    near = [name for name in known if name.startswith(typed)] or get_close_matches(typed, known, n=1, cutoff=0.75)
-    if not near and any(param.name == "settings" for param in params):
-        from cputrain.recipe.keys import all_keys  # pydantic: only for this
-
-        last = typed.lstrip("-").replace("-", "_")
-        near = [f"{key}=VALUE" for key in all_keys() if key.rpartition(".")[2] == last][:3]
-    hint = f": did you mean {' or '.join(near)}?" if near else ": see --help"
-    return f"No such option {typed}{hint}"

@@ -4,37 +4,52 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 from tqdm import tqdm
 
 from affinity.errors import InputError
-from affinity.wording import counted
+from affinity.wording import counted, either
+from cputrain.cli.groups import WholeSummaries
+from cputrain.cli.json_output import format_option, print_json
+from cputrain.cli.options import settings_argument
+from cputrain.cli.streams import shows_bars
+from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.folder import SPLITS
 from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.open import open_dataset
+from cputrain.data.from_recipe import training_transform
 from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels.decode import choose_decoder
-from cputrain.data.prepare.contact_sheet import contact_sheet
+from cputrain.data.prepare.contact_sheet import PLAIN, contact_sheet, transformed
 from cputrain.data.prepare.verify import problems
 from cputrain.files import write_atomic
+from cputrain.runs.folder import load_training
 
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
 
-@click.group("data")
+@click.group("data", cls=WholeSummaries)
 def command() -> None:
-    """Inspect a data folder: an image folder, TFRecords, or the output of `cputrain prepare`."""
+    """Inspect a data folder: an image folder, Parquet files, TFRecords, or the output of `cputrain prepare`."""
 
 
 @command.command("info")
 @FOLDER
-def info(folder: Path) -> None:
+@format_option
+def info(folder: Path, output_format: str) -> None:
     """Print classes, images, sizes, unusual images, and how well the classes are mixed."""
     dataset = open_dataset(str(folder))
+    if output_format == "json":
+        print_json(_info_as_json(folder, dataset))
+        return
     more = ", ..." if len(dataset.classes) > 5 else ""
     click.echo(f"{len(dataset.classes):,} classes: {', '.join(dataset.classes[:5])}{more}")
+    if dataset.note:
+        click.echo(dataset.note)
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     for split, images in dataset.splits.items():
         labels = images.labels
@@ -54,38 +69,131 @@ def info(folder: Path) -> None:
         click.echo(f"prepared with {', '.join(options)}")
 
 
+def _info_as_json(folder: Path, dataset: Dataset) -> dict[str, Any]:
+    """What `info` prints, of every class."""
+    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+    splits = {}
+    for split, images in dataset.splits.items():
+        entry = manifest["splits"][split] if manifest else {}
+        splits[split] = {
+            "images": len(images),
+            "bytes": sum(images.size(i) for i in range(len(images))),
+            "images_of_class": np.bincount(images.labels, minlength=len(dataset.classes)).tolist(),
+            "classes_in_window": mean_classes_in_window(images.labels),
+            "expected_classes_in_window": expected_classes_in_window(images.labels),
+            "shards": entry.get("shards"),
+            "damaged": entry.get("damaged", []),
+            "unusual": entry.get("unusual", {}),
+        }
+    options = manifest["options"] if manifest else None
+    return {"classes": list(dataset.classes), "window": WINDOW, "splits": splits, "prepared_with": options}
+
+
 @command.command("verify")
 @FOLDER
-def verify(folder: Path) -> int:
+@format_option
+def verify(folder: Path, output_format: str) -> int:
     """Compare every byte of a prepared folder with its index. Exit status 1: a sample is damaged."""
     if not (folder / MANIFEST).is_file():
-        raise InputError(f"{folder} has no {MANIFEST}: only the output of cputrain prepare can be verified")
+        raise InputError(_not_prepared(folder))
     splits = read_manifest(folder)["splits"]
-    damaged, total = 0, sum(entry["images"] for entry in splits.values())
-    with tqdm(total=total, unit="img", file=sys.stderr, delay=1) as bar:
+    damaged: list[str] = []
+    total = sum(entry["images"] for entry in splits.values())
+    with tqdm(total=total, unit="img", file=sys.stderr, delay=1, disable=not shows_bars()) as bar:
         for split in splits:
             for problem in problems(folder, split):
                 bar.update()
                 if problem:
-                    damaged += 1
-                    click.echo(problem)
-    click.echo(f"{folder}: {damaged:,} of {total:,} samples damaged")
-    return int(damaged > 0)
+                    damaged.append(problem)
+                    click.echo(problem, err=output_format == "json")
+    if output_format == "json":
+        print_json({"folder": str(folder), "samples": total, "damaged": damaged})
+    else:
+        click.echo(f"{folder}: {len(damaged):,} of {total:,} samples damaged")
+    return int(bool(damaged))
+
+
+def _not_prepared(folder: Path) -> str:
+    """Why a folder cannot be verified, and what to do."""
+    if not folder.is_dir():
+        return f"data folder {folder} does not exist: give the output of cputrain prepare"
+    return (
+        f"{folder} has no {MANIFEST}: only the output of cputrain prepare can be verified, as in cputrain prepare "
+        f"imagefolder {folder} OUT; cputrain data info {folder} describes it"
+    )
 
 
 @command.command("show")
 @FOLDER
+@settings_argument
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)
 @click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="how many images")
-@click.option("--output", type=click.Path(path_type=Path), default=Path("sheet.png"), show_default=True)
-def show(folder: Path, split: str, count: int, output: Path) -> None:
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("sheet.png"),
+    show_default=True,
+    help=f"the picture, in the format of its name: {', '.join(FORMATS)}",
+)
+@click.option(
+    "--as-trained",
+    "recipe",
+    metavar="RECIPE",
+    help="what a training with this recipe sees: its crops, sizes, mirroring and augmentation; KEY=VALUE sets its keys",
+)
+@click.option(
+    "--epoch",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="epoch whose augmentation is shown, with --as-trained",
+)
+@click.option("--overwrite", is_flag=True, help="replace a picture that is there")
+@format_option
+def show(
+    folder: Path,
+    settings: tuple[str, ...],
+    split: str,
+    count: int,
+    output: Path,
+    recipe: str | None,
+    epoch: int,
+    overwrite: bool,
+    output_format: str,
+) -> None:
     """Draw the first images and the names of their classes as one picture."""
+    _check_picture(output, overwrite=overwrite)
+    if settings and recipe is None:
+        raise InputError(f"{settings[0]} sets a key of a recipe: add --as-trained RECIPE, or remove it")
     dataset = open_dataset(str(folder))
     if split not in dataset.splits:
         raise InputError(f"{folder} has no {split} split: it has {', '.join(dataset.splits)}")
     images = dataset.splits[split]
     out = io.BytesIO()
-    decode, _ = choose_decoder("auto", os.environ)
-    contact_sheet(images, dataset.classes, decode, count=count).save(out, "PNG")
+    if recipe is None:
+        squares = transformed(images, choose_decoder("auto", os.environ)[0], PLAIN)
+        sheet = contact_sheet(images, dataset.classes, squares, count=count)
+    else:
+        training = load_training(recipe, settings)
+        decode, _ = choose_decoder(training.data.decoder, os.environ)
+        transform = training_transform(training, epoch - 1)
+        squares = transformed(images, decode, transform, seed=training.seed, epoch=epoch - 1)
+        sheet = contact_sheet(images, dataset.classes, squares, count=count, side=transform.image_size)
+    sheet.save(out, FORMATS[output.suffix.lower()])
     write_atomic(output, out.getvalue())
-    click.echo(output)
+    shown = min(count, len(images))
+    if output_format == "json":
+        print_json({"file": str(output), "split": split, "images": shown})
+    else:
+        click.echo(f"{output}: {shown:,} of {counted(len(images), f'{split} image')}")
+
+
+def _check_picture(file: Path, *, overwrite: bool) -> None:
+    """Raise InputError for a file that is no picture by its name, or that is there and shall not be replaced."""
+    if file.suffix.lower() not in FORMATS:
+        raise InputError(
+            f"--output {file}: {file.suffix or 'a name without a suffix'} is not a format of pictures: "
+            f"use {either(tuple(FORMATS))}"
+        )
+    if file.exists() and not overwrite:
+        raise InputError(f"--output {file} already exists: name another file, or add --overwrite")

@@ -5,7 +5,6 @@ from pathlib import Path
 from affinity.planner.reasons import Reason
 from affinity.text_table import align_columns
 from cputrain.cli.text_chart import curve, sampled
-from cputrain.data.formats.survey import survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.derivation import derive
@@ -19,12 +18,10 @@ def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str
 
     Images are counted, or taken from the recipe where it names their number.
     """
-    if recipe.data.generated:
-        images = survey_recipe(recipe).train
-    elif recipe.data.images_per_epoch:
+    if recipe.data.images_per_epoch and not recipe.data.generated:
         images = recipe.data.images_per_epoch
-    elif recipe.data.path and Path(recipe.data.path).exists():
-        images = survey(recipe.data.path).train
+    elif recipe.data.generated or (recipe.data.path and Path(recipe.data.path).exists()):
+        images = survey_recipe(recipe).train
     elif recipe.data.train_images:
         images = recipe.data.train_images
     else:

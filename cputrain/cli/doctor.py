@@ -1,43 +1,119 @@
-"""cputrain doctor: check the binding of running processes, and oneCCL."""
+"""cputrain doctor: check this host, the binding of running processes, and oneCCL."""
 
 import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import click
 
-from affinity.kernel.running import compare_running
+from affinity.kernel.running import Running, comparison, running_processes
+from cputrain.cli.groups import WholeSummaries
+from cputrain.cli.json_output import format_option, only_results_on_stdout, print_json
+from cputrain.doctor.check import ERROR, checks_text
+
+PATIENCE_S = 60.0  # for imports from a slow disk
 
 
-@click.group("doctor")
-def command() -> None:
-    """Check the binding of running processes, or oneCCL."""
+@click.group("doctor", cls=WholeSummaries, invoke_without_command=True)
+@format_option
+@click.pass_context
+def command(context: click.Context, output_format: str) -> int:
+    """Check this host: processor, clock, memory, limits, /dev/shm, libraries, MPI, network, running processes.
+
+    Each line is ok, a warning (slower or less than possible) or an error (something does not work), with what to do
+    about it. The exit status is 1 where there is an error. The commands check one thing thoroughly.
+    """
+    if context.invoked_subcommand is not None:
+        return 0
+    from cputrain.doctor.host import host_checks, own_limits, shm_size
+    from cputrain.doctor.probe import probed, start_probe
+    from cputrain.doctor.software import software_checks
+
+    probe = start_probe(os.environ)
+    of_host = tuple(host_checks(Path("/"), own_limits(), shm_size()))
+    checks = (*of_host, *software_checks(probed(probe, PATIENCE_S), os.environ))
+    status = int(any(check.status == ERROR for check in checks))
+    if output_format == "json":
+        print_json({"status": status, "checks": [asdict(check) for check in checks]})
+    else:
+        click.echo(checks_text(checks))
+    return status
 
 
 @command.command("affinity")
 @click.argument("pids", nargs=-1, type=click.IntRange(1), metavar="[PID]...")
-def affinity(pids: tuple[int, ...]) -> int:
+@format_option
+def affinity(pids: tuple[int, ...], output_format: str) -> int:
     """Compare running processes with their plan: the CPUs of every thread, memory by NUMA node.
 
     Without PID: every process on this host that a plan has bound. The exit status is 1 if one differs from its plan.
     """
-    text, status = compare_running(pids)
-    click.echo(text)
-    return status
+    processes = running_processes(pids)
+    if output_format == "json":
+        print_json({"processes": list(map(_as_json, processes))})
+    else:
+        click.echo(comparison(processes))
+    return int(any(process.differs for process in processes))
+
+
+def _as_json(process: Running) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "command": process.command,
+        "worker": None if process.worker is None else process.worker.local_rank,
+        "planned_cpus": None if process.worker is None else list(process.worker.pus),
+        "cpus": sorted({pu for thread in process.threads for pu in thread.pus}),
+        "threads": len(process.threads),
+        "memory_bytes": {str(node): size for node, size in sorted(process.memory_bytes.items())},
+        "misplaced_threads": [{"tid": each.tid, "cpus": list(each.pus)} for each in process.misplaced_threads],
+        "remote_bytes": process.remote_bytes,
+        "differs": process.differs,
+    }
 
 
 @command.command("ccl")
-def ccl() -> None:
-    """Find oneCCL, compile its backend if necessary, and time an all-reduce over two ranks of this host.
+@format_option
+def ccl(output_format: str) -> None:
+    """Find oneCCL, compile its backend if necessary, and time all-reduces over two ranks of this host.
 
-    Run this once on a cluster's login host: its jobs then use the compiled backend.
+    Both transports, libfabric and MPI, are measured, and the figures kept: where a launcher supports both, the ranks of
+    one host then use the faster one. Run this once on a cluster's login host: its jobs then use the compiled backend.
     """
-    from cputrain.comm.ccl.build import ensure_built
-    from cputrain.comm.ccl.check import time_two_ranks
-    from cputrain.comm.ccl.libraries import find_libraries
+    from statistics import median
 
-    libraries = find_libraries(os.environ)
-    click.echo(f"oneCCL {'.'.join(map(str, libraries.version))}  {libraries.ccl}")
-    click.echo(f"Intel MPI     {libraries.mpi}")
-    click.echo(f"libfabric     {libraries.fabric}")
-    click.echo(f"backend       {ensure_built(libraries, os.environ)}")
-    for size, seconds in time_two_ranks().items():
-        click.echo(f"all-reduce    {size / 1024:>8,.0f} KiB over 2 ranks {1000 * seconds:8.3f} ms")
+    from cputrain.comm.ccl.build import ensure_built
+    from cputrain.comm.ccl.check import records_of, time_transports
+    from cputrain.comm.ccl.libraries import find_libraries
+    from cputrain.measurements import keep
+    from cputrain.transports import TITLES
+
+    with only_results_on_stdout(output_format):
+        libraries = find_libraries(os.environ)
+        version = ".".join(map(str, libraries.version))
+        click.echo(f"oneCCL {version}  {libraries.ccl}")
+        click.echo(f"Intel MPI     {libraries.mpi}")
+        click.echo(f"libfabric     {libraries.fabric}")
+        backend = ensure_built(libraries, os.environ)
+        click.echo(f"backend       {backend}")
+        found, problems = time_transports(libraries, os.environ)
+        measured = [
+            (transport, size, median(seconds)) for transport, times in found.items() for size, seconds in times.items()
+        ]
+        for transport, size, seconds in measured:
+            figures = f"{size / 1024:>8,.0f} KiB over 2 ranks and {TITLES[transport]:9} {1000 * seconds:8.3f} ms"
+            click.echo(f"all-reduce    {figures}")
+        for problem in problems:
+            click.echo(f"warning: {problem}", err=True)
+        for record in records_of(found, command="cputrain doctor ccl"):
+            click.echo(f"kept in       {keep(record, os.environ)}")
+    if output_format == "json":
+        paths = {"oneccl": libraries.ccl, "mpi": libraries.mpi, "fabric": libraries.fabric, "backend": backend}
+        print_json(
+            {
+                "version": version,
+                **{name: str(path) for name, path in paths.items()},
+                "all_reduce": [dict(zip(("transport", "bytes", "seconds"), each, strict=True)) for each in measured],
+                "problems": problems,
+            }
+        )

@@ -8,7 +8,10 @@ import click
 
 from affinity.errors import InputError
 from affinity.wording import either
+from cputrain.cli.json_output import print_json
 from cputrain.cli.options import planning_options
+from cputrain.cli.planning_command import PlanningCommand
+from cputrain.cli.sections import PLANNING
 from cputrain.jobs.directives import SCHEDULERS, Resources
 from cputrain.jobs.script import RUNTIMES, BatchJob, Command, Container, job_script, parse_array
 from cputrain.jobs.submit import submit as submit_job
@@ -27,11 +30,32 @@ RESOURCES = (
     *("time", "partition", "queue", "account", "qos", "constraint"),
     *("mail", "output", "error", "directives"),
 )
-MAX_CPUS, MAX_CHAIN = 1 << 16, 1000
+MAX_CHAIN = 1000
 COMMAND = "command"  # click.Context.meta key of the words after --
 
 
-class _WithCommand(click.Command):
+SECTIONS = {
+    "What to run": ("prepare", "array", "stage", "chain", "submit", "output_format"),
+    "The scheduler": (
+        *("name", "time", "partition", "queue", "account", "qos", "constraint", "ncpus"),
+        *("mail", "output", "error", "directives", "requeue"),
+    ),
+    "Software on the hosts": (
+        *("module_purge", "modules", "venv"),
+        *("container", "container_runtime", "container_args"),
+    ),
+    **PLANNING,
+}
+EXAMPLES = (
+    "cputrain job slurm RECIPE --nodes 16 --time 02:00:00",
+    "cputrain job slurm RECIPE --nodes 4 --time 01:00:00 --chain 8 --submit",
+    "cputrain job pbs RECIPE --nodes 2 --time 12:00:00 --queue workq --machine skx-8160-2s",
+    "cputrain job slurm --prepare imagenet SRC OUT --short-side 256 --time 08:00:00",
+    "cputrain job slurm --nodes 2 --time 01:00:00 -- python train.py --epochs 3",
+)
+
+
+class WithCommand(PlanningCommand):
     """A command line that leaves everything after -- to another program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -41,11 +65,31 @@ class _WithCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command("job", cls=_WithCommand, context_settings={"ignore_unknown_options": True})
+class FormatOfJob(click.Choice[str]):
+    """text or json; with --prepare, whose own option has the same name, its formats as well."""
+
+    def __init__(self) -> None:
+        super().__init__(["text", "json"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if ctx is not None and ctx.params.get("prepare") else super().convert(value, param, ctx)
+
+
+@click.command(
+    "job",
+    cls=WithCommand,
+    sections=SECTIONS,
+    examples=EXAMPLES,
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("scheduler", type=click.Choice(SCHEDULERS))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE [KEY=VALUE]... | -- CMD...]")
 @click.option(
-    "--prepare", nargs=3, metavar="KIND SRC OUT", help="run cputrain prepare; its own options may follow these three"
+    "--prepare",
+    nargs=3,
+    is_eager=True,  # before --format
+    metavar="KIND SRC OUT",
+    help="run cputrain prepare; its own options may follow these three",
 )
 @click.option("--name", metavar="NAME", help="name of the job  [default: that of the recipe or command]")
 @click.option("--time", required=True, metavar="HH:MM:SS", help="time limit of the job")
@@ -91,6 +135,14 @@ class _WithCommand(click.Command):
     help="with --submit: number of jobs in a row, each continuing the one before",
 )
 @click.option("--submit", is_flag=True, help="submit the script as well as printing it")
+@click.option(
+    "--format",
+    "output_format",
+    type=FormatOfJob(),
+    default="text",
+    metavar="[text|json]",
+    help="json: one object on stdout, and everything else on stderr; other formats are those of --prepare",
+)
 @planning_options
 def command(
     options: PlanningOptions,
@@ -107,24 +159,21 @@ def command(
     container_args: tuple[str, ...],
     chain: int,
     submit: bool,
+    output_format: str,
     **given: Any,
 ) -> None:
     """Print the script of a job that trains RECIPE, prepares images or runs CMD on --nodes hosts.
 
-    \b
-    cputrain job slurm RECIPE --nodes 16 --time 02:00:00
-    cputrain job slurm --prepare imagenet SRC OUT --short-side 256 --time 08:00:00
-    cputrain job slurm --nodes 2 --time 01:00:00 -- python train.py --epochs 3
+    For pods there is cputrain job kubernetes.
 
     Workers, cores and network are planned on the job's first host when it runs. --machine requests that machine's tasks
     and CPUs from the scheduler. A recipe continues from the last checkpoint of an earlier job; each rank of a CMD is
     bound by the plan and has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
     """
     _check(options, scheduler, {"ncpus": ncpus, **given})
-    if chain > 1 and not submit:
-        raise InputError(
-            f"--chain {chain} needs --submit, which submits the job {chain} times: add it, or remove --chain"
-        )
+    _check_chain(chain, submit=submit)
+    if output_format not in ("text", "json"):
+        words, output_format = (*words, "--format", output_format), "text"
     sized = _work(options, words, prepare, array, stage)
     job = BatchJob(
         resources=Resources(
@@ -146,10 +195,22 @@ def command(
         container=_container(container, container_runtime, container_args, given["venv"]),
     )
     script = job_script(job, scheduler)
-    click.echo(script, nl=False)
+    if output_format == "text":
+        click.echo(script, nl=False)
     _note_missing_folders((given["output"], given["error"]), scheduler)
+    submitted = []
     for job_id in submit_job(script, scheduler, chain) if submit else ():
         click.echo(f"submitted {job_id}", err=True)
+        submitted.append(job_id)
+    if output_format == "json":
+        print_json({"scheduler": scheduler, "name": job.resources.name, "script": script, "submitted": submitted})
+
+
+def _check_chain(jobs: int, *, submit: bool) -> None:
+    if jobs > 1 and not submit:
+        raise InputError(
+            f"--chain {jobs} needs --submit, which submits the job {jobs} times: add it, or remove --chain"
+        )
 
 
 def _note_missing_folders(files: tuple[str | None, ...], scheduler: str) -> None:

@@ -7,9 +7,10 @@ import click
 
 from affinity.filesystem import check_writable
 from affinity.topology.save import save_machine
+from cputrain.cli.groups import WholeSummaries
 
 
-@click.group("machine")
+@click.group("machine", cls=WholeSummaries)
 def command() -> None:
     """Save a host's topology, so that others can plan for it."""
 

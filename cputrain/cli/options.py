@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import click
 
 from affinity.planner.profiles import PROFILES
-from affinity.planner.request import BALANCES, OPENMP
+from affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP
+from affinity.topology.cpuset import parse_list
 from cputrain.launch.hosts import requested_hosts, workers_per_host
+from cputrain.launch.instances import LATENCY, THROUGHPUT
 from cputrain.launch.options import NUMBERS_OR_AUTO, REQUEST_FIELDS, PlanningOptions
 from mpi.fabric import FABRICS
 from mpi.launchers.table import LAUNCHERS
@@ -34,6 +36,36 @@ class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newe
             return value  # type: ignore[no-any-return]
         if not NUMBER.fullmatch(value) or int(value) < self.least:
             self.fail(f"{value[:30]!r} is neither auto nor a number from {self.least} to 999,999", param, ctx)
+        return int(value)
+
+
+class CpuList(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
+    """CPUs in the kernel's format, as in 0-15,32, which taskset and numactl take too."""
+
+    name = "CPUs"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Their numbers, ascending."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = parse_list(value)
+        except ValueError as error:
+            self.fail(f"{error}: give CPUs as in 0-15,32", param, ctx)
+        return numbers or self.fail("give at least one CPU, as in 0-15,32", param, ctx)
+
+
+class Instances(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
+    """A number of copies of a program, or the way to choose it."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """The number, or LATENCY or THROUGHPUT unchanged."""
+        if isinstance(value, int) or value in (LATENCY, THROUGHPUT):
+            return value  # type: ignore[no-any-return]
+        if not NUMBER.fullmatch(value) or int(value) < 1:
+            self.fail(f"{value[:30]!r} is neither {LATENCY}, {THROUGHPUT} nor a number from 1", param, ctx)
         return int(value)
 
 
@@ -73,6 +105,16 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--openmp", type=click.Choice(OPENMP), help="OpenMP runtime; auto: the profile's, or the one that is loaded"
     ),
+    click.option(
+        "--allocator", type=click.Choice(ALLOCATOR), help="memory allocator; auto: tcmalloc or jemalloc where found"
+    ),
+    click.option(
+        "--cores",
+        type=CpuList(),
+        metavar="CPUS",
+        help="plan with these CPUs alone, numbered as in taskset: 0-15,32; hyper-threads only where listed too",
+    ),
+    click.option("--e-cores", type=click.Choice(E_CORES), help="slower cores; auto: they compute where that is faster"),
     click.option("--oversubscribe", is_flag=True, default=None, help="allow more workers than cores; they share cores"),
     click.option("--share", is_flag=True, help="avoid cores that are used by running processes of other plans"),
     click.option(
@@ -153,4 +195,15 @@ def no_verify_option(command: F) -> F:
     """Add --no-verify."""
     return click.option(
         "--no-verify", is_flag=True, help="continue if the kernel gave a worker other CPUs or memory than planned"
+    )(command)
+
+
+def restarts_option(command: F) -> F:
+    """Add --restarts N."""
+    return click.option(
+        "--restarts",
+        type=click.IntRange(0, 1000),
+        default=0,
+        metavar="N",
+        help="start again after a failure, N times at most",
     )(command)

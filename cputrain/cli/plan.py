@@ -17,15 +17,19 @@ from affinity.filesystem import check_writable
 from affinity.planner.plan import Request
 from affinity.planner.plan_file import PLAN_FILE, read_plan
 from affinity.planner.workload import RESNET50, USUAL_BATCH
+from affinity.terminal import shows_color
 from affinity.text_table import align_columns
 from affinity.views.diff import plan_differences
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import plan_to_text
 from affinity.wording import counted
 from cputrain.cli.options import host_groups_option, planning_options, settings_argument
+from cputrain.cli.planning_command import PlanningCommand
+from cputrain.cli.sections import PLANNING
 from cputrain.launch.hosts import converted_hostfile, with_host_groups
 from cputrain.launch.options import (
     PlanningOptions,
+    assumed,
     network_of,
     network_settings,
     plan_hosts,
@@ -61,7 +65,19 @@ def _env(cluster: Cluster) -> str:
 FORMATS: dict[str, Callable[[Cluster], str]] = {"json": cluster_json, "yaml": _yaml, "svg": _svg, "env": _env}
 
 
-@click.command("plan")
+SECTIONS = {
+    "What to print": ("output_format", "explained", "with_curve", "diff", "machines", "write"),
+    **PLANNING,
+}
+EXAMPLES = (
+    "cputrain plan --explain",
+    "cputrain plan --machine skx-8160-2s --ppn 4 --comm-cores 2",
+    "cputrain plan resnet50-skx-256node --machine skx-8160-2s --nodes 256 --curve",
+    "cputrain plan --hostfile hosts --format command",
+)
+
+
+@click.command("plan", cls=PlanningCommand, sections=SECTIONS, examples=EXAMPLES)
 @click.argument("recipe", required=False)
 @settings_argument
 @click.option(
@@ -191,6 +207,8 @@ def _write(job: Job, options: PlanningOptions, folder: Path, recipe: "Recipe | N
     launcher = planned_launcher(options, os.environ)
     if note := converted_hostfile(options, launcher):
         click.echo(note, err=True)
+    if guess := assumed(options, launcher):
+        click.echo(guess, err=True)
     files = plan_files(job, launcher, recipe)
     files.write(folder)
     arguments = "" if recipe else " CMD..."
@@ -216,10 +234,13 @@ def _show(
         click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
     if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
         from cputrain.cli.derived import derivation
+        from cputrain.cli.precision import precision_lines
         from cputrain.cli.predicted import predicted
 
         click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
         for line in predicted(recipe, cluster.groups[0].plan, options):
+            click.echo(line)
+        for line in precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ():
             click.echo(line)
     if started is not None:
         command, hint = started
@@ -227,7 +248,7 @@ def _show(
 
 
 def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
-    colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colored = shows_color(sys.stdout, os.environ)
     several = len(cluster.groups) > 1
     for group in cluster.groups:
         if several:

@@ -2,16 +2,18 @@
 
 import os
 
+from affinity.errors import InputError
 from affinity.planner.plan import Plan
+from affinity.planner.records import read_records
 from affinity.wording import counted
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.recipe.schema import Recipe
 from cputrain.simulate.layers import NETWORKS
 from cputrain.simulate.links import LINKED, link_of
-from cputrain.simulate.measured import find
-from cputrain.simulate.predict import Job, job_setup, reference_of
-from cputrain.simulate.rates import starting_run
-from cputrain.simulate.scaling import Row, model_of, rows_of
+from cputrain.simulate.measured import find, unreadable
+from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
+from cputrain.simulate.published import starting_run
+from cputrain.simulate.scaling import Row, check_global_batch, model_of, rows_of
 from cputrain.simulate.tables import duration
 
 WORTHWHILE = 0.5  # of a host: what one more should add at least
@@ -19,25 +21,37 @@ WORTHWHILE = 0.5  # of a host: what one more should add at least
 
 def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions) -> list[str]:
     """Images/s, efficiency and time to train of a job of several equal hosts, and a warning where one more host would
-    add less than half of its own speed. Empty where the machine's rate or the network's layers are unknown."""
+    add less than half of its own speed; or why there is no prediction, and what to do."""
     fabric, hosts = network_of(options).name, plan.request.nodes
-    measured, _ = find(plan.machine, recipe, os.environ)
-    known = measured is not None or starting_run(plan.machine.model, recipe.precision) is not None
-    if recipe.model.name not in NETWORKS or not known:
-        return []
     if hosts == 1 or fabric not in LINKED:
         return []
-    job = Job(
+    if recipe.model.name not in NETWORKS:
+        return [f"no prediction: the layers of {recipe.model.name} are not known to `cputrain simulate`"]
+    records = read_records(plan.machine, os.environ)
+    measured, notes = find(records, recipe), [f"warning: {note}" for note in unreadable(records)]
+    if measured is None and starting_run(plan.machine.model, recipe.precision) is None:
+        unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
+        return [*notes, f"no prediction: {unknown}: run `cputrain bench model precision={recipe.precision}` there"]
+    try:
+        reference = reference_of(plan.machine, recipe, measured=measured, rates=plan.measured)
+    except InputError as error:  # another network's rate that does not compare
+        return [*notes, f"no prediction: {error}"]
+    scenario = Scenario(
         recipe=recipe,
         machine=plan.machine,
         link=link_of(fabric, gbit=plan.request.link_gbit),
-        reference=reference_of(plan.machine, recipe, measured=measured),
+        reference=reference,
         request=plan.request,
+        measured=plan.measured,
     )
-    (row,) = rows_of(job, (hosts,))
-    model = model_of(job)
-    single, more = (model.images_per_s(job_setup(job, count)) for count in (1, hosts + 1))
-    lines = [_line(row, recipe.epochs)]
+    try:
+        check_global_batch(scenario, (hosts,))
+    except InputError as error:  # a training may share it out unequally, a prediction is of equal workers
+        return [*notes, f"no prediction: {error}"]
+    (row,) = rows_of(scenario, (hosts,))
+    model = model_of(scenario)
+    single, more = (model.images_per_s(scenario_setup(scenario, count)) for count in (1, hosts + 1))
+    lines = [*notes, _line(row, recipe.epochs)]
     if more - row.images_per_s < WORTHWHILE * single:
         gained = max(0.0, (more - row.images_per_s) / single)
         lines.append(f"warning: one more host would add {100 * gained:.0f} % of its speed: see `cputrain simulate`")

@@ -12,14 +12,17 @@ from affinity.errors import RunError
 from affinity.filesystem import check_writable
 from affinity.units import MIB
 from affinity.wording import counted
+from cputrain.cli.streams import shows_bars
+from cputrain.data.formats.dataset import Dataset
 from cputrain.data.prepare.digits import write_digits
 from cputrain.data.prepare.options import SHARD_BYTES, Options
 from cputrain.data.prepare.pack import prepare
 from cputrain.data.prepare.shard_writers import WRITERS
-from cputrain.data.prepare.sources import SPLIT, TORCHVISION, UNSPLIT, open_source
+from cputrain.data.prepare.sources import KINDS, TORCHVISION, open_source
 
 QUALITY = 90
-KINDS = (*SPLIT, *UNSPLIT)
+
+Splits = dict[str, dict[str, Any]]  # of the manifest, by name
 
 
 def parse_fraction(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
@@ -56,7 +59,7 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
     callback=parse_fraction,
     metavar="SHARE",
     help="use this share of the training images (0.2, 1/6) for validation, drawn from each class by the seed; the "
-    "source's own validation images become the test split",
+    "source's own validation images become the test split  [default: 0.2 for a source without any]",
 )
 @click.option(
     "--test-fraction",
@@ -64,6 +67,7 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
     metavar="SHARE",
     help="draw a test split in the same way, from a source without validation images",
 )
+@click.option("--label-column", metavar="NAME", help="column of Parquet files with the labels, if there are several")
 @click.option(
     "--format",
     "shard_format",
@@ -84,6 +88,7 @@ def command(
     shards: int | None,
     val_fraction: float | None,
     test_fraction: float | None,
+    label_column: str | None,
     shard_format: str,
     short_side: int | None,
     quality: int | None,
@@ -92,11 +97,12 @@ def command(
     """Pack images into shuffled shards, which cputrain and any webdataset or TFRecord reader can read.
 
     \b
-    imagefolder  SRC/train/CLASS/*, SRC/val/CLASS/* and SRC/test/CLASS/*, or two of them;
-                 with --val-fraction also SRC/CLASS/*
+    imagefolder  SRC/train/CLASS/*, SRC/val/CLASS/* and SRC/test/CLASS/*, or some of them,
+                 or SRC/CLASS/*
     imagenet     ILSVRC2012's archives in SRC, or the folders that they unpack to
     mnist        the four idx files in SRC, gzipped or not
-    caltech256   256_ObjectCategories.tar or its folder; needs --val-fraction
+    caltech256   256_ObjectCategories.tar or its folder
+    parquet      Parquet or Arrow files of Hugging Face datasets, in SRC, SRC/data or SRC/SPLIT
     tfrecord     ImageNet's TFRecords, train-*-of-*, validation-*-of-*
     digits       scikit-learn's handwritten digits, written to SRC first
     torchvision:NAME  one of torchvision's data sets, in SRC, or downloaded to it
@@ -117,23 +123,40 @@ def command(
         shards=shards,
         val_fraction=val_fraction,
         test_fraction=test_fraction,
+        label_column=label_column,
         short_side=short_side,
         quality=(quality or QUALITY) if reencode else None,
         format=shard_format,
     )
-    dataset = open_source(kind, source, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed)
-    images = sum(len(split) for split in dataset.splits.values())
-    with tqdm(total=images, unit="img", file=sys.stderr, desc=f"packing {source}", leave=False, delay=1) as bar:
+    dataset = open_source(
+        kind, source, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed, label_column=label_column
+    )
+    if dataset.note:
+        click.echo(dataset.note)
+    splits = _pack(dataset, out, options, jobs)
+    _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
+
+
+def _pack(dataset: Dataset, out: Path, options: Options, threads: int | None) -> Splits:
+    """Write the shards, with a progress bar; returns the manifest's entry of each split."""
+    with tqdm(
+        total=sum(len(split) for split in dataset.splits.values()),
+        unit="img",
+        file=sys.stderr,
+        desc=f"packing {options.source}",
+        leave=False,
+        delay=1,
+        disable=not shows_bars(),
+    ) as bar:
         try:
-            splits = prepare(dataset, out, options, threads=jobs, on_image=bar.update)
+            return prepare(dataset, out, options, threads=threads, on_image=bar.update)
         except OSError as error:
             raise RunError(
                 f"prepare: {error}: finished shards are kept; repair this and give the same command again"
             ) from None
-    _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
 
 
-def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: dict[str, dict[str, Any]]) -> None:
+def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
     """Print the labels of TFRecords, and each split's images, mixing and unusual or damaged files."""
     if tfrecord_classes:
         names = tfrecord_classes

@@ -1,14 +1,47 @@
-"""cputrain report: a run's folder -> report.html."""
+"""cputrain report: the page of a run, or of several runs compared."""
 
 from pathlib import Path
 
 import click
 
+from affinity.errors import InputError
 from cputrain.report.page import write_report
+from cputrain.runs.folder import REPORT
 
 
 @click.command("report")
-@click.argument("run", type=click.Path(path_type=Path))
-def command(run: Path) -> None:
-    """Write RUN/report.html again; the run may still be going on."""
-    click.echo(write_report(run))
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.html",
+    help="the page  [default: RUN/report.html; of several runs comparison.html]",
+)
+def command(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Write the page of a run, which may be running or interrupted, as one HTML file.
+
+    Several RUNs, or the folder of a sweep, give one page that compares them: overlaid curves, a table of results and
+    differing settings, and the study of worker counts where these differ. The tables are also written as .md and .csv
+    beside it.
+    """
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--output {output} does not end in .html: the page is HTML, the tables get .md and .csv")
+    if len(runs) == 1 and not (found := _runs_in(runs[0])):
+        click.echo(write_report(runs[0], output))
+        return
+    from cputrain.sweep.comparison import write_comparison  # as heavy as a sweep: only for several
+
+    sweep = runs[0] if len(runs) == 1 else None
+    folders = found if sweep else tuple(dict.fromkeys(runs))
+    default = sweep / REPORT if sweep else Path("comparison.html")
+    title = sweep.resolve().name if sweep else "Comparison"
+    for path in write_comparison(folders, output or default, title):
+        click.echo(path)
+
+
+def _runs_in(folder: Path) -> tuple[Path, ...]:
+    """The runs inside a folder that is none itself."""
+    from cputrain.report.run import contains_run
+    from cputrain.sweep.compared_runs import runs_in
+
+    return () if contains_run(folder) else runs_in(folder)

@@ -11,6 +11,7 @@ import click
 from affinity.errors import RunError
 from affinity.text_table import align_columns, markdown_table
 from affinity.wording import counted
+from cputrain.cli.groups import WholeSummaries
 from cputrain.cli.options import settings_argument
 from cputrain.files import write_atomic
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -31,7 +32,7 @@ from cputrain.sweep.run import train_all
 PICTURE = "large-batch.svg"
 
 
-@click.group("reproduce")
+@click.group("reproduce", cls=WholeSummaries)
 def command() -> None:
     """Repeat published experiments at this machine's size, or compare published tables with our recipes."""
 

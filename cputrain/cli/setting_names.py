@@ -2,7 +2,7 @@
 
 from affinity.errors import Wording, as_option
 
-RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce")  # the others have options
+RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # the others have options
 KEYS = {"local_batch": "batch.local"}
 
 

@@ -13,8 +13,11 @@ from cputrain.cli.options import settings_argument
 from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.all_reduce import ALGORITHMS
 from cputrain.simulate.links import LINKED, link_of
-from cputrain.simulate.measured import find
-from cputrain.simulate.predict import Job, reference_of
+from cputrain.simulate.measured import find, unreadable
+from cputrain.simulate.predict import Scenario, reference_of
+from cputrain.simulate.published import RUNS, runs_on
+from cputrain.simulate.scaling import Row, check_global_batch, rows_of
+from cputrain.simulate.start import started_from
 from mpi.hosts.nodelist import MAX_HOSTS
 
 NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
@@ -25,6 +28,7 @@ WHAT_IF = {
     "comm_cores": "plan.comm_cores",
 }
 FEW = 2
+MOST_ROWS = 1000
 
 
 @click.command("simulate")
@@ -38,6 +42,13 @@ FEW = 2
     type=click.FloatRange(0, min_open=True),
     metavar="IMG/S",
     help="images/s of one host with this recipe  [default: measured by `bench model`, or published for the processor]",
+)
+@click.option(
+    "--from",
+    "start",
+    metavar="RUN",
+    help="run that gives the processor's speed: a published one by its name, or IMG/S@HOSTSxWORKERSxBATCH with the "
+    "workers of a host and a worker's images, as in 6303@64x2x32",
 )
 @click.option(
     "--bandwidth",
@@ -84,6 +95,7 @@ def command(
     nodes: str,
     fabric: str,
     rate: float | None,
+    start: str | None,
     bandwidth: float | None,
     latency_us: float | None,
     algorithm: str | None,
@@ -98,48 +110,75 @@ def command(
 
     Starts from a published or measured rate of the processor; the range comes from the assumptions (--explain).
     """
+    from affinity.planner.records import read_measured, read_records
     from affinity.topology.catalog import find_machine
-    from cputrain.simulate.scaling import check_global_batch, rows_of
-    from cputrain.simulate.tables import assumptions_text, rows_json, rows_text
+    from cputrain.launch.recipe_request import request_of
 
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
     found = find_machine(machine)
-    measured, outdated = find(found, training, os.environ)
-    if outdated and rate is None:
-        click.echo(outdated, err=True)
-    job = Job(
+    records, rates = read_records(found, os.environ), read_measured(found, request_of(training), os.environ)
+    for note in (*records.notes, *unreadable(records)):
+        click.echo(note, err=True)
+    link = link_of(fabric, gbit=bandwidth, latency_us=latency_us)
+    if rate is not None and start is not None:
+        raise InputError("--rate and --from both give the processor's speed: give one of them")
+    scenario = Scenario(
         recipe=training,
         machine=found,
-        link=link_of(fabric, gbit=bandwidth, latency_us=latency_us),
-        reference=reference_of(found, training, rate, measured),
+        link=link,
+        reference=reference_of(found, training, rate, find(records, training), rates)
+        if start is None
+        else started_from(start, found, training, link, rates),
         algorithm=algorithm,
+        measured=rates,
     )
-    check_global_batch(job, counts)
+    check_global_batch(scenario, counts)
     if best:
-        _show_best(job, counts[-1], batch_limit)
+        _check_best(watts, output_format, explained=explained)
+        _show_best(scenario, counts[-1], batch_limit, output_format)
         return
     if batch_limit is not None:
         raise InputError("--batch-limit is for --best: add it")
     if output_format == "timeline":
-        _show_timeline(job, counts[-1])
+        _show_timeline(scenario, counts[-1])
         return
-    rows = rows_of(job, counts, watts=watts)
+    _show_rows(scenario, rows_of(scenario, counts, watts=watts), output_format, explained=explained)
+
+
+def _check_best(watts: float | None, output_format: str, *, explained: bool) -> None:
+    """Raise InputError for an option that --best has no use for."""
+    unfit = {
+        "--watts": watts is not None,
+        "--explain": explained,
+        f"--format {output_format}": output_format in ("svg", "timeline"),
+    }
+    if found := next((name for name, given in unfit.items() if given), None):
+        raise InputError(f"--best prints plans as text or JSON: remove {found}")
+
+
+def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *, explained: bool) -> None:
+    from cputrain.simulate.tables import assumptions_text, rows_json, rows_text
+
     if output_format == "json":
-        click.echo(rows_json(job, rows))
+        click.echo(rows_json(scenario, rows))
     elif output_format == "svg":
         from cputrain.simulate.pictures import scaling_svg  # matplotlib: only for pictures
 
-        click.echo(scaling_svg(job, rows))
+        click.echo(scaling_svg(scenario, rows))
     else:
-        reference = job.reference
+        reference, link = scenario.reference, scenario.link
         click.echo(
-            f"{training.name} on {found.name}, {fabric} of {job.link.nominal_gbit:g} Gbit/s; its speed is that of "
-            f"{reference.images_per_s:,.4g} images/s on {counted(reference.setup.hosts, 'host')} ({reference.source})"
+            f"{scenario.recipe.name} on {scenario.machine.name}, {link.name} of {link.nominal_gbit:g} Gbit/s; "
+            f"based on {reference.images_per_s:,.4g} images/s on {counted(reference.setup.hosts, 'host')} "
+            f"({reference.source})"
         )
+        others = [run.name for run in runs_on(scenario.machine.model, scenario.recipe.precision)]
+        if reference.source in [run.source for run in RUNS] and len(others) > 1:
+            click.echo(f"other runs to start --from: {', '.join(others)}")
         click.echo(rows_text(rows))
         if explained:
-            click.echo("\nassumptions\n" + assumptions_text(job))
+            click.echo("\nassumptions\n" + assumptions_text(scenario))
 
 
 def numbers_of_hosts(text: str) -> tuple[int, ...]:
@@ -155,9 +194,14 @@ def numbers_of_hosts(text: str) -> tuple[int, ...]:
     if last:
         if len(numbers) < FEW or numbers[-1] <= numbers[-2] or int(last) <= numbers[-1] or numbers[-2] < 1:
             raise wrong
-        numbers = _continued(numbers, int(last))
+        if int(last) <= MAX_HOSTS:  # else refused below
+            numbers = _continued(numbers, int(last))
+        else:
+            numbers.append(int(last))
     if not all(1 <= number <= MAX_HOSTS for number in numbers):
         raise InputError(f"--nodes {text}: numbers of hosts are between 1 and {MAX_HOSTS:,}")
+    if len(numbers) > MOST_ROWS:
+        raise InputError(f"--nodes {text}: more than {MOST_ROWS:,} numbers of hosts: double them, as in 1,2,4,...,4096")
     return tuple(sorted(set(numbers)))
 
 
@@ -167,7 +211,9 @@ def _continued(numbers: list[int], last: int) -> list[int]:
     geometric = rest == 0 and all(b == a * factor for a, b in pairwise(numbers))
     step = numbers[-1] - numbers[-2]
     while (following := numbers[-1] * factor if geometric else numbers[-1] + step) < last:
-        numbers = [*numbers, following]
+        if len(numbers) > MOST_ROWS:
+            break
+        numbers.append(following)
     return [*numbers, last]
 
 
@@ -184,18 +230,22 @@ def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tup
     return tuple(found)
 
 
-def _show_best(job: Job, hosts: int, batch_limit: int | None) -> None:
+def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_format: str) -> None:
     from cputrain.simulate.search import best_plan
-    from cputrain.simulate.tables import candidates_text
+    from cputrain.simulate.tables import candidates_json, candidates_text
 
-    click.echo(f"{job.recipe.name} on {counted(hosts, 'host')} of {job.machine.name}, {job.link.name}")
-    click.echo(candidates_text(best_plan(job, hosts, batch_limit)))
+    found = best_plan(scenario, hosts, batch_limit)
+    if output_format == "json":
+        click.echo(candidates_json(scenario, found))
+        return
+    click.echo(f"{scenario.recipe.name} on {counted(hosts, 'host')} of {scenario.machine.name}, {scenario.link.name}")
+    click.echo(candidates_text(found))
 
 
-def _show_timeline(job: Job, hosts: int) -> None:
+def _show_timeline(scenario: Scenario, hosts: int) -> None:
     from cputrain.simulate.pictures import timeline_svg
-    from cputrain.simulate.predict import job_setup
+    from cputrain.simulate.predict import scenario_setup
     from cputrain.simulate.scaling import model_of
 
-    setup = job_setup(job, hosts)
-    click.echo(timeline_svg(job, setup, model_of(job).step(setup)))
+    setup = scenario_setup(scenario, hosts)
+    click.echo(timeline_svg(scenario, setup, model_of(scenario).step(setup)))

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,6 +13,7 @@ from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
 from affinity.units import GIB
 from affinity.wording import counted
+from cputrain.cli.json_output import format_option, only_results_on_stdout, print_json
 from cputrain.cli.options import settings_argument
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
@@ -20,8 +23,8 @@ from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
 from cputrain.sweep.find_batch import BatchSearch, find_batch
 from cputrain.sweep.outcomes import DOES_NOT_FIT, DONE, INVALID
-from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, write_results
-from cputrain.sweep.results import group_by_seed
+from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, write_results
+from cputrain.sweep.results import RunResult, group_by_seed
 from cputrain.sweep.run import InvalidTraining, train_all
 from cputrain.sweep.tables import table
 from cputrain.sweep.variants import WORKERS, Variant, parse_workers, variants
@@ -42,7 +45,7 @@ from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, compari
     "with the workers)",
 )
 @click.option(
-    "--time", "limit", metavar="HH:MM:SS", help="time limit of each training with its startup; it stops saved"
+    "--time", "limit", metavar="HH:MM:SS", help="time limit of each training with its startup; it saves and stops"
 )
 @click.option("--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead")
 @click.option(
@@ -58,6 +61,7 @@ from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, compari
     help="folder of the trainings and results  [default: runs/NAME-sweep]",
 )
 @click.option("--dry-run", is_flag=True, help="print the list of trainings; train nothing")
+@format_option
 def command(
     recipe: str,
     settings: tuple[str, ...],
@@ -69,6 +73,7 @@ def command(
     memory: float | None,
     output: Path | None,
     dry_run: bool,
+    output_format: str,
 ) -> int:
     """Train RECIPE once for each combination of settings; without any, for those in the recipe's sweep section.
 
@@ -81,7 +86,7 @@ def command(
     if find:
         if grids or runs or workers or limit or dry_run:
             raise InputError("--find-batch goes only with --memory and --output: remove the other options")
-        return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory)
+        return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory, output_format)
     if memory is not None:
         raise InputError("--memory goes only with --find-batch: add it, or set a limit with the job's scheduler")
     limit_s = None if limit is None else parse_clock(limit)
@@ -91,17 +96,42 @@ def command(
         chosen = tuple(map(_sharing_cores, chosen))
     folder = output or Path(f"runs/{base.name}-sweep")
     planned = [(variant, _plan(recipe, settings, variant, folder)) for variant in chosen]
-    _show(planned)
-    if dry_run:
-        return 0
-    results = train_all(planned, os.environ, limit_s)
-    write_results(folder, base.name, results)
+    with only_results_on_stdout(output_format):
+        _show(planned)
+        results = [] if dry_run else train_all(planned, os.environ, limit_s)
+        if not dry_run:
+            write_results(folder, base.name, results)
+            _show_results(results, folder)
+    if output_format == "json":
+        print_json(
+            _planned_as_json(planned) if dry_run else {"folder": str(folder), **results_as_json(base.name, results)}
+        )
+    return 0 if all(result.status == DONE for result in results) else 1
+
+
+def _show_results(results: Sequence[RunResult], folder: Path) -> None:
+    """Print the tables of a finished sweep, and its files."""
     click.echo("\n" + table(group_by_seed(results)))
     compared = compare(results)
     if compared:
         click.echo(f"\n{align_columns(comparison_rows(compared), numbers=True)}\n{RULE}\n{FEWEST}")
     click.echo(f"\n{folder / MARKDOWN}, {folder / CSV}, {folder / RESULTS}, {folder / PICTURE}")
-    return 0 if all(result.status == DONE for result in results) else 1
+
+
+def _planned_as_json(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) -> dict[str, Any]:
+    """The trainings of a dry run; the sizes are null where one cannot start here."""
+    trainings = []
+    for variant, one in planned:
+        sizes = None if isinstance(one, InvalidTraining) else one.sizes
+        trainings.append(
+            {
+                "settings": dict(variant.settings),
+                "global_batch": sizes and sizes.global_batch,
+                "steps": sizes and sizes.total_steps,
+                "refused": f"{one.status}: {one.why}" if isinstance(one, InvalidTraining) else None,
+            }
+        )
+    return {"trainings": trainings}
 
 
 def _sharing_cores(variant: Variant) -> Variant:
@@ -139,15 +169,22 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
         raise InputError(f"none of {len(planned)} trainings can start here: {invalid[0].why}")
 
 
-def _find_batch(recipe: str, settings: tuple[str, ...], folder: Path, memory_gib: float | None) -> int:
+def _find_batch(
+    recipe: str, settings: tuple[str, ...], folder: Path, memory_gib: float | None, output_format: str
+) -> int:
     """Print the largest local batch that trains, and why the next one does not. Raises RunError where none trains."""
     limit = None if memory_gib is None else round(memory_gib * GIB)
-    found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
-    click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
+    with only_results_on_stdout(output_format):
+        found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
+        click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
     best, larger = found.best, found.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"
     if best is None:
         raise RunError(f"no local batch trains, not even {cause}")
+    if output_format == "json":
+        trials = [asdict(trial) for trial in found.trials]
+        print_json({"folder": str(folder), "largest": best.local_batch, "trials": trials})
+        return 0
     click.echo(
         f"largest that trains: batch.local={best.local_batch} (global batch {best.global_batch:,}) in {best.memory}\n"
         f"next larger: {cause}\n{folder / BATCH_MARKDOWN}, {folder / BATCH_CSV}"

@@ -1,39 +1,38 @@
-"""The choice of the communication backend: oneCCL where every rank can use it, else gloo."""
+"""The choice of the communication backend: oneCCL where every rank can use it, else gloo; torch's MPI if set."""
 
-from torch._C._distributed_c10d import Store
+import torch.distributed as dist
 
 from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
 from cputrain.comm import ccl
+from cputrain.comm.store import SignedKeys
 
 
-def choose_backend(requested: str, rank: Rank, store: Store) -> tuple[str, str]:
+def choose_backend(requested: str, rank: Rank, keys: SignedKeys) -> tuple[str, str]:
     """The backend of all ranks and the reason for it; loads oneCCL if that is chosen. Waits for every rank's attempt.
 
     With "auto", all ranks use gloo if one cannot use oneCCL. With "ccl", raises InputError or RunError on every rank if
-    one cannot use oneCCL.
+    one cannot use oneCCL; with "mpi", InputError where torch is built without MPI.
     """
-    if requested == "gloo":
-        return "gloo", "comm.backend=gloo"
+    if requested == "mpi" and not dist.is_mpi_available():
+        raise InputError(
+            "comm.backend=mpi: this torch is built without MPI, as every one from PyPI: build torch from source with "
+            "it, or set comm.backend=ccl, which communicates over MPI too"
+        )
+    if requested in ("gloo", "mpi"):
+        return requested, f"comm.backend={requested}"
     problem: InputError | RunError | None = None
+    over = ""
     try:
-        ccl.extension(rank)
+        transport = ccl.transport_of_job(rank, keys)
+        ccl.extension(rank, transport)
+        over = f"over {transport}"
     except (InputError, RunError) as error:
         problem = error
-    first = _first_problem(problem, rank, store)
-    if not first:
-        return "ccl", "every rank can use oneCCL"
+    own = f"rank {rank.rank}: {str(problem).removeprefix('comm.backend=ccl: ')}" if problem else ""
+    found = keys.problem_of_any("ccl", own, rank)
+    if not found:
+        return "ccl", over
     if requested == "ccl":
-        raise problem or RunError(f"comm.backend=ccl: {first}")
-    return "gloo", first
-
-
-def _first_problem(problem: InputError | RunError | None, rank: Rank, store: Store) -> str:
-    """The message of the first rank that cannot use oneCCL, "" if all can; a few store operations per rank."""
-    if problem:
-        message = str(problem).removeprefix("comm.backend=ccl: ")
-        store.compare_set("ccl/problem", "", f"rank {rank.rank}: {message}")
-    if store.add("ccl/tried", 1) == rank.world_size:
-        store.set("ccl/all", "tried")
-    store.wait(["ccl/all"])
-    return store.get("ccl/problem").decode() if store.check(["ccl/problem"]) else ""
+        raise problem or RunError(f"comm.backend=ccl: {found}")
+    return "gloo", found

@@ -4,7 +4,7 @@ import faulthandler
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from affinity.ranks.rendezvous import with_rank
 from cputrain.comm import ccl
 from cputrain.comm.choice import choose_backend
 from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
+from cputrain.comm.same_facts import check_same
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.comm.watchdog import Watchdog
 from mpi.supervise.connection import TOKEN_VARIABLE
@@ -44,32 +45,53 @@ class CommGroup:
     watchdog: Watchdog
 
 
-def start_group(rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float) -> CommGroup:
+def start_group(
+    rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float, facts: Mapping[str, str] | None = None
+) -> CommGroup:
     """Join the job's process group; its threads run on the worker's comm PUs, or on its compute PUs without any.
 
-    Raises InputError where a job of several hosts has no address of rank 0, InputError or RunError where the requested
-    backend cannot be used.
+    Raises InputError where a job of several hosts has no address of rank 0 or one of the `facts` is not the same on all
+    ranks, InputError or RunError where the requested backend cannot be used.
     """
     os.environ.update(with_rank(rank, os.environ))  # torch reads them here and later
     store = connect_store(rank, os.environ)
-    chosen, why = choose_backend(backend, rank, store)
-    with running_on(worker.comm_pus or worker.compute_pus):
-        dist.init_process_group(
-            chosen,
-            store=PrefixStore("group", store),
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
     token = os.environ.get(TOKEN_VARIABLE, "")
-    watchdog = ccl.watchdog if chosen == "ccl" else _gloo_watchdog(rank, store, token, timeout_s)
-    assert watchdog is not None
     keys = SignedKeys(store, token)
+    check_same(facts or {}, rank, keys)
+    chosen, why = choose_backend(backend, rank, keys)
+    with running_on(worker.comm_pus or worker.compute_pus):
+        if chosen == dist.Backend.MPI:
+            _join_mpi(rank)
+        else:
+            dist.init_process_group(
+                chosen,
+                store=PrefixStore("group", store),
+                rank=rank.rank,
+                world_size=rank.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+    watchdog = ccl.watchdog if chosen == "ccl" else _python_watchdog(rank, store, token, timeout_s)
+    assert watchdog is not None
     return CommGroup(backend=chosen, why=why, keys=keys, watchdog=watchdog)
 
 
-def _gloo_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> Watchdog:
+def _join_mpi(rank: Rank) -> None:
+    """Join torch's own MPI, which numbers the ranks itself. Raises InputError where its mpirun has not started them."""
+    dist.init_process_group("mpi")
+    found = dist.get_rank(), dist.get_world_size()
+    if found != (rank.rank, rank.world_size):
+        raise InputError(
+            f"comm.backend=mpi: rank {rank.rank} of {rank.world_size} is rank {found[0]} of {found[1]} to MPI: start "
+            "the ranks with mpirun of the MPI that torch was built with, or set comm.backend=ccl"
+        )
+
+
+def _python_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> Watchdog:
+    """The watchdog over gloo, or over MPI, which does not tell whether a rank waits."""
+
     def pending() -> PendingCollective:
+        if dist.get_backend() == dist.Backend.MPI:
+            return PendingCollective("a collective of MPI, or computes", 0)
         number = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
         return PendingCollective(f"gloo's collective #{number} or before the next", number)
 
@@ -89,7 +111,7 @@ def _gloo_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> Wa
 
 
 def _ignore(_text: str) -> None:
-    """gloo can neither add to a timeout's message nor fail its collectives."""
+    """gloo and MPI can neither add to a timeout's message nor fail its collectives."""
 
 
 def end_group(group: CommGroup) -> None:
@@ -125,6 +147,9 @@ def convert_lost_peer_errors(rank: int) -> Iterator[None]:
         from_gloo = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
         if from_ccl:
             raise RunError(f"rank {rank}: {from_ccl[1]}") from error
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            cause = str(error).splitlines()[0][:150]
+            raise RunError(f"rank {rank} cannot reach the job's store, which rank 0 serves ({cause})") from error
         if "gloo" not in str(error) or from_gloo is None:
             raise
         raise RunError(f"rank {rank} lost a peer ({from_gloo.group()}): see the rank that ended first") from error

@@ -7,15 +7,15 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+from affinity.process_stat import PROC, read_stat
 from affinity.wording import first_named
 from cputrain.comm.store import SignedKeys
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
-PROC = Path("/proc")
-NOT_SCHEDULED = frozenset("TtZXx")  # stopped, traced, dead: proc(5), /proc/PID/stat
+NOT_SCHEDULED = frozenset("TZXx")  # stopped, dead: proc(5), /proc/PID/stat; one in a debugger is in somebody's hands
+STOPPED_TIMEOUT_S = 6.0  # of silence of a rank of this host of which the kernel says that it is stopped or dead
 
 
 class PendingCollective(NamedTuple):
@@ -27,7 +27,7 @@ class PendingCollective(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """Where a rank runs: its host, the kernel and PID namespace in which its process has this PID and start time.
 
     `native`: its heartbeats come from a thread that needs no Python, so they stop only with the process.
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat(Place):
+class StoreHeartbeat(ProcessPlace):
     """A rank's heartbeat: `waits_in` is the collective that the rank waits in, `sequence` its number.
 
     `left`: the rank has left the job in order and sends no more heartbeats.
@@ -57,54 +57,49 @@ class Heartbeat(Place):
 class LastHeartbeat:
     """A rank's newest heartbeat, and when it arrived (this process's monotonic seconds)."""
 
-    heartbeat: Heartbeat
+    heartbeat: StoreHeartbeat
     at: float
 
 
-def place_of_this_process(*, native: bool) -> Place:
+def place_of_this_process(*, native: bool) -> ProcessPlace:
     """Where this process runs."""
     with suppress(OSError):  # without it, no other process takes this kernel for its own
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         namespace = (PROC / "self/ns/pid").readlink().name
-        started = _start_and_state(os.getpid())[0]
+        started = read_stat(os.getpid()).started
         kernel = f"{boot} {namespace}"
-        return Place(host=socket.gethostname(), kernel=kernel, pid=os.getpid(), started=started, native=native)
-    return Place(host=socket.gethostname(), kernel="", pid=os.getpid(), started=0, native=native)
+        return ProcessPlace(host=socket.gethostname(), kernel=kernel, pid=os.getpid(), started=started, native=native)
+    return ProcessPlace(host=socket.gethostname(), kernel="", pid=os.getpid(), started=0, native=native)
 
 
 def is_scheduled(pid: int, started: int) -> bool:
     """Whether a process of this host lives and may run: it is neither stopped nor dead."""
     try:
-        found, state = _start_and_state(pid)
+        stat = read_stat(pid)
     except OSError:
         return False
-    return found == started and state not in NOT_SCHEDULED
+    return stat.started == started and stat.state not in NOT_SCHEDULED
 
 
-def _start_and_state(pid: int) -> tuple[int, str]:
-    fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return int(fields[19]), fields[0]
-
-
-def silence_limit(heartbeat: Place, kernel: str, timeout_s: float) -> float:
+def silence_limit(heartbeat: ProcessPlace, kernel: str, timeout_s: float) -> float:
     """The seconds of silence after which a rank is lost, seen from a process in `kernel`.
 
     A rank of this host that lives and is scheduled has all of the group's timeout: its heartbeats are only late. So has
     one of another host whose heartbeats need Python, which a long call may keep.
     """
     if kernel and heartbeat.kernel == kernel:
-        lives = is_scheduled(heartbeat.pid, heartbeat.started)
+        lives, short_s = is_scheduled(heartbeat.pid, heartbeat.started), STOPPED_TIMEOUT_S
     else:
-        lives = not heartbeat.native
-    return max(timeout_s, HEARTBEAT_TIMEOUT_S) if lives else HEARTBEAT_TIMEOUT_S
+        lives, short_s = not heartbeat.native, HEARTBEAT_TIMEOUT_S
+    return max(timeout_s, HEARTBEAT_TIMEOUT_S) if lives else short_s
 
 
-def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[Heartbeat], float]) -> str | None:
+def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[StoreHeartbeat], float]) -> str | None:
     """A line about the rank that has been silent longest, if that is longer than its limit in seconds; else None."""
     silent = [(seen.at, rank) for rank, seen in last.items() if not seen.heartbeat.left]
     for at, rank in sorted(silent):
         heartbeat, silent_for = last[rank].heartbeat, now - at
-        if silent_for <= HEARTBEAT_TIMEOUT_S:
+        if silent_for <= STOPPED_TIMEOUT_S:
             break
         if silent_for > limit(heartbeat):
             was = _where(heartbeat)
@@ -125,7 +120,7 @@ def absent_ranks(last: Mapping[int, LastHeartbeat]) -> str:
     return f"not joined by {first_named(described)}"
 
 
-def _where(heartbeat: Heartbeat) -> str:
+def _where(heartbeat: StoreHeartbeat) -> str:
     if heartbeat.left:
         return "has left"
     return f"in {heartbeat.waits_in}" if heartbeat.waits_in else "in no collective"
@@ -143,7 +138,7 @@ def newest(
     started = [rank for rank in ranks if rank in last or keys.has(key_of(rank))]
     found = dict(last)
     for rank, text in zip(started, keys.get_all([key_of(rank) for rank in started]), strict=True):
-        heartbeat = Heartbeat(**json.loads(text)) if text is not None else None
+        heartbeat = StoreHeartbeat(**json.loads(text)) if text is not None else None
         # One that is set again, by whom it may be, is no sign of life.
         if heartbeat and (rank not in last or heartbeat.count > last[rank].heartbeat.count):
             found[rank] = LastHeartbeat(heartbeat=heartbeat, at=now)
@@ -153,7 +148,9 @@ def newest(
 class HeartbeatThread:
     """Sends a rank's heartbeats from a Python thread, until it stops; for backends without a native one."""
 
-    def __init__(self, keys: SignedKeys, rank: int, place: Place, pending: Callable[[], PendingCollective]) -> None:
+    def __init__(
+        self, keys: SignedKeys, rank: int, place: ProcessPlace, pending: Callable[[], PendingCollective]
+    ) -> None:
         self._keys, self._rank, self._place, self._pending = keys, rank, place, pending
         self._count = 0
         self._stopped = threading.Event()
@@ -175,7 +172,7 @@ class HeartbeatThread:
     def _send(self, *, left: bool = False) -> None:
         self._count += 1
         name, sequence, _ = self._pending()
-        heartbeat = Heartbeat(
+        heartbeat = StoreHeartbeat(
             **asdict(self._place), count=self._count, waits_in=name or None, sequence=sequence, left=left
         )
         self._keys.set(key_of(self._rank), json.dumps(asdict(heartbeat)))

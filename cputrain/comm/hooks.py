@@ -26,9 +26,7 @@ class AllReduceHook:
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """Add up a bucket of gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-        assert work is not None
-        summed: Future[Tensor] = work.get_future().then(_first)
+        summed: Future[Tensor] = _all_reduce(bucket.buffer(), group).then(_first)
         return summed
 
     def reset(self) -> None:
@@ -58,18 +56,23 @@ class Bf16AllReduceHook(AllReduceHook):
             torch._foreach_add_([part for part, _ in known], [residual for _, residual in known])
         compressed = gradients.to(torch.bfloat16)
         self.residuals.update(zip(parameters, torch.split(gradients - compressed, sizes), strict=True))
-        work = dist.all_reduce(compressed, group=group, async_op=True)
-        assert work is not None
 
         def decompress(done: Future[list[Tensor]]) -> Tensor:
             return gradients.copy_(done.value()[0])
 
-        summed: Future[Tensor] = work.get_future().then(decompress)
+        summed: Future[Tensor] = _all_reduce(compressed, group).then(decompress)
         return summed
 
     def reset(self) -> None:
         """Drop the rounding errors of gradients that contained NaN or Inf."""
         self.residuals.clear()
+
+
+def _all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Future[list[Tensor]]:
+    """The sum over the ranks, in place. dist.all_reduce does the same, and costs a small network's step more."""
+    work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
+    summed: Future[list[Tensor]] = work.get_future()
+    return summed
 
 
 def _first(done: Future[list[Tensor]]) -> Tensor:

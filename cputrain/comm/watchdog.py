@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from cputrain.comm.heartbeats import (
-    Heartbeat,
     LastHeartbeat,
     PendingCollective,
+    StoreHeartbeat,
     absent_ranks,
     newest,
     place_of_this_process,
@@ -31,7 +31,7 @@ from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
 JOIN_S = 1.0
 OVERDUE_S = 10.0  # for a backend to end a collective after its timeout, before the rank is ended
-SUSPENDED_S = 3 * HEARTBEAT_S  # a thread that was away for longer did not run: suspension, or a call that kept Python
+SUSPENDED_S = 2 * HEARTBEAT_S  # a thread that was away for longer did not run: suspension, or a call that kept Python
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Watchdog:
         self._last: dict[int, LastHeartbeat] = {}
         self._stopped = threading.Event()
         self._problem: str | None = None
+        self._published_absent = self._published_lost = ""
         self._store_answered = time.monotonic()
         atexit.register(self.stop)  # a thread that is inside the store would not survive the interpreter's end
         # Two, as the first may hang in the store when rank 0 is stopped or cut off.
@@ -91,6 +92,14 @@ class Watchdog:
             thread.join(JOIN_S)
         self._sender.stop(JOIN_S)
         atexit.unregister(self.stop)
+
+    def watches(self) -> bool:
+        """Whether it was not stopped and its store answers: that of a destroyed world may have ended with it."""
+        try:
+            self._keys.has("lost")
+        except RuntimeError:
+            return False
+        return not self._stopped.is_set()
 
     def _read_heartbeats(self) -> None:
         while True:
@@ -129,7 +138,7 @@ class Watchdog:
             elif problem and name:
                 self._end(problem, name)
 
-    def _limit(self, heartbeat: Heartbeat) -> float:
+    def _limit(self, heartbeat: StoreHeartbeat) -> float:
         return silence_limit(heartbeat, self._kernel, self._timeout_s)
 
     def _store_limit(self) -> float:
@@ -144,10 +153,13 @@ class Watchdog:
                 self._last = newest(self._keys, self.ranks, self._last, time.monotonic())
                 absent = absent_ranks(self._last)
                 self._set_absent_ranks(absent)
-                self._keys.set("absent", absent)
+                if absent != self._published_absent:  # a FileStore keeps whatever is ever set
+                    self._keys.set("absent", absent)
+                    self._published_absent = absent
                 lost = silent_rank(self._last, time.monotonic(), self._limit)
-                if lost:
-                    self._keys.set("lost", lost)
+                if (lost or "") != self._published_lost:  # a rank that was stopped for a while goes on
+                    self._published_lost = lost or ""
+                    self._keys.set("lost", self._published_lost)
                 return lost
             if lost := self._keys.get("lost"):
                 return lost

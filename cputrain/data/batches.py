@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,24 +16,27 @@ from torch import Tensor
 
 from cputrain.data.formats.dataset import Images
 from cputrain.data.formats.generated import Points
+from cputrain.data.formats.own_samples import OwnSamples
 from cputrain.data.order.permutations import Indices
 from cputrain.data.pixels.decode import Pixels
 
 AHEAD_BYTES = 32 << 20  # of decoded images that wait
 MOST_AHEAD = 8  # batches
 IMAGES_PER_CALL = 8  # decoded by one thread at a time: one call for each image would cost a tenth of decoding it
+OWN_AHEAD = 2  # batches of a user's own samples
 GRAY = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Images (N, side, side, 3) uint8, labels (N,) int64 and weights (N,) float32, which are 0 for damaged images.
+    """Images (N, side, side, 3) uint8, labels (N,) int64 and weights (N,) float32, which are 0 for damaged images; or
+    inputs and targets of a user's own samples.
 
     `images` may be overwritten when the next batch is taken. `damaged` names the damaged images with their errors.
     """
 
-    images: Tensor
-    labels: Tensor
+    images: Any
+    labels: Any
     weights: Tensor
     damaged: tuple[str, ...]
 
@@ -120,6 +124,33 @@ def _read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: 
             out[k] = GRAY
             problems[k] = f"{images.name(i)}: {problem}"
     return problems
+
+
+def own_batch(samples: OwnSamples, numbers: Sequence[int]) -> Batch:
+    """The batch of these samples of a user."""
+    inputs, targets = samples.collated(numbers)
+    return Batch(images=inputs, labels=targets, weights=torch.ones(len(numbers)), damaged=())
+
+
+def own_batches(samples: OwnSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
+    """One batch for each share of a user's samples, in order. A thread on these CPUs makes the next one; what fails in
+    it is raised here."""
+
+    def bind() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=bind) as pool:
+        waiting: deque[Future[Batch]] = deque()
+        try:
+            for share in shares:
+                waiting.append(pool.submit(own_batch, samples, share.tolist()))
+                if len(waiting) > OWN_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def point_batches(points: Points, shares: Iterable[Indices]) -> Iterator[Batch]:

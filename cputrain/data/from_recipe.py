@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from affinity.errors import InputError
 from cputrain.data.formats.survey import Survey, survey
+from cputrain.recipe.phases import settings_at
 from cputrain.recipe.schema import Recipe
-from cputrain.recipe.schema.data import LINE, SYNTHETIC
+from cputrain.recipe.schema.data import LINE, OWN, SYNTHETIC
 
 if TYPE_CHECKING:  # numpy: not needed to count
     from cputrain.data.formats.dataset import Dataset
+    from cputrain.data.pixels.transform import Transform
 
 SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
 TRAIN_POINTS, VAL_POINTS = 100, 50
@@ -19,6 +21,10 @@ TRAIN_POINTS, VAL_POINTS = 100, 50
 def survey_recipe(recipe: Recipe) -> Survey:
     """Count the data of a recipe. Raises InputError that names what is missing or wrong."""
     data = recipe.data
+    if data.path == OWN:
+        raise InputError(
+            f"data.path={OWN}: the network and the samples are those of a script that calls cputrain.train: run it"
+        )
     if data.path == SYNTHETIC:
         classes = tuple(map(str, range(recipe.model.classes or SYNTHETIC_CLASSES)))
         return Survey(classes=classes, train=data.train_images or SYNTHETIC_IMAGES, val=0, kind=data.kind)
@@ -27,7 +33,7 @@ def survey_recipe(recipe: Recipe) -> Survey:
     if data.path is not None and data.prepare is not None and not Path(data.path).exists():
         command = data.prepare.replace("{path}", shlex.quote(data.path))
         raise InputError(f"data folder {data.path} does not exist: make it with `{command}`, or set data.path=DIR")
-    return survey(data.path)
+    return survey(data.path, val_fraction=data.val_fraction, label_column=data.label_column)
 
 
 def open_recipe_data(recipe: Recipe) -> "Dataset":
@@ -37,7 +43,8 @@ def open_recipe_data(recipe: Recipe) -> "Dataset":
     from cputrain.data.formats.open import open_dataset
 
     if not recipe.data.generated:
-        return open_dataset(recipe.data.path)
+        data = recipe.data
+        return open_dataset(data.path, val_fraction=data.val_fraction, label_column=data.label_column)
     counted, seed = survey_recipe(recipe), recipe.seed
     classes, counts = counted.classes, (counted.train, counted.val)
     if recipe.data.path == LINE:
@@ -46,3 +53,20 @@ def open_recipe_data(recipe: Recipe) -> "Dataset":
     largest = max([recipe.data.crop, *(phase.crop for phase in recipe.phases if phase.crop)])
     train, val = (SyntheticImages(count, len(classes), largest, seed) for count in counts)
     return Dataset(classes=classes, train=train, val=val)
+
+
+def training_transform(recipe: Recipe, epoch: int) -> "Transform":
+    """The crops and augmentation of the training images in an epoch."""
+    from cputrain.data.pixels.augment import Augmentation
+    from cputrain.data.pixels.transform import Transform
+
+    data, now = recipe.data, settings_at(recipe, epoch)
+    return Transform(
+        image_size=now.crop,
+        short_side=round(data.short_side * now.crop / data.crop),
+        crop=now.train_crop,
+        min_area=data.min_crop_area,
+        max_aspect=data.max_crop_aspect,
+        flip=data.flip,
+        augmentation=Augmentation(**data.augment.model_dump(exclude={"mixup", "cutmix"})),
+    )

@@ -35,9 +35,8 @@ from affinity.ranks.rank import discover
 from affinity.wording import counted
 from cputrain.data.batches import Batch, decoded_batches
 from cputrain.data.formats.block_reader import BlockReader, images_per_block
-from cputrain.data.formats.dataset import Dataset, Images, check_labels
+from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages, check_labels
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import Shards
 from cputrain.data.order.permutations import image_rng
 from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
@@ -84,6 +83,7 @@ class ImageLoader:
         *,
         batch_size: int,
         split: str = "train",
+        val_fraction: float | None = None,
         image_size: int = 224,
         shuffle: bool | None = None,
         drop_last: bool = True,
@@ -100,22 +100,22 @@ class ImageLoader:
         decoder: Literal["auto", "turbo", "pillow"] = "auto",
         on_error: Literal["skip", "raise"] = "skip",
     ) -> "ImageLoader":
-        """Open a split of a folder: train/CLASS/* and val/CLASS/*, TFRecords, or the output of `cputrain prepare`.
+        """Open a split of a folder: train/CLASS/* and val/CLASS/*, CLASS/*, Parquet, TFRecords, or prepared shards.
 
-        batch_size: images in a batch of this rank.
-        split: "train", "val" or "test".
-        image_size: side of the square images, in pixels.
+        batch_size, image_size: images in a batch of this rank, and their side in pixels. split: "train", "val", "test".
+        val_fraction: the share of the training images that is drawn for validation, the same for every seed.
+            None: the folder's own validation images, or 0.2 where it has none.
         shuffle: a new permutation each epoch, and equally many batches on all ranks; otherwise each image is used once,
             on one of the ranks, and the last batch may be smaller. None: shuffle the split "train".
-        drop_last: skip the images that do not fill the last batches of all ranks; otherwise an epoch has one batch
-            more, and all batches are a little smaller. Only with shuffle.
+        drop_last: skip images that do not fill the last batches of all ranks; otherwise an epoch has one batch more,
+            and all are a little smaller. Only with shuffle.
         augment: crops of random area, shape and place, half of them mirrored; otherwise center crops. None: as shuffle.
         transform: crop and augmentation in detail, instead of image_size and augment.
-        mean, std: of red, green and blue (0 to 1), for normalization.
+        mean, std: of red, green and blue (0 to 1).
         seed: of the order and of the crops; the same on all ranks.
         rank, world_size: None takes those of the launcher (torchrun, srun, mpirun, cputrain launch), else 0 of 1.
-        threads: how many decode. None: one for each loader CPU of the plan that bound this process, else one.
-        cpus: where they run. None: on those CPUs of the plan; empty, or without a plan: anywhere.
+        threads, cpus: how many decode, and where (empty: anywhere). None: one on each loader CPU of the plan that
+            bound this process; without a plan, one anywhere.
         block_mib: read shards in pieces of so many MiB, for parallel file systems; 0 reads image by image.
         decoder: "turbo" (libjpeg-turbo 3), "pillow", or "auto": turbo where it is available.
         on_error: "skip" removes damaged images from their batch and logs a warning; "raise" raises RunError.
@@ -123,16 +123,14 @@ class ImageLoader:
         Raises InputError where the folder, the split or an argument does not fit.
         """
         _check_sizes(batch_size, image_size)
-        dataset = _open_with_split(os.fspath(path), split)
+        env, dataset = os.environ, _open_with_split(os.fspath(path), split, val_fraction)
         shuffle = split == "train" if shuffle is None else shuffle
-        env, images = os.environ, dataset.splits[split]
-        ranks = _rank_of(rank, world_size, env)
         shuffling = _Shuffling(seed=seed, drop_last=drop_last, block_mib=block_mib) if shuffle else None
         planned_threads, planned_cpus = _planned(env)
         return cls(
             dataset,
             split,
-            sampler=_sampler(images, batch_size, *ranks, shuffling),
+            sampler=_sampler(dataset.splits[split], batch_size, *_rank_of(rank, world_size, env), shuffling),
             transform=transform or _transform(image_size, augment=shuffle if augment is None else augment),
             decode=choose_decoder(decoder, env)[0],
             normalize=choose_normalize(mean, std, decoder, env),
@@ -169,7 +167,7 @@ class ImageLoader:
         """The batches, as bytes, of the steps from `first` to before `stop` (None: to the end) of an epoch."""
         shares = self._sampler.batches(epoch, first, stop)
         images = self._images
-        if self._sampler.block_length and isinstance(images, Shards) and shares:
+        if self._sampler.block_length and isinstance(images, PiecewiseImages) and shares:
             images = BlockReader(images, self._sampler.block_length, np.concatenate(shares))
 
         def rng(image: int, stream: int) -> Random:
@@ -209,9 +207,9 @@ def _check_sizes(batch_size: int, image_size: int) -> None:
         raise InputError(f"batch_size={batch_size}, image_size={image_size}: both must be at least 1")
 
 
-def _open_with_split(path: str, split: str) -> Dataset:
+def _open_with_split(path: str, split: str, val_fraction: float | None) -> Dataset:
     """The data set of a folder. Raises InputError where it does not fit or has no such split."""
-    dataset = open_dataset(path)
+    dataset = open_dataset(path, val_fraction=val_fraction)
     check_labels(dataset)
     if split not in dataset.splits:
         raise InputError(f"{path} has no split {split!r}: use one of {', '.join(dataset.splits)}")

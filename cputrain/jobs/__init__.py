@@ -1,2 +1,5 @@
-"""Batch scripts for Slurm and PBS: what a job runs (`work`), the scheduler's directives (`directives`), the script made
-from templates (`script`), and its submission (`submit`, the only file here that starts a program)."""
+"""Jobs for a scheduler: batch scripts for Slurm and PBS, and manifests for Kubernetes.
+
+work.py is what a job runs, directives.py what a scheduler is told, script.py makes the script from templates, and
+submit.py submits it, the only file here that starts a program. kubernetes.py makes the manifests.
+"""

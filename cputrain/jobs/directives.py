@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from affinity.errors import InputError
+from mpi.supervise.signals import SAVE_S
 
 # No shell quoting protects these lines, so the allowed characters are listed in full.
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
@@ -15,7 +16,7 @@ TIME = {
     "pbs": re.compile("[0-9]{1,4}(?::[0-9]{2}){1,2}"),
 }
 SCHEDULERS = tuple(TIME)
-LIMIT_NOTICE_S = 120  # from the preemption signal to the time limit: state is saved, the job requeued
+LIMIT_NOTICE_S = round(SAVE_S) + 30  # from the preemption signal to the time limit: state is saved, the job requeued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

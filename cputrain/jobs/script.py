@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from affinity.errors import InputError
+from affinity.ranks.launcher_variables import ENV, PBS, PREFIXES, SLURM
 from cputrain.jobs.directives import Resources, directives
+from mpi.supervise.signals import SAVE_S
 
-SAVE_S = 90  # after the preemption signal, for the current step and the checkpoint; slower ranks are ended
 RUNTIMES = ("apptainer", "singularity", "podman", "docker")
-JOB_ID = {"slurm": "$SLURM_JOB_ID", "pbs": "${PBS_JOBID%%[!0-9]*}"}
+JOB_ID = {"slurm": f"${SLURM.job_variable}", "pbs": f"${{{PBS.job_variable}%%[!0-9]*}}"}
 ARRAY_ID = {"slurm": "$SLURM_ARRAY_TASK_ID", "pbs": "$PBS_ARRAY_INDEX"}
 PATH_KEYS = ("data.path", "model.weights")  # recipe keys whose values in a job array have to be mounted, too
 
@@ -112,7 +113,7 @@ def job_script(job: BatchJob, scheduler: str) -> str:
         job_id=JOB_ID[scheduler],
         array_id=ARRAY_ID[scheduler],
         delimiter=_delimiter,
-        save_s=SAVE_S,
+        save_s=round(SAVE_S),
     )
 
 
@@ -125,6 +126,9 @@ def container_script(container: Container, work: Training | Preparation | Comman
         image=image,
         work=work,
         may_outlive_rank=_may_outlive_rank(container),
+        job_id=f"${{{SLURM.job_variable}:-${{{PBS.job_variable}:-none}}}}",
+        launcher_variables=" | ".join(f"{prefix}*" for prefix in PREFIXES),
+        rank_variables=" | ".join(ENV.rank_names),
     )
 
 

@@ -19,6 +19,12 @@ from cputrain.launch.options import (
 )
 from cputrain.launch.recipe_request import check_local_batch, request_of
 from cputrain.recipe.loading import dump_recipe, load_recipe
+from cputrain.recipe.schema import Recipe
+
+PLANNED = (
+    *("threads", "inter_op", "comm_cores", "loader_cores"),
+    *("smt", "profile", "openmp", "allocator", "e_cores"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +87,14 @@ def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> Si
     )
 
 
+def in_job(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """A command as a job runs it: a .py file under the python that is first on PATH there."""
+    return ("python", *argv) if argv[0].endswith(".py") else argv
+
+
 def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[str, str]) -> SizedWork:
     """Any command, planned like `cputrain launch` plans it."""
+    argv = in_job(argv)
     base = Request(pin_threads=False)  # loader processes that a script starts must not share one PU
     ppn, cpus = _tasks_and_cpus(options, base, env)
     default = asdict(Request())
@@ -93,6 +105,20 @@ def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[s
     scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # not sh -c's
     name = Path(next(scripts, argv[0])).stem
     return SizedWork(work=Command(argv=argv, request=json.dumps(fields)), name=name, ppn=ppn, cpus=cpus)
+
+
+def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str, ...]:
+    """The options, and a recipe's plan where they say nothing, as options of `cputrain launch`; without --ppn."""
+    found = []
+    for name in PLANNED:
+        value = getattr(options, name)
+        if value is None and recipe is not None:
+            value = getattr(recipe.plan, name)
+        if value not in (None, "auto"):
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    if options.fabric != "auto":
+        found += ["--fabric", options.fabric]
+    return tuple(found)
 
 
 def _tasks_and_cpus(options: PlanningOptions, base: Request, env: Mapping[str, str]) -> tuple[int | None, int | None]:

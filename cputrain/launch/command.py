@@ -1,9 +1,10 @@
 """Any command under a plan: the job that starts it, or this process as one of its ranks."""
 
 import shutil
+import sys
 from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from affinity.errors import InputError
 from affinity.ranks.rendezvous import port_of
@@ -35,7 +36,7 @@ def command_job(
     """
     port = port_of(env)
     here = options.on_this_host
-    settings = () if here else network_of(options).settings
+    settings = () if here and options.pods == 1 else network_of(options).settings
     return Job(
         groups=cluster.groups,
         # By its path: Open MPI puts its own folder first on its ranks' PATH, and a Python may be there.
@@ -43,14 +44,22 @@ def command_job(
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,
         binder=options.bind,
-        master_addr=None if here else env.get("MASTER_ADDR") or None,
+        master_addr=None if here and options.pods == 1 else env.get("MASTER_ADDR") or None,
         master_port=free_port() if here and port is None else port,
         variables=tuple((name, env.get(name, value)) for name, value, _ in settings),
         verify=verify,
         allow_other_layout=allow_other_layout,
         keep_env=keep_env,
         plan_on_host=plan_on_host,
+        names_errors="cputrain" in [PurePath(word).name for word in command[:3]],  # or python -m cputrain
     )
+
+
+def program(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
+    """The command of the words behind launch's options: this Python runs a .py file and, with `module`, a module."""
+    if module:
+        return (sys.executable, "-m", *words)
+    return (sys.executable, *words) if words[0].endswith(".py") else words
 
 
 def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:

@@ -1,5 +1,6 @@
 """Which hosts a job has, from options, a hostfile or the batch job around this process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_n
 from mpi.hosts.nodelist import MAX_HOSTS, expand
 from mpi.launchers.launcher import InstalledLauncher
 
+SLOTS = re.compile("[1-9][0-9]{0,5}")
+
 
 def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
     """The hosts of --hosts or --hostfile, or placeholders for --nodes. Raises InputError where these contradict."""
@@ -21,7 +24,7 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     if hostfile is not None:
         listed = read_hostfile(hostfile)
     elif names is not None:
-        listed = HostList(hosts=tuple(Host(name=check_name(name, "--hosts")) for name in expand(names)), format="plain")
+        listed = HostList(hosts=tuple(map(_host, expand(names))), format="plain")
     elif nodes in (None, 1):
         listed = HostList(hosts=(Host(name="localhost"),), format="plain")
     else:
@@ -29,6 +32,14 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     if nodes not in (None, len(listed.hosts)):
         raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
     return listed
+
+
+def _host(text: str) -> Host:
+    """A host of --hosts: NAME, or NAME:SLOTS as mpirun and horovodrun have it."""
+    name, colon, slots = text.rpartition(":")
+    if colon and ":" not in name and SLOTS.fullmatch(slots):
+        return Host(name=check_name(name, "--hosts"), slots=int(slots))
+    return Host(name=check_name(text, "--hosts"))
 
 
 def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
@@ -45,8 +56,7 @@ def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | st
     each = slots.pop()
     if isinstance(ppn, int) and ppn != each:
         raise InputError(
-            f"ppn={ppn}, but the hostfile gives {hosts[0].name} {_slots(hosts[0])}: set ppn to {each} or change "
-            "the hostfile"
+            f"ppn={ppn}, but {hosts[0].name} has {_slots(hosts[0])}: set ppn to {each} or change the slots"
         )
     return each
 

@@ -12,15 +12,17 @@ from affinity.planner.plan import Plan
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.recipe_request import request_of
+from cputrain.launch.shortage import remedy
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
+from cputrain.runs.attempt import is_restarted, lock_name_in
 from cputrain.runs.folder import LOGS, PLAN, RECIPE, make_folder
+from cputrain.runs.lock import locked
 from cputrain.runs.resume import TrainingScale
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
+from mpi.supervise.exits import JobFailedError
 from mpi.supervise.local import run_local
-
-SAVE_S = 60.0  # from the first SIGINT or SIGTERM, for the current step and its checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +68,34 @@ def plan_recipe(recipe: Recipe, env: Mapping[str, str], *, images: int | None = 
     return plan_beside(request_of(recipe, images=images), env, share=recipe.plan.share)
 
 
-def train_here(planned: PlannedTraining, env: Mapping[str, str], *, resume: bool, overwrite: bool, verify: bool) -> int:
+def train_here(
+    planned: PlannedTraining,
+    env: Mapping[str, str],
+    *,
+    resume: bool,
+    overwrite: bool,
+    verify: bool,
+    quiet: bool = False,
+) -> int:
     """Train to the end, in a folder that `check_folder` allows; returns the exit status.
 
-    Raises RunError naming the rank that failed.
+    Raises JobFailedError naming the rank that failed, and where memory was short, a batch that fits.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    make_folder(recipe, planned.plan, overwrite=overwrite)
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
-    flags = (*(("--resume",) if resume else ()), *(() if verify else ("--no-verify",)))
+    given = {"--resume": resume, "--no-verify": not verify, "--quiet": quiet}
+    flags = tuple(flag for flag, wanted in given.items() if wanted)
     command = (sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags)
-    return run_local(local_job(planned.plan, command, folder, verify=verify, plain_rank=0), env, save_s=SAVE_S)
+    try:
+        with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
+            make_folder(recipe, planned.plan, overwrite=overwrite)
+            job = local_job(planned.plan, command, folder, verify=verify, plain_rank=0)
+            return run_local(job, env, save_first=True)
+    except JobFailedError as error:
+        if error.shortage is None:
+            raise
+        advice = remedy(recipe, ppn=planned.ppn, nodes=1, shortage=error.shortage)
+        raise JobFailedError(f"{error}\n{advice}", shortage=error.shortage) from None
 
 
 def local_job(
@@ -93,4 +112,5 @@ def local_job(
         log_dir=folder / LOGS,
         verify=verify,
         plain_rank=plain_rank,
+        names_errors=True,
     )

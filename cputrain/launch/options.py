@@ -7,9 +7,11 @@ from typing import Any
 from affinity.errors import InputError, RequestError
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
 from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.records import read_measured
 from affinity.planner.runtime import Runtime
 from affinity.planner.this_machine import plan_this_machine
 from affinity.topology.catalog import find_machine
+from affinity.topology.cpuset import format_list
 from mpi.fabric import Fabric, Setting, fabric_between
 from mpi.hosts.groups import Cluster, one_group, plan_cluster
 from mpi.launchers.detect import find_launcher, newest_version, without_path
@@ -17,7 +19,10 @@ from mpi.launchers.intelmpi import INTEL_MPI
 from mpi.launchers.launcher import InstalledLauncher
 
 NUMBERS_OR_AUTO = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")
-REQUEST_FIELDS = ("profile", "openmp", "oversubscribe", "balance", "local_batch", "link_gbit")
+REQUEST_FIELDS = (
+    *("profile", "openmp", "allocator", "cores", "e_cores", "oversubscribe", "balance"),
+    *("local_batch", "link_gbit"),
+)
 THIS_MACHINE, THIS_HOST = "this", ("localhost",)
 
 
@@ -26,7 +31,8 @@ class PlanningOptions:
     """What a user requests of a plan; None: the recipe or the planner's rules decide.
 
     `real_hosts`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list
-    was written. `groups`: the hosts and the machine of each group, where hosts differ.
+    was written. `groups`: the hosts and the machine of each group, where hosts differ. `pods`: this host is one of so
+    many.
     """
 
     machine: str
@@ -39,6 +45,9 @@ class PlanningOptions:
     smt: str | None
     profile: str | None
     openmp: str | None
+    allocator: str | None
+    cores: tuple[int, ...] | None
+    e_cores: str | None
     oversubscribe: bool | None
     share: bool
     balance: str | None
@@ -50,6 +59,7 @@ class PlanningOptions:
     real_hosts: bool
     hostfile_format: str
     groups: tuple[tuple[tuple[str, ...], str], ...] = ()
+    pods: int = 1
 
     @property
     def on_this_host(self) -> bool:
@@ -59,14 +69,16 @@ class PlanningOptions:
     @property
     def recipe_settings(self) -> tuple[str, ...]:
         """The options as settings of a recipe, for a plan that is made later: "plan.threads=4"."""
-        names = ("threads", "inter_op", "comm_cores", "loader_cores", "smt", "profile", "openmp", "balance")
-        return tuple(f"plan.{name}={value}" for name in names if (value := getattr(self, name)) is not None)
+        numbers = ("threads", "inter_op", "comm_cores", "loader_cores")
+        names = (*numbers, "smt", "profile", "openmp", "allocator", "e_cores", "balance")
+        given = tuple(f"plan.{name}={value}" for name in names if (value := getattr(self, name)) is not None)
+        return given if self.cores is None else (*given, f"plan.cores={format_list(self.cores)}")
 
 
 def network_of(options: PlanningOptions) -> Fabric:
     """The fabric between the hosts: as requested, or this host's own; for another machine that of the published run."""
     elsewhere = None if options.machine == THIS_MACHINE else "opa"
-    return fabric_between(len(options.hosts), options.fabric, elsewhere=elsewhere)
+    return fabric_between(len(options.hosts) * options.pods, options.fabric, elsewhere=elsewhere)
 
 
 def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
@@ -76,7 +88,7 @@ def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
 
 def request_of_options(options: PlanningOptions, base: Request) -> Request:
     """The options over `base`, which is a recipe's request or the default one."""
-    changes: dict[str, Any] = {"nodes": len(options.hosts), "link_gbit": network_of(options).link_gbit}
+    changes: dict[str, Any] = {"nodes": len(options.hosts) * options.pods, "link_gbit": network_of(options).link_gbit}
     changes |= {name: value for name in REQUEST_FIELDS if (value := getattr(options, name)) is not None}
     for name in NUMBERS_OR_AUTO:
         value = getattr(options, name)
@@ -100,7 +112,8 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
     if options.machine == THIS_MACHINE:
         return plan_this_machine(request, env, command)
     # The other machine's libraries cannot be inspected here; its ranks run this same Python, with torch's libgomp.
-    return plan_machine(find_machine(options.machine), request, Runtime())
+    machine = find_machine(options.machine)
+    return plan_machine(machine, request, Runtime(), read_measured(machine, request, env))
 
 
 def plan_hosts(
@@ -127,3 +140,15 @@ def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> Instal
         return without_path(find_launcher(requested, env))
     except InputError:
         return newest_version(INTEL_MPI.name if requested == "auto" else requested)
+
+
+def assumed(options: PlanningOptions, launcher: InstalledLauncher) -> str:
+    """What a job that is only planned takes for granted, and what to give instead; "" where nothing is."""
+    said = []
+    if len(options.hosts) > 1 and not options.real_hosts:
+        said.append(f"hosts named {options.hosts[0]} to {options.hosts[-1]} (--hosts or --hostfile gives others)")
+    if options.launcher == "auto" and launcher == newest_version(launcher.launcher.name):
+        said.append(f"{launcher.launcher.title} (--launcher gives another)")
+    if len(options.hosts) > 1 and options.fabric == "auto" and options.machine != THIS_MACHINE:
+        said.append(f"fabric {network_of(options).name} (--fabric gives another)")
+    return f"assumed: {', '.join(said)}" if said else ""

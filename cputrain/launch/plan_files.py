@@ -12,7 +12,7 @@ from affinity.views.svg import plan_to_svg
 from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.hosts import check_binder, uses_launcher
-from cputrain.launch.options import THIS_MACHINE, PlanningOptions, planned_launcher
+from cputrain.launch.options import THIS_MACHINE, PlanningOptions, assumed, planned_launcher
 from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job, bound_command
@@ -55,7 +55,8 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
         return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""
     made = launch_command(job, launcher, bound_command(job), Path())
     files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
-    return shell_line(made), f"--write DIR writes {files} and a launch.sh with this command"
+    written = f"--write DIR writes {files} and a launch.sh with this command"
+    return shell_line(made), "; ".join(filter(None, (assumed(options, launcher), written)))
 
 
 def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> PlanFiles:

@@ -28,10 +28,12 @@ def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool
     assert worker is not None
     if check:
         verify(worker)
+    # Where a connection is lost, torch warns with stacks of its C++, several for each rank; the error is reported, too.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
     return worker, observe()
 
 
-def run_rank(rank: Rank, work: Callable[[], None]) -> None:
+def run_rank(rank: Rank, work: Callable[[], object]) -> None:
     """Do a rank's work; end the process at once where that fails.
 
     Without any cleanup: threads of its libraries may hang in a collective for good. And other ranks, which lose their

@@ -2,6 +2,7 @@
 
 from affinity.errors import InputError
 from affinity.planner.plan import Request
+from affinity.topology.cpuset import parse_list
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.schema import BatchSection, Recipe
 
@@ -23,6 +24,9 @@ def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Req
         nodes=nodes,
         profile=section.profile,
         openmp=section.openmp,
+        allocator=section.allocator,
+        cores=() if section.cores == "all" else parse_list(section.cores),
+        e_cores=section.e_cores,
         oversubscribe=section.oversubscribe,
         balance=section.balance,
         local_batch=recipe.batch.local,

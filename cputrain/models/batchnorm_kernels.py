@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from affinity.errors import RunError
-from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
+from affinity.filesystem import cache_folder
+from cputrain.native_build import NativeExtension, ensure_compiled
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = tuple(
@@ -34,7 +35,7 @@ class _Images(ctypes.Structure):
         return cls(rows, channels, images.dtype == torch.bfloat16, torch.get_num_threads())
 
 
-class Layer(ctypes.Structure):
+class NormLayer(ctypes.Structure):
     """A layer's parameters, the statistics that it normalizes by (mean and variance, float64) and whether ReLU follows.
 
     The tensors must live as long as this.
@@ -43,7 +44,7 @@ class Layer(ctypes.Structure):
     _fields_ = (("statistics", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("eps", c_double), ("relu", c_int))
 
     @classmethod
-    def of(cls, statistics: Tensor, weight: Tensor, bias: Tensor, eps: float, *, relu: bool) -> "Layer":
+    def of(cls, statistics: Tensor, weight: Tensor, bias: Tensor, eps: float, *, relu: bool) -> "NormLayer":
         """The layer of statistics (2, C) float64, weight and bias (C,) float32."""
         return cls(statistics.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps, relu)
 
@@ -54,7 +55,7 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         self.path = path
         native = ctypes.CDLL(str(path))
-        images, layer = POINTER(_Images), POINTER(Layer)
+        images, layer = POINTER(_Images), POINTER(NormLayer)
 
         def function(name: str, *arguments: Any) -> Any:
             found = getattr(native, f"batchnorm_{name}")
@@ -88,13 +89,19 @@ class Kernels:
         pointers = mean.data_ptr(), variance.data_ptr()
         self._update_running(parts, channels, statistics.data_ptr(), values, momentum, *pointers)
 
-    def forward(self, layer: Layer, images: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    def forward(self, layer: NormLayer, images: Tensor, residual: Tensor | None, out: Tensor) -> None:
         """Write the normalized images plus the residual, through ReLU where it follows, to out."""
         added = None if residual is None else residual.data_ptr()
         self._forward(byref(_Images.of(images)), byref(layer), images.data_ptr(), added, out.data_ptr())
 
     def gradient_sums(
-        self, layer: Layer, gradient: Tensor, images: Tensor, outputs: Tensor | None, before: Tensor | None, out: Tensor
+        self,
+        layer: NormLayer,
+        gradient: Tensor,
+        images: Tensor,
+        outputs: Tensor | None,
+        before: Tensor | None,
+        out: Tensor,
     ) -> None:
         """Write the sums of the gradient before ReLU, and of its product with (x - mean), to out, (2, C) float64.
 
@@ -104,7 +111,7 @@ class Kernels:
         self._gradient_sums(byref(_Images.of(images)), byref(layer), *at)
 
     def input_gradient(
-        self, layer: Layer, gradient: Tensor, images: Tensor, sums: Tensor | None, count: float, out: Tensor
+        self, layer: NormLayer, gradient: Tensor, images: Tensor, sums: Tensor | None, count: float, out: Tensor
     ) -> None:
         """Write the images' gradient to out; `sums` over `count` values, None for statistics that are constants."""
         totals = None if sums is None else sums.data_ptr()

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
-from cputrain.models.batchnorm_kernels import DTYPES, Kernels, Layer
+from cputrain.models.batchnorm_kernels import DTYPES, Kernels, NormLayer
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
@@ -34,7 +34,7 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
         if residual is not None:
             residual = residual.to(images.dtype).contiguous(memory_format=torch.channels_last)
         batch = self.training and not self.constant
-        options = Options(
+        options = NormOptions(
             kernels=self.kernels,
             eps=self.eps,
             relu=self.relu,
@@ -97,7 +97,7 @@ FUSED: dict[type[nn.BatchNorm2d], type[FusedBatchNorm2d]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class NormOptions:
     """How a layer normalizes: in so many ghost batches, by its own statistics or those of all ranks."""
 
     kernels: Kernels
@@ -118,7 +118,7 @@ class _FusedBatchNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         fixed: tuple[Tensor, Tensor] | None,
-        options: Options,
+        options: NormOptions,
     ) -> tuple[Tensor, Tensor, list[float]]:
         """The outputs; mean and variance (ghosts, 2, C) in float64, and of how many values a channel each.
 
@@ -137,7 +137,7 @@ class _FusedBatchNorm(torch.autograd.Function):
             if options.all_ranks:
                 counts = [_over_all_ranks(statistics[0], counts[0])]
         for part, added, out, own in zip(*_split(options.ghosts, images, residual, outputs), statistics, strict=True):
-            layer = Layer.of(own, weight, bias, options.eps, relu=options.relu)
+            layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
             kernels.forward(layer, part, added, out)
         ctx.options, ctx.counts, ctx.has_residual = options, counts, residual is not None
         # With a residual, only the outputs tell which values ReLU has cut. The next convolution keeps them anyway.
@@ -152,7 +152,7 @@ class _FusedBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; means over all ranks with sync."""
         images, outputs, weight, bias, statistics = ctx.saved_tensors
-        options: Options = ctx.options
+        options: NormOptions = ctx.options
         kernels, ghosts, constant = options.kernels, options.ghosts, not ctx.counts
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         before = torch.empty_like(gradient) if outputs is not None else None
@@ -160,7 +160,7 @@ class _FusedBatchNorm(torch.autograd.Function):
         for part, given, out, left, own, total in zip(
             *_split(ghosts, images, gradient, outputs, before), statistics, sums, strict=True
         ):
-            layer = Layer.of(own, weight, bias, options.eps, relu=options.relu)
+            layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
             kernels.gradient_sums(layer, given, part, out, left, total)
         weight_gradient, bias_gradient = torch.empty_like(weight), torch.empty_like(bias)
         kernels.parameter_gradients(statistics, options.eps, sums, weight_gradient, bias_gradient)
@@ -173,7 +173,7 @@ class _FusedBatchNorm(torch.autograd.Function):
             for i, (part, given, out, own, total) in enumerate(
                 zip(*_split(ghosts, images, masked, input_gradient), statistics, sums, strict=True)
             ):
-                layer = Layer.of(own, weight, bias, options.eps, relu=relu)
+                layer = NormLayer.of(own, weight, bias, options.eps, relu=relu)
                 count = 1.0 if constant else ctx.counts[i]
                 kernels.input_gradient(layer, given, part, None if constant else total, count, out)
         left_over = (before if before is not None else gradient) if ctx.has_residual else None

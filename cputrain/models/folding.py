@@ -34,6 +34,8 @@ def fold_batchnorms(network: nn.Module) -> nn.Module:
     made = fx.GraphModule(network, graph)
     for name, layer in folded.items():
         made.set_submodule(name, layer)
+    # Without this cycle the folded weights go with the network's last use, not with a garbage collection at some time.
+    made.graph.owning_module = None
     return made.eval()
 
 
@@ -55,11 +57,13 @@ class _Tracer(fx.Tracer):
 class FoldedConv2d(nn.Module):
     """A convolution with the scale and shift of the batch-norm after it, a residual and ReLU, in one call of oneDNN.
 
-    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta.
+    w' = w gamma / sqrt(variance + eps), b' = (b - mean) gamma / sqrt(variance + eps) + beta. The first images decide
+    the order in which oneDNN keeps the weights; from then on none are reordered.
     """
 
     weight: Tensor
     bias: Tensor
+    packed = False
 
     @torch.no_grad()
     def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d) -> None:
@@ -75,8 +79,14 @@ class FoldedConv2d(nn.Module):
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
+        if not self.packed:
+            pack: Any = torch.ops.mkldnn._reorder_convolution_weight
+            self.weight, self.packed = pack(self.weight, *self.options, list(images.shape)), True
         operators = torch.ops.mkldnn._convolution_pointwise
         layer: Any = (self.weight, self.bias, *self.options)
+        if residual is not None and residual.shape[2:].numel() == 1:  # torch 2.8's binary call refuses single pixels
+            added = cast(Tensor, operators.default(images, *layer, "none", [], "")) + residual
+            return added.relu_() if self.relu else added
         if residual is None:
             activation = "relu" if self.relu else "none"
             return cast(Tensor, operators.default(images, *layer, activation, [], ""))

@@ -40,7 +40,7 @@ def _unreadable(path: Path, error: Exception) -> str:
         return f"{path} asks to run code ({code[1]}), which was not done: name a file from a source that you trust"
     if isinstance(error, OSError):
         return f"cannot read {path}: {error.strerror}"
-    return f"{path} is no file of weights, or damaged: name a checkpoint, a safetensors file or a state dict"
+    return f"{path} is not a file of weights, or is damaged: name a checkpoint, a safetensors file or a state dict"
 
 
 def load_initial_weights(model: nn.Module, path: Path) -> list[str]:

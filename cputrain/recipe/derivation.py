@@ -81,6 +81,11 @@ def derive(recipe: Recipe, *, ppn: int, nodes: int, images: int) -> TrainingSize
     )
 
 
+def images_per_step(batch: BatchSection, workers: int) -> int:
+    """The global batch of so many workers."""
+    return _step(batch, workers)[0]
+
+
 def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
     """Images per step, and gradient accumulation steps."""
     if batch.global_ is None:
@@ -90,13 +95,18 @@ def _step(batch: BatchSection, workers: int) -> tuple[int, int]:
             f"batch.global={batch.global_} leaves some of {workers} workers without an image: set batch.global to "
             f"{workers} or more, or use fewer workers"
         )
-    accumulation_steps = ceil(batch.global_ / (workers * batch.local))
+    accumulation_steps = passes_per_step(batch, workers)
     if batch.global_ // workers < accumulation_steps:  # only where batch.local is 1
         raise InputError(
             f"batch.global={batch.global_} does not divide into backward passes of batch.local=1 image on {workers} "
             "workers: set batch.local to 2 or more"
         )
     return batch.global_, accumulation_steps
+
+
+def passes_per_step(batch: BatchSection, workers: int) -> int:
+    """Backward passes of each of this number of workers in a step."""
+    return batch.accumulation if batch.global_ is None else ceil(batch.global_ / (workers * batch.local))
 
 
 def largest_local_batch(batch: BatchSection, workers: int) -> int:

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from affinity.wording import first_sentence
 from cputrain.recipe.schema import Recipe
 from cputrain.recipe.schema.base import Section
 
@@ -29,12 +30,21 @@ OTHER_NAMES = {
     "arch": ("model.name",),
     "network": ("model.name",),
     "dataset": ("data.path",),
+    "data": ("data.path",),
     "data_dir": ("data.path",),
+    "data_path": ("data.path",),
     "drop_last": ("data.last_batch",),
     "bucket_cap_mb": ("comm.bucket_mib",),
     "num_epochs": ("epochs",),
-    "num_workers": ("plan.ppn",),
-    "workers": ("plan.ppn",),
+    "num_train_epochs": ("epochs",),
+    "num_workers": ("plan.ppn", "plan.loader_cores"),
+    "nproc_per_node": ("plan.ppn",),
+    "gpus": ("plan.ppn",),
+    "bs": ("batch.local", "batch.global"),
+    "per_device_train_batch_size": ("batch.local",),
+    "log_dir": ("output",),
+    "output_dir": ("output",),
+    "workers": ("plan.ppn", "plan.loader_cores"),
     "warmup": ("schedule.warmup_epochs",),
 }
 
@@ -120,5 +130,4 @@ def similar_keys(keys: Keys, value: Any) -> list[str]:
 def describe_key(keys: Keys) -> str:
     """The first sentence of a key's description, without its period; "" where it has none."""
     field = field_at(keys)
-    text = " ".join(((field.description if field else None) or "").split())
-    return text.partition(". ")[0].removesuffix(".").partition("; ")[0]
+    return first_sentence((field.description if field else None) or "").partition("; ")[0]

@@ -1,8 +1,11 @@
 """Reading recipes from files and key=value settings, and writing them."""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain, islice
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from cputrain.recipe.schema import Recipe
 from cputrain.recipe.yaml_text import MOST_BYTES, compose, setting_value, value_of
 
 RECIPES = shipped(Path(__file__).parents[1], "recipes")
+MOST_LOOKED_AT = 10_000  # files of a folder, for images
 
 # Keys of a file that belong to another key's value there: a setting that replaces only that value drops them. Dependent
 # key -> the other key, and whether its new value makes the dependent key meaningless.
@@ -80,17 +84,48 @@ def _drop_dependent_keys(values: dict[str, Any], settings: Mapping[Keys, str]) -
 
 
 def find_recipe(spec: str) -> Path:
-    """A recipe's file, by path or by shipped name. Raises InputError with the nearest names."""
+    """A recipe's file, by shipped name or by path. Raises InputError with the nearest names."""
+    if spec in recipe_names():
+        return RECIPES / f"{spec}.yaml"
+    if not spec:
+        raise InputError("recipe '' is empty: give an existing file, or a name that cputrain recipes lists")
     path = Path(spec)
-    if path.suffix in (".yaml", ".yml") or "/" in spec:
-        if not path.is_file():
-            names = ", ".join(recipe_names())
-            raise InputError(f"recipe file {spec} not found: give an existing file, or one of the names {names}")
+    named_as_file = path.suffix in (".yaml", ".yml") or "/" in spec
+    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    if named_as_file and os.path.isfile(path) and path.suffix != ".py":  # noqa: PTH113
         return path
-    if spec not in recipe_names():
-        near = get_close_matches(spec, recipe_names(), n=3, cutoff=0.3) or recipe_names()
-        raise InputError(f"unknown recipe {spec!r}: the nearest names are {', '.join(near)}; or give a .yaml file")
-    return RECIPES / f"{spec}.yaml"
+    if path.suffix == ".py":
+        raise InputError(f"{spec} is a Python script, not a recipe: cputrain launch {spec} starts it with a plan")
+    if os.path.isdir(path):  # noqa: PTH112
+        raise InputError(f"{spec} is {_folder_of(path)}")
+    if named_as_file:
+        raise InputError(f"recipe file {spec} not found: give an existing file, or a name that cputrain recipes lists")
+    raise InputError(f"unknown recipe {shortened(spec)!r}: {nearest_recipes(spec)}; or give a .yaml file")
+
+
+def _folder_of(path: Path) -> str:
+    """What a folder is that was given for a recipe, and what to do with it."""
+    from cputrain.checkpoints.manifest import is_checkpoint
+
+    if (path / "recipe.yaml").is_file():
+        return f"the folder of a run: give its recipe, {path / 'recipe.yaml'}"
+    of_run = os.path.normpath(path / "../../recipe.yaml")
+    if is_checkpoint(path) and Path(of_run).is_file():
+        return f"a checkpoint: give the recipe of its run, {of_run}"
+    if is_checkpoint(path):
+        return "a checkpoint, not a recipe: cputrain eval, predict and export take it"
+    files = islice(chain(path.glob("*/*"), path.glob("train/*/*")), MOST_LOOKED_AT)
+    if any((guess_type(file.name)[0] or "").startswith("image/") for file in files):
+        return f"a folder, not a recipe: cputrain train imagefolder data.path={path} trains on the images in it"
+    return "a folder, not a recipe: cputrain recipes lists those included"
+
+
+def nearest_recipes(name: str) -> str:
+    """The shipped names that resemble or contain a name, and what lists all."""
+    names = recipe_names()
+    near = get_close_matches(name, names, n=3, cutoff=0.5) or [each for each in names if name.lower() in each][:3]
+    listed = "cputrain recipes lists all of them"
+    return f"the nearest names are {', '.join(near)}; {listed}" if near else listed
 
 
 def recipe_names() -> list[str]:

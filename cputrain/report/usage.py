@@ -47,9 +47,10 @@ def read_usage(run: Path) -> Usage | None:
 
 def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
     """The planned worker of each rank, without hosts that ran another number of ranks than planned."""
-    if not path.is_file():
+    try:
+        data = read_json(path)
+    except InputError:  # absent, or damaged
         return {}
-    data = read_json(path)
     found: dict[int, WorkerPlan] = {}
     for host in sorted(set(host_of.values())):
         ranks = sorted(rank for rank, where in host_of.items() if where == host)

@@ -5,7 +5,7 @@ from statistics import mean
 
 from matplotlib import pyplot as plt
 
-from cputrain.report.curves import figure_svg
+from cputrain.report.figure import figure_svg
 from cputrain.reproduce.large_batch import HOLDS, LOSES, BatchResults
 
 MARKS = {"momentum": "o", "lars": "s"}

@@ -55,7 +55,7 @@ class Experiment(Section):
         return published
 
 
-class Table(Section):
+class PublishedTable(Section):
     """A table, figure or passage of a document, with the values that its experiments share."""
 
     title: str
@@ -69,7 +69,7 @@ class Document(Section):
     """A reference document's tables."""
 
     document: str
-    tables: tuple[Table, ...]
+    tables: tuple[PublishedTable, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def published_tables(documents: Sequence[str]) -> Iterator[ExperimentComparison]
                 yield _compared(document.document, table, experiment)
 
 
-def _compared(document: str, table: Table, experiment: Experiment) -> ExperimentComparison:
+def _compared(document: str, table: PublishedTable, experiment: Experiment) -> ExperimentComparison:
     command = " ".join(filter(None, (experiment.recipe or table.recipe, experiment.settings)))
     name, *settings = command.split() or [""]
     recipe = load_recipe(name, settings) if name else None

@@ -2,46 +2,74 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
+from pydantic_core import from_json
+from typing_extensions import NotRequired
+from typing_extensions import TypedDict as Fields
 
+MORE = ConfigDict(extra="allow", strict=True)  # fields of a later version are kept
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Maybe = Number | None
+Time = Annotated[float, Field(strict=True, ge=0, lt=250_000_000_000)]  # Unix seconds, before the year 9892
 
 
-class _Event(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+@with_config(MORE)
+class _Event(Fields):
     event: str
-    time: Number
+    time: Time
+    monotonic_s: NotRequired[Time]
 
 
-class _Binding(BaseModel):
+@with_config(MORE)
+class _Binding(Fields):
     rank: Count
     host: str
     planned_pus: list[Count]
     pus: list[Count]
     memory_policy: str
-    thread_pus: list[list[Count]] = []
+    thread_pus: NotRequired[list[list[Count]]]
 
 
+@with_config(MORE)
 class _Start(_Event):
     bindings: list[_Binding]
-    data: str = ""
-    workers: Count = 0
-    global_batch: Count = 0
-    train_images: Count = 0
-    classes: Count = 0
+    data: NotRequired[str]
+    workers: NotRequired[Count]
+    global_batch: NotRequired[Count]
+    last_step: NotRequired[Count]
+    steps_per_epoch: NotRequired[Count]
+    train_images: NotRequired[Count]
+    classes: NotRequired[Count]
 
 
+@with_config(MORE)
 class _Step(_Event):
     step: Count
     epoch: Number
     loss: Maybe
     rate: Number
     images_per_s: Number
+    data_wait_s: NotRequired[Number]
+    comm_wait_s: NotRequired[Number]
 
 
+@with_config(MORE)
+class _Ranks(_Event):
+    step: Count
+    steps: Count
+    seconds: list[Number]
+    data_wait_s: list[Number]
+    comm_wait_s: list[Number]
+
+
+def _one_value_for_each_rank(record: _Ranks) -> _Ranks:
+    if not len(record["seconds"]) == len(record["data_wait_s"]) == len(record["comm_wait_s"]):
+        raise ValueError("lists of different lengths")
+    return record
+
+
+@with_config(MORE)
 class _Epoch(_Event):
     step: Count
     epoch: Number
@@ -54,7 +82,8 @@ class _Epoch(_Event):
     images_per_s: Number
 
 
-class _Layer(BaseModel):
+@with_config(MORE)
+class _Layer(Fields):
     layer: str
     weights: Maybe
     gradients: Maybe
@@ -62,53 +91,68 @@ class _Layer(BaseModel):
     trust: Maybe
 
 
+@with_config(MORE)
 class _Ratios(_Event):
     step: Count
     rate: Number
     layers: list[_Layer]
 
 
+@with_config(MORE)
 class _Warning(_Event):
     what: str
-    images: list[str] = []
+    step: NotRequired[Count]
+    images: NotRequired[list[str]]
 
 
+@with_config(MORE)
 class _Checkpoint(_Event):
     step: Count
 
 
+@with_config(MORE)
 class _End(_Event):
     status: str
     steps: Count
     images: Count
     top1: Maybe
     top5: Maybe
-    val_loss: Maybe = None
-    test_top1: Maybe = None
-    test_top5: Maybe = None
+    val_loss: NotRequired[Maybe]
+    test_top1: NotRequired[Maybe]
+    test_top5: NotRequired[Maybe]
     time_to_train_s: Number
-    wall_time_s: Number = 0.0
-    trained_until: Number = 0.0
+    wall_time_s: NotRequired[Number]
+    trained_until: NotRequired[Time]
+    trained_until_monotonic_s: NotRequired[Time]
 
 
-TYPES: dict[str, type[_Event]] = {
+TYPES: dict[str, Any] = {
     "start": _Start,
     "step": _Step,
+    "ranks": Annotated[_Ranks, AfterValidator(_one_value_for_each_rank)],
     "epoch": _Epoch,
     "ratios": _Ratios,
     "warning": _Warning,
     "checkpoint": _Checkpoint,
     "end": _End,
 }
+OF_ANY_NAME = TypeAdapter(_Event).validator
+VALIDATORS = {name: TypeAdapter(fields).validator for name, fields in TYPES.items()}
+STEP, READ_STEP = b'{"event": "step",', VALIDATORS["step"].validate_json
 
 
-def is_event(value: Any) -> bool:
-    """Whether a line's JSON is an event with all that its readers rely on; an event of another name needs a time."""
-    if not isinstance(value, dict):
-        return False
-    name = value.get("event")
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line, None for a line that is none; an event of another name needs a time.
+
+    Logs have a million steps: their lines are parsed and checked at once.
+    """
     try:
-        (TYPES.get(name, _Event) if isinstance(name, str) else _Event).model_validate(value)
-    except ValidationError:
-        return False
-    return True
+        if line.startswith(STEP):
+            step: dict[str, Any] = READ_STEP(line)
+            return step if step["event"] == "step" else None  # a line may name two
+        value = from_json(line)
+        name = value.get("event") if isinstance(value, dict) else None
+    except ValueError:  # a ValidationError is one
+        return None
+    validator = VALIDATORS.get(name, OF_ANY_NAME) if isinstance(name, str) else OF_ANY_NAME
+    return value if validator.isinstance_python(value) else None

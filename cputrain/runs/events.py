@@ -1,17 +1,17 @@
 """events.jsonl, the log of a run: one JSON object per line."""
 
-import errno
 import json
 import math
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from cputrain.runs.event_types import is_event
+from cputrain.files import write_whole
+from cputrain.runs.event_types import read_event
 
 FILE = "events.jsonl"
 MOST_BYTES = 64 << 20  # of a line: the start of 10,000 ranks has less
@@ -28,10 +28,24 @@ class TimeSpent:
     starts: int
 
 
+def moment() -> dict[str, float]:
+    """Now, as an event has it: Unix seconds, and seconds of this host's clock that nobody sets, for differences within
+    one start."""
+    return {"time": round(time.time(), 3), "monotonic_s": round(time.monotonic(), 3)}
+
+
+def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
+    """Seconds between two moments, or events, of one start. Logs without the clock that nobody sets have Unix seconds
+    alone."""
+    first, last = before.get("monotonic_s"), after.get("monotonic_s")
+    passed: float = after["time"] - before["time"] if first is None or last is None else last - first
+    return max(passed, 0.0)
+
+
 class EventLog(Protocol):
     """A log that takes a run's events."""
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: Any) -> object:
         """Append an event with its fields."""
 
 
@@ -52,15 +66,14 @@ class Events:
         text = self._file.read()
         self._file.truncate(text.rfind(b"\n") + 1)  # drop an incomplete last line, which would spoil the next one
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Append {"event": event, "time": unix seconds, ...}; JSON has no NaN or infinity, those become null."""
+    def write(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Append {"event": event, "time": unix seconds, "monotonic_s": seconds, ...}, and return it; JSON has no NaN or
+        infinity, those become null."""
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
-        line = f"{json.dumps({'event': event, 'time': round(time.time(), 3), **known})}\n".encode()
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would fail like this
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        written = {"event": event, **moment(), **known}
+        line = f"{json.dumps(written)}\n".encode()
+        write_whole(self._file, line, self._path)
+        return written
 
     def __enter__(self) -> "Events":
         return self
@@ -71,14 +84,44 @@ class Events:
         self._file.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """A run's events as written, oldest first, and the number of damaged lines between them."""
+
+    written: tuple[dict[str, Any], ...]
+    damaged: int
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events without those of steps that a resumed run has repeated."""
+        return without_repeated(self.written)
+
+    @property
+    def spent(self) -> TimeSpent:
+        """The time that the run has taken until its last event."""
+        return time_of(self.written)
+
+
+def read_log(folder: Path) -> Log:
+    """A run's log, read once; empty where the folder has none."""
+    lines = list(_lines(folder))
+    written = tuple(event for event in lines if event is not None)
+    return Log(written=written, damaged=len(lines) - len(written))
+
+
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """A run's events, oldest first; none where the folder has no log.
 
     Left out: damaged lines, and events from steps that a resumed run has repeated.
     """
+    return without_repeated(written_events(folder))
+
+
+def without_repeated(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events without those of steps that were done again after them."""
     events: list[dict[str, Any]] = []
     last = 0
-    for event in written_events(folder):
+    for event in written:
         if event["event"] == "step":
             if event["step"] <= last:
                 events = [earlier for earlier in events if _step_of(earlier) < event["step"]]
@@ -92,37 +135,51 @@ def _step_of(event: dict[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def time_spent(folder: Path, now: float | None = None) -> TimeSpent:
+def time_spent(folder: Path, now: Mapping[str, float] | None = None) -> TimeSpent:
     """The time that a run has taken so far, with repeated steps.
 
-    The last start counts until `now` (unix seconds), or, without `now`, until its last event.
+    The last start counts until the moment `now`, or, without `now`, until its last event.
     """
-    spans: list[tuple[float, float]] = []
-    for event in written_events(folder):
+    return time_of(written_events(folder), now)
+
+
+def time_of(written: Iterable[dict[str, Any]], now: Mapping[str, float] | None = None) -> TimeSpent:
+    """The time of a run with these events, as `time_spent`."""
+    spans: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    for event in written:
         if event["event"] == "start":
-            spans.append((event["time"], event["time"]))
+            spans.append((event, event))
         elif spans:
-            # an end is written after the test images are evaluated, which is no training
-            spans[-1] = (spans[-1][0], event.get("trained_until", event["time"]))
+            spans[-1] = (spans[-1][0], _trained_until(event))
     if not spans:
         return TimeSpent(training_s=0.0, wall_s=0.0, starts=0)
     if now is not None:
         spans[-1] = (spans[-1][0], now)
-    return TimeSpent(
-        training_s=sum(max(end - begin, 0.0) for begin, end in spans),
-        wall_s=max(spans[-1][1] - spans[0][0], 0.0),
-        starts=len(spans),
-    )
+    training_s = sum(seconds_between(begin, end) for begin, end in spans)
+    # Between two starts, maybe on two hosts, there are only Unix seconds.
+    pauses = [max(begin["time"] - end["time"], 0.0) for (_, end), (begin, _) in pairwise(spans)]
+    return TimeSpent(training_s=training_s, wall_s=training_s + sum(pauses), starts=len(spans))
+
+
+def _trained_until(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The event's moment, of an end that of the training: it is written after the test images are evaluated."""
+    if "trained_until" not in event:
+        return event
+    return {"time": event["trained_until"], "monotonic_s": event.get("trained_until_monotonic_s")}
+
+
+def elapsed(events: Sequence[dict[str, Any]]) -> list[float]:
+    """Seconds from the first event to each, without the pauses between a stop and the next start."""
+    since = [0.0] if events else []
+    for before, event in pairwise(events):
+        pause = event["event"] == "start"
+        since.append(since[-1] + (0.0 if pause else seconds_between(before, event)))
+    return since
 
 
 def written_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Every event in the order written, without damaged lines."""
     return (event for event in _lines(folder) if event is not None)
-
-
-def damaged_lines(folder: Path) -> int:
-    """The number of lines that are no events, and are left out everywhere; a last one that was cut short is none."""
-    return sum(event is None for event in _lines(folder))
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
@@ -133,12 +190,4 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
     with path.open("rb") as file:
         while line := file.readline(MOST_BYTES):
             if line.endswith(b"\n"):
-                yield _event(line)
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if is_event(value) else None
+                yield read_event(line)

@@ -1,6 +1,7 @@
 """A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +14,20 @@ from affinity.wording import counted
 from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
 from cputrain.checkpoints.manifest import MANIFEST, is_checkpoint, read_manifest
 from cputrain.files import write_atomic
-from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names, recipe_of, with_absolute_paths
-from cputrain.recipe.schema import Recipe
+from cputrain.recipe.errors import shortened
+from cputrain.recipe.loading import (
+    dump_recipe,
+    load_recipe,
+    nearest_recipes,
+    recipe_names,
+    recipe_of,
+    with_absolute_paths,
+)
+from cputrain.recipe.schema import BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
-from cputrain.runs.removal import check_removable, is_marked, mark, remove_run
+from cputrain.runs.lock import check_unlocked
+from cputrain.runs.removal import check_removable, is_empty, is_marked, mark, remove_run
 from cputrain.runs.resume import (
     TrainingScale,
     changes_training,
@@ -35,24 +45,29 @@ RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "logs",
     "report.html",
 )
-RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT, EVENTS, USAGE, RECIPE)
+METRICS = "metrics"
+RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT, EVENTS, USAGE, RECIPE)
 
 
 def run_of(spec: str) -> Path | None:
     """The folder of the run that `spec` names, or whose recipe.yaml it names; None where `spec` names a recipe."""
     path = Path(spec)
     folder = path.parent if path.name == RECIPE else path
-    begun = (folder / RECIPE).is_file() and (path == folder or (folder / EVENTS).is_file())
-    return folder if begun and spec not in recipe_names() else None
+    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    begun = os.path.isfile(folder / RECIPE) and (path == folder or os.path.isfile(folder / EVENTS))  # noqa: PTH113
+    return folder if spec and begun and spec not in recipe_names() else None
 
 
 def load_training(spec: str, settings: Sequence[str] = ()) -> Recipe:
     """Like `load_recipe`; of a run's folder, which may have been moved, the recipe with that folder as output; of a
     checkpoint, which may be all that is left of its run, the recipe in it."""
-    if is_checkpoint(Path(spec)):
+    if spec and is_checkpoint(Path(spec)):
         return recipe_of(read_manifest(Path(spec)).recipe, Path(spec) / MANIFEST, settings=settings)
     folder = run_of(spec)
     if folder is None:
+        named_as_file = Path(spec).suffix in (".yaml", ".yml", ".py")
+        if spec and not (spec in recipe_names() or named_as_file or os.path.exists(spec)):  # noqa: PTH110
+            raise InputError(f"{shortened(spec)!r} is neither a run's folder nor a recipe: {nearest_recipes(spec)}")
         return load_recipe(spec, settings)
     recipe = load_recipe(str(folder / RECIPE), settings)
     elsewhere = any(setting.startswith("output=") for setting in settings)
@@ -87,7 +102,7 @@ def _checkpoints_in(path: Path) -> list[Path]:
     if is_checkpoint(best) and best.resolve() not in [each.resolve() for each in found]:
         found.append(best)
     if not found:
-        problem = "is no checkpoint, and has none in it" if path.exists() else "is not there"
+        problem = "is not a checkpoint, and has none in it" if path.exists() else "is not there"
         raise InputError(f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/")
     return found
 
@@ -96,8 +111,11 @@ def _instead(saved: Sequence[Path]) -> str:
     return f"--last evaluates {saved[-1].name}" if saved else "the run has saved no checkpoint yet"
 
 
-def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite: bool) -> str:
-    """Raise InputError where the recipe's folder may not be written to; changes nothing.
+def check_folder(
+    recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite: bool, restarted: bool = False, job: str = ""
+) -> str:
+    """Raise InputError where the recipe's folder may not be written to; changes nothing. `restarted`, `job`: as in
+    `locked`.
 
     Returns one line about what a resumed run continues from and changes; "" where nothing is resumed.
     """
@@ -105,16 +123,16 @@ def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite:
     if resume and overwrite:
         raise InputError("--resume and --overwrite cannot be used together: remove one")
     check_writable(folder, "output")
-    has_run = is_marked(folder) and (folder / RECIPE).is_file()
-    if resume and not has_run:
+    check_unlocked(folder, restarted=restarted, job=job)
+    if resume and not has_run(folder):
         raise InputError(f"--resume: {folder} contains no run: remove --resume, or set output to the run's folder")
     if not is_marked(folder):
-        if folder.is_dir() and any(folder.iterdir()):
+        if not is_empty(folder):
             raise InputError(f"output {folder} contains other files but no run: set output to a new folder")
         return ""
     if overwrite:
         check_removable(folder, RUN_FILES)
-    if overwrite or not has_run:  # without a recipe: one whose removal was interrupted
+    if overwrite or not has_run(folder):  # without a recipe: one whose removal was interrupted
         return ""
     old = load_recipe(str(folder / RECIPE))
     if resume:
@@ -129,12 +147,38 @@ def check_folder(recipe: Recipe, now: TrainingScale, *, resume: bool, overwrite:
     )
 
 
+def job_of(folder: Path) -> str:
+    """The name of the job that trained last in a run's folder; "" where it had none."""
+    try:
+        environment = json.loads((folder / ENVIRONMENT).read_text())
+    except (OSError, ValueError):
+        return ""
+    return str(environment.get("job", "")) if isinstance(environment, dict) else ""
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a folder contains a run, which may not have begun to train."""
+    return is_marked(folder) and (folder / RECIPE).is_file()
+
+
+def with_same_global_batch(recipe: Recipe, workers: int) -> Recipe:
+    """The recipe for this number of workers, with the global batch of the run in its folder, if that had another
+    number; a recipe that sets its global batch stays as it is."""
+    before = _scale_before(recipe.folder)
+    if before is None or before.workers == workers or recipe.batch.global_ is not None:
+        return recipe
+    batch = BatchSection(local=recipe.batch.local, **{"global": before.global_batch})
+    return recipe.model_copy(update={"batch": batch})
+
+
 def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     folder = recipe.folder
+    saved = list_checkpoints(folder / CHECKPOINTS)
+    if not saved and all(event["event"] != "step" for event in read_events(folder)):
+        return f"{folder} starts anew: the run in it had not trained a step"
     before = _scale_before(folder)
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
-    saved = list_checkpoints(folder / CHECKPOINTS)
     where = f"after step {step_of(saved[-1]):,}" if saved else "from the start, as it has no checkpoint yet"
     changed = differences(old, recipe)
     changes = [describe_differences(changed)] if changed else []

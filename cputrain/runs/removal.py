@@ -19,6 +19,11 @@ def mark(folder: Path) -> None:
         write_atomic(folder / MARK, f"cputrain {__version__} writes this run; train --overwrite removes it\n".encode())
 
 
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is not there or has nothing in it, but what a start that was killed in `mark` has left."""
+    return not folder.is_dir() or all(path.match(f".{MARK}.*.partial") for path in folder.iterdir())
+
+
 def is_marked(folder: Path) -> bool:
     """Whether a run has been written into this folder."""
     return (folder / MARK).is_file()

@@ -9,6 +9,7 @@ from affinity.wording import counted
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import Recipe
+from cputrain.recipe.schema.data import OWN
 
 # Keys and sections that decide where, how fast and how long a training runs, not what it computes; for data.path and
 # batch this holds while the images and the global batch stay the same, which `reason_not_to_resume` checks.
@@ -24,6 +25,8 @@ MAY_CHANGE = (
     "max_steps",
     "on_nan",
     "log_norms_every_steps",
+    "compare_weights_every_steps",
+    "log",
     "evaluate",
     "checkpoint",
     "comm.backend",
@@ -66,23 +69,32 @@ class TrainingScale:
 
 def differences(old: Recipe, new: Recipe) -> Differences:
     """The keys in which two recipes differ; paths are compared as absolute ones, and `output` is ignored."""
-    a, b = (_flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"})) for recipe in (old, new))
+    a, b = values_by_key(old), values_by_key(new)
     return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def values_by_key(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's values by dotted key, with absolute paths and without `output`."""
+    return flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"}))
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def describe_differences(found: Differences) -> str:
     """ "epochs: 2 -> 3, comm.backend: auto -> gloo"."""
-    return ", ".join(f"{key}: {_yaml(old)} -> {_yaml(new)}" for key, (old, new) in found.items())
+    return ", ".join(f"{key}: {describe_value(old)} -> {describe_value(new)}" for key, (old, new) in found.items())
 
 
-def _yaml(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """A key's value as a recipe has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(describe_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -91,6 +103,13 @@ def changes_training(found: Differences, new: Recipe) -> Differences:
     endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
     allowed = (*MAY_CHANGE, *(("epochs",) if endless else ()))
     return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
+
+
+def _same_data(recipe: Recipe) -> str:
+    """What makes the data of a resumed run the same again."""
+    if recipe.data.path == OWN:
+        return "give the same data"
+    return "set data.train_images back" if recipe.data.generated else "set data.path to the same images"
 
 
 def reason_not_to_resume(
@@ -114,7 +133,7 @@ def reason_not_to_resume(
         return (
             f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
             f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
-            + ("set data.train_images back" if new.data.generated else "set data.path to the same images")
+            + _same_data(new)
         )
     if now.global_batch != before.global_batch:
         return (

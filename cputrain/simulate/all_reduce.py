@@ -32,11 +32,12 @@ class Exchange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """What messages go through: the link (None on one host), a message's latency inside a host, and the bytes/s that
-    the cores of one worker move, sums included."""
+    the cores of one worker move, sums included: inside a host, and between hosts where that is less."""
 
     link: Link | None
     host_latency_s: float
     move_bytes_per_s: float
+    wire_move_bytes_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,12 @@ def cost(found: tuple[Exchange, ...], path: Path) -> Cost:
     """Seconds of these exchanges over a path; a core moves one part of a message while the link carries another."""
     seconds = core_s = 0.0
     for exchange in found:
-        moved = exchange.size / path.move_bytes_per_s
+        inside = exchange.level == HOST or path.link is None
+        moved = exchange.size / (
+            path.move_bytes_per_s if inside else min(path.move_bytes_per_s, path.wire_move_bytes_per_s)
+        )
         core_s += exchange.count * moved
-        if exchange.level == HOST or path.link is None:
+        if inside or path.link is None:
             seconds += exchange.count * (path.host_latency_s + moved)
             continue
         narrow = path.link.taper if exchange.level == TOP else 1.0

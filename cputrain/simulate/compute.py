@@ -1,7 +1,7 @@
 """The time that a worker computes: forward and backward pass of each layer, optimizer, decoding.
 
 A layer takes as long as its operations at the cores' rate or its bytes at the memory's, whichever is longer (Williams,
-Waterman and Patterson 2009, Roofline).
+Waterman and Patterson 2009, Roofline); where layers were measured, as many times that as there.
 """
 
 from dataclasses import dataclass
@@ -40,13 +40,15 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
     serial = constants.serial_fraction
     flops = speed.core_flops / ((1 - serial) / setup.threads + serial)
     memory = speed.host_bytes_per_s / setup.workers
+    overhead = constants.layer_overhead_s * (constants.phi_core_slowness if setup.phi else 1.0)
     width = HALF if setup.precision == "bf16" else 1.0
 
     def seconds(layer: Layer, direction: int) -> float:
         operations = layer.flop[direction] * setup.local_batch / flops
         moved = layer.moved_bytes[direction] * setup.local_batch * width + (1, 2)[direction] * layer.weight_bytes
         reordering = REORDERING_PASSES[direction] * layer.weight_bytes / memory if layer.reordered else 0.0
-        return max(operations, moved / memory) + reordering + (1, 2)[direction] * constants.layer_overhead_s
+        least = max(operations, moved / memory) + reordering + (1, 2)[direction] * overhead
+        return layer.slowness[direction] * least
 
     decoding = loading = 0.0
     if setup.decoded_per_core_s is not None:

@@ -31,7 +31,8 @@ class Layer:
     """A layer: values of each weight tensor, in the order of registration; the rest is per image.
 
     `flop` are those of the forward and of the backward pass, `moved_bytes` the float32 activations read and written.
-    `reordered`: oneDNN copies the weights into another layout in each pass.
+    `reordered`: oneDNN copies the weights into another layout in each pass. `slowness`: how much longer the passes take
+    than the model says, as far as they were measured.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Layer:
     flop: tuple[float, float] = (0.0, 0.0)
     moved_bytes: tuple[float, float]
     reordered: bool = False
+    slowness: tuple[float, float] = (1.0, 1.0)
 
     @property
     def weight_bytes(self) -> int:

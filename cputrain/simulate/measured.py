@@ -1,28 +1,35 @@
-"""Training rates measured by `cputrain bench model`: a file for each machine, network and precision, with versions."""
+"""Trainings measured by `cputrain bench model`: one for each network, image size and precision of a machine."""
 
-import json
-import platform
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
+from affinity.planner.records import TRAINING, Record, Records
 from affinity.topology.machine import Machine
-from cputrain import __version__
-from cputrain.files import write_atomic
-from cputrain.native_build import cache_folder
+from cputrain.measurements import new_record
 from cputrain.recipe.schema import Recipe
 
-GOVERNOR = Path("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+LONGEST_S = 1e6  # of a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """Seconds of a worker's layer in one step, forward and backward; it has so many values in its weights.
+
+    The layers without weights that follow it in the forward pass count with it.
+    """
+
+    weights: int
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Images/s of one host in training (median, lowest and highest step), its plan, and what it was measured with."""
+    """Images/s of one host in training (median, lowest and highest step), and the plan that it was measured with.
 
-    model: str
-    cores: int
+    `layers` are those with weights in the order of the forward pass; empty where they were not timed.
+    """
+
     network: str
     crop: int
     precision: str
@@ -36,56 +43,68 @@ class Measurement:
     images_per_s: float
     low: float
     high: float
-    date: str
-    versions: tuple[str, ...]
+    layers: tuple[LayerSeconds, ...]
 
 
-def versions(root: Path = Path("/")) -> tuple[str, ...]:
-    """What a measurement depends on besides the machine: "torch 2.13.0", the kernel's clock governor."""
-    governor = root / GOVERNOR
-    clock = governor.read_text().strip() if governor.is_file() else "unknown"
-    return (
-        f"cputrain {__version__}",
-        f"torch {version('torch')}",
-        f"Python {platform.python_version()}",
-        f"clock governor {clock}",
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTraining:
+    """A training rate and where it is from."""
+
+    rate: Measurement
+    source: str
 
 
-def keep(measurement: Measurement, env: Mapping[str, str]) -> Path:
-    """Write a measurement where `find` looks for it, in place of an older one; its file."""
-    name = f"{measurement.model}-{measurement.cores}-{measurement.network}-{measurement.precision}"
-    path = _folder(env) / (re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() + ".json")
-    write_atomic(path, json.dumps(asdict(measurement), indent=1).encode())
-    return path
+def training_record(machine: Machine, measured: Measurement, *, command: str) -> Record:
+    """The record of a training rate."""
+    name = f"{measured.network} at {measured.crop}, {measured.precision}"
+    return new_record(machine, TRAINING, name, asdict(measured), command=command)
 
 
-def find(machine: Machine, recipe: Recipe, env: Mapping[str, str]) -> tuple[Measurement | None, str]:
-    """The measurement to predict a recipe from, its own network before others; and a note on one that is out of date.
+def find(records: Records, recipe: Recipe) -> MeasuredTraining | None:
+    """The training rate to predict a recipe from: in its precision, of its own network and image size before others."""
+    found = [(_rate_of(record), record) for record in records.of(TRAINING)]
+    fitting = [(rate, record) for rate, record in found if rate is not None and rate.precision == recipe.precision]
+    if not fitting:
+        return None
+    model, crop = recipe.model.name, recipe.data.crop
+    rate, record = max(fitting, key=lambda each: (each[0].network == model, each[0].crop == crop, each[1].date))
+    what = f"{rate.network} at {rate.crop}"
+    return MeasuredTraining(rate=rate, source=f"{what}, measured on {record.date} with {', '.join(record.versions)}")
 
-    A measurement counts for machines with the same processor and number of cores. One with other versions is not used.
-    """
-    found = [
-        measured
-        for measured in _all(env)
-        if (measured.model, measured.cores, measured.precision)
-        == (machine.model, len(machine.allowed_cores), recipe.precision)
+
+def unreadable(records: Records) -> list[str]:
+    """A line about each training rate that is not used because it has other fields than this version's."""
+    others = [record for record in records.of(TRAINING) if _rate_of(record) is None]
+    return [
+        f"what `{record.command}` measured on {record.date} is not used (it has other fields than now): run it again"
+        for record in others
     ]
-    now = versions()
-    current = [measured for measured in found if measured.versions == now]
-    if current:
-        return max(current, key=lambda measured: (measured.network == recipe.model.name, measured.date)), ""
-    if not found:
-        return None, ""
-    old = max(found, key=lambda measured: measured.date)
-    changed = ", ".join(f"{was}, now {new}" for was, new in zip(old.versions, now, strict=False) if was != new)
-    return None, f"the rate measured on {old.date} is not used ({changed}): run `cputrain bench model` again"
 
 
-def _folder(env: Mapping[str, str]) -> Path:
-    return cache_folder(env) / "rates"
+def _rate_of(record: Record) -> Measurement | None:
+    """The rate in a record; None where it has other fields."""
+    values, layers = dict(record.values), record.values.get("layers")
+    if not isinstance(layers, list) or not all(_is_of(LayerSeconds, each) for each in layers):
+        return None
+    timed = tuple(LayerSeconds(**each) for each in layers)
+    values["layers"] = timed
+    if not _is_of(Measurement, values) or values["images_per_s"] <= 0:
+        return None
+    if not all(0 < each.forward < LONGEST_S and 0 < each.backward < LONGEST_S for each in timed):
+        return None
+    return Measurement(**values)
 
 
-def _all(env: Mapping[str, str]) -> list[Measurement]:
-    texts = (path.read_text() for path in sorted(_folder(env).glob("*.json")))
-    return [Measurement(**{**values, "versions": tuple(values["versions"])}) for values in map(json.loads, texts)]
+def _is_of(wanted: type[LayerSeconds | Measurement], values: Any) -> bool:
+    """Whether values have the fields of a class, and their types."""
+    names = {field.name: field.type for field in fields(wanted)}
+    if not isinstance(values, dict) or values.keys() != names.keys():
+        return False
+    return all(_fits(value, names[key]) for key, value in values.items())
+
+
+def _fits(value: Any, kind: object) -> bool:
+    """Whether a value is of a field's type; a tuple's items are checked elsewhere."""
+    if kind is float:
+        return type(value) in (int, float)
+    return isinstance(value, kind if isinstance(kind, type) else tuple)

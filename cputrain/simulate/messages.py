@@ -1,6 +1,7 @@
 """What the workers send in a step: DDP's gradient buckets in their order, and the cost of each all-reduce."""
 
 from dataclasses import dataclass
+from math import inf
 
 from affinity.units import MIB
 from cputrain.comm.bucket_sizes import MEASURED_BYTES, bucket_bytes, fit_alpha_beta
@@ -70,11 +71,19 @@ def assigned_buckets(setup: Setup, constants: Constants) -> list[tuple[int, int]
 
 
 def _path(setup: Setup, constants: Constants) -> Path:
+    wire = inf
     if setup.move_bytes_per_s is not None:
         moved = setup.move_bytes_per_s
     elif setup.backend == "gloo":
         moved = constants.gloo_move_bytes_per_s
     else:
-        each = constants.phi_core_move_bytes_per_s if setup.phi else constants.core_move_bytes_per_s
-        moved = each * max(setup.comm_cores, 1)
-    return Path(link=setup.link, host_latency_s=constants.host_latency_s, move_bytes_per_s=moved)
+        cores = max(setup.comm_cores, 1) / (constants.phi_core_slowness if setup.phi else 1.0)
+        moved = cores * constants.core_move_bytes_per_s
+        if setup.link is not None and setup.link.name == "ethernet":
+            wire = cores * constants.tcp_move_bytes_per_s
+    return Path(
+        link=setup.link,
+        host_latency_s=constants.host_latency_s,
+        move_bytes_per_s=moved,
+        wire_move_bytes_per_s=wire,
+    )

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from matplotlib import pyplot as plt
 
 from affinity.units import MIB
-from cputrain.report.curves import figure_svg
-from cputrain.simulate.predict import Job
-from cputrain.simulate.rates import RUNS
+from cputrain.report.figure import figure_svg
+from cputrain.simulate.predict import Scenario
+from cputrain.simulate.published import RUNS
 from cputrain.simulate.scaling import Row
 from cputrain.simulate.setup import Setup
 from cputrain.simulate.timeline import Step
@@ -16,7 +16,7 @@ MS = 1e3
 COLORS = {"forward": "C0", "backward": "C1", "optimizer": "C2", "all-reduce": "C3", "waiting": "0.85"}
 
 
-def scaling_svg(job: Job, rows: Sequence[Row]) -> str:
+def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
     """Images/s over hosts with its range, the ideal line, and published runs of this processor and network."""
     figure, axes = plt.subplots(figsize=(7.5, 5), layout="constrained")
     nodes = [row.nodes for row in rows]
@@ -29,9 +29,9 @@ def scaling_svg(job: Job, rows: Sequence[Row]) -> str:
     published = [
         run
         for run in RUNS
-        if run.processor in job.machine.model
-        and run.network == job.recipe.model.name
-        and run.precision == job.recipe.precision
+        if run.processor in scenario.machine.model
+        and run.network == scenario.recipe.model.name
+        and run.precision == scenario.recipe.precision
     ]
     for number, family in enumerate(dict.fromkeys(run.family for run in published)):
         points = [(run.hosts, run.images_per_s) for run in published if run.family == family]
@@ -40,13 +40,17 @@ def scaling_svg(job: Job, rows: Sequence[Row]) -> str:
     axes.set_yscale("log")
     axes.set_xticks(nodes, [f"{count:,}" for count in nodes])
     axes.minorticks_off()
-    axes.set(xlabel="hosts", ylabel="images/s", title=f"{job.recipe.name} on {job.machine.name}, {job.link.name}")
+    axes.set(
+        xlabel="hosts",
+        ylabel="images/s",
+        title=f"{scenario.recipe.name} on {scenario.machine.name}, {scenario.link.name}",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure_svg(figure)
 
 
-def timeline_svg(job: Job, setup: Setup, step: Step) -> str:
+def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
     """A step of the slowest worker: computing above, all-reduces below, each layer and each bucket a bar."""
     figure, axes = plt.subplots(figsize=(11, 2.8), layout="constrained")
     starts = (step.forward_end_s, *step.layer_ends_s)
@@ -70,7 +74,8 @@ def timeline_svg(job: Job, setup: Setup, step: Step) -> str:
     axes.set(
         xlim=(0, MS * step.step_s),
         xlabel="ms",
-        title=f"{job.recipe.name}: a step on {setup.hosts} x {setup.workers} workers, {setup.local_batch} images each",
+        title=f"{scenario.recipe.name}: a step on {setup.hosts} x {setup.workers} workers, "
+        f"{setup.local_batch} images each",
     )
     axes.legend(fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     return figure_svg(figure)

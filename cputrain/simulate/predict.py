@@ -3,42 +3,59 @@
 from dataclasses import dataclass, replace
 
 from affinity.errors import InputError
-from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.measured import MEMORY, Measured
+from affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
-from affinity.topology.catalog import named_machine
+from affinity.topology.catalog import named_machine, processor_facts
 from affinity.topology.machine import Machine
+from affinity.wording import first_named
 from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.schema import BatchSection, DataSection, ModelSection, OptimSection, PlanSection, Recipe
 from cputrain.recipe.schema.data import SYNTHETIC
-from cputrain.simulate.assumptions import Constants
+from cputrain.simulate.assumptions import CONSTANTS, Assumption, Constants, measured_assumptions
+from cputrain.simulate.compute import work_of
+from cputrain.simulate.layer_times import as_measured, slow_as
+from cputrain.simulate.layers import Layer, layers_of
 from cputrain.simulate.links import Link, link_of
-from cputrain.simulate.measured import Measurement
-from cputrain.simulate.rates import FLOP_PER_BYTE, Run, memory_of, starting_run
+from cputrain.simulate.measured import MeasuredTraining
+from cputrain.simulate.published import FLOP_PER_BYTE, PublishedRun, machines_with_rates, starting_run
 from cputrain.simulate.setup import Setup, Speed, setup_of
 from cputrain.simulate.timeline import seconds_at
 
 SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
 PRECISE, TRIES = 1e-6, 100
+MOST_TIMES = 10  # that a network may be larger or smaller than that whose rate it is predicted from
 RATE_RANGE = 0.03  # a published rate may be off by as much: rounded times, evaluations in them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Where the speed of a machine is from: images/s of all hosts of a setup, and who says so."""
+    """Where the speed of a machine is from: images/s of all hosts of a setup, and who says so.
+
+    `host_bytes_per_s` is the memory's speed, None where it is not known; `spread` the lowest and highest images/s that
+    were measured.
+    """
 
     setup: Setup
     images_per_s: float
-    packages: int
     cores: int
-    memory_bytes_per_s: float | None
+    host_bytes_per_s: float | None
     source: str
+    spread: tuple[float, float] | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """What the images/s may be: as measured, else as a published rate may be off."""
+        low, high = (1 - RATE_RANGE) * self.images_per_s, (1 + RATE_RANGE) * self.images_per_s
+        return (low, high) if self.spread is None else (min(low, self.spread[0]), max(high, self.spread[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Scenario:
     """A recipe on a machine, between whose hosts there is a link.
 
     `algorithm` None: the fabric's usual one. `request`: what is requested of the planner, None: what the recipe does.
+    `measured`: what the machine was measured to do.
     """
 
     recipe: Recipe
@@ -47,83 +64,126 @@ class Job:
     reference: Reference
     algorithm: str | None = None
     request: Request | None = None
+    measured: Measured = NOTHING_MEASURED
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What the prediction assumes, or the machine was measured to do."""
+        return measured_assumptions(self.measured)
 
 
-def planned(recipe: Recipe, machine: Machine, hosts: int, link: Link, request: Request | None = None) -> Plan:
+def planned(
+    recipe: Recipe,
+    machine: Machine,
+    hosts: int,
+    link: Link,
+    request: Request | None = None,
+    measured: Measured = NOTHING_MEASURED,
+) -> Plan:
     """The plan of one of the hosts, as `cputrain plan` makes it. Raises InputError where the recipe does not fit."""
     requested = replace(request or request_of(recipe), nodes=hosts, link_gbit=link.nominal_gbit)
-    return plan_machine(machine, requested, Runtime())
+    return plan_machine(machine, requested, Runtime(), measured)
 
 
-def job_setup(job: Job, hosts: int) -> Setup:
-    """The setup of a job on `hosts` hosts."""
-    return setup_of(job.recipe, planned(job.recipe, job.machine, hosts, job.link, job.request), job.link, job.algorithm)
+def scenario_setup(scenario: Scenario, hosts: int) -> Setup:
+    """The setup of a scenario on `hosts` hosts."""
+    plan = planned(scenario.recipe, scenario.machine, hosts, scenario.link, scenario.request, scenario.measured)
+    setup = setup_of(scenario.recipe, plan, scenario.link, scenario.algorithm)
+    return replace(setup, layers=slow_as(setup.layers, scenario.reference.setup.layers))
 
 
-def published_reference(run: Run) -> Reference:
+def published_reference(run: PublishedRun) -> Reference:
     """A published run as the rate of its machine."""
     recipe, machine = run_recipe(run), named_machine(run.machine)
     link = link_of(run.fabric, gbit=run.gbit)
-    return _reference(
+    return reference_at(
         setup_of(recipe, planned(recipe, machine, run.hosts, link), link), machine, run.images_per_s, run.source
     )
 
 
-def measured_reference(measured: Measurement, machine: Machine) -> Reference:
+def measured_reference(training: MeasuredTraining, machine: Machine, rates: Measured) -> Reference:
     """A measured rate as that of its machine; generated images needed no decoding."""
+    rate = training.rate
     recipe = Recipe(
-        model=ModelSection(name=measured.network),
-        data=DataSection(crop=measured.crop, path=SYNTHETIC),
-        batch=BatchSection(local=measured.local_batch),
-        optim=OptimSection(name=measured.optimizer),  # type: ignore[arg-type]
-        precision=measured.precision,  # type: ignore[arg-type]
-        plan=PlanSection(ppn=measured.workers),
+        model=ModelSection(name=rate.network),
+        data=DataSection(crop=rate.crop, path=SYNTHETIC),
+        batch=BatchSection(local=rate.local_batch),
+        optim=OptimSection(name=rate.optimizer),  # type: ignore[arg-type]
+        precision=rate.precision,  # type: ignore[arg-type]
+        plan=PlanSection(ppn=rate.workers),
     )
     setup = replace(
         setup_of(recipe, planned(recipe, machine, 1, link_of("opa")), None),
-        threads=measured.threads,
-        comm_cores=measured.comm_cores,
-        loader_cores=measured.loader_cores,
-        backend=measured.backend,
+        threads=rate.threads,
+        comm_cores=rate.comm_cores,
+        loader_cores=rate.loader_cores,
+        backend=rate.backend,
     )
-    source = f"measured on {measured.date} with {', '.join(measured.versions)}"
-    return _reference(setup, machine, measured.images_per_s, source)
+    plain = reference_at(setup, machine, rate.images_per_s, training.source, rates)
+    speed = speed_at(core_flops_of(plain, CONSTANTS), machine=plain)
+    layers = as_measured(setup.layers, work_of(setup, speed, CONSTANTS), rate.layers)
+    return replace(plain, setup=replace(setup, layers=layers), spread=(rate.low, rate.high))
 
 
 def reference_of(
-    machine: Machine, recipe: Recipe, rate: float | None = None, measured: Measurement | None = None
+    machine: Machine,
+    recipe: Recipe,
+    rate: float | None = None,
+    measured: MeasuredTraining | None = None,
+    rates: Measured = NOTHING_MEASURED,
 ) -> Reference:
-    """Where the machine's speed is from: `rate`, images/s of one host with this recipe; `measured`; a published run.
+    """Where the machine's speed is from: `rate`, images/s of one host with this recipe; `measured` with the recipe's
+    network; a published run; `measured` with another network of a size that compares.
 
     Raises InputError for a machine without any of them.
     """
     if rate is not None:
         link = link_of("opa")  # one host uses none
         setup = setup_of(recipe, planned(recipe, machine, 1, link), None)
-        return _reference(setup, machine, rate, "given with --rate")
-    if measured is not None:
-        return measured_reference(measured, machine)
+        return reference_at(setup, machine, rate, "given with --rate", rates)
     run = starting_run(machine.model, recipe.precision)
+    if measured is not None and (measured.rate.network == recipe.model.name or run is None):
+        reference = measured_reference(measured, machine, rates)
+        if comparable(reference.setup.layers, layers_of(recipe)):
+            return reference
     if run is None:
+        known = first_named(machines_with_rates(recipe.precision))
         raise InputError(
             f"no training rate of {machine.name} ({machine.model}) is known in {recipe.precision}: run `cputrain bench "
-            "model` there, or give its images/s with --rate"
+            f"model precision={recipe.precision}` there, or give its images/s with --rate"
+            + (f"; known are those of {known}" if known else "")
         )
     return published_reference(run)
 
 
-def _reference(setup: Setup, machine: Machine, rate: float, source: str) -> Reference:
+def comparable(layers: tuple[Layer, ...], others: tuple[Layer, ...]) -> bool:
+    """Whether the operations of an image differ by less than MOST_TIMES."""
+    flop, other = (sum(sum(layer.flop) for layer in each) for each in (layers, others))
+    return max(flop, other) < MOST_TIMES * min(flop, other)
+
+
+def reference_at(
+    setup: Setup, machine: Machine, rate: float, source: str, measured: Measured = NOTHING_MEASURED
+) -> Reference:
+    """A setup's images/s on a machine as the rate of that machine."""
     return Reference(
         setup=setup,
         images_per_s=rate,
-        packages=len(machine.packages),
         cores=len(machine.allowed_cores),
-        memory_bytes_per_s=memory_of(machine.model),
+        host_bytes_per_s=host_bytes_per_s(machine, measured),
         source=source,
     )
 
 
-def run_recipe(run: Run) -> Recipe:
+def host_bytes_per_s(machine: Machine, measured: Measured = NOTHING_MEASURED) -> float | None:
+    """The speed of a host's memory: measured, or that of its processor; None where it is not known."""
+    rate, usual = measured.rate(MEMORY), processor_facts(machine.model).memory_bytes_per_s
+    if rate is not None:
+        return rate.value
+    return None if usual is None else len(machine.packages) * usual
+
+
+def run_recipe(run: PublishedRun) -> Recipe:
     """The recipe of a published run, as far as it decides the speed."""
     return Recipe(
         model=ModelSection(name=run.network),
@@ -135,14 +195,21 @@ def run_recipe(run: Run) -> Recipe:
     )
 
 
-def speed_at(core_flops: float, *, machine: Machine | Reference) -> Speed:
-    """The speed of a host whose cores compute so many FLOP/s."""
+def speed_at(
+    core_flops: float,
+    *,
+    machine: Machine | Reference,
+    measured: Measured = NOTHING_MEASURED,
+    precision: str = "float32",
+    constants: Constants = CONSTANTS,
+) -> Speed:
+    """The speed of a host whose cores compute so many FLOP/s in this precision."""
     if isinstance(machine, Reference):
-        packages, cores, memory = machine.packages, machine.cores, machine.memory_bytes_per_s
+        cores, memory, precision = machine.cores, machine.host_bytes_per_s, machine.setup.precision
     else:
-        packages, cores, memory = len(machine.packages), len(machine.allowed_cores), memory_of(machine.model)
-    host = cores * core_flops / FLOP_PER_BYTE if memory is None else packages * memory
-    return Speed(core_flops=core_flops, host_bytes_per_s=host)
+        cores, memory = len(machine.allowed_cores), host_bytes_per_s(machine, measured)
+    usual = memory or cores * core_flops / FLOP_PER_BYTE[precision]
+    return Speed(core_flops=core_flops, host_bytes_per_s=constants.memory_share * usual)
 
 
 def core_flops_of(reference: Reference, constants: Constants) -> float:
@@ -155,7 +222,7 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
 
     def excess(seconds_per_flop: float) -> float:
         """Seconds of a step beyond those wanted: nearly linear."""
-        return seconds(speed_at(1 / seconds_per_flop, machine=reference)) - wanted
+        return seconds(speed_at(1 / seconds_per_flop, machine=reference, constants=constants)) - wanted
 
     low, high = 1 / FASTEST, 1 / SLOWEST
     below, above = excess(low), excess(high)

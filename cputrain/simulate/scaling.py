@@ -1,7 +1,9 @@
-"""The rows of a prediction: a job on each number of hosts, beside the ideal, with its range and its cost."""
+"""The rows of a prediction: a scenario on each number of hosts, beside the ideal, with its range and its cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
 
 from affinity.errors import InputError
 from affinity.planner.profiles import is_phi
@@ -10,10 +12,10 @@ from cputrain.models.sizes import COPIES
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.recipe.schema.data import LINE
-from cputrain.simulate.assumptions import ASSUMPTIONS, CONSTANTS, Constants
+from cputrain.simulate.assumptions import Constants, constants_of
 from cputrain.simulate.compute import work_of
 from cputrain.simulate.layers import BYTES
-from cputrain.simulate.predict import RATE_RANGE, Job, core_flops_of, job_setup, speed_at
+from cputrain.simulate.predict import Scenario, core_flops_of, scenario_setup, speed_at
 from cputrain.simulate.setup import Setup, Speed
 from cputrain.simulate.timeline import Step, seconds_at, step_of
 
@@ -23,9 +25,10 @@ SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A job on `nodes` hosts with `workers` ranks together. `low` and `high` bound images/s; `efficiency` is relative
-    to as many single hosts. `time_to_train_s`, `node_hours` and `energy_kwh` are None where images or watts are not
-    known.
+    """A scenario on `nodes` hosts with `workers` ranks together.
+
+    `low` and `high` bound images/s; `efficiency` is relative to as many single hosts. `time_to_train_s`, `node_hours`
+    and `energy_kwh` are None where images or watts are not known.
     """
 
     nodes: int
@@ -45,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A job's machine under one set of assumptions."""
+    """A scenario's machine under one set of assumptions."""
 
-    job: Job
+    scenario: Scenario
     constants: Constants
     speed: Speed
 
     def step(self, setup: Setup) -> Step:
-        """The step of a setup of this job."""
+        """The step of a setup of this scenario."""
         return step_of(setup, self.speed, self.constants)
 
     def images_per_s(self, setup: Setup) -> float:
@@ -60,19 +63,29 @@ class Model:
         return setup.global_batch / seconds_at(setup, self.constants)(self.speed)
 
 
-def model_of(job: Job, constants: Constants = CONSTANTS) -> Model:
-    """The job's machine, as fast as its reference says under these assumptions."""
+def model_of(scenario: Scenario, constants: Constants | None = None) -> Model:
+    """The scenario's machine, as fast as its reference says under these assumptions; None: the scenario's own."""
+    constants = constants or constants_of(scenario.assumptions)
+    flops = core_flops_of(scenario.reference, constants)
     return Model(
-        job=job, constants=constants, speed=speed_at(core_flops_of(job.reference, constants), machine=job.machine)
+        scenario=scenario,
+        constants=constants,
+        speed=speed_at(
+            flops,
+            machine=scenario.machine,
+            measured=scenario.measured,
+            precision=scenario.recipe.precision,
+            constants=constants,
+        ),
     )
 
 
-def rows_of(job: Job, nodes: Sequence[int], *, watts: float | None = None) -> tuple[Row, ...]:
+def rows_of(scenario: Scenario, nodes: Sequence[int], *, watts: float | None = None) -> tuple[Row, ...]:
     """A row for each number of hosts, with the range of its images/s. Raises InputError where one does not fit."""
-    model, setups = model_of(job), [job_setup(job, count) for count in nodes]
-    single = model.images_per_s(job_setup(job, 1))
+    model, setups = model_of(scenario), [scenario_setup(scenario, count) for count in nodes]
+    single = model.images_per_s(scenario_setup(scenario, 1))
     rates = [model.images_per_s(setup) for setup in setups]
-    deviations = _deviations(job, setups, rates)
+    deviations = _deviations(scenario, setups, rates)
     return tuple(
         _row(model, setup, rate, (low, high), single, watts)
         for setup, rate, (low, high) in zip(setups, rates, deviations, strict=True)
@@ -101,50 +114,54 @@ def _row(
     )
 
 
-def _deviations(job: Job, setups: list[Setup], rates: list[float]) -> list[tuple[float, float]]:
+def _deviations(scenario: Scenario, setups: list[Setup], rates: list[float]) -> list[tuple[float, float]]:
     """How far images/s may fall and rise: each assumption at both ends of its range, alone, and the squares added."""
     falls, rises = [0.0] * len(rates), [0.0] * len(rates)
-    for other_job, constants in _alternatives(job):
-        other = model_of(other_job, constants)
+    for changed, constants in _alternatives(scenario):
+        try:
+            other = model_of(changed, constants)
+        except InputError:  # the reference's rate is out of reach with this value: it cannot be the true one
+            continue
         for i, setup in enumerate(setups):
-            linked = replace(setup, link=other_job.link) if setup.link is not None else setup
+            linked = replace(setup, link=changed.link) if setup.link is not None else setup
             change = other.images_per_s(linked) - rates[i]
             (rises if change > 0 else falls)[i] += change * change
     return [(fall**0.5, rise**0.5) for fall, rise in zip(falls, rises, strict=True)]
 
 
-def _alternatives(job: Job) -> list[tuple[Job, Constants]]:
-    found = []
-    for assumption in ASSUMPTIONS:
-        if assumption.name in _unused(job):
+def _alternatives(scenario: Scenario) -> list[tuple[Scenario, Constants]]:
+    found, usual = [], constants_of(scenario.assumptions)
+    for assumption in scenario.assumptions:
+        if assumption.name in _unused(scenario):
             continue
         for value in (assumption.low, assumption.high):
-            found.append((job, replace(CONSTANTS, **{assumption.name: value})))
-    for latency in job.link.latency_range_s:
-        found.append((replace(job, link=replace(job.link, latency_s=latency)), CONSTANTS))
-    for factor in (1 - RATE_RANGE, 1 + RATE_RANGE):
-        reference = replace(job.reference, images_per_s=factor * job.reference.images_per_s)
-        found.append((replace(job, reference=reference), CONSTANTS))
+            found.append((scenario, replace(usual, **{assumption.name: value})))
+    for latency in scenario.link.latency_range_s:
+        found.append((replace(scenario, link=replace(scenario.link, latency_s=latency)), usual))
+    for rate in scenario.reference.bounds:
+        reference = replace(scenario.reference, images_per_s=rate)
+        found.append((replace(scenario, reference=reference), usual))
     return found
 
 
-def _unused(job: Job) -> set[str]:
-    """The assumptions that the job's images/s do not depend on."""
-    phi = {"phi_step_variation", "phi_core_move_bytes_per_s"}
-    xeon = {"step_variation", "core_move_bytes_per_s"}
-    gloo = set() if job.recipe.comm.backend == "gloo" else {"gloo_move_bytes_per_s"}
-    return {"checkpoint_bytes_per_s", "evaluation_start_s"} | (xeon if is_phi(job.machine) else phi) | gloo
+def _unused(scenario: Scenario) -> set[str]:
+    """The assumptions that the scenario's images/s do not depend on."""
+    phi = set() if is_phi(scenario.machine) else {"phi_core_slowness"}
+    tcp = set() if scenario.link.name == "ethernet" else {"tcp_move_bytes_per_s"}
+    gloo = set() if scenario.recipe.comm.backend == "gloo" else {"gloo_move_bytes_per_s"}
+    return {"snapshot_bytes_per_s", "checkpoint_bytes_per_s", "evaluation_start_s"} | phi | tcp | gloo
 
 
 def time_to_train(model: Model, setup: Setup, step_s: float) -> float | None:
     """Seconds from the first step to the last checkpoint; None where the number of training images is unknown."""
-    recipe, images = model.job.recipe, training_images(model.job.recipe)
+    recipe, images = model.scenario.recipe, training_images(model.scenario.recipe)
     if images is None:
         return None
     sizes = derive(recipe, ppn=setup.workers, nodes=setup.hosts, images=images)
     steps = sizes.last_step(recipe.max_steps)
     epochs = steps / sizes.steps_per_epoch
-    return steps * step_s + _evaluations_s(model, setup, sizes, epochs) + _checkpoints_s(model, setup, epochs)
+    evaluations_s = _evaluations_s(model, setup, sizes, epochs)
+    return steps * step_s + evaluations_s + _checkpoints_s(model, setup, sizes, steps, step_s)
 
 
 def training_images(recipe: Recipe) -> int | None:
@@ -158,31 +175,50 @@ def training_images(recipe: Recipe) -> int | None:
 
 def _evaluations_s(model: Model, setup: Setup, sizes: TrainingSizes, epochs: float) -> float:
     """Evaluations of as large a share of images as ImageNet's validation images are."""
-    if model.job.recipe.data.generated:
+    if model.scenario.recipe.data.generated:
         return 0.0
     work = work_of(setup, model.speed, model.constants)
     images = sizes.images_per_epoch * IMAGENET_VAL / IMAGENET_TRAIN
     each = model.constants.evaluation_start_s + images / setup.ranks * sum(work.forward_s) / setup.local_batch
-    return each * _times(model.job.recipe.evaluate.every_epochs, epochs)
+    return each * _times(model.scenario.recipe.evaluate.every_epochs, epochs)
 
 
-def _checkpoints_s(model: Model, setup: Setup, epochs: float) -> float:
+def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int, step_s: float) -> float:
+    """What steps wait for while checkpoints are copied, and the end while the last one is written."""
+    recipe = model.scenario.recipe
     weights = sum(BYTES * sum(layer.weights) for layer in setup.layers)
-    size = weights * (1 + COPIES[model.job.recipe.optim.name])
-    return size / model.constants.checkpoint_bytes_per_s * _times(model.job.recipe.checkpoint.every_epochs, epochs)
+    size = weights * (1 + COPIES[recipe.optim.name])
+    saved = checkpoints_saved(recipe, steps, sizes.steps_per_epoch, step_s)
+    return saved * size / model.constants.snapshot_bytes_per_s + size / model.constants.checkpoint_bytes_per_s
+
+
+def checkpoints_saved(recipe: Recipe, steps: int, steps_per_epoch: int, step_s: float) -> int:
+    """How many checkpoints a training of so many steps saves: at ends of epochs, of which those with an evaluation
+    count too, at its own end, and within epochs, where the minutes are counted from the one before."""
+    section, epochs = recipe.checkpoint, ceil(steps / steps_per_epoch)
+    every = [each for each in (section.every_epochs, recipe.evaluate.every_epochs) if each is not None]
+    saving = {epoch for each in every for epoch in range(each, epochs + 1, each)} | {epochs}
+    if section.every_steps is not None:
+        by_steps = set(range(section.every_steps, steps + 1, section.every_steps))
+        return len(by_steps | {min(epoch * steps_per_epoch, steps) for epoch in saving})
+    if section.every_minutes is None:
+        return len(saving)
+    ends = [0, *sorted(min(epoch * steps_per_epoch, steps) for epoch in saving)]
+    within = sum(int((b - a) * step_s // (60 * section.every_minutes)) for a, b in pairwise(ends))
+    return len(saving) + within
 
 
 def _times(every: int | None, epochs: float) -> int:
     return 1 if every is None else max(1, int(epochs // every))
 
 
-def check_global_batch(job: Job, nodes: Sequence[int]) -> None:
+def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
     """Raise InputError where the workers do not divide a fixed global batch, with the nearest numbers that do."""
-    batch = job.recipe.batch.global_
+    batch = scenario.recipe.batch.global_
     if batch is None:
         return
     for count in nodes:
-        workers = job_setup(job, count).workers
+        workers = scenario_setup(scenario, count).workers
         if batch % (count * workers) == 0:
             continue
         fitting = [n for n in range(1, batch // workers + 1) if batch % (n * workers) == 0]

@@ -1,13 +1,13 @@
 """What is predicted: a training's work for each worker, on so many hosts, and how fast its machine is."""
 
 from dataclasses import dataclass
-from math import ceil
 
-from affinity.planner.local_batches import most_per_pass
+from affinity.planner.core_rates import core_rates
 from affinity.planner.plan import Plan
 from affinity.planner.profiles import is_phi
-from cputrain.launch.recipe_request import request_of
-from cputrain.models.sizes import COPIES
+from affinity.topology.catalog import processor_facts
+from cputrain.models.sizes import COPIES, workload_of
+from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import Recipe
 from cputrain.simulate.layers import Layer, layers_of
 from cputrain.simulate.links import Link
@@ -16,6 +16,7 @@ from mpi.fabric import FABRICS
 DEFAULT_BUCKETS = 0.0  # DDP's own: the first of 1 MiB, then 25 MiB
 # Passes over the weights of an optimizer step: reads of weights, gradients and state, writes of weights and state.
 # LARS and LAMB read weights and gradients once more, for their norms.
+USUAL_CLOCK_RANGE = 0.33  # 2.1 to 2.8 GHz
 PLAIN_PASSES, PASSES_PER_COPY, NORM_READS = 3, 2, 2
 
 
@@ -25,7 +26,8 @@ class Setup:
     pass, of which a step makes `accumulation`.
 
     `move_bytes_per_s` replaces the assumed speed at which a worker's cores move messages, where it is known. `link` is
-    None on one host. `bucket_mib` is None for the size that the trainer finds by itself.
+    None on one host. `clock_range` is how much faster than their base clock all cores run at most: hosts differ by a
+    part of it. `bucket_mib` is None for the size that the trainer finds by itself.
     """
 
     layers: tuple[Layer, ...]
@@ -44,6 +46,7 @@ class Setup:
     algorithm: str = "ring"
     link: Link | None = None
     phi: bool = False
+    clock_range: float = 0.0
     decoded_per_core_s: float | None = None
     move_bytes_per_s: float | None = None
 
@@ -74,8 +77,7 @@ class Speed:
 def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | None = None) -> Setup:
     """A recipe's training under a plan, on as many hosts as the plan was made for."""
     hosts, workers = plan.request.nodes, len(plan.workers)
-    decoded = None if recipe.data.generated else request_of(recipe).workload
-    local, accumulation = _batches(recipe, hosts * workers)
+    rates = core_rates(plan.machine, workload_of(recipe), plan.measured)
     return Setup(
         layers=layers_of(recipe),
         hosts=hosts,
@@ -84,18 +86,25 @@ def setup_of(recipe: Recipe, plan: Plan, link: Link | None, algorithm: str | Non
         threads=min(worker.intra_op for worker in plan.workers),
         comm_cores=min(len(_cores(plan, worker.comm_pus)) for worker in plan.workers),
         loader_cores=min(len(_cores(plan, worker.loader_pus)) for worker in plan.workers),
-        local_batch=local,
-        accumulation=accumulation,
+        local_batch=largest_local_batch(recipe.batch, hosts * workers),
+        accumulation=passes_per_step(recipe.batch, hosts * workers),
         precision=recipe.precision,
         compression=recipe.comm.compression,
         optimizer_passes=optimizer_passes(recipe.optim.name),
         bucket_mib=None if recipe.comm.bucket_mib == "auto" else recipe.comm.bucket_mib,
         backend="gloo" if recipe.comm.backend == "gloo" else "ccl",
-        algorithm=algorithm or usual_algorithm(link, recipe.comm.backend),
+        algorithm=algorithm or usual_algorithm(link if hosts > 1 else None, recipe.comm.backend),
         link=link if hosts > 1 else None,
         phi=is_phi(plan.machine),
-        decoded_per_core_s=None if decoded is None else decoded.decoded_per_core_s,
+        clock_range=clock_range(plan.machine.model),
+        decoded_per_core_s=None if recipe.data.generated else rates.decoded_per_s,
     )
+
+
+def clock_range(model: str) -> float:
+    """How much faster than its base clock a processor runs all cores at most: that of a Xeon 8160 where not known."""
+    known = processor_facts(model).clock_range
+    return USUAL_CLOCK_RANGE if known is None else known
 
 
 def optimizer_passes(name: str) -> int:
@@ -108,14 +117,6 @@ def usual_algorithm(link: Link | None, backend: str) -> str:
     if link is None or backend == "gloo":
         return "ring"
     return next((value for name, value, _ in FABRICS[link.name].settings if name == "CCL_ALLREDUCE"), "ring")
-
-
-def _batches(recipe: Recipe, ranks: int) -> tuple[int, int]:
-    """Images of a worker's backward pass, and backward passes in a step."""
-    batch = recipe.batch
-    if batch.global_ is None:
-        return batch.local, batch.accumulation
-    return most_per_pass(batch.local, batch.global_, ranks), ceil(batch.global_ / (ranks * batch.local))
 
 
 def _cores(plan: Plan, pus: tuple[int, ...]) -> set[int]:

@@ -21,9 +21,12 @@ def expected_maximum(draws: int) -> float:
     return total * width
 
 
-def slowest(variation: float, workers: int) -> float:
-    """The step of the slowest of `workers`, relative to their mean.
+def slowest(hosts: int, workers: int, *, lasting: float, passing: float) -> float:
+    """The step of the slowest worker of `hosts` with `workers` each, relative to that of the median one.
 
-    Steps are lognormal: what disturbs a worker only delays it. `variation` is the standard deviation of the logarithm.
+    A host is slower or faster than others in every step, a worker in this one; both are lognormal, `lasting` and
+    `passing` the standard deviations of the logarithms. Exact for one host and for one worker on each; between, the
+    slowest worker of a host is taken to vary as much as any.
     """
-    return math.exp(variation * expected_maximum(workers) - variation**2 / 2)
+    across = math.sqrt(lasting**2 + passing**2)
+    return math.exp(across * expected_maximum(hosts) + passing * expected_maximum(workers))

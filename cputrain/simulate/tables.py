@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from affinity.text_table import align_columns
-from cputrain.simulate.assumptions import ASSUMPTIONS
-from cputrain.simulate.predict import RATE_RANGE, Job
+from cputrain.simulate.layer_times import NOT_MEASURED
+from cputrain.simulate.predict import Scenario, scenario_setup
 from cputrain.simulate.scaling import Row
 from cputrain.simulate.search import Candidate
 
@@ -52,8 +52,8 @@ def duration(seconds: float) -> str:
 
 
 def candidates_text(candidates: Sequence[Candidate]) -> str:
-    """The plans of a search beside the recipe's own, which the last column compares them with."""
-    first = candidates[0].time_to_train_s
+    """The plans of a search, the recipe's own first and the best last; the last columns compare them with both."""
+    first, best = candidates[0].time_to_train_s, candidates[-1].time_to_train_s
     cells = [
         (
             each.name,
@@ -65,31 +65,59 @@ def candidates_text(candidates: Sequence[Candidate]) -> str:
             f"{each.images_per_s:,.0f}",
             duration(each.time_to_train_s),
             f"{first / each.time_to_train_s:.2f}",
+            f"{100 * (each.time_to_train_s / best - 1):+.1f} %",
         )
         for each in candidates
     ]
     head = ("plan", "workers x threads", "comm + loader cores", "local", "global batch", "all-reduce", "img/s")
-    return align_columns([(*head, "time to train", "speed-up"), *cells])
+    return align_columns([(*head, "time to train", "speed-up", "longer than best"), *cells])
 
 
-def rows_json(job: Job, rows: Sequence[Row]) -> str:
+def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
+    """{"plans": [...], "assumptions": [...]}: the plans of a search, the recipe's own first and the best last."""
+    plans = [
+        {
+            "name": each.name,
+            "workers": each.setup.workers,
+            "threads": each.setup.threads,
+            "comm_cores": each.setup.comm_cores,
+            "loader_cores": each.setup.loader_cores,
+            "local_batch": each.setup.local_batch,
+            "global_batch": each.setup.global_batch,
+            "algorithm": each.setup.algorithm,
+            "images_per_s": each.images_per_s,
+            "time_to_train_s": each.time_to_train_s,
+        }
+        for each in candidates
+    ]
+    return json.dumps({"plans": plans, "assumptions": assumption_values(scenario)}, indent=1)
+
+
+def rows_json(scenario: Scenario, rows: Sequence[Row]) -> str:
     """{"rows": [...], "assumptions": [{"name", "value", "source", ...}]}, times in seconds."""
     kept = [{key: values[key] for key in (*KEYS, *MORE_KEYS)} for values in map(asdict, rows)]
-    return json.dumps({"rows": kept, "assumptions": assumption_values(job)}, indent=1)
+    return json.dumps({"rows": kept, "assumptions": assumption_values(scenario)}, indent=1)
 
 
-def assumption_values(job: Job) -> list[dict[str, Any]]:
+def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
     """The rate, the link and every constant: name, value, range, source."""
-    reference, link = job.reference, job.link
+    reference, link = scenario.reference, scenario.link
     setup = reference.setup
+    layers = scenario_setup(scenario, 1).layers
+    measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
     workers = f"{setup.hosts} x {setup.workers} workers with {setup.local_batch} images"
     known: list[dict[str, Any]] = [
         {
             "name": "reference_images_per_s",
             "value": reference.images_per_s,
-            "low": (1 - RATE_RANGE) * reference.images_per_s,
-            "high": (1 + RATE_RANGE) * reference.images_per_s,
+            "low": reference.bounds[0],
+            "high": reference.bounds[1],
             "source": f"{workers} each: {reference.source}",
+        },
+        {
+            "name": "measured_layers",
+            "value": measured,
+            "source": f"of {len(layers)}; the time of others follows from their operations and bytes and the images/s",
         },
         {"name": "link_bytes_per_s", "value": link.bytes_per_s, "source": f"{link.name}: {link.source}"},
         {
@@ -101,13 +129,13 @@ def assumption_values(job: Job) -> list[dict[str, Any]]:
         },
         {"name": "link_taper", "value": link.taper, "source": f"{link.name}: {link.source}"},
     ]
-    return known + [asdict(assumption) for assumption in ASSUMPTIONS]
+    return known + [asdict(assumption) for assumption in scenario.assumptions]
 
 
-def assumptions_text(job: Job) -> str:
+def assumptions_text(scenario: Scenario) -> str:
     """Every assumption with its range and source."""
     lines = []
-    for item in assumption_values(job):
+    for item in assumption_values(scenario):
         span = f" ({item['low']:.4g} to {item['high']:.4g})" if "low" in item else ""
         lines.append(f"  {item['name']} {item['value']:.4g}{span}: {item['source']}")
     return "\n".join(lines)

@@ -52,7 +52,8 @@ def seconds_at(setup: Setup, constants: Constants) -> Callable[[Speed], float]:
 
 
 def _slowness(setup: Setup, constants: Constants) -> float:
-    return slowest(constants.phi_step_variation if setup.phi else constants.step_variation, setup.ranks)
+    lasting = constants.host_variation * setup.clock_range
+    return slowest(setup.hosts, setup.workers, lasting=lasting, passing=constants.step_variation)
 
 
 def _step(setup: Setup, work: Work, messages: tuple[Message, ...], slowness: float) -> Step:

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from affinity.wording import counted
-from cputrain.report.curves import figure_svg
+from cputrain.report.figure import figure_svg
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, has_diverged
 from cputrain.sweep.workers import WorkerComparison
@@ -104,7 +104,7 @@ def _losses(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -
     positive = [loss for loss in shown if 0 < loss <= top]
     if positive and min(shown) > 0 and max(positive) > DECADE * min(positive):
         axes.set_yscale("log")
-    if max(shown) > top:
+    if max(shown) > top > 0:
         axes.set_ylim(top=top)
     axes.set_ylabel("training loss")
 

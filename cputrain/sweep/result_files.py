@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from affinity.text_table import csv_table, markdown_table
 from cputrain.files import write_atomic
@@ -15,13 +16,17 @@ RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep
 COMPARISON = "workers"
 
 
+def results_as_json(name: str, results: Sequence[RunResult]) -> dict[str, Any]:
+    """A sweep as plain values for JSON: the recipe's name and each training's result."""
+    return {"recipe": name, "runs": [asdict(result) for result in results]}
+
+
 def write_results(folder: Path, name: str, results: Sequence[RunResult]) -> None:
     """sweep.json and .csv for machines, sweep.md and .svg for people; workers.* where worker counts differ."""
     from cputrain.sweep.charts import sweep_chart, workers_chart  # matplotlib: a second, at the end only
 
     groups = group_by_seed(results)
-    text = json.dumps({"recipe": name, "runs": [asdict(result) for result in results]}, indent=1)
-    write_atomic(folder / RESULTS, text.encode())
+    write_atomic(folder / RESULTS, json.dumps(results_as_json(name, results), indent=1).encode())
     write_atomic(folder / CSV, csv_text(results).encode())
     write_atomic(folder / MARKDOWN, f"# {name}\n\n{markdown(groups)}\n![curves]({PICTURE})\n".encode())
     write_atomic(folder / PICTURE, sweep_chart(name, groups).encode())

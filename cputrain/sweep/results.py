@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from cputrain.launch.local import PlannedTraining
 from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import DIVERGENCE_FACTOR, read_events, written_events
+from cputrain.runs.events import DIVERGENCE_FACTOR, Log, elapsed, read_log
 from cputrain.sweep.outcomes import DIVERGED, DONE, STOPPED
-from cputrain.sweep.record import Record, read_record
+from cputrain.sweep.record import TrialRecord, read_record
 from cputrain.sweep.variants import Variant
 
 Event = dict[str, Any]
@@ -130,16 +129,21 @@ def invalid_result(variant: Variant, recipe: Recipe, status: str, why: str) -> R
 
 def result_of(variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
     """The result in a training's folder, which may not be finished."""
-    events = read_events(folder)
+    return result_in(read_log(folder), variant, setup, folder)
+
+
+def result_in(log: Log, variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult:
+    """The result in a log that has been read from a training's folder."""
+    events = log.events
     end = next((event for event in reversed(events) if event["event"] == "end"), None)
     done = end is not None and end["status"] == DONE
-    record = read_record(folder) or Record(requested_s=None, used_s=None, status="", ended_by="")
+    record = read_record(folder) or TrialRecord(requested_s=None, used_s=None, status="", ended_by="")
     status = DONE if done else record.status or STOPPED
     steps = [event for event in events if event["event"] == "step"]
     epochs = [event for event in events if event["event"] == "epoch"]
-    written = list(written_events(folder))  # includes steps that were lost and repeated, which took time, too
-    since = dict(zip((event["time"] for event in written), elapsed(written), strict=True))
-    evaluated = [(e, since[e["time"]]) for e in epochs if e.get("val_top1") is not None]
+    # Written: with steps that were lost and repeated, which took time, too.
+    since = {id(event): at for event, at in zip(log.written, elapsed(log.written), strict=True)}
+    evaluated = [(e, since[id(e)]) for e in epochs if e.get("val_top1") is not None]
     start = next((event for event in events if event["event"] == "start"), {})
     last: Event = epochs[-1] if epochs else {}
     found = end or {}
@@ -170,15 +174,6 @@ def result_of(variant: Variant, setup: TrainingSetup, folder: Path) -> RunResult
     )
 
 
-def elapsed(events: Sequence[Event]) -> list[float]:
-    """Seconds from the first event to each, without the pauses between a stop and the next start."""
-    since = [0.0] if events else []
-    for before, event in pairwise(events):
-        pause = event["event"] == "start"
-        since.append(since[-1] + (0.0 if pause else max(event["time"] - before["time"], 0.0)))
-    return since
-
-
 def diverged_from(losses: Sequence[float | None]) -> int | None:
     """Index from which on every loss is NaN, infinite or above DIVERGENCE_FACTOR times the first; None: no such."""
     first = next((loss for loss in losses if loss is not None), math.inf)
@@ -189,7 +184,7 @@ def diverged_from(losses: Sequence[float | None]) -> int | None:
 
 
 def _is_diverged(loss: float | None, first: float) -> bool:
-    return loss is None or not loss <= DIVERGENCE_FACTOR * first
+    return loss is None or loss > DIVERGENCE_FACTOR * first > 0  # a loss of one's own code may be negative
 
 
 def loss_curve(losses: Sequence[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:

@@ -13,8 +13,8 @@ from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, RECIPE, check_folder
 from cputrain.runs.resume import differences
 from cputrain.sweep.clock import time_limit
-from cputrain.sweep.outcomes import DONE, INVALID, STOPPED, TIME_LIMIT, oom_kills, outcome_of
-from cputrain.sweep.record import Record, write_record
+from cputrain.sweep.outcomes import DONE, INVALID, STOPPED, TIME_LIMIT, outcome_of
+from cputrain.sweep.record import TrialRecord, write_record
 from cputrain.sweep.results import RunResult, invalid_result, result_of, setup_of
 from cputrain.sweep.variants import Variant
 
@@ -67,15 +67,15 @@ def train_all(
 def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_s: float | None, used_s: float) -> None:
     """Train, and record how long it took and how it ended. Raises InputError where the folder may not be written to."""
     check_folder(one.recipe, one.scale, resume=resume, overwrite=False)
-    started, killed, message = time.monotonic(), oom_kills(), ""
+    started, message = time.monotonic(), ""
     with time_limit(None if limit_s is None else limit_s - used_s) as limit:
         try:
-            status = train_here(one, env, resume=resume, overwrite=False, verify=True)
+            status = train_here(one, env, resume=resume, overwrite=False, verify=True, quiet=False)
         except RunError as error:
             message, status = str(error), 1
     if status == 1:
         logger.error("cputrain: %s", message)
-        outcome, why = outcome_of(message, oom_killed=oom_kills() > killed)
+        outcome, why = outcome_of(message)
     elif status == 2:
         outcome, why = INVALID, _last_line(one.recipe.folder / LOGS / "rank-0.log")
     elif limit.reached:
@@ -83,7 +83,7 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
     else:
         outcome, why = "", ""
     used = used_s + time.monotonic() - started
-    write_record(one.recipe.folder, Record(requested_s=limit_s, used_s=used, status=outcome, ended_by=why))
+    write_record(one.recipe.folder, TrialRecord(requested_s=limit_s, used_s=used, status=outcome, ended_by=why))
     if status >= 128:
         raise KeyboardInterrupt  # a signal ends the sweep too
 

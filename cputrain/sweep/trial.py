@@ -11,7 +11,7 @@ from pathlib import Path
 from affinity.errors import RunError
 from cputrain.launch.local import PlannedTraining, local_job
 from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
-from cputrain.sweep.outcomes import FAILED, oom_kills, outcome_of
+from cputrain.sweep.outcomes import FAILED, outcome_of
 from mpi.supervise.local import run_local
 
 STEPS = 3
@@ -47,7 +47,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
     command = (sys.executable, "-m", "cputrain.sweep.trial_rank", str(folder / RECIPE), str(share))
     job = local_job(planned.plan, command, folder)
-    killed, status, why = oom_kills(), TRAINS, ""
+    status, why = TRAINS, ""
     with Path(os.devnull).open("w") as nowhere:
         try:
             code = run_local(job, env, nowhere, nowhere)
@@ -56,7 +56,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
             if code:
                 status, why = FAILED, f"exited with status {code}; logs {folder / LOGS}"
         except RunError as error:
-            status, why = outcome_of(str(error), oom_killed=oom_kills() > killed)
+            status, why = outcome_of(str(error))
     workload = planned.plan.request.workload
     known = workload is not None and not workload.assumed
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)

@@ -12,9 +12,11 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from affinity.ranks.rank import discover
 from cputrain.launch.rank_process import bind_rank, run_rank
+from cputrain.launch.startup import Startup
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import FILE
 from cputrain.sweep.trial import STEPS, peak_file
@@ -60,8 +62,8 @@ def main() -> None:
 
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
-    switches = {"resume": False, "overwrite": False, "prepared": True, "check": True}
-    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **switches))
+    how: dict[str, Any] = {"resume": False, "overwrite": False, "prepared": True, "check": True, "quiet": False}
+    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how, startup=Startup(shown=False)))
     write_peak(peak_file(recipe.folder, rank.rank))
 
 

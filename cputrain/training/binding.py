@@ -1,7 +1,9 @@
 """The binding of a rank: torch's threads and memory where the plan puts them, checked against the kernel."""
 
 import os
+import re
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +51,9 @@ def start_threads(worker: WorkerPlan, observed: Observed, *, check: bool) -> Bin
         bound = observed.memory_policy == worker.memory_policy
         refuse(worker, misplaced(worker, team) + (misallocated(worker, share) if bound else []))
     if torch.get_num_interop_threads() != worker.inter_op:  # a process may set it once
-        torch.set_num_interop_threads(worker.inter_op)
+        # A script that no plan has bound may have computed before: it keeps the threads that it then started.
+        with nullcontext() if check else suppress(RuntimeError):
+            torch.set_num_interop_threads(worker.inter_op)
     return Binding(worker=worker, observed=observed, team=team, memory_share=share)
 
 
@@ -65,8 +69,9 @@ def check_comm_threads(worker: WorkerPlan, rank: Rank, backend: str, env: Mappin
 
 
 def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tuple[Thread, ...]) -> list[str]:
-    """A line about this rank's oneCCL threads that are not where CCL_WORKER_AFFINITY puts them; empty without one."""
-    if "CCL_WORKER_AFFINITY" not in env:
+    """A line about this rank's oneCCL threads that are not where a plan's CCL_WORKER_AFFINITY puts them, a list of
+    CPUs; empty for other values."""
+    if not re.fullmatch(r"\d+(,\d+)*", env.get("CCL_WORKER_AFFINITY", "")):
         return []
     count = int(env.get("CCL_WORKER_COUNT", "1"))
     planned = [int(pu) for pu in env["CCL_WORKER_AFFINITY"].split(",")][local_rank * count :][:count]

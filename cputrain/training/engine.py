@@ -2,46 +2,53 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from affinity.errors import InputError, RunError
 from cputrain.models.batchnorm_kernels import Kernels, load
 from cputrain.models.folding import fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
+from cputrain.models.kernel_check import checked
+from cputrain.training import ipex
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
+ENGINES = ("native", "eager", "compile", "ipex")
 ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How a rank runs its network: native, eager or compile, and the reason; `kernels` are those of native."""
+    """How a rank runs its network: native, eager, compile or ipex, and why; `kernels` are those of native."""
 
     name: str
     why: str
     kernels: Kernels | None = None
 
 
-EAGER = Engine(name="eager", why="engine=eager")
-
-
 def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Engine:
-    """The engine for engine=`requested`: with "auto" native, where its kernels compile and support the precision.
+    """The engine for engine=`requested`: with "auto" native, where its kernels compile, compute what torch does and
+    support the precision.
 
-    Raises InputError or RunError where "native" is requested and its kernels cannot be compiled.
+    Raises InputError or RunError where "native" is requested and its kernels cannot be used, InputError where "ipex" is
+    and cannot be used.
     """
     if requested in ("eager", "compile"):
         return Engine(name=requested, why=f"engine={requested}")
+    if requested == "ipex":
+        if precision == "float64":
+            raise InputError("engine=ipex does not compute in precision=float64: set engine=eager")
+        return Engine(name="ipex", why=f"engine=ipex, {ipex.PACKAGE} {ipex.check_ipex()}")
     if precision == "float64":
         return Engine(name="eager", why="precision=float64, for which there are no native kernels")
     try:
-        kernels = load(env)
+        kernels = checked(load(env))
     except (InputError, RunError) as error:
         if requested == "native":
             raise
@@ -67,6 +74,11 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
     return model
 
 
+def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) -> tuple[nn.Module, Optimizer]:
+    """The model and its optimizer as the engine trains them, once before the first step."""
+    return ipex.optimize(model, optimizer) if engine.name == "ipex" else (model, optimizer)
+
+
 def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
     """A network with the outputs of `model` in evaluation, for its present weights: with native in float32, a faster
     one."""
@@ -86,31 +98,36 @@ def network_input(images: Tensor, precision: str) -> Tensor:
 
 def autocast(precision: str) -> AbstractContextManager[object]:
     """A context in which bf16 computes convolutions and matrix products in bfloat16; no effect for others."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-def possible_bf16_speedup(precision: str) -> float:
-    """bf16_speedup() for a training in float32 on a CPU whose oneDNN supports bfloat16, otherwise 1."""
+def possible_bf16_speedups(precision: str) -> list[float]:
+    """bf16_speedups() for a training in float32 on a CPU whose oneDNN supports bfloat16, otherwise none."""
     supported = has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bf16_speedup() if precision == "float32" and supported else 1.0
+    return bf16_speedups() if precision == "float32" and supported else []
 
 
 def bf16_speedup() -> float:
-    """The speed of a 3 x 3 convolution of ResNet-50 in bfloat16, relative to float32; medians of 5 rounds.
+    """The median of `bf16_speedups`."""
+    return median(bf16_speedups())
+
+
+def bf16_speedups() -> list[float]:
+    """The speed of a 3 x 3 convolution of ResNet-50 in bfloat16, relative to float32, in each of 5 rounds.
 
     Below 1 on CPUs without instructions for bfloat16.
     """
     images = torch.zeros(4, 64, 56, 56).to(memory_format=torch.channels_last)
     weights = torch.zeros(64, 64, 3, 3).to(memory_format=torch.channels_last)
 
-    def seconds(dtype: torch.dtype) -> float:
+    def seconds(dtype: torch.dtype) -> list[float]:
         x, w = images.to(dtype), weights.to(dtype)
         durations = []
         for _ in range(ROUNDS + 1):  # the first is a warm-up
             started = time.perf_counter()
             functional.conv2d(x, w, padding=1)
             durations.append(time.perf_counter() - started)
-        return median(durations[1:])
+        return durations[1:]
 
     with torch.inference_mode():
-        return seconds(torch.float32) / seconds(torch.bfloat16)
+        return [wide / narrow for wide, narrow in zip(seconds(torch.float32), seconds(torch.bfloat16), strict=True)]

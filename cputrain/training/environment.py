@@ -9,13 +9,10 @@ from typing import Any
 import torch
 
 from cputrain import __version__
+from cputrain.runs.attempt import job_in
 from cputrain.training.session import Session
 from cputrain.training.startup_lines import planned_allocator
-
-PREFIXES = (
-    *("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "I_MPI_", "FI_", "CCL_", "GLOO_", "AFFINITY_", "SLURM_", "PBS_"),
-)
-VARIABLES = ("LD_PRELOAD", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+from cputrain.variables import shown_variables
 
 
 def describe_environment(session: Session, env: Mapping[str, str]) -> dict[str, Any]:
@@ -34,7 +31,8 @@ def describe_environment(session: Session, env: Mapping[str, str]) -> dict[str, 
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": platform.release(),
         "host": socket.gethostname(),
-        "variables": {k: v for k, v in sorted(env.items()) if k.startswith(PREFIXES) or k in VARIABLES},
+        "job": job_in(env),
+        "variables": shown_variables(env),
     }
 
 

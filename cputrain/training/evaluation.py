@@ -8,37 +8,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cputrain.comm.group import all_reduce_sum
-from cputrain.models.build import batchnorms
-from cputrain.training.engine import autocast, evaluation_network, network_input
-from cputrain.training.feed import evaluation_batches
-from cputrain.training.losses import sample_losses
+from cputrain.training.engine import autocast, evaluation_network
+from cputrain.training.feed import evaluation_batches, evaluation_shares, feed_of
 from cputrain.training.metrics import Accuracy, count_correct
+from cputrain.training.predictions import PredictionLog
 from cputrain.training.session import Session
 
 
 def evaluate(
-    model: nn.Module, session: Session, split: str = "val", on_batch: Callable[[], None] = lambda: None
+    model: nn.Module,
+    session: Session,
+    split: str = "val",
+    on_batch: Callable[[], None] = lambda: None,
+    predictions: PredictionLog | None = None,
 ) -> Accuracy:
-    """Evaluate a model on a split, each image once; damaged images do not count. Calls `on_batch` after each batch."""
-    recipe, data = session.recipe, session.data
+    """Evaluate a model on a split, each image once; damaged images do not count. Calls `on_batch` after each batch;
+    `predictions` takes what is predicted for each image of a classification."""
+    recipe, task = session.recipe, session.task
     loss_sum, correct1, correct5, count = 0.0, 0.0, 0.0, 0.0
     damaged: list[str] = []
     model.eval()
     with torch.inference_mode():
-        network = evaluation_network(model, session.engine, recipe.precision)
-        for batch in evaluation_batches(session, split):
+        network = evaluation_network(model, session.engine, recipe.precision) if task.traceable else model
+        feed = feed_of(session)
+        shares = evaluation_shares(feed, split)
+        for share, batch in zip(shares, evaluation_batches(feed, split), strict=True):
             with autocast(recipe.precision):
-                outputs = network(network_input(data.normalize(batch.images), recipe.precision)).float()
-            losses = sample_losses(recipe.loss, outputs, batch.labels)
+                outputs = network(task.inputs(batch))
+            outputs = outputs.float() if isinstance(outputs, Tensor) else outputs
+            losses = task.losses(outputs, batch.labels, 0.0).expand(len(batch.weights))
             loss_sum += float((losses * batch.weights).sum())
-            correct1 += count_correct(outputs, batch, 1)
-            correct5 += count_correct(outputs, batch, 5)
+            if task.classifies:
+                correct1 += count_correct(outputs, batch.labels, batch.weights, 1)
+                correct5 += count_correct(outputs, batch.labels, batch.weights, 5)
             count += float(batch.weights.sum())
             damaged += batch.damaged
+            if predictions is not None and task.classifies:
+                predictions.add(outputs, losses, batch, share)
             on_batch()
     model.train()
     loss_sum, correct1, correct5, count = all_reduce_sum(loss_sum, correct1, correct5, count)
-    classified = count > 0 and data.features is None
+    classified = count > 0 and task.classifies
     return Accuracy(
         loss=loss_sum / count if count else math.nan,
         top1=100 * correct1 / count if classified else None,
@@ -56,7 +66,8 @@ def average_batchnorm(model: nn.Module) -> None:
 
 def mean_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Each of batch-norm's running statistics on this rank, and its mean over all ranks."""
-    statistics = [buffer for layer in batchnorms(model) for buffer in (layer.running_mean, layer.running_var)]
+    layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    statistics = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
     present = [buffer for buffer in statistics if buffer is not None]
     if not present:
         return []

@@ -1,42 +1,76 @@
 """The trainer's image pipelines: one rank's training batches step by step, and its share of an evaluation."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from affinity.errors import RunError
-from cputrain.data.batches import Batch, point_batches
+from affinity.ranks.rank import Rank
+from cputrain.data.batches import Batch, own_batches, point_batches
 from cputrain.data.formats.generated import Points, SyntheticImages
+from cputrain.data.formats.own_samples import OwnSamples
+from cputrain.data.from_recipe import training_transform
 from cputrain.data.loader import ImageLoader
+from cputrain.data.order.permutations import Indices
 from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
-from cputrain.data.pixels.augment import Augmentation
 from cputrain.data.pixels.transform import Transform
-from cputrain.recipe.phases import settings_at
+from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.schema import Recipe
-from cputrain.training.session import Session
+from cputrain.training.session import Session, SessionData
 
 
-def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """What a rank's batches depend on; `local_batches` are every rank's, `loader_pus` and `loader_threads` decode."""
+
+    recipe: Recipe
+    sizes: TrainingSizes
+    rank: Rank
+    local_batches: tuple[int, ...]
+    data: SessionData
+    loader_pus: tuple[int, ...]
+    loader_threads: int
+
+
+def feed_of(session: Session) -> Feed:
+    """The feed of a session's rank."""
+    return Feed(
+        recipe=session.recipe,
+        sizes=session.sizes,
+        rank=session.ranks.this,
+        local_batches=session.ranks.local_batches,
+        data=session.data,
+        loader_pus=session.binding.loader_pus,
+        loader_threads=session.binding.loader_threads,
+    )
+
+
+def training_batches(feed: Feed, epoch: int, first: int, stop: int) -> Iterator[Batch]:
     """This rank's batches for the steps from `first` to before `stop`, all of one epoch.
 
     The iterator raises RunError at a damaged image with data.on_error=raise.
     """
-    sizes = session.sizes
+    sizes = feed.sizes
     sampler = ShuffledSampler(
-        images=len(session.data.dataset.train),
+        images=len(feed.data.dataset.train),
         used=sizes.used_images_per_epoch,
         steps=sizes.steps_per_epoch,
-        seed=session.recipe.seed,
-        shares=session.ranks.local_batches,
-        rank=session.ranks.this.rank,
+        seed=feed.recipe.seed,
+        shares=feed.local_batches,
+        rank=feed.rank.rank,
         passes=sizes.accumulation_steps,
-        block_length=session.data.block_length,
+        block_length=feed.data.block_length,
     )
     begin = first % sizes.steps_per_epoch
     steps = begin, begin + stop - first
-    if isinstance(session.data.dataset.train, Points):
-        return point_batches(session.data.dataset.train, sampler.batches(epoch, *steps))
-    transform = training_transform(session.recipe, epoch)
-    batches = _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
-    return _refuse_damaged(batches, session.ranks.this.rank) if session.recipe.data.on_error == "raise" else batches
+    if isinstance(feed.data.dataset.train, Points):
+        return point_batches(feed.data.dataset.train, sampler.batches(epoch, *steps))
+    if isinstance(feed.data.dataset.train, OwnSamples):
+        feed.data.dataset.train.set_epoch(epoch)
+        shares = sampler.batches(epoch, *steps)
+        return own_batches(feed.data.dataset.train, shares, cpus=feed.loader_pus)
+    transform = training_transform(feed.recipe, epoch)
+    batches = _loader(feed, "train", sampler, transform).raw_batches(epoch, *steps)
+    return _refuse_damaged(batches, feed.rank.rank) if feed.recipe.data.on_error == "raise" else batches
 
 
 def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
@@ -48,59 +82,52 @@ def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
         yield batch
 
 
-def training_transform(recipe: Recipe, epoch: int) -> Transform:
-    """The crops and augmentation of the training images in an epoch."""
-    data, now = recipe.data, settings_at(recipe, epoch)
-    return Transform(
-        image_size=now.crop,
-        short_side=round(data.short_side * now.crop / data.crop),
-        crop=now.train_crop,
-        min_area=data.min_crop_area,
-        max_aspect=data.max_crop_aspect,
-        flip=data.flip,
-        augmentation=Augmentation(**data.augment.model_dump()),
-    )
-
-
-def evaluation_batch(session: Session) -> int:
+def evaluation_batch(recipe: Recipe) -> int:
     """Images of one forward pass of an evaluation."""
-    return session.recipe.evaluate.batch or session.recipe.batch.local
+    return recipe.evaluate.batch or recipe.batch.local
 
 
-def evaluation_steps(session: Session, split: str = "val") -> int:
+def evaluation_steps(feed: Feed, split: str = "val") -> int:
     """The number of batches that this rank evaluates; no rank has more than rank 0."""
-    return len(_evaluation_sampler(session, split))
+    return len(_evaluation_sampler(feed, split))
 
 
-def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
+def evaluation_shares(feed: Feed, split: str) -> list[Indices]:
+    """The numbers of the images of each of this rank's batches."""
+    return _evaluation_sampler(feed, split).batches()
+
+
+def evaluation_batches(feed: Feed, split: str) -> Iterator[Batch]:
     """This rank's share of a split, each image on one rank, without padding."""
-    images, sampler = session.data.dataset.splits[split], _evaluation_sampler(session, split)
+    images, sampler = feed.data.dataset.splits[split], _evaluation_sampler(feed, split)
     if isinstance(images, Points):
         return point_batches(images, sampler.batches())
-    data = session.recipe.data
+    if isinstance(images, OwnSamples):
+        return own_batches(images, sampler.batches(), cpus=feed.loader_pus)
+    data = feed.recipe.data
     transform = Transform(image_size=data.crop, short_side=data.short_side, crop="center")
-    return _loader(session, split, sampler, transform).raw_batches(epoch=0)
+    return _loader(feed, split, sampler, transform).raw_batches(epoch=0)
 
 
-def _evaluation_sampler(session: Session, split: str) -> SequentialSampler:
+def _evaluation_sampler(feed: Feed, split: str) -> SequentialSampler:
     return SequentialSampler(
-        images=len(session.data.dataset.splits[split]),
-        batch_size=evaluation_batch(session),
-        rank=session.ranks.this.rank,
-        world_size=session.ranks.this.world_size,
+        images=len(feed.data.dataset.splits[split]),
+        batch_size=evaluation_batch(feed.recipe),
+        rank=feed.rank.rank,
+        world_size=feed.rank.world_size,
     )
 
 
-def _loader(session: Session, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
-    images = session.data.dataset.splits[split]
+def _loader(feed: Feed, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
+    images = feed.data.dataset.splits[split]
     return ImageLoader(
-        session.data.dataset,
+        feed.data.dataset,
         split,
         sampler=sampler,
         transform=transform,
-        decode=images.decode if isinstance(images, SyntheticImages) else session.data.decode,
-        normalize=session.data.normalize,
-        seed=session.recipe.seed,
-        threads=session.binding.loader_threads,
-        cpus=session.binding.loader_pus,
+        decode=images.decode if isinstance(images, SyntheticImages) else feed.data.decode,
+        normalize=feed.data.normalize,
+        seed=feed.recipe.seed,
+        threads=feed.loader_threads,
+        cpus=feed.loader_pus,
     )

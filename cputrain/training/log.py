@@ -11,14 +11,21 @@ from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.metrics import Accuracy, StepResult
 from cputrain.training.progress import Progress
 
+MOST_IN_FULL = 1e6  # a loss that diverges has dozens of digits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLog:
-    """Writes to the terminal and to the event log of a run; both are silent on ranks other than 0."""
+    """Writes to the terminal and to the event log of a run; both are silent on ranks other than 0.
+
+    `last_step` is the step after which the training ends; `quiet` leaves only warnings on the terminal.
+    """
 
     recipe: Recipe
     progress: Progress
     events: EventLog
+    last_step: int
+    quiet: bool = False
 
     def warn(self, step: int, message: str) -> None:
         """Report something that the user should know or change."""
@@ -30,6 +37,12 @@ class TrainingLog:
         self.progress.line(f"warning: {counted(len(names), 'damaged image')} skipped: {'; '.join(names[:3])}")
         self.events.write("warning", step=step, what="damaged images", images=list(names))
 
+    def warn_of_straggler(self, step: int, rank: int, host: str, factor: float, cause: str) -> None:
+        """Report a rank whose steps take `factor` times as long as the median rank's, and the likely cause."""
+        what = f"rank {rank} on {host} takes {factor:.2f} times as long for a step as the median rank: {cause}"
+        self.progress.line(f"warning: {what}")
+        self.events.write("warning", step=step, what=what, rank=rank, host=host, factor=factor, cause=cause)
+
     def checkpoint(self, step: int, steps_per_epoch: int, *, best: bool) -> None:
         """Report a checkpoint that has been written; its path is relative, so that a run's folder can be moved."""
         path = f"{CHECKPOINTS}/{name_of(step)}"
@@ -40,7 +53,15 @@ class TrainingLog:
     ) -> None:
         """Report a step: `step` counts those done, `images` are those of all ranks."""
         epoch = (step - 1) // steps_per_epoch + 1
-        self.progress.step(f"epoch {epoch}/{self.recipe.epochs}", images, loss=result.loss, lr=lr)
+        self.progress.step(
+            f"epoch {epoch}/{self.recipe.epochs} step {step:,}/{self.last_step:,}",
+            images,
+            loss=result.loss,
+            lr=lr,
+            seconds=seconds,
+            data_wait_s=result.data_wait_s,
+            comm_wait_s=result.comm_wait_s,
+        )
         self.events.write(
             "step",
             step=step,
@@ -53,6 +74,13 @@ class TrainingLog:
         )
         if result.layer_ratios:
             self.events.write("ratios", step=step, rate=lr, layers=result.layer_ratios)
+
+    def rank_times(self, step: int, steps: int, times: Sequence[Sequence[float]]) -> None:
+        """Report the mean of the last steps on each rank: seconds, of these waiting for communication and for data."""
+        seconds, comm_wait_s, data_wait_s = ([float(f"{value:.4g}") for value in values] for values in times)
+        self.events.write(
+            "ranks", step=step, steps=steps, seconds=seconds, data_wait_s=data_wait_s, comm_wait_s=comm_wait_s
+        )
 
     def epoch(
         self,
@@ -68,11 +96,17 @@ class TrainingLog:
         """Report an epoch, counted from 1; `accuracy` is None where it was not evaluated."""
         val_loss, val_top1 = (accuracy.loss, accuracy.top1) if accuracy and accuracy.images else (None, None)
         values = {"loss": (train_loss, 4), "acc": (train_top1, 2), "val loss": (val_loss, 4), "val acc": (val_top1, 2)}
-        figures = [f"{name} {value:.{digits}f}" for name, (value, digits) in values.items() if value is not None]
-        self.progress.line(
+        figures = [
+            f"{name} {value:.{digits}f}" if abs(value) < MOST_IN_FULL else f"{name} {value:.3g}"
+            for name, (value, digits) in values.items()
+            if value is not None
+        ]
+        line = (
             f"epoch {epoch}/{self.recipe.epochs}  {'  '.join(figures)}"
             f"  {seconds:.1f} s  ({_speed(self.recipe.data.kind, images / seconds)})"
         )
+        if not self.quiet:
+            self.progress.line(line)
         self.events.write(
             "epoch",
             step=step,
@@ -89,5 +123,5 @@ class TrainingLog:
 
 def _speed(kind: str, per_s: float) -> str:
     """Samples per second, with their kind where they are not images that were read."""
-    unit = {"images": "img/s", "points": "points/s"}.get(kind, f"img/s, {kind}")
+    unit = {"images": "img/s", "points": "points/s", "samples": "samples/s"}.get(kind, f"img/s, {kind}")
     return f"{per_s:.1f} {unit}"

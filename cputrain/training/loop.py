@@ -13,18 +13,22 @@ from cputrain.data.batches import Batch
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.phases import settings_at
 from cputrain.recipe.rates import rate_warning
+from cputrain.runs.events import moment
 from cputrain.training.engine import bf16_speedup
 from cputrain.training.evaluation import average_batchnorm, evaluate
-from cputrain.training.feed import training_batches
+from cputrain.training.feed import feed_of, training_batches
 from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import Accuracy
 from cputrain.training.non_finite import DivergenceCheck, NonFiniteHandler
 from cputrain.training.preemption import Preemption
+from cputrain.training.rank_times import RankTimes
+from cputrain.training.replicas import ReplicaCheck
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.saver import Saver
 from cputrain.training.session import Session
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepSettings, train_step
+from cputrain.training.stragglers import StragglerWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +36,14 @@ class TrainResult:
     """The end of a training: steps done, and accuracies on validation and test images.
 
     `accuracy` is None after a preemption, `test` also without test images. `trained_s` are the seconds of steps since
-    this start; `ended` is the unix time before the test images were evaluated.
+    this start; `ended` is the moment before the test images were evaluated.
     """
 
     accuracy: Accuracy | None
     test: Accuracy | None
     step: int
     trained_s: float
-    ended: float
+    ended: dict[str, float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +58,10 @@ class TrainingLoop:
     preempted: bool = False
     saver: Saver = field(init=False)
     non_finite: NonFiniteHandler = field(init=False)
+    replicas: ReplicaCheck = field(init=False)
+    stragglers: StragglerWatch = field(init=False)
     divergence: DivergenceCheck = field(init=False)
+    rank_times: RankTimes = field(init=False)
 
     def __post_init__(self) -> None:
         session, position = self.session, self.position
@@ -67,7 +74,18 @@ class TrainingLoop:
             position=position,
             wait=self.saver.wait,
         )
-        self.divergence = DivergenceCheck(log=self.log, position=position)
+        self.divergence = DivergenceCheck(warn=self.log.warn, position=position)
+        self.replicas = ReplicaCheck(
+            network=self.state.network,
+            optimizer=self.state.optimizer,
+            every=session.recipe.compare_weights_every_steps,
+            warn=self.log.warn,
+            wait=self.saver.wait,
+            same_after=position.step,
+        )
+        pus = session.binding.worker.pus
+        self.stragglers = StragglerWatch(hosts=self.replicas.hosts, log=self.log, pus=pus)
+        self.rank_times = RankTimes(log=self.log, rank=session.ranks.this.rank)
 
     @property
     def step(self) -> int:
@@ -83,13 +101,14 @@ class TrainingLoop:
         gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
         with closing(self.log.progress):
             accuracy, trained_s = self._run_epochs()
+        self.rank_times.record(self.step)
         self.saver.wait()
         dist.barrier()  # no rank leaves before the last checkpoint is complete
         if self.preempted:
             accuracy = None
         elif accuracy is None:  # resumed after the last step
             accuracy = self._evaluate()
-        ended = time.time()
+        ended = moment()
         has_test = accuracy is not None and self.session.data.dataset.test is not None
         test = self._evaluate_test() if has_test else None
         return TrainResult(accuracy=accuracy, test=test, step=self.step, trained_s=trained_s, ended=ended)
@@ -123,13 +142,13 @@ class TrainingLoop:
         recipe, position = self.session.recipe, self.position
         seconds = self._run_steps(epoch, min(last_step, (epoch + 1) * self.session.sizes.steps_per_epoch))
         if self.preempted:
-            self.saver.save(position)
+            self._save()
             return None, seconds
         ends = self.step >= last_step
         evaluates = ends or is_due(epoch, recipe.evaluate.every_epochs)
         saves = evaluates or is_due(epoch, recipe.checkpoint.every_epochs) or self._saves_after_step()
         if saves:
-            self.saver.save(position)
+            self._save()
         average_batchnorm(self.state.network)
         accuracy = self._evaluate() if evaluates else None
         self._log_epoch(epoch, accuracy)
@@ -137,19 +156,19 @@ class TrainingLoop:
         if accuracy is not None and best:
             position.best_score = accuracy.score
         position.end_epoch()
-        self.preemption.agree(self.step)
+        self.preemption.agree(self.step, ends_epoch=True)
         self.preempted = not ends and self.preemption.should_stop_after(self.step)
         if saves:
             self.saver.finish(position, best=best)
         elif self.preempted:
-            self.saver.save(position)
+            self._save()
         return accuracy, seconds
 
     def _run_steps(self, epoch: int, stop: int) -> float:
         """Train until step `stop` of this epoch or a preemption; the seconds that it took."""
         recipe, position = self.session.recipe, self.position
         weight_decay = settings_at(recipe, epoch).weight_decay
-        batches = training_batches(self.session, epoch, self.step, stop)
+        batches = training_batches(feed_of(self.session), epoch, self.step, stop)
         begun, before = time.perf_counter(), position.epoch_s
         while self.step < stop and not self.preempted:
             self._run_step(batches, weight_decay)
@@ -158,7 +177,7 @@ class TrainingLoop:
             self.preempted = self.preemption.should_stop_after(self.step)
             self.saver.check()
             if self.step < stop and not self.preempted and self._saves_after_step():
-                self.saver.save(position)
+                self._save()
         return time.perf_counter() - begun
 
     def _run_step(self, batches: Iterator[Batch], weight_decay: float) -> None:
@@ -173,8 +192,9 @@ class TrainingLoop:
             lr=lr,
             weight_decay=weight_decay,
             measure_layers=session.ranks.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
+            key=(self.step, session.ranks.this.rank),
         )
-        result = train_step(self.state, batches, settings, session.recipe, session.data.normalize)
+        result = train_step(self.state, batches, settings, session.recipe, session.task)
         position.epoch.add(result.metrics)
         if not result.finite:
             self.non_finite.handle(result, step=self.step, lr=lr)
@@ -182,7 +202,16 @@ class TrainingLoop:
         position.epoch_done = False
         seconds, per_epoch = time.perf_counter() - started, sizes.steps_per_epoch
         self.log.step(result, step=self.step, steps_per_epoch=per_epoch, lr=lr, images=images, seconds=seconds)
+        self.rank_times.add(result, seconds, self.step)
+        self.preemption.set_pace(self.rank_times.slowest_s)
         self.divergence.check(result.loss, step=self.step, lr=lr)
+        self.replicas.after_step(self.step)
+        self.stragglers.add(result, seconds, self.step, self.replicas.read_s)
+
+    def _save(self) -> None:
+        """Save the state after this step, which must be the same on all ranks."""
+        self.replicas.compare(self.step)
+        self.saver.save(self.position)
 
     def _saves_after_step(self) -> bool:
         every = self.session.recipe.checkpoint.every_steps
@@ -200,7 +229,7 @@ class TrainingLoop:
             step=self.step,
             epoch=epoch + 1,
             train_loss=loss / max(readable, 1.0),
-            train_top1=100 * correct / max(readable, 1.0) if data.features is None else None,
+            train_top1=100 * correct / max(readable, 1.0) if self.session.task.classifies else None,
             accuracy=accuracy,
             seconds=self.position.epoch_s,
             images=sizes.images_until(self.step) - sizes.images_until(epoch * sizes.steps_per_epoch),

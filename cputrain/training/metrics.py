@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cputrain.data.batches import Batch
-
 
 @dataclass(slots=True)
 class EpochMetrics:
@@ -65,11 +63,16 @@ class Accuracy:
         return -self.loss if self.top1 is None else self.top1
 
 
-def count_correct(outputs: Tensor, batch: Batch, k: int) -> float:
-    """The number of images whose label is among the k largest outputs; 0 where labels are no classes."""
-    if batch.labels.is_floating_point():
-        return 0.0
-    return float((in_top(outputs, batch.labels, k) * batch.weights).sum())
+def count_correct(outputs: Tensor, labels: Tensor, weights: Tensor, k: int) -> float:
+    """The number of images, each of weight 1 or 0, whose label is among the k largest outputs.
+
+    Labels are numbers of classes, (N,), or of mixed images the share of each class, (N, outputs): such an image counts
+    as much as the shares of the k classes together.
+    """
+    if labels.ndim == 2:
+        shares = labels.gather(1, outputs.topk(min(k, outputs.shape[1]), dim=1).indices).sum(dim=1)
+        return float((shares * weights).sum())
+    return float((in_top(outputs, labels, k) * weights).sum())
 
 
 def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:

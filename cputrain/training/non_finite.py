@@ -15,7 +15,7 @@ from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import StepResult
 from cputrain.training.saving.position import Position
-from cputrain.training.saving.restore import find_newest, put_back
+from cputrain.training.saving.restore import find_newest, put_back, set_damaged_aside
 from cputrain.training.state import TrainState
 
 MAX_ROLLBACKS = 3  # to one checkpoint
@@ -46,6 +46,7 @@ class NonFiniteHandler:
         folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
         found = find_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
         if found and rollbacks.get(found.name, 0) < MAX_ROLLBACKS:
+            set_damaged_aside(found, self.log, step, self.rank)
             put_back(found.loaded, self.state, self.recipe.optim.name)
             rollbacks[found.name] = rollbacks.get(found.name, 0) + 1
             self.log.warn(step, f"{message}: restored {found.name}, training continues with the next images")
@@ -69,7 +70,7 @@ def _describe(results: list[tuple[float, str]], step: int, lr: float) -> tuple[s
 class DivergenceCheck:
     """Warns once of a loss that diverges, which shows a learning rate that is too high long before NaN."""
 
-    log: TrainingLog
+    warn: Callable[[int, str], None]
     position: Position
 
     def check(self, loss: float, *, step: int, lr: float) -> None:
@@ -77,9 +78,9 @@ class DivergenceCheck:
         first = self.position.first_loss
         if first is None:
             self.position.first_loss = loss if math.isfinite(loss) else None
-        elif loss > DIVERGENCE_FACTOR * first and not self.position.diverged:
+        elif loss > DIVERGENCE_FACTOR * first > 0 and not self.position.diverged:  # one's own loss may be negative
             self.position.diverged = True
-            self.log.warn(
+            self.warn(
                 step,
                 f"the loss is {loss:.3g} at step {step}, {loss / first:.0f} times that of the first step, "
                 f"learning rate {lr:g}: lower schedule.peak_rate, or lengthen the warm-up",

@@ -5,27 +5,32 @@ import time
 from types import FrameType
 
 from cputrain.comm.store import SignedKeys
-from mpi.supervise.signals import PREEMPTION_SIGNAL, STOP_SIGNALS
+from cputrain.held_signals import release_signals
+from mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 
 KEY = "after_steps"
 NEVER = 0
+LOOK_S, MOST_STEPS = 0.1, 100  # between looks into the store, which cost more than a small network's step
 AGAIN_S = 10.0  # within which schedulers, launchers and scripts pass the same signal on, one after another
 
 
 class Preemption:
-    """Handles the preemption signal in every rank; that of rank 0 counts. To be created once, in the main thread.
+    """Handles the preemption signal in every rank; that of rank 0 counts. To be created once, in the main thread, where
+    signals that came before arrive then.
 
-    Ranks that `cputrain train` does not watch handle SIGTERM and SIGINT too: the first stops the training after a step
+    Ranks whose run no launcher has `prepared` handle SIGTERM and SIGINT too: the first stops the training after a step
     that is saved, one that comes later than AGAIN_S ends the process.
     """
 
-    def __init__(self, keys: SignedKeys, *, is_main_rank: bool, watched: bool) -> None:
+    def __init__(self, keys: SignedKeys, *, is_main_rank: bool, prepared: bool) -> None:
         self._keys = keys
         self._is_main_rank = is_main_rank
         self._signaled_at: float | None = None
         self._last_step = self._save_step = NEVER
-        for number in (PREEMPTION_SIGNAL, *(() if watched else STOP_SIGNALS)):
+        self._every, self._next = 1, NEVER
+        for number in (PREEMPTION_SIGNAL, *(() if prepared else stop_signals())):
             signal.signal(number, self._handle)
+        release_signals()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -35,12 +40,21 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def agree(self, step: int, *, save_due: bool = False) -> None:
-        """Announce, on rank 0, what is to be done after the next step; learn on the others what was announced before.
+    def set_pace(self, step_s: float) -> None:
+        """Look into the store every LOOK_S from the next look on, by the seconds of a step, the same on all ranks."""
+        self._every = min(max(int(LOOK_S / step_s), 1), MOST_STEPS) if step_s > 0 else 1
 
-        To be called by every rank after every step. No rank completes the next step's all-reduce before rank 0 has
-        started it, so that all ranks have the announcement by its end.
+    def agree(self, step: int, *, save_due: bool = False, ends_epoch: bool = False) -> None:
+        """Announce, on rank 0, what is to be done after the step of the next look; learn on the others what was
+        announced before.
+
+        To be called by every rank after every step; all look after the same steps, and at an epoch's end. No rank
+        completes the next step's all-reduce before rank 0 has started it, so that all have the announcement by the next
+        look.
         """
+        if step < self._next and not ends_epoch:
+            return
+        self._next = step + self._every
         if not self._is_main_rank:
             announced = self._keys.get(KEY)
             if announced is not None:
@@ -48,9 +62,9 @@ class Preemption:
             return
         before = self._last_step, self._save_step
         if self._signaled_at is not None and self._last_step == NEVER:
-            self._last_step = step + 1
-        if save_due and step > self._save_step:  # else one is announced for this very step
-            self._save_step = step + 1
+            self._last_step = self._next
+        if save_due and step > self._save_step:  # else one is announced already
+            self._save_step = self._next
         if (self._last_step, self._save_step) != before:
             self._keys.set(KEY, f"{self._last_step} {self._save_step}")
 

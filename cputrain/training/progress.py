@@ -1,25 +1,32 @@
 """Progress bars of a training and an evaluation, on rank 0."""
 
+import os
 import sys
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from affinity.terminal import redraws
+
 REDRAW_S = 0.5
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
 LINES = 10  # printed during an evaluation without a terminal
-FORMAT = "{desc} |{bar:20}| {percentage:3.0f}%  {rate_fmt}  {remaining} left"
+FORMAT = "{desc} |{bar:12}| {percentage:3.0f}% {remaining} left {rate_fmt}{postfix}"
+DECAY = 0.9  # of earlier steps in the shares of waiting
 
 
 class Progress:
-    """A bar of the images, or points, trained on; silent on other ranks."""
+    """A bar of the images, or points, trained on; silent on other ranks, and without the bar where `quiet`."""
 
-    def __init__(self, done: int, images: int, *, unit: str, shown: bool, redraw_s: float = REDRAW_S) -> None:
+    def __init__(
+        self, done: int, images: int, *, unit: str, shown: bool, quiet: bool = False, redraw_s: float = REDRAW_S
+    ) -> None:
         self.shown = shown
+        self._whole_s = self._data_s = self._comm_s = 0.0
         self._bar: Any = tqdm(
             total=images,
             initial=done,
-            disable=not shown,
+            disable=not shown or quiet or (sys.stderr.isatty() and not redraws(sys.stderr, os.environ)),
             desc="first step",
             unit=unit,
             file=sys.stderr,
@@ -28,9 +35,24 @@ class Progress:
             leave=False,
         )
 
-    def step(self, where: str, images: int, *, loss: float, lr: float) -> None:
-        """Advance by one step of so many images."""
-        self._bar.set_description_str(f"{where}  loss {loss:.4f}  lr {lr:.4g}", refresh=False)
+    def step(
+        self,
+        where: str,
+        images: int,
+        *,
+        loss: float,
+        lr: float,
+        seconds: float,
+        data_wait_s: float,
+        comm_wait_s: float,
+    ) -> None:
+        """Advance by one step of so many images, which took so long, of it waiting for data and for communication."""
+        self._whole_s = DECAY * self._whole_s + seconds
+        self._data_s = DECAY * self._data_s + data_wait_s
+        self._comm_s = DECAY * self._comm_s + comm_wait_s
+        data, comm = (100 * part / (self._whole_s or 1.0) for part in (self._data_s, self._comm_s))
+        self._bar.set_description_str(where, refresh=False)
+        self._bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.4g}, data {data:.0f} %, comm {comm:.0f} %", refresh=False)
         self._bar.update(images)
 
     def line(self, text: str) -> None:

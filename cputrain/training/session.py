@@ -14,14 +14,17 @@ from cputrain.comm.group import CommGroup, all_gather, start_group
 from cputrain.data.formats.block_reader import images_per_block
 from cputrain.data.formats.dataset import Dataset, check_labels
 from cputrain.data.formats.generated import Points
+from cputrain.data.formats.own_samples import OwnSamples
 from cputrain.data.from_recipe import open_recipe_data
-from cputrain.data.pixels.decode import Decode, choose_decoder
+from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
 from cputrain.data.pixels.normalize import choose_normalize
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.resume import TrainingScale
 from cputrain.training.binding import Binding, check_comm_threads, start_threads
 from cputrain.training.engine import Engine, choose_engine, same_engine
+from cputrain.training.facts import facts_of
+from cputrain.training.task import OwnTask, Task, recipe_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ class Session:
     sizes: TrainingSizes
     ranks: Ranks
     data: SessionData
+    task: Task
     binding: Binding
     engine: Engine
 
@@ -85,40 +89,62 @@ class Session:
 
 
 def start_session(
-    recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, env: Mapping[str, str], *, check: bool
+    recipe: Recipe,
+    rank: Rank,
+    worker: WorkerPlan,
+    observed: Observed,
+    env: Mapping[str, str],
+    *,
+    check: bool,
+    phase: Callable[[str], None],
+    own: OwnTask | None = None,
 ) -> Session:
-    """Set torch's threads, open the data, join the process group.
+    """Set torch's threads, open the data, join the process group; `phase` hears what begins. `own` is what a user's own
+    code trains in place of the recipe's network and data.
 
-    Raises InputError where the data or the launcher does not fit the recipe; with `check`, RunError where OpenMP's
-    threads, the first large allocation or oneCCL's threads are not where the plan puts them.
+    Raises InputError where the data or the launcher does not fit the recipe, or a rank has other versions, settings or
+    images; with `check`, RunError where OpenMP's threads, the first large allocation or oneCCL's threads are not where
+    the plan puts them.
     """
     binding = start_threads(worker, observed, check=check)
     torch.manual_seed(recipe.seed)
-    dataset = open_recipe_data(recipe)
-    check_labels(dataset)
-    decode, decoder = choose_decoder(recipe.data.decoder, env)
-    engine = choose_engine(recipe.engine, recipe.precision, env)
+    phase("opening data")
+    dataset = own.dataset if own else open_recipe_data(recipe)
+    if own is None:
+        check_labels(dataset)
+    phase("loading native kernels")
+    engine = choose_engine("eager" if own and recipe.engine == "auto" else recipe.engine, recipe.precision, env)
     sizes = derive(
         recipe,
         ppn=rank.local_world_size,
         nodes=rank.world_size // rank.local_world_size,
         images=len(dataset.train),
     )
-    data = SessionData(
-        dataset=dataset,
-        decode=decode,
-        decoder=decoder,
-        normalize=(lambda x: x)
-        if isinstance(dataset.train, Points)
-        else choose_normalize(recipe.data.mean, recipe.data.std, recipe.data.decoder, env),
-        block_length=images_per_block(dataset.train, recipe.data.block_mib, sizes.steps_per_epoch),
-    )
-    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s)
+    data = _session_data(recipe, dataset, sizes, env)
+    task = own.task(recipe) if own else recipe_task(recipe, len(dataset.classes), data.features, data.normalize)
+    phase(f"connecting {counted(rank.world_size, 'rank')}")
+    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, facts_of(recipe, dataset))
     if check:
         check_comm_threads(worker, rank, group.backend, env)
     ranks = Ranks(this=rank, group=group, local_batches=_local_batches(recipe, worker, sizes))
     engine = same_engine(all_gather((engine.name, engine.why)), engine)
-    return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, binding=binding, engine=engine)
+    return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, task=task, binding=binding, engine=engine)
+
+
+def _session_data(recipe: Recipe, dataset: Dataset, sizes: TrainingSizes, env: Mapping[str, str]) -> SessionData:
+    encoded = not isinstance(dataset.train, Points | OwnSamples)
+    decode, decoder = (
+        choose_decoder(recipe.data.decoder, env) if encoded else (decode_by_pillow, f"none: {recipe.data.kind}")
+    )
+    return SessionData(
+        dataset=dataset,
+        decode=decode,
+        decoder=decoder,
+        normalize=choose_normalize(recipe.data.mean, recipe.data.std, recipe.data.decoder, env)
+        if encoded
+        else (lambda x: x),
+        block_length=images_per_block(dataset.train, recipe.data.block_mib, sizes.steps_per_epoch),
+    )
 
 
 def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from cputrain.comm.bucket_sizes import bucket_bytes
 from cputrain.comm.buckets import measure_alpha_beta
 from cputrain.comm.hooks import HOOKS, AllReduceHook
 from cputrain.recipe.schema import CommSection, Recipe
-
-# The name of DDP's switch for sending rank 0's buffers before every forward pass changed in torch 2.13.
-SYNC_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
+from cputrain.torch_releases import SYNC_BUFFERS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,17 +47,21 @@ class TrainState:
 
 
 def make_train_state(
-    recipe: Recipe, network: nn.Module, optimizer: Optimizer, bucket_mib: float | None = None
+    recipe: Recipe,
+    network: nn.Module,
+    optimizer: Optimizer,
+    bucket_mib: float | None = None,
+    all_reduce: AllReduceHook | None = None,
 ) -> TrainState:
-    """Wrap a network in DDP, which sends rank 0's weights to all ranks; gradient buckets of `bucket_mib`, or as the
-    recipe requests.
+    """Wrap a network in DDP, which sends rank 0's weights to all ranks; gradient buckets of `bucket_mib`, and their
+    all-reduce, are as given or as the recipe requests.
 
     Each rank keeps batch-norm statistics of its own, until `average_batchnorm`.
     """
-    bucket_mib = bucket_mib or _bucket_mb(recipe.comm, network)
+    bucket_mib = bucket_mib or _bucket_mib(recipe.comm, network)
     keep_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
     ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib, **keep_buffers)
-    all_reduce = HOOKS[recipe.comm.compression]()
+    all_reduce = all_reduce or HOOKS[recipe.comm.compression]()
     ddp.register_comm_hook(None, all_reduce.hook)
     ema_model = deepcopy(network).requires_grad_(False) if recipe.ema_decay is not None else None
     return TrainState(
@@ -77,7 +74,7 @@ def make_train_state(
     )
 
 
-def _bucket_mb(comm: CommSection, network: nn.Module) -> float:
+def _bucket_mib(comm: CommSection, network: nn.Module) -> float:
     """MiB of a gradient bucket: the recipe's, or the best one for measured all-reduce times."""
     if comm.bucket_mib != "auto":
         return comm.bucket_mib

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,17 +14,18 @@ from cputrain.data.batches import Batch
 from cputrain.optim.build import set_lr_and_decay
 from cputrain.optim.ratios import layer_ratios
 from cputrain.recipe.schema import Recipe
-from cputrain.training.engine import autocast, network_input
-from cputrain.training.losses import sample_losses
+from cputrain.training.engine import autocast
 from cputrain.training.metrics import EpochMetrics, StepResult, count_correct
 from cputrain.training.state import TrainState
+from cputrain.training.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """The settings of one step: images of all ranks, backward passes of each rank, and the optimizer's rates.
 
-    `measure_layers` requests each layer's norms.
+    `measure_layers` requests each layer's norms; `key`, the same for no other step of any rank, is what random numbers
+    of the step depend on.
     """
 
     images: int
@@ -32,6 +33,7 @@ class StepSettings:
     lr: float
     weight_decay: float
     measure_layers: bool = False
+    key: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class AccumulatedGradients:
     comm_wait_s: float = 0.0
     images: int = 0
     metrics: EpochMetrics = field(default_factory=EpochMetrics)
-    inputs: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: Any = None
 
     @property
     def loss(self) -> float:
@@ -58,14 +60,15 @@ def train_step(
     batches: Iterator[Batch],
     settings: StepSettings,
     recipe: Recipe,
-    normalize: Callable[[Tensor], Tensor],
+    task: Task,
 ) -> StepResult:
     """Update the weights once with the next `settings.passes` batches, unless the gradients contain NaN or Inf."""
     network, optimizer = state.network, state.optimizer
     buffers = [buffer.clone() for buffer in network.buffers()] if recipe.on_nan == "skip" else []
-    accumulated = _accumulate_gradients(state, batches, settings, recipe, normalize)
-    gradients = [p.grad for p in network.parameters() if p.grad is not None]
-    norm = float(torch.stack(torch._foreach_norm(gradients)).double().norm())
+    accumulated = _accumulate_gradients(state, batches, settings, recipe, task)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)), dtype=torch.float64))
     finite, non_finite, ratios = math.isfinite(norm), "", []
     metrics = accumulated.metrics if finite else EpochMetrics(damaged=accumulated.metrics.damaged)
     set_lr_and_decay(optimizer, settings.lr, settings.weight_decay)
@@ -82,7 +85,8 @@ def train_step(
         state.all_reduce.reset()
         for saved, current in zip(buffers, network.buffers(), strict=False):  # saved with on_nan=skip only
             current.copy_(saved)
-    optimizer.zero_grad()
+    for p in trained:  # as optimizer.zero_grad() does, without its profiling and its loops over groups
+        p.grad = None
     return StepResult(
         loss=accumulated.loss,
         data_wait_s=accumulated.data_wait_s,
@@ -99,7 +103,7 @@ def _accumulate_gradients(
     batches: Iterator[Batch],
     settings: StepSettings,
     recipe: Recipe,
-    normalize: Callable[[Tensor], Tensor],
+    task: Task,
 ) -> AccumulatedGradients:
     """Add up the gradients of the next batches over the ranks; a loss of NaN or Inf makes all of them NaN."""
     total = AccumulatedGradients()
@@ -107,25 +111,28 @@ def _accumulate_gradients(
         requested = time.perf_counter()
         batch = next(batches)
         total.data_wait_s += time.perf_counter() - requested
-        total.inputs = network_input(normalize(batch.images), recipe.precision)
+        total.inputs, targets = task.inputs(batch), batch.labels
+        if task.mix is not None:
+            total.inputs, targets = task.mix(total.inputs, targets, (*settings.key, number))
         with nullcontext() if number == settings.passes - 1 else state.ddp.no_sync():
             with autocast(recipe.precision):
                 outputs = state.ddp(total.inputs)
-            losses = sample_losses(recipe.loss, outputs, batch.labels, recipe.label_smoothing) * batch.weights
-            loss = float(losses.detach().sum())
+            losses = task.losses(outputs, targets, recipe.label_smoothing) * batch.weights
+            summed = losses.sum()
+            loss = float(summed.detach())
             # Divided by the images of all ranks: in the sum over the ranks, every image has the same weight, whatever
             # its rank's batch; a damaged image adds 0.
-            share = losses.sum() / settings.images
+            share = summed / settings.images
             (share if math.isfinite(loss) else share * math.nan).backward()  # type: ignore[no-untyped-call]
         total.comm_wait_s = time.perf_counter() - state.all_reduce.last_ready_s
-        total.images += len(batch.labels)
-        correct = count_correct(outputs.detach(), batch, 1)
+        total.images += len(batch.weights)
+        correct = count_correct(outputs.detach(), targets, batch.weights, 1) if task.classifies else 0.0
         total.metrics.add(EpochMetrics(loss, correct, float(batch.weights.sum()), list(batch.damaged)))
     return total
 
 
 @torch.no_grad()
-def _find_non_finite(network: nn.Module, inputs: Tensor, loss: float) -> str:
+def _find_non_finite(network: nn.Module, inputs: Any, loss: float) -> str:
     """Describe the first layer whose output contains NaN or Inf; "" if only the gradients do."""
     layers: list[str] = []
 

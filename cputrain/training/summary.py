@@ -7,16 +7,18 @@ from cputrain.training.metrics import Accuracy
 
 
 def summary_lines(
-    result: TrainResult, spent: TimeSpent, kind: str, peak_bytes: int, estimate_bytes: int | None
+    result: TrainResult, steps: int, spent: TimeSpent, kind: str, peak_bytes: int, estimate_bytes: int | None
 ) -> list[str]:
-    """Times, accuracies and memory of a training; `kind` is the recipe's data.kind, the bytes are of one worker."""
+    """Times, accuracies and memory of a training that has `steps` in all its epochs; `kind` is the recipe's data.kind,
+    the bytes are of one worker."""
     accuracy = result.accuracy
     if accuracy is None:
-        return [f"stopped by SIGUSR1    after step {result.step}, checkpoint saved: continue with --resume"]
+        return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with --resume"]
     resumed = spent.starts > 1
     of_last = ", of the last start" if resumed else ""
     starts = f" over {spent.starts} starts" if resumed else ""
-    lines = [
+    lines = [f"ended by max_steps   after step {result.step:,} of {steps:,}"] if result.step < steps else []
+    lines += [
         f"total training time  {result.trained_s:.1f} s (updates only{of_last})",
         f"time to train        {spent.training_s:.1f} s{starts} (with evaluations and checkpoints)",
     ]

@@ -9,13 +9,17 @@ from site_pages.architecture import architecture_drawing, modules
 from site_pages.command_line import command_line
 from site_pages.environment import environment
 from site_pages.events import events
+from site_pages.json_output import json_output
+from site_pages.other_launchers import other_launchers
 from site_pages.plan_json import plan_json
 from site_pages.recipe_keys import recipe_keys
 from site_pages.shipped import machines, recipes
 
 PAGES = {
     "reference/command-line.md": command_line,
+    "reference/json-output.md": json_output,
     "reference/recipe-keys.md": recipe_keys,
+    "reference/other-launchers.md": other_launchers,
     "reference/recipes.md": recipes,
     "reference/machines.md": machines,
     "reference/plan-json.md": plan_json,

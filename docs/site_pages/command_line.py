@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from inspect import cleandoc
 
 import click
 
 from cputrain.cli import COMMANDS, group
+from cputrain.cli.sections import SectionedCommand
 from site_pages.imports import ROOT
 from site_pages.text import code, plain, table
 
@@ -39,19 +40,24 @@ def _sections(parent: click.Context, commands: click.Group, name: str, heading: 
     command = commands.get_command(parent, name)
     assert command is not None
     context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
-    rows = [
-        [_names(parameter), code(_values(parameter, context)), _help_of(parameter)]
-        for parameter in command.get_params(context)
-        if isinstance(parameter, click.Option) and not parameter.hidden and "--help" not in parameter.opts
-    ]
+    sections = [("", [each for each in command.get_params(context) if isinstance(each, click.Option)])]
+    if isinstance(command, SectionedCommand):
+        sections = list(command.options_by_section(context))
     usage = " ".join(command.collect_usage_pieces(context))
     description = plain(cleandoc((command.help or "").replace("\b", "").partition("\f")[0]))
-    options = f"\n{table(['option', 'value', 'meaning'], rows)}\n" if rows else ""
+    options = "".join(_table(title, options, context) for title, options in sections)
     usage = f"```text\n{context.command_path} {usage}\n```"
     yield f"{heading} {context.command_path}\n\n{usage}\n\n{description}\n{options}"
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
             yield from _sections(context, command, inner, f"{heading}#")
+
+
+def _table(title: str, options: Sequence[click.Option], context: click.Context) -> str:
+    """The options of a section, without --help and hidden ones; "" where there are no others."""
+    shown = [each for each in options if not each.hidden and "--help" not in each.opts]
+    rows = [[_names(each), code(_values(each, context)), _help_of(each)] for each in shown]
+    return f"\n{table([title or 'option', 'value', 'meaning'], rows)}\n" if rows else ""
 
 
 def _names(option: click.Option) -> str:

@@ -18,9 +18,11 @@ MEANINGS = {
     "AFFINITY_ALLOW_OTHER_LAYOUT": "read: `1` lets ranks use the plan of a machine with another layout",
     "AFFINITY_PLAN": "set for every rank: the plan that it was bound by",
     "AFFINITY_WORKER": "set for every rank: its worker in that plan",
-    "CPUTRAIN_CACHE": "read: folder for what is compiled on first use; default `~/.cache/cputrain`",
+    "CPUTRAIN_CACHE": "read: folder of compiled code and of measurements; default `~/.cache/cputrain`",
+    "CPUTRAIN_PODS": "read by `cputrain launch`: the number of the job's pods; `JOB_COMPLETION_INDEX` is this one's",
 }
-INTERNAL = {"CPUTRAIN_JOB_TOKEN"}  # a secret of one job, by which its agents are recognized
+# Of one job: the secret by which its agents are recognized, the mark of its processes, the file for a rank's stack.
+INTERNAL = {"CPUTRAIN_JOB_TOKEN", "CPUTRAIN_RANKS", "CPUTRAIN_STACK_FILE"}
 OTHERS = [
     (
         "MASTER_ADDR, MASTER_PORT",
@@ -31,8 +33,23 @@ OTHERS = [
         "set for every rank, as torch.distributed's `env://` reads them",
     ),
     ("GLOO_SOCKET_IFNAME", "set for every rank where it is not set: the interface of the route to rank 0"),
+    (
+        "CCL_WORKER_COUNT",
+        "set for every rank where it is not set: 1, oneCCL's default, or the threads on the plan's comm cores",
+    ),
     ("LD_PRELOAD", "read: which OpenMP runtime and allocator are loaded; set where the plan preloads one"),
-    ("NO_COLOR", "read: plans without color on a terminal"),
+    ("NO_COLOR", "read: no color on a terminal, unless it is set to nothing"),
+    ("TERM", "read: `dumb` means no color, and no lines that are drawn again in their place"),
+    (
+        "TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS",
+        "set for every rank by `--restarts N`: the attempt, from 0, and N; `cputrain train` reads the first, "
+        "and continues from its last checkpoint where it is not 0",
+    ),
+    (
+        "SLURM_JOB_ID, SLURM_RESTART_COUNT",
+        "read: the number of a requeued job and how often it was requeued; `cputrain train` continues from its last "
+        "checkpoint, and takes no notice of a lock that the job itself has left on a file server",
+    ),
     ("TQDM_MININTERVAL", "read: seconds between two drawings of the progress bar"),
     ("TORCH_DISTRIBUTED_DEBUG", "read by PyTorch: `DETAIL` names ranks whose collectives differ"),
 ]

@@ -8,16 +8,18 @@ from site_pages.text import code, table
 
 INTRODUCTION = """# events.jsonl
 
-A run writes what happens to `events.jsonl` in its folder, one JSON object a line. Every event has its name in `event`
-and Unix seconds in `time`. Losses that are NaN or infinite are null, and so are values that a run does not have.
-Accuracies are in percent. Lines are only appended: a run that was resumed has one `start` for each start, and steps
-that were done again appear again.
+A run writes what happens to `events.jsonl` in its folder, one JSON object a line. Every event has its name in `event`,
+Unix seconds in `time`, and in `monotonic_s` seconds of a clock that nobody sets, for differences within one start.
+Losses that are NaN or infinite are null, and so are values that a run does not have. Accuracies are in percent. Lines
+are only appended: a run that was resumed has one `start` for each start, and steps that were done again appear again.
 """
 # Written through dataclasses or conditions, which the calls do not spell.
 MORE_FIELDS = {"start": ("workers", "global_batch", "train_images", "classes")}
 WHEN = {
     "start": "The network is built and the first step is about to begin.",
     "step": "One optimizer update.",
+    "ranks": "The mean of each rank's last steps: after the first step, about every 10 seconds (0.1 "
+    "seconds for each rank where there are more than a hundred), and after the last step.",
     "ratios": "Norms and trust ratios of the layers, every `log_norms_every_steps` steps.",
     "epoch": "The end of an epoch, evaluated or not.",
     "checkpoint": "A checkpoint is written.",
@@ -28,24 +30,30 @@ MEANINGS = {
     "backend": "c10d backend: ccl or gloo",
     "best": "whether it is the best so far",
     "bindings": "for each rank, what it was planned and what the kernel reports",
+    "cause": "why a rank is slow, as far as its host's counters tell",
     "classes": "number of classes",
-    "comm_wait_s": "seconds that rank 0 waited for gradients of other ranks in this step",
+    "comm_wait_s": "seconds that rank 0 waited for gradients of other ranks in this step; in `ranks` a list",
     "data": "images, points or synthetic",
-    "data_wait_s": "seconds that rank 0 waited for images in this step",
+    "data_wait_s": "seconds that rank 0 waited for images in this step; in `ranks` a list",
     "epoch": "epochs done, with a fraction within an epoch",
+    "factor": "time of a slow rank's steps, relative to the median rank's",
     "global_batch": "images of a step over all workers",
+    "host": "the host of a slow rank",
     "images": "training images so far; in a warning: names of the damaged images",
     "images_per_s": "training images per second, over all workers",
     "layers": "for each layer: norm of the weights, norm of the gradient, trust ratio",
     "loss": "training loss of the step, mean over the global batch",
     "path": "the checkpoint, relative to the run's folder",
+    "rank": "a rank that is slow",
     "rate": "learning rate",
     "recipe": "the recipe's name",
-    "seconds": "duration of the epoch",
+    "last_step": "the step after which the training ends",
+    "seconds": "duration of the epoch; in `ranks` a list of the seconds of a step",
     "starts": "how often the run was started",
     "status": "done, or stopped",
     "step": "optimizer updates so far",
-    "steps": "optimizer updates so far",
+    "steps": "optimizer updates so far; in `ranks` those that the means are of",
+    "steps_per_epoch": "optimizer updates of an epoch",
     "test_top1": "top-1 of the test images, evaluated once at the end",
     "test_top5": "top-5 of the test images",
     "time_to_train_s": "seconds of training over all starts, evaluations and checkpoints included",
@@ -55,6 +63,7 @@ MEANINGS = {
     "train_loss": "mean training loss of the epoch",
     "train_top1": "top-1 of the training images of the epoch",
     "trained_until": "Unix seconds at which training ended, before the test images were evaluated",
+    "trained_until_monotonic_s": "the same moment, as in `monotonic_s`",
     "val_loss": "loss of the validation images",
     "val_top1": "top-1 of the validation images",
     "val_top5": "top-5 of the validation images",

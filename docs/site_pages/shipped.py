@@ -1,4 +1,4 @@
-"""The recipes and machines that come along, from configs/."""
+"""The included recipes and machines, from configs/."""
 
 import yaml
 

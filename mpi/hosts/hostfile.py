@@ -20,6 +20,7 @@ MAX_SLOTS = 1 << 16
 MAX_BYTES = 64 << 20
 NUMBER = re.compile("[0-9]{1,9}")
 WITH_SLOTS = re.compile("(.+):([0-9]+)")
+TASKS = "SLURM_TASKS_PER_NODE"
 SLOTS_KEYS = ("slots", "max_slots", "max-slots")
 FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
@@ -50,8 +51,10 @@ def read_hostfile(path: Path) -> HostList:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the hostfile {path}: {error}") from None
+    except OSError as error:
+        raise InputError(f"hostfile {path}: {error.strerror}: give a file with one host per line") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"hostfile {path} is not text: {error}: give a file with one host per line") from None
     if len(data) > MAX_BYTES:
         raise InputError(f"hostfile {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
     return parse_hosts(text, str(path))
@@ -137,12 +140,12 @@ def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
     """The hosts of the Slurm or PBS job around this process; None outside one."""
     if nodes := env.get("SLURM_JOB_NODELIST"):
         names = expand(nodes)
-        tasks = env.get("SLURM_TASKS_PER_NODE") if "SLURM_NTASKS" in env else None
-        counts: tuple[int | None, ...] = tasks_per_node(tasks) if tasks else (None,) * len(names)
+        tasks = env.get(TASKS) if "SLURM_NTASKS" in env else None
+        counts: tuple[int | None, ...] = tasks_per_node(env, TASKS) if tasks else (None,) * len(names)
         if len(counts) != len(names):
             raise InputError(
-                f"SLURM_TASKS_PER_NODE={tasks!r} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes!r} has "
-                f"{len(names):,}: unset SLURM_TASKS_PER_NODE, or name the hosts with --hosts"
+                f"{TASKS}={tasks!r} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes!r} has "
+                f"{len(names):,}: unset {TASKS}, or name the hosts with --hosts"
             )
         source = "SLURM_JOB_NODELIST"
         hosts = tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))

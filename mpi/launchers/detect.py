@@ -12,7 +12,7 @@ from affinity.wording import either
 from mpi.launchers.launcher import InstalledLauncher, Launcher
 from mpi.launchers.table import LAUNCHERS
 
-VERSION_TIMEOUT_S = 20.0
+VERSION_TIMEOUT_S = 60.0
 SYSTEM_PREFIXES = ("/usr", "/usr/local")
 SUGGESTED = "openmpi"  # to those who have no launcher
 
@@ -44,9 +44,9 @@ def find_launcher(
         launcher = launchers[requested]
     if launcher is not None and launcher.version is None:
         return _by_name(launcher, path)
-    candidates = [one for one in launchers.values() if one.version is not None]
-    programs = launcher.programs if launcher else dict.fromkeys(name for one in candidates for name in one.programs)
-    found = [one for name in programs if (one := _identify(name, env, candidates))]
+    mpis = [one for one in launchers.values() if one.version is not None]
+    programs = launcher.programs if launcher else dict.fromkeys(name for one in mpis for name in one.programs)
+    found = [one for name in programs if (one := identify(name, env, launchers))]
     match = next((one for one in found if launcher in (None, one.launcher)), None)
     if match is None:
         missing = f"no {_any_program(launchers)}" if launcher is None else f"no {requested}"
@@ -78,12 +78,16 @@ def _by_name(launcher: Launcher, path: str | None) -> InstalledLauncher:
     return InstalledLauncher(launcher=launcher, version=(), program=program)
 
 
-def _identify(name: str, env: Mapping[str, str], candidates: list[Launcher]) -> InstalledLauncher | None:
-    """The program of this name on PATH, as the candidate whose version it prints; None where there is none."""
+def identify(
+    name: str, env: Mapping[str, str], launchers: Mapping[str, Launcher] = LAUNCHERS
+) -> InstalledLauncher | None:
+    """The program of this name on PATH, or of this path, as the launcher whose version it prints; None where there is
+    none."""
     program = shutil.which(name, path=env.get("PATH"))
     if program is None:
         return None
-    prefix = Path(program).resolve().parents[1]
+    candidates = [one for one in launchers.values() if one.version is not None]
+    prefix = Path(program).resolve().parent.parent
     needed = {launcher.name: launcher.environment(prefix, env) for launcher in candidates}
     all_needed = dict(variable for variables in needed.values() for variable in variables)
     try:

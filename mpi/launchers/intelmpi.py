@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from affinity.ranks import launcher_variables
 from affinity.topology.cpuset import format_mask
 from mpi.launchers.job import Job, Variables
 from mpi.launchers.launcher import Files, HostOptions, InstalledLauncher, Launcher, Tokens, by_genv
@@ -43,6 +44,7 @@ INTEL_MPI = Launcher(
     environment=_environment,
     schedulers=("pbs",),
     rank_counts=_rank_counts,
+    own_variables=launcher_variables.HYDRA,
     hosts=HostOptions(
         file_format="hydra",
         from_file=lambda path: ("-machinefile", str(path)),
@@ -50,5 +52,7 @@ INTEL_MPI = Launcher(
     ),
     unbound=("-genv", "I_MPI_PIN", "0"),
     bound=_bound,
+    has_pmi=True,
+    mpi_operator_name="Intel",
     rank_variable=by_genv,
 )

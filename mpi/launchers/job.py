@@ -6,10 +6,12 @@ from pathlib import Path
 
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import request_to_json
+from affinity.ranks.pods import Pods
 from affinity.ranks.rank import LOOPBACK
 from mpi.hosts.groups import HostGroup
 from mpi.hosts.hostfile import Host
 
+ONE_POD = Pods()
 Variables = tuple[tuple[str, str], ...]
 """Names and values of environment variables."""
 
@@ -25,7 +27,9 @@ class Job:
     `master_port` are where the ranks meet; by default that is the first host, at a port that the ranks choose.
     `variables` are set for every rank; `secrets` too, but in no command line, where every user of a host can read them.
     With `plan_on_host` the ranks of each host plan it themselves, by the request of the groups' plans: hosts may
-    differ.
+    differ. `instances` are the workers of this host to start as programs that know nothing of each other; None: all,
+    as ranks of one job. `pods`: which part of a larger job this host's ranks are, where each pod starts its own. With
+    `names_errors` the command itself says in a line what is wrong with its input before it exits with status 2.
     """
 
     groups: tuple[HostGroup, ...]
@@ -42,6 +46,9 @@ class Job:
     variables: Variables = ()
     secrets: Variables = ()
     plan_on_host: bool = False
+    instances: tuple[int, ...] | None = None
+    pods: Pods = ONE_POD
+    names_errors: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -69,14 +76,22 @@ class Job:
         return len(self.plan.workers)
 
     @property
+    def started(self) -> tuple[int, ...]:
+        """The ranks that are started on this host, or the numbers of programs without a rank."""
+        first = self.pods.index * self.ppn
+        return tuple(range(first, first + self.ppn)) if self.instances is None else self.instances
+
+    @property
     def world_size(self) -> int:
         """Ranks of the whole job."""
         return sum(len(group.hosts) * len(group.plan.workers) for group in self.groups)
 
 
-def bound_command(job: Job) -> tuple[str, ...]:
-    """The job's command behind affinity.bind, the same tokens for every rank."""
+def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
+    """The job's command behind affinity.bind, the same tokens for every rank; for a program without a rank, those of
+    its number."""
     flags = (
+        *(() if instance is None else ("--local-rank", str(instance))),
         *(("--bound",) if job.binder == "launcher" else ()),
         *(() if job.verify else ("--no-verify",)),
         *(("--allow-other-layout",) if job.allow_other_layout else ()),

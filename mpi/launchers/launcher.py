@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from affinity.ranks.launcher_variables import LauncherVariables
 from mpi.hosts.hostfile import hosts_with_slots
 from mpi.launchers.job import Job, Variables, rank_variables
 
@@ -40,10 +41,11 @@ class HostOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """All that cputrain knows about a launcher.
+    """What differs between launchers when a job is started, and the variables that tell a rank its launcher.
 
-    Its command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each variable, `inherited` for each
-    secret, `last_options`, the command of a rank.
+    A scheduler's list of hosts is read in mpi.hosts.hostfile; what people wrote for a launcher, in
+    cputrain.other_launchers. The command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each
+    variable, `inherited` for each secret, `last_options`, the command of a rank.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Launcher:
     """What to install where it is missing."""
     rank_counts: Callable[[Job, "InstalledLauncher"], Tokens]
     """Tokens for the number of ranks, after the program."""
+    own_variables: LauncherVariables
+    """What it leaves in the environment of its ranks."""
 
     version: re.Pattern[str] | None = None
     """Finds the version's numbers in the output of `PROGRAM --version`; None: the program's name is proof enough."""
@@ -85,6 +89,11 @@ class Launcher:
     """Tokens, and files in the folder, with which it binds the ranks as planned; None: it cannot."""
     binds_by_file: bool = False
     """Whether `bound` needs a folder for a file."""
+
+    has_pmi: bool = False
+    """Whether its ranks may have a PMI process manager, with which oneCCL can use MPI."""
+    mpi_operator_name: str | None = None
+    """What Kubernetes' MPI operator calls it (`mpiImplementation` of an MPIJob); None: the operator cannot use it."""
 
     variables: Callable[[Job], Variables] = rank_variables
     """Variables that it has to pass to every rank."""

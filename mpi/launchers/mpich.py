@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from affinity.ranks import launcher_variables
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Files, InstalledLauncher, Launcher, Tokens, by_genv, hosts_with_ranks
 
@@ -21,8 +22,11 @@ MPICH = Launcher(
     newest=(5, 0),
     schedulers=("pbs",),
     rank_counts=lambda job, _installed: ("-n", str(job.world_size)),
+    own_variables=launcher_variables.HYDRA,
     hosts=hosts_with_ranks("hydra", "-f", "-hosts"),
     unbound=("-bind-to", "none"),
     bound=_bound,
+    has_pmi=True,
+    mpi_operator_name="MPICH",
     rank_variable=by_genv,
 )

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.ranks import launcher_variables
 from affinity.topology.cpuset import format_list
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Files, InstalledLauncher, Launcher, Tokens, hosts_with_ranks
@@ -22,7 +23,9 @@ def _rank_counts(job: Job, installed: InstalledLauncher) -> Tokens:
 
 def _bound(job: Job, installed: InstalledLauncher, folder: Path | None) -> tuple[Tokens, Files]:
     if folder is None:
-        raise InputError("--bind launcher gives Open MPI a rankfile: cputrain plan --write DIR writes it")
+        raise InputError(
+            "--bind launcher: Open MPI needs a rankfile in a folder: write it with cputrain plan --write DIR"
+        )
     path = folder / RANKFILE
     mapper = installed.version >= RANKFILE_IS_A_MAPPER
     option = ("--map-by", f"rankfile:file={path}") if mapper else ("--rankfile", str(path))
@@ -52,10 +55,12 @@ OPEN_MPI = Launcher(
     schedulers=("pbs",),
     slots_of_scheduler=True,
     rank_counts=_rank_counts,
+    own_variables=launcher_variables.OPEN_MPI,
     hosts=hosts_with_ranks("openmpi", "--hostfile", "--host"),
     unbound=("--map-by", "slot", "--bind-to", "none"),
     bound=_bound,
     binds_by_file=True,
+    mpi_operator_name="OpenMPI",
     rank_variable=lambda name, value: ("-x", f"{name}={value}"),
     inherited=lambda name: ("-x", name),
 )

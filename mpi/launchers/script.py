@@ -49,10 +49,18 @@ def workers_line(job: Job, port: int) -> str:
     """
     commands = local_commands(job, port)
     first = commands[0]
-    variables = " ".join(f"{name}={'$i' if name in BY_WORKER else shlex.quote(v)}" for name, v in first.variables)
-    numbers = " ".join(map(str, range(len(commands))))
-    loop = f'for i in {numbers}; do {variables} {shlex.join(first.argv)} & set -- "$@" $!; done'
-    return f'(set --; {loop}; s=0; for p in "$@"; do wait $p || s=$?; done; exit $s)'
+    if job.instances is None and job.pods.count == 1:
+        variables = " ".join(f"{name}={'$i' if name in BY_WORKER else shlex.quote(v)}" for name, v in first.variables)
+        numbers = " ".join(map(str, job.started))
+        start = f'for i in {numbers}; do {variables} {shlex.join(first.argv)} & set -- "$@" $!; done'
+    else:
+        start = "; ".join(f'{_assigned(one)} & set -- "$@" $!' for one in commands)
+    return f'(set --; {start}; s=0; for p in "$@"; do wait $p || s=$?; done; exit $s)'
+
+
+def _assigned(command: LaunchCommand) -> str:
+    """A command with its variables."""
+    return shlex.join(("env", *(f"{name}={value}" for name, value in command.variables), *command.argv))
 
 
 def wrapped(argv: tuple[str, ...], width: int = 100) -> str:

@@ -6,6 +6,7 @@ Each host is taken whole: only then does Slurm honor masks, and may a rank bind 
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.ranks import launcher_variables
 from affinity.topology.cpuset import format_mask
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Files, HostOptions, InstalledLauncher, Launcher, Tokens
@@ -35,9 +36,10 @@ SRUN = Launcher(
     title="srun",
     programs=("srun",),
     package="slurm-client (Debian), Slurm",
-    job_variable="SLURM_JOB_ID",
+    job_variable=launcher_variables.SLURM.job_variable,
     schedulers=("slurm",),
     rank_counts=_rank_counts,
+    own_variables=launcher_variables.SLURM,
     hosts=HostOptions(
         file_format="plain",
         slots=False,
@@ -47,5 +49,6 @@ SRUN = Launcher(
     equal_hosts=True,
     unbound=(PLACEMENT, "--cpu-bind=none"),
     bound=_bound,
+    has_pmi=True,
     last_options=("--kill-on-bad-exit=1",),
 )

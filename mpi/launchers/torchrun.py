@@ -1,5 +1,6 @@
 """torchrun: the same command on every host, to be started on each of them."""
 
+from affinity.ranks import launcher_variables
 from affinity.ranks.rank import MASTER_PORT
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import InstalledLauncher, Launcher, Tokens
@@ -19,6 +20,7 @@ TORCHRUN = Launcher(
     programs=("torchrun",),
     package="torch",
     rank_counts=_rank_counts,
+    own_variables=launcher_variables.ENV,
     equal_hosts=True,
     reaches_hosts=False,
     variables=lambda job: job.variables,  # it tells its ranks itself where to meet

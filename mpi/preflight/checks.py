@@ -20,16 +20,18 @@ from typing import TypeVar
 from affinity.ranks.rank import discover
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
-from mpi.preflight.reports import Clock, HostReport, LinkSpeed, Listening, Neighbor
-from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
+from mpi.preflight.reports import Clock, HostReport, LinkPeer, LinkSpeed, Listening
+from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect, join
 from mpi.supervise.messages import Hello, Stop
 
 M = TypeVar("M")
 PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
-RING_S = 2.0
+LONGEST_S = 3600.0  # for a message of the launching host, which may be gone without a word
+RING_S = 1.0
 RING_TIMEOUT_S = 5.0  # to connect to the next host, and for each send
 STRANGERS, HELLO_TIMEOUT_S = 8, 1.0  # connections that a host refuses before its neighbor's, and their time
 CHUNK = bytes(1 << 20)
+MAX_BYTES = 16 << 20  # of a file whose content is compared: programs and settings, not data
 
 
 def inspect_host(
@@ -73,12 +75,16 @@ def _version(package: str) -> str | None:
 
 
 def _digest(path: Path) -> str:
-    """The start of a file's SHA-256; "absent" where it is not there."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "absent"
+    """The start of a file's SHA-256, of a large one its size; "absent" where it is not there."""
+    if not path.is_file():
+        return "absent"
+    size = path.stat().st_size
+    return f"{size:,} bytes" if size > MAX_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def main(arguments: list[str]) -> int:
-    """Check one host: report, then send to the next host of the ring for RING_S while the one before sends here."""
+    """Check one host: report, then send to the next host of the ring for RING_S; the one before sends here before or
+    after it."""
     parser = argparse.ArgumentParser(prog="python -m mpi.preflight.checks", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--scratch", default=tempfile.gettempdir())
@@ -86,18 +92,19 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     token, rank = os.environ.get(TOKEN_VARIABLE, ""), discover(os.environ)
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
-    connection = connect(options.report_to, token, (Clock, Neighbor, Stop))
-    connection.send(hello)
+    connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
+    if not isinstance(answer[0], Clock):  # this host does not fit the job
+        return 1
+    clock = answer[0]
     address = connection.socket.getsockname()[0]
     server = socket.create_server((address, 0), family=connection.socket.family)
     threading.Thread(target=_receive_all, args=(server, token), daemon=True).start()
-    clock = _next(connection, Clock)
     report = inspect_host(
         tuple(options.files), options.scratch, this_machine(), clock.now_s, os.environ.get("FI_PROVIDER")
     )
     connection.send(report)
     connection.send(Listening(address=address, port=server.getsockname()[1]))
-    neighbor = _next(connection, Neighbor)
+    neighbor = _next(connection, LinkPeer)
     speed = _measure_link(f"{neighbor.address}:{neighbor.port}", token, hello) if neighbor.address else None
     connection.send(LinkSpeed(gbit=speed))
     _next(connection, Stop)
@@ -105,10 +112,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _next(connection: Connection, message_type: type[M]) -> M:
-    """The next message of that type; ends this process when the launching host has closed the connection."""
+    """The next message of that type; ends this process when the launching host has closed the connection, or is silent
+    for LONGEST_S."""
+    deadline = time.monotonic() + LONGEST_S
     while True:
         messages = connection.receive()
-        if messages is None:
+        if messages is None or time.monotonic() > deadline:
             sys.exit(1)
         found = next((message for message in messages if isinstance(message, message_type)), None)
         if found is not None:

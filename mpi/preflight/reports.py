@@ -48,7 +48,7 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbor:
+class LinkPeer:
     """Where a host sends its traffic to; an empty address: nowhere."""
 
     address: str

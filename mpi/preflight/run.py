@@ -1,17 +1,15 @@
 """Run the pre-flight on every host of a job, through the job's own launcher, and collect the hosts' reports."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from affinity.errors import RunError
 from affinity.planner.plan import Plan
 from affinity.wording import first_named
 from mpi.hosts.address import own_address
@@ -19,16 +17,17 @@ from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import InstalledLauncher
-from mpi.preflight.checks import RING_S
-from mpi.preflight.reports import Clock, Findings, HostReport, LinkSpeed, Listening, Neighbor, compare_hosts
+from mpi.preflight.reports import Clock, Findings, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, new_token
+from mpi.supervise.exits import JobFailedError
 from mpi.supervise.messages import Hello, Stop
 from mpi.supervise.process import start_launcher, write_files
 from mpi.supervise.reaper import end_descendants
 from mpi.supervise.server import RankServer
-from mpi.supervise.signals import interruptible
+from mpi.supervise.signals import interruptible, until_interrupted
 
-TIMEOUT_S_PER_HOST = 0.02
+SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer: then hosts that cannot be reached are looked for
+PATIENCE_S = 60.0  # without a new answer, where every host can be reached: many may start slowly
 POLL_S = 0.1
 LAUNCHER_EXIT_S = 5.0
 KILL_S = 2.0  # between SIGTERM and SIGKILL for what the launcher has started
@@ -60,7 +59,8 @@ class Answers:
 def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> Findings:
     """Check every host. `env` is the launcher's environment, `folder` gets the launcher's files.
 
-    Raises RunError naming those that do not answer within 15 s (0.02 s more for each host).
+    Raises JobFailedError naming those that do not answer, InterruptedBySignalError at a stop signal. It may take any
+    time while answers arrive; 15 s after the last one a host that cannot be reached fails it, after 60 s any.
     """
     # os.path's: a word may be too long for a path, at which Path.is_file raises.
     files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))[:MAX_FILES]  # noqa: PTH113
@@ -76,14 +76,13 @@ def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Map
         probe = (sys.executable, "-m", "mpi.preflight.checks", "--report-to", f"{address}:{server.port}", "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
-        process = start_launcher(command, env)
         try:
-            reports = _collect(server, job.hosts, process)
-            _await_exit(process)
+            with until_interrupted():
+                process = start_launcher(command, env)
+                reports = _collect(server, job.hosts, process)
+                _await_exit(process)
         finally:
             server.close()
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
             end_descendants(KILL_S)
     # Hosts that plan themselves are not compared with a plan.
     plans = {
@@ -109,19 +108,25 @@ def _one_worker(plan: Plan) -> Plan:
 def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes]) -> list[HostReport]:
     """The report of every host: first of the host itself, then of its link to the next host of a ring."""
     answers = Answers(hosts=len(hosts))
-    ring_started = False
-    deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S + TIMEOUT_S_PER_HOST * len(hosts)
+    turns = sending_turns(len(hosts))
+    sending: list[int] = []
+    answered = looked = time.monotonic()
     while len(answers.speeds) < len(hosts):
         for rank, message in server.poll(POLL_S):
             _take(message, rank, server, answers)
-        if answers.all_reported and not ring_started:
-            _start_ring(server, answers.listening)
-            ring_started = True
-            deadline = time.monotonic() + RING_S + HEARTBEAT_TIMEOUT_S
-        if answers.missing and (time.monotonic() > deadline or process.poll() is not None):
-            silent = [hosts[i] for i in answers.missing]
-            raise RunError(_no_answer(unreachable(silent) or silent))  # one dead host keeps a launcher from all others
-    server.send_all(Stop())
+            answered = looked = time.monotonic()
+        if answers.all_reported and turns and all(rank in answers.speeds for rank in sending):
+            sending = turns.pop(0)
+            _send_to_next(sending, server, answers.listening)
+        ended, now = process.poll() is not None, time.monotonic()
+        if answers.missing and (ended or now - looked > SILENT_S):
+            looked = now
+            missing = [hosts[i] for i in answers.missing]
+            silent = unreachable(missing)  # one dead host keeps a launcher from all others
+            waited_for = [hosts[i] for i in answers.missing if not sending or i in sending or ended]
+            if silent or ended or now - answered > PATIENCE_S:
+                raise JobFailedError(_no_answer(silent or waited_for), hosts=tuple(silent or waited_for))
+    server.send_all(Stop(grace_s=0.0))
     return [replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
 
 
@@ -158,9 +163,17 @@ def _take(message: object, rank: int, server: RankServer, answers: Answers) -> N
             answers.speeds[rank] = message.gbit
 
 
-def _start_ring(server: RankServer, listening: dict[int, Listening]) -> None:
-    """Send each host the address of the next one; a ring of one host measures nothing."""
-    for rank, connection in server.connections.items():
+def sending_turns(hosts: int) -> list[list[int]]:
+    """Hosts in groups that send to their next host at the same time, so that none sends and receives at once: a slow
+    host's own traffic would delay its acknowledgments, and the host before it would look as slow."""
+    pairs = hosts - hosts % 2
+    turns = [list(range(0, pairs, 2)), list(range(1, pairs, 2)), list(range(pairs, hosts))]
+    return [turn for turn in turns if turn]
+
+
+def _send_to_next(ranks: Iterable[int], server: RankServer, listening: dict[int, Listening]) -> None:
+    """Send each of these hosts the address of the next one in the ring; a ring of one host measures nothing."""
+    for rank in ranks:
         following = listening[(rank + 1) % len(listening)]
         address = following.address if len(listening) > 1 else ""
-        connection.send(Neighbor(address=address, port=following.port))
+        server.connections[rank].send(LinkPeer(address=address, port=following.port))

@@ -10,16 +10,25 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, astuple
 from pathlib import Path
+from typing import Any
 
 from affinity.errors import InputError, RunError
 from affinity.exit_status import exit_status
 from affinity.ranks.rank import Rank, discover
-from mpi.supervise.connection import GRACE_S, HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, connect
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, Stop
-from mpi.supervise.process import is_stopped
+from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, heartbeat_interval, join
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Stack, Stop
 from mpi.supervise.ranks import RankSupervisor
-from mpi.supervise.signals import PREEMPTION_SIGNAL, InterruptedBySignalError, ignore_stop_signals, interruptible
+from mpi.supervise.signals import (
+    FAILURE_GRACE_S,
+    SAVE_S,
+    InterruptedBySignalError,
+    interruptible,
+    undivided,
+    until_interrupted,
+)
 
 POLL_S = 0.2
 MAX_LINE = 1000  # characters of each of a rank's last lines that are reported
@@ -39,24 +48,26 @@ def main(arguments: list[str]) -> int:
         rank = discover(os.environ)
         if rank is None:
             raise InputError("no launcher has started this agent: start it with cputrain launch")
-        connection = _connect(options.report_to, os.environ.get(TOKEN_VARIABLE, ""), rank)
+        connection, orders = _join(options.report_to, os.environ.get(TOKEN_VARIABLE, ""), rank)
+        if any(isinstance(order, Stop) for order in orders):
+            return 1
         label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
         supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=options.live)
-        return supervise(rank, tuple(options.command), os.environ, supervisor, connection, label=label)
+        return supervise(rank, tuple(options.command), os.environ, supervisor, connection, orders, label=label)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
 
 
-def _connect(server: str, token: str, rank: Rank) -> Connection:
+def _join(server: str, token: str, rank: Rank) -> tuple[Connection, list[Any]]:
+    """The connection to the monitor, and its first orders."""
     if not token:
         raise InputError(
             f"{TOKEN_VARIABLE} has not reached {socket.gethostname()}: the launcher must pass its environment on to "
             "its ranks: for srun unset SLURM_EXPORT_ENV"
         )
     try:
-        connection = connect(server, token, (Answer, Stop, Preempt))
-        connection.send(Hello(rank=rank.rank, host=socket.gethostname()))
-        return connection
+        hello = Hello(rank=rank.rank, host=socket.gethostname())
+        return join(server, token, (Answer, Stop, Preempt, ShowStack), hello)
     except OSError as error:
         raise RunError(
             f"rank {rank.rank} on {socket.gethostname()} cannot reach the launching host at {server}: {error}: check "
@@ -70,29 +81,36 @@ def supervise(
     env: Mapping[str, str],
     supervisor: RankSupervisor,
     connection: Connection,
+    orders: list[Any],
     *,
     label: str,
 ) -> int:
-    """Run the command as this rank until it exits, the job ends or the monitor is silent; the agent's exit status."""
-    link = MonitorLink(connection, supervisor)
+    """Run the command as this rank until it exits, the job ends or the monitor is silent; the agent's exit status.
+
+    `orders` are those of the monitor that have arrived on the connection so far.
+    """
+    link = MonitorLink(connection, supervisor, heartbeat_interval(rank.world_size))
     exited = False
-    with interruptible(lambda: supervisor.signal(PREEMPTION_SIGNAL)):
+    with interruptible(supervisor.preempt):
         try:
-            supervisor.start(rank.rank, command, env, label=label, inherit_files=True)
-            supervisor.watch(connection.socket, link.receive)
-            supervisor.sample(whole_host=rank.local_rank == 0)
-            exited = _watch(supervisor, link)
+            with until_interrupted():
+                supervisor.start(rank.rank, command, env, label=label, inherit_files=True)
+                supervisor.watch(connection.socket, link.receive)
+                link.take(orders)
+                supervisor.sample(whole_host=rank.local_rank == 0)
+                exited = _watch(supervisor, link)
         except InterruptedBySignalError:
-            pass  # the launcher ends this agent
+            link.grace_s = SAVE_S  # the launcher or the scheduler ends this agent
         finally:
-            supervisor.stop(GRACE_S)
-            ignore_stop_signals()
+            supervisor.stop(link.grace_s, link.at_once)
             supervisor.close()
         if not supervisor.ranks:
             return 1
         end = supervisor.ranks[0].exit()
         tail = tuple(line.rpartition("\r")[2][:MAX_LINE] for line in end.tail)
-        reported = connection.send(Exit(status=end.status, tail=tail, log=end.log, by_job=not exited))
+        shortage = astuple(end.shortage) if end.shortage else None
+        report = Exit(status=end.status, tail=tail, log=end.log, by_job=not exited, shortage=shortage)
+        reported = connection.send(report)
         if reported and exited and end.status != 0:
             _await_stop(connection)
     connection.close()
@@ -102,33 +120,60 @@ def supervise(
 
 
 class MonitorLink:
-    """The agent's side of the connection to the monitor: sends heartbeats, takes orders."""
+    """The agent's side of the connection to the monitor: sends a heartbeat every `interval_s`, takes orders.
 
-    def __init__(self, connection: Connection, supervisor: RankSupervisor) -> None:
+    `grace_s` is what the rank has to end once it is told to.
+    """
+
+    def __init__(self, connection: Connection, supervisor: RankSupervisor, interval_s: float) -> None:
+        self.grace_s = FAILURE_GRACE_S
+        self._interval_s = interval_s
         self._connection = connection
         self._supervisor = supervisor
-        self._sent = self._received = time.monotonic()
-        self._stop = False
+        self._sent = self._received = supervisor.clock.now()
+        self._stop = self._gone = False
 
     @property
     def job_ended(self) -> bool:
         """Whether the monitor has ended the job, or is gone."""
-        return self._stop or time.monotonic() - self._received > HEARTBEAT_TIMEOUT_S
+        return self._stop or self.is_gone
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the monitor is gone."""
+        return self._gone or self._supervisor.clock.now() - self._received > HEARTBEAT_TIMEOUT_S
+
+    def at_once(self) -> bool:
+        """While the rank ends: whether nobody waits for that any more. Sends a heartbeat where one is due."""
+        self.send_heartbeat()
+        return self.is_gone
+
+    @undivided()
     def receive(self) -> None:
         """Take the messages that have arrived."""
         messages = self._connection.receive()
-        types = {Stop} if messages is None else {type(message) for message in messages}
-        self._stop = self._stop or Stop in types
-        if Preempt in types and not self._stop:
-            self._supervisor.signal(PREEMPTION_SIGNAL)
-        self._received = time.monotonic()
+        self._gone = messages is None
+        self.take(messages or [])
+        self._received = self._supervisor.clock.now()
 
+    @undivided()
+    def take(self, messages: list[Any]) -> None:
+        """Obey the monitor's messages."""
+        for message in messages:
+            if isinstance(message, Stop):
+                self._stop, self.grace_s = True, message.grace_s
+            elif isinstance(message, Preempt) and not self._stop:
+                self._supervisor.preempt()
+            elif isinstance(message, ShowStack):
+                lines = self._supervisor.stack(self._supervisor.ranks[0].rank)
+                self._connection.send(Stack(lines=tuple(line[:MAX_LINE] for line in lines)))
+
+    @undivided()
     def send_heartbeat(self) -> None:
         """Send a heartbeat where one is due."""
-        now = time.monotonic()
-        if now - self._sent >= HEARTBEAT_S:
-            self._connection.send(Heartbeat(stopped=is_stopped(self._supervisor.ranks[0].process.pid)))
+        now = self._supervisor.clock.now()
+        if now - self._sent >= self._interval_s:
+            self._connection.send(Heartbeat(**asdict(self._supervisor.ranks[0].meter.activity)))
             self._sent = now
 
 
@@ -149,16 +194,14 @@ def _await_stop(connection: Connection) -> None:
     A launcher that sees one process fail ends the others at once, and the monitor could not tell cause from effect.
     """
     deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-    with interruptible(), selectors.DefaultSelector() as selector:
+    with interruptible(), selectors.DefaultSelector() as selector, suppress(InterruptedBySignalError):
         selector.register(connection, selectors.EVENT_READ)
-        try:
+        with until_interrupted():
             while (left := deadline - time.monotonic()) > 0:
                 if selector.select(left):
                     messages = connection.receive()
                     if messages is None or any(isinstance(message, Stop) for message in messages):
                         return
-        except InterruptedBySignalError:
-            return
 
 
 if __name__ == "__main__":

@@ -9,20 +9,29 @@ encrypted.
 import hmac
 import re
 import secrets
+import select
 import socket
+import time
 from typing import Any
 
-from mpi.supervise.messages import ProtocolError, decode, encode
+from mpi.supervise.messages import Hello, ProtocolError, decode, encode
 
 TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's own processes share
-HEARTBEAT_S = 2.0  # between two heartbeats of a rank
-HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's heartbeat
-GRACE_S = 3.0  # an agent gives its rank between SIGTERM and SIGKILL
-STOP_S = GRACE_S + 1.0  # the launching host waits from Stop to the end of the agents
+HEARTBEAT_S, MAX_HEARTBEAT_S = 2.0, 4.0  # between two heartbeats of a rank
+RANKS_A_SECOND = 1024  # that send one, while MAX_HEARTBEAT_S allows it: thousands cost the monitor much of a core
+HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's message
+ANSWER_S = HEARTBEAT_TIMEOUT_S / 3  # the first heartbeat after so long is answered
 SEND_TIMEOUT_S = 5.0  # a message waits no longer for room
+JOIN_TIMEOUT_S = 30.0  # for the answer to a Hello
+JOIN_PAUSE_S = 0.05  # after a connection that was closed without it
 MAX_OPENING_BYTES = 1 << 10  # of a line, before the first right signature
 MAX_LINE_BYTES = 1 << 19
 NONCE = re.compile(rb"[0-9a-f]{32}")
+
+
+def heartbeat_interval(ranks: int) -> float:
+    """Seconds between two heartbeats of each of so many ranks."""
+    return min(max(HEARTBEAT_S, ranks / RANKS_A_SECOND), MAX_HEARTBEAT_S)
 
 
 def new_token() -> str:
@@ -79,13 +88,23 @@ class Connection:
         return self._send(self._ours.sign(text) + b" " + text)
 
     def _send(self, line: bytes) -> bool:
+        data = line + b"\n"
         try:
-            self.socket.settimeout(SEND_TIMEOUT_S)
-            self.socket.sendall(line + b"\n")
-            self.socket.setblocking(False)
+            sent = self._send_at_once(data)
+            if sent < len(data):
+                self.socket.settimeout(SEND_TIMEOUT_S)
+                self.socket.sendall(data[sent:])
+                self.socket.setblocking(False)
         except OSError:
             return False
         return True
+
+    def _send_at_once(self, data: bytes) -> int:
+        """Send what there is room for, mostly all; the number of bytes."""
+        try:
+            return self.socket.send(data)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> list[Any] | None:
         """The whole messages that have arrived; None when the other end is gone, or has sent something else."""
@@ -131,3 +150,28 @@ def connect(address: str, token: str, accepts: tuple[type, ...], timeout_s: floa
     host, _, port = address.rpartition(":")
     connected = socket.create_connection((host, int(port)), timeout=timeout_s)
     return Connection(connected, token, accepts, secrets.token_hex(16).encode())
+
+
+def join(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> tuple[Connection, list[Any]]:
+    """Connect to the launching host's HOST:PORT and say Hello; the connection and the messages that answer it.
+
+    Connects again where the connection is closed before: strangers may crowd it out. Raises OSError where the host is
+    out of reach, or answers nothing in JOIN_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while (left := deadline - time.monotonic()) > 0:
+        connection = connect(address, token, accepts, left)
+        connection.send(hello)
+        if answer := _await_messages(connection, deadline):
+            return connection, answer
+        connection.close()
+        time.sleep(JOIN_PAUSE_S)
+    raise TimeoutError(f"no answer in {JOIN_TIMEOUT_S:g} s")
+
+
+def _await_messages(connection: Connection, deadline: float) -> list[Any]:
+    """The next messages; none where the connection is closed, or nothing arrives until then."""
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([connection], [], [], left)[0] and (messages := connection.receive()) != []:
+            return messages or []
+    return []

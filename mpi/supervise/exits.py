@@ -4,18 +4,29 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from affinity.errors import RunError
+from mpi.supervise.memory import Shortage
 from mpi.supervise.messages import printable
 
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
 TOGETHER_S = 0.15  # exits that are noticed so close to each other may have happened in the other order
 LAST_LINES = 15
+# Modules that scripts of Intel's time import, as their error names them -> what to do without them.
+ABSENT_MODULES = {
+    **dict.fromkeys(
+        ("oneccl_bindings_for_pytorch", "torch_ccl"),
+        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") needs none',
+    ),
+    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, for which there is cputrain[ipex]",
+}
 STATUSES = range(-signal.SIGRTMAX, 256)  # that a process can exit with; negative: the signal that ended it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
     """A rank's exit: its status (negative where a signal ended it), when it was noticed (monotonic), the last lines of
-    its output and the log that has all of it."""
+    its output and the log that has all of it. `shortage`: the kernel has just killed it, or a process near it, for lack
+    of memory."""
 
     rank: int
     host: str
@@ -23,6 +34,16 @@ class RankExit:
     time: float
     log: str
     tail: tuple[str, ...]
+    shortage: Shortage | None = None
+
+
+class JobFailedError(RunError):
+    """A job failed. `shortage`: for lack of memory. `hosts`: those that may be down."""
+
+    def __init__(self, message: str, *, shortage: Shortage | None = None, hosts: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.shortage = shortage
+        self.hosts = hosts
 
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit:
@@ -35,14 +56,28 @@ def first_cause(exits: Iterable[RankExit]) -> RankExit:
 
 def describe_exit(one: RankExit) -> str:
     """A rank's exit in one line, and the last lines of its output."""
-    how = f"was ended by {_signal_name(-one.status)}" if one.status < 0 else f"exited with status {one.status}"
+    how = describe_status(one.status)
+    if one.shortage is not None:
+        how += f", {one.shortage}" if one.status < 0 else f" after the kernel had killed a process, {one.shortage}"
     tail = "".join(f"\n  | {printable(line.rpartition(chr(13))[2])}" for line in one.tail[-LAST_LINES:])
     output = f"; its last lines:{tail}" if tail else "; it printed nothing"
-    return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}"
+    return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}{_remedy(one.tail)}"
 
 
-def _signal_name(number: int) -> str:
+def _remedy(tail: Iterable[str]) -> str:
+    """A line about a module that a rank has missed, where we know what to do; "" elsewhere."""
+    lines = list(tail)
+    for module, remedy in ABSENT_MODULES.items():
+        if any(line.endswith(f"No module named '{module}'") for line in lines):
+            return f"\n{module}: {remedy}"
+    return ""
+
+
+def describe_status(status: int) -> str:
+    """What a process did: "exited with status 3", "was ended by SIGKILL" (a negative status)."""
+    if status >= 0:
+        return f"exited with status {status}"
     try:
-        return signal.Signals(number).name
+        return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
-        return f"signal {number}"  # a real-time signal
+        return f"was ended by signal {-status}"  # a real-time signal

@@ -1,42 +1,56 @@
 """Run a job's workers on this host, without a launcher."""
 
+import logging
 import math
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-from affinity.errors import RunError
 from affinity.ranks.rank import LOOPBACK
 from affinity.wording import counted
 from mpi.launchers.job import Job
 from mpi.launchers.local import local_commands
 from mpi.supervise.connection import TOKEN_VARIABLE, new_token
-from mpi.supervise.exits import SETTLE_S, describe_exit, first_cause
+from mpi.supervise.exits import SETTLE_S, JobFailedError, describe_exit, first_cause
 from mpi.supervise.ranks import RankSupervisor
 from mpi.supervise.signals import (
+    FAILURE_GRACE_S,
     PREEMPTION_SIGNAL,
+    SAVE_S,
     InterruptedBySignalError,
-    ignore_stop_signals,
     interrupt,
     interruptible,
+    until_interrupted,
+)
+from mpi.supervise.stalls import (
+    Stacks,
+    Stall,
+    StallWatch,
+    able_to_show,
+    describe_failure,
+    describe_stopped,
+    stopped_rank,
 )
 
 POLL_S = 0.05
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
-REAP_S = 2.0
+PORTS, PORTS_TRIED = range(20_000, 32_000), 100  # below net.ipv4.ip_local_port_range as Linux has it
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class SavedStop:
-    """The end of a job whose ranks save before they stop: the signal that asked for it, 0 for none yet, and the
-    monotonic time at which the ranks are ended all the same."""
+    """The end of a job whose ranks save before they stop: the signal that asked for it, 0 for none yet, the monotonic
+    time at which the ranks are ended all the same, and whether it is still to be told."""
 
     number: int = 0
     deadline: float = math.inf
+    untold: bool = False
 
 
 def run_local(
@@ -45,71 +59,107 @@ def run_local(
     out: TextIO | None = None,
     err: TextIO | None = None,
     *,
-    save_s: float | None = None,
+    save_first: bool = False,
 ) -> int:
     """Run the job's workers on this host to their end; 0 when all succeeded, 2 when all that failed refused their
     input. `env` is the environment that they inherit.
 
     Output is labeled with its rank and also written to log_dir/rank-N.log; what the ranks use, to usage/ beside
-    log_dir. When one rank fails the others are stopped. Raises RunError naming the rank, its exit or signal, its log
-    and last lines; on SIGINT or SIGTERM stops everything and returns 128 + the signal; SIGUSR1 is passed on. With
-    `save_s`, the first SIGINT or SIGTERM is passed on as SIGUSR1 too, and the ranks have that many seconds to save and
-    end. No process is left behind in any case.
+    log_dir. When one rank fails, or is stopped while others run, all are ended. Raises JobFailedError naming the rank,
+    its exit or signal, its log and last lines. On a stop signal the ranks get SIGTERM, or with `save_first`
+    SIGUSR1, and SAVE_S to save and end; returns 128 + the signal. SIGUSR1 is passed on. No process is left behind in
+    any case.
     """
     out, err = out or sys.stdout, err or sys.stderr
     port = job.master_port or free_port()
-    secret = {TOKEN_VARIABLE: new_token()}
+    secret = {TOKEN_VARIABLE: new_token(), **dict(job.secrets)}
     supervisor = RankSupervisor(job.log_dir, out, err)
     stop = SavedStop()
+    grace_s = FAILURE_GRACE_S
 
-    def save_first(number: int) -> None:
-        stop.number, stop.deadline = number, time.monotonic() + (save_s or 0)
-        name, workers = signal.Signals(number).name, counted(len(supervisor.ranks), "worker")
-        print(f"\n{name}: {workers} save and stop after the next step (once more: at once)", file=err)
-        supervisor.signal(PREEMPTION_SIGNAL)
+    def preempt(number: int) -> None:
+        stop.number, stop.deadline, stop.untold = number, time.monotonic() + SAVE_S, True
+        supervisor.preempt()
 
-    with interruptible(lambda: supervisor.signal(PREEMPTION_SIGNAL), save_first if save_s is not None else None):
+    with interruptible(supervisor.preempt, preempt if save_first else None):
         try:
-            for rank, command in enumerate(local_commands(job, port)):
-                label = "" if rank == job.plain_rank else f"[{rank}] "
-                supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
-            supervisor.sample(whole_host=True)
-            status = _watch(supervisor, stop)
+            with until_interrupted():
+                for rank, command in zip(job.started, local_commands(job, port), strict=True):
+                    label = "" if rank == job.plain_rank else f"[{rank}] "
+                    supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
+                # Held back so far: no rank could take it before.
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
+                supervisor.sample(whole_host=True)
+                status = _watch(supervisor, stop, job, err)
             return 128 + stop.number if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
-            print(f"\nstopping {counted(len(supervisor.ranks), 'worker')} ({signal.Signals(number).name})", file=err)
+            grace_s = FAILURE_GRACE_S if save_first else SAVE_S
+            workers, name = counted(len(supervisor.ranks), "worker"), signal.Signals(number).name
+            print(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once", file=err)
             return 128 + int(number)
         finally:
-            supervisor.stop(GRACE_S, REAP_S)
-            ignore_stop_signals()
+            supervisor.stop(grace_s)
             supervisor.close()
 
 
 def free_port() -> int:
-    """A TCP port that is free on this host's loopback now."""
+    """A TCP port that is free on this host's loopback now. Not one of those that the kernel gives to outgoing
+    connections: seconds pass until ranks listen at it."""
+    for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):  # the program's own random numbers stay as they are
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
-def _watch(supervisor: RankSupervisor, stop: SavedStop) -> int:
+def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -> int:
     """Wait for all workers, or for the first failure; the exit status of the job. Raises InterruptedBySignalError where
     the workers take too long to save."""
+    stalls = StallWatch()
+    together = job.instances is None  # they wait for each other: one that is stopped stops all
     while not any(rank.failed for rank in supervisor.ranks):
+        if stop.untold:  # not by the signal's handler, which may interrupt another message
+            stop.untold = False
+            name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
+            print(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once", file=err)
         if supervisor.all_exited:
             return 0
         if time.monotonic() > stop.deadline:
             interrupt(stop.number)
-        supervisor.poll(POLL_S)
+        if supervisor.poll(POLL_S) and together:
+            _watch_stalls(supervisor, stalls)
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(POLL_S)
     failed = [rank for rank in supervisor.ranks if rank.failed]
-    if all(rank.process.returncode == 2 for rank in failed):
-        return 2  # the ranks have printed what is wrong with their input
-    supervisor.stop(GRACE_S, REAP_S)
+    if all(rank.process.returncode == 2 for rank in failed):  # wrong input, which the ranks have printed
+        if not job.names_errors:
+            supervisor.drain()
+            logger.warning("cputrain: %s", describe_exit(failed[0].exit()))
+        return 2
+    standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
+    stacks = _stacks(supervisor, stall)
+    supervisor.stop(FAILURE_GRACE_S)
     supervisor.drain()
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
-    raise RunError(describe_exit(first_cause(rank.exit() for rank in failed)))
+    cause = first_cause(rank.exit() for rank in failed)
+    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage)
+
+
+def _watch_stalls(supervisor: RankSupervisor, stalls: StallWatch) -> None:
+    """Say which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
+    standings = supervisor.standings()
+    if stopped := stopped_rank(standings):
+        raise JobFailedError(describe_stopped(stopped))
+    if told := stalls.take(standings, supervisor.clock.now(), lambda stall: _stacks(supervisor, stall)):
+        logger.warning("cputrain: %s", told)
+
+
+def _stacks(supervisor: RankSupervisor, stall: Stall | None) -> Stacks:
+    """The Python stacks of the awaited ranks that can show one."""
+    running = {rank.rank for rank in supervisor.ranks if rank.exited_at is None}
+    return {rank: supervisor.stack(rank) for rank in (able_to_show(stall) if stall else ()) if rank in running}

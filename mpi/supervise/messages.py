@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -28,30 +28,42 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A rank's process runs, or is stopped."""
+    """A rank's process is there: for how long it has been stopped, idle or busy without a break."""
 
-    stopped: bool
+    stopped_s: float = 0.0
+    idle_s: float = 0.0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     """A rank's exit: its status (negative where a signal ended it), its log and the last lines of it. `by_job`: the job
-    has ended it."""
+    has ended it. `shortage`: the bytes that it had and those that there are, and whose, where memory was short."""
 
     status: int
     tail: tuple[str, ...]
     log: str
     by_job: bool
+    shortage: tuple[int, int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The lines of a rank's Python stack, innermost first; none where it has none to show."""
+
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The launching host's answer to a heartbeat."""
+    """The launching host's answer to a Hello or a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """The job ends."""
+    """The job ends; the ranks have so many seconds until they are killed."""
+
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +71,22 @@ class Preempt:
     """Each rank gets the preemption signal."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowStack:
+    """The rank's Python stack is wanted."""
+
+
 def encode(message: Any) -> bytes:
     """A message as JSON; "type" is the name of its class."""
-    return json.dumps({"type": type(message).__name__, **asdict(message)}).encode()
+    kind: type = type(message)
+    fields = {name: getattr(message, name) for name in _hints(kind)}
+    return json.dumps({"type": kind.__name__, **fields}).encode()
 
 
 def decode(data: bytes, types: tuple[type, ...]) -> Any:
     """The message of one of these types. Raises ProtocolError on anything else."""
     try:
-        fields = json.loads(data)
+        fields = json.loads(data.decode())
     except (ValueError, RecursionError):
         raise ProtocolError("not JSON") from None
     if not isinstance(fields, dict):
@@ -89,19 +108,19 @@ def _hints(message_type: type) -> dict[str, Any]:
 
 def _value(value: Any, hint: Any) -> Any:
     """The value as a field's type has it. Raises ProtocolError where it is of another type or too large."""
-    if get_origin(hint) is UnionType:  # X | None
-        (inner,) = (one for one in get_args(hint) if one is not NoneType)
-        return None if value is None else _value(value, inner)
-    if get_origin(hint) is tuple:
-        return _items(value, get_args(hint))
+    if hint is float and type(value) in (int, float) and abs(value) <= MAX_INTEGER and not math.isnan(value):
+        return float(value)
     if hint is str and isinstance(value, str) and len(value) <= MAX_TEXT:
         return printable(value)
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and type(value) is int and abs(value) <= MAX_INTEGER:
         return value
-    if hint is float and type(value) in (int, float) and abs(value) <= MAX_INTEGER and not math.isnan(value):
-        return float(value)
+    if get_origin(hint) is UnionType:  # X | None
+        (inner,) = (one for one in get_args(hint) if one is not NoneType)
+        return None if value is None else _value(value, inner)
+    if get_origin(hint) is tuple:
+        return _items(value, get_args(hint))
     raise ProtocolError("a value of another type or size")
 
 

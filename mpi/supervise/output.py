@@ -1,11 +1,112 @@
 """A rank's output on its way to the terminal and its log: whole lines with labels, progress bars kept moving."""
 
+import codecs
+import os
+import queue
+import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO, TextIO
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import IO, BinaryIO, TextIO
 
 CLEAR_LINE = "\r\x1b[2K"
+CHUNK_BYTES = 1 << 16
+MAX_CHUNKS = 256  # that wait to be shown
+BLOCKED_S = 5.0  # that a process waits to be shown; its ranks are taken for lost after three times as long
+END = bytes(1)  # known by its identity
+MOST_OF_A_LINE = 1 << 20  # bytes: a longer line is shown and logged in parts
 PLAIN_PROGRESS_S = 10.0  # where there is no terminal, a progress bar is one line this often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """A stream that people see. Where it is closed (`| head`) or full, that is said once on stderr, and the job goes on
+    with its logs, which are in a folder."""
+
+    stream: TextIO
+    name: str
+    logs: Path
+
+    def write(self, text: str) -> None:
+        """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as `?`."""
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self.stream.encoding
+            self.write(text.encode(encoding, errors="replace").decode(encoding))
+        except OSError as error:
+            self._lose(error)
+
+    def flush(self) -> None:
+        """Show what has been written."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        discard(self.stream)
+        with suppress(OSError):
+            print(
+                f"cputrain: {self.name}: {error.strerror}: the job goes on, and its output is in {self.logs}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class Relay:
+    """Copies what a process writes to a pipe to a stream that people see, from threads, to the pipe's end.
+
+    Where the stream takes nothing (Ctrl-S, a pager, a stalled connection), what does not fit into the memory for it is
+    left out, and that is said: ranks that wait to write send no heartbeats.
+    """
+
+    def __init__(self, pipe: IO[bytes], terminal: Terminal) -> None:
+        self._pipe, self._terminal = pipe, terminal
+        self._chunks: queue.Queue[bytes] = queue.Queue(MAX_CHUNKS)
+        self._threads = [
+            threading.Thread(target=target, name="relay", daemon=True) for target in (self._read, self._show)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self) -> None:
+        left_out = 0
+        while data := os.read(self._pipe.fileno(), CHUNK_BYTES):
+            try:
+                self._chunks.put(self._notice(left_out) + data, block=not left_out, timeout=BLOCKED_S)
+                left_out = 0
+            except queue.Full:
+                left_out += len(data)
+        self._chunks.put(self._notice(left_out))
+        self._chunks.put(END)
+
+    def _notice(self, left_out: int) -> bytes:
+        if not left_out:
+            return b""
+        return f"\ncputrain: {left_out:,} bytes that nobody read were left out: see {self._terminal.logs}\n".encode()
+
+    def _show(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        while (data := self._chunks.get()) is not END:
+            self._terminal.write(decoder.decode(data))
+            self._terminal.flush()
+
+    def finish(self, patience_s: float) -> None:
+        """Wait for the pipe's end, which what the process has left behind may hold open, and until all is shown."""
+        deadline = time.monotonic() + patience_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def discard(stream: TextIO) -> None:
+    """From now on, let a stream that cannot be written lead nowhere: what it still holds fails no more at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,7 +115,7 @@ class Stream:
     where `live`, when a person watches."""
 
     label: str
-    terminal: TextIO
+    terminal: Terminal
     log: BinaryIO
     live: bool
     _pending: bytes = b""
@@ -27,10 +128,14 @@ class Stream:
         *lines, rest = (self._pending + data).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
             self._line(line.rpartition(b"\r")[2])
-        _, carriage, last = rest.rpartition(b"\r")
+        before, carriage, last = rest.rpartition(b"\r")
         self._pending = (carriage + last) if carriage else rest
-        if last.strip() and carriage:
-            self._progress(last)
+        if len(self._pending) > MOST_OF_A_LINE:
+            self._line(self._pending.lstrip(b"\r"))
+            self._pending = b""
+        drawn = last if last.strip() else before.rpartition(b"\r")[2]
+        if drawn.strip() and carriage:
+            self._progress(drawn)
         self.terminal.flush()
 
     def flush(self) -> None:
@@ -61,7 +166,7 @@ class Stream:
         self._transient = True
         shown = f"{self.label}{text.decode(errors='replace')}"
         if self.live:
-            self.terminal.write(CLEAR_LINE + shown)
+            self.terminal.write(CLEAR_LINE + shown[: get_terminal_size().columns - 1])  # a second row would stay
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")
             self._log_line(text.rstrip())

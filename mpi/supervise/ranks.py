@@ -1,6 +1,7 @@
-"""The supervisor of the ranks that this process starts: their output, logs, resource use, exits and end."""
+"""The supervisor of the ranks that this process starts: their output, logs, resource use, activity, exits and end."""
 
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -13,15 +14,23 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from affinity.errors import InputError
+from affinity.process_stat import outlives
+from affinity.terminal import redraws
+from mpi.supervise.activity import READ_S, ActivityMeter, tree
+from mpi.supervise.clock import RunningClock
 from mpi.supervise.exits import LAST_LINES, RankExit
-from mpi.supervise.output import Stream
-from mpi.supervise.process import signal_group, start_rank
-from mpi.supervise.signals import InterruptedBySignalError, stopped_again
+from mpi.supervise.memory import KillCounter, Shortage
+from mpi.supervise.output import CHUNK_BYTES, Stream, Terminal
+from mpi.supervise.process import RankGroup
+from mpi.supervise.signals import PREEMPTION_SIGNAL, stopped_again
+from mpi.supervise.stacks import read_stack, stack_file
+from mpi.supervise.stalls import Standing
 from mpi.usage.file import FOLDER as USAGE
 from mpi.usage.sampler import Sampler
 
 STOP_POLL_S = 0.05
-CHUNK_BYTES = 1 << 16
+PREEMPT_S = 30.0  # until a rank that neither handles nor blocks the preemption signal gets it all the same
+TAIL_BYTES = 1 << 16  # of a log, in which its last lines are looked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +40,11 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     log: BinaryIO
+    stack_file: int
+    meter: ActivityMeter
     streams: list[Stream] = field(default_factory=list)
     exited_at: float | None = None
+    shortage: Shortage | None = None
 
     @property
     def failed(self) -> bool:
@@ -43,20 +55,40 @@ class RankProcess:
         """How the rank has exited, with its last output."""
         for stream in self.streams:
             stream.flush()
+        return self._exit(last_lines(Path(self.log.name)))
+
+    def standing(self) -> Standing:
+        """What the rank is doing, or was when it exited."""
+        exited = None if self.exited_at is None else self._exit(())
+        return Standing(rank=self.rank, host=socket.gethostname(), activity=self.meter.activity, exit=exited)
+
+    def _exit(self, tail: tuple[str, ...]) -> RankExit:
         assert self.exited_at is not None
-        lines = Path(self.log.name).read_text(errors="replace").splitlines()
         return RankExit(
             rank=self.rank,
             host=socket.gethostname(),
             status=self.process.returncode,
             time=self.exited_at,
             log=self.log.name,
-            tail=tuple(lines[-LAST_LINES:]),
+            tail=tail,
+            shortage=self.shortage,
         )
 
 
+def last_lines(log: Path) -> tuple[str, ...]:
+    """The last lines of a log, however long it is; none of one that was taken away."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ()
+    return tuple(lines[-LAST_LINES:])
+
+
 class RankSupervisor:
-    """Starts ranks on this host, shows and logs their output, samples their use, notes their exits, ends them.
+    """Starts ranks on this host, shows and logs their output, follows what they do and use, notes their exits, ends
+    them.
 
     `log_dir` gets rank-N.log of each rank; their resource use goes to usage/ beside it. With `live` progress
     bars are redrawn, for a person who watches; None: where the stream is a terminal.
@@ -65,12 +97,20 @@ class RankSupervisor:
     def __init__(self, log_dir: Path, out: TextIO, err: TextIO, *, live: bool | None = None) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks: list[RankProcess] = []
+        self.clock = RunningClock()
         self._log_dir = log_dir
-        self._terminals = (out, err)
+        self._terminals = tuple(
+            Terminal(stream=stream, name=name, logs=log_dir) for stream, name in ((out, "stdout"), (err, "stderr"))
+        )
         self._live = live
         self._selector = selectors.DefaultSelector()
         self._open_pipes = 0
         self._sampler: Sampler | None = None
+        self._kills = KillCounter()
+        self._read_at = self.clock.now()
+        self._group = RankGroup()
+        self._preempted: set[int] = set()
+        self._preempt_until: float | None = None
 
     @property
     def all_exited(self) -> bool:
@@ -83,16 +123,19 @@ class RankSupervisor:
         """Start rank `number`, whose lines are shown behind the label. Raises InputError where there is no such
         program, OSError where it cannot be logged."""
         log = (self._log_dir / f"rank-{number}.log").open("wb", buffering=0)
+        stack = stack_file()
         try:
-            process = start_rank(argv, env, inherit_files=inherit_files)
+            process = self._group.start(argv, env, stack, inherit_files=inherit_files)
         except OSError as error:
             log.close()
+            os.close(stack)
             raise InputError(f"cannot start {argv[0]!r}: {error.strerror}") from None
-        rank = RankProcess(rank=number, process=process, log=log)
+        meter = ActivityMeter(process.pid, self.clock.now())
+        rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter)
         self.ranks.append(rank)
         for pipe, terminal in zip((process.stdout, process.stderr), self._terminals, strict=True):
             assert pipe is not None
-            live = terminal.isatty() if self._live is None else self._live
+            live = redraws(terminal.stream, os.environ) if self._live is None else self._live
             stream = Stream(label=label, terminal=terminal, log=log, live=live)
             rank.streams.append(stream)
             self._open_pipes += 1
@@ -109,8 +152,10 @@ class RankSupervisor:
         """Call `receive` in `poll` when the connection has something to read."""
         self._selector.register(connection, selectors.EVENT_READ, receive)
 
-    def poll(self, timeout_s: float) -> None:
-        """Move output, note exits and take a sample where one is due; waits that long for something to happen."""
+    def poll(self, timeout_s: float) -> bool:
+        """Move output, note exits, read and sample what the ranks do where that is due; waits that long for something
+        to happen. True where what they do has been read again."""
+        self._group.guard()
         if self._open_pipes:
             self._dispatch(timeout_s)
         else:  # a rank that has closed its output is about to exit
@@ -120,34 +165,60 @@ class RankSupervisor:
                 if running is not None:
                     running.process.wait(timeout_s)
         self._note_exits()
+        if self._preempt_until is not None:
+            self._send_preemptions(self._preempt_until)
         if self._sampler is not None:
             self._sampler.tick()
-
-    def signal(self, number: int) -> None:
-        """Send a signal to every rank, not to the processes below it."""
+        now = self.clock.now()
+        if now - self._read_at < READ_S:
+            return False
+        self._read_at = now
         for rank in self.ranks:
-            rank.process.send_signal(number)
+            rank.meter.read(now)
+        self._kills.read()
+        return True
 
-    def stop(self, grace_s: float, reap_s: float = 0.0) -> None:
-        """End every rank and all that it has started: first by SIGTERM, after grace_s or at a second stop signal by
-        SIGKILL. Waits up to reap_s until init has reaped what the ranks had started."""
-        self._signal_groups(signal.SIGTERM)
-        self._signal_groups(signal.SIGCONT)
-        try:
-            deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline and not self.all_exited and not stopped_again():
-                time.sleep(STOP_POLL_S)
-                self._note_exits()
-        except InterruptedBySignalError:
-            pass  # the first Ctrl-C, while the ranks are being ended
-        finally:
-            self._signal_groups(signal.SIGKILL)
-            for rank in self.ranks:
-                rank.process.wait()
-                self._note_exits()  # one at a time: the sampler counts the CPU time of each as it is reaped
-            deadline = time.monotonic() + reap_s
-            while time.monotonic() < deadline and self._signal_groups(0):
-                time.sleep(STOP_POLL_S)
+    def standings(self) -> tuple[Standing, ...]:
+        """What the ranks do, or did when they exited."""
+        return tuple(rank.standing() for rank in self.ranks)
+
+    def stack(self, number: int) -> tuple[str, ...]:
+        """The Python stack of a rank that runs, innermost first; empty where it offers none."""
+        rank = next(rank for rank in self.ranks if rank.rank == number)
+        return read_stack(tree(rank.process.pid), rank.stack_file)
+
+    def preempt(self) -> None:
+        """Make `poll` send the preemption signal to every rank, not to the processes below it: to each once it can take
+        it, or after PREEMPT_S, as it would end a program that only starts. A signal's handler can call this."""
+        self._preempted, self._preempt_until = set(), time.monotonic() + PREEMPT_S
+
+    def _send_preemptions(self, until: float) -> None:
+        waiting = [rank for rank in self.ranks if rank.exited_at is None and rank.rank not in self._preempted]
+        for rank in waiting:
+            if outlives(rank.process.pid, PREEMPTION_SIGNAL) or time.monotonic() > until:
+                self._preempted.add(rank.rank)
+                rank.process.send_signal(PREEMPTION_SIGNAL)
+
+    def stop(self, grace_s: float, at_once: Callable[[], bool] = lambda: False) -> None:
+        """End every rank and all that it has started: by SIGTERM, after grace_s, at a second stop signal or once
+        `at_once` is true by SIGKILL. Where all ranks have succeeded, what they have put into sessions of its own goes
+        on."""
+        succeeded = self.all_exited and not any(rank.failed for rank in self.ranks)
+        ended = self.all_exited
+        self._group.signal(signal.SIGTERM)
+        self._group.signal(signal.SIGCONT)
+        deadline = time.monotonic() + grace_s
+        while not (ended or time.monotonic() > deadline or stopped_again() or at_once()):
+            self._dispatch(STOP_POLL_S)
+            self._note_exits()
+            ended = self.all_exited and not self._group.running
+        if succeeded:
+            self._group.signal(signal.SIGKILL)
+        else:
+            self._group.kill()
+        for rank in self.ranks:
+            rank.process.wait()
+            self._note_exits()  # one at a time: the sampler counts the CPU time of each as it is reaped
 
     def drain(self) -> None:
         """Move the output that is still in the pipes."""
@@ -163,7 +234,9 @@ class RankSupervisor:
             for stream in rank.streams:
                 stream.close()
             rank.log.close()
+            os.close(rank.stack_file)
         self._selector.close()
+        self._group.close()
 
     def _dispatch(self, timeout_s: float) -> bool:
         ready = self._selector.select(timeout_s)
@@ -183,10 +256,8 @@ class RankSupervisor:
         for rank in self.ranks:
             if rank.exited_at is None and rank.process.poll() is not None:
                 rank.exited_at = time.monotonic()
+                if rank.failed:
+                    rank.shortage = self._kills.shortage(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+                self._group.note_exit(rank.process.pid)
                 if self._sampler is not None:
                     self._sampler.ended(rank.rank)
-
-    def _signal_groups(self, number: int) -> bool:
-        """Send a signal (0: none) to every rank and all that it has started; whether any of them is still there."""
-        reached = [signal_group(rank.process.pid, number) for rank in self.ranks]
-        return any(reached)

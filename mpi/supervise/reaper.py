@@ -4,7 +4,8 @@ import ctypes
 import os
 import signal
 import time
-from pathlib import Path
+
+from affinity.process_stat import PROC, read_stat
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
@@ -16,15 +17,19 @@ def adopt_orphans() -> None:
 
 
 def descendants(pid: int) -> tuple[int, ...]:
-    """The processes below this one that still run, parents before children."""
+    """The processes below this one that still run, parents before children.
+
+    All of the host are looked at: the kernel's own lists of children, which activity.py reads, may miss some of a
+    process that is just starting more.
+    """
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in PROC.glob("[0-9]*"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            stat = read_stat(int(folder.name))
         except OSError:
             continue  # gone meanwhile
-        if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        if stat.state != "Z":
+            children.setdefault(stat.parent, []).append(int(folder.name))
     found: list[int] = []
     layer = [pid]
     while layer:
@@ -39,7 +44,7 @@ def end_descendants(grace_s: float) -> None:
         for pid in descendants(os.getpid()):
             try:
                 os.kill(pid, number)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):  # has ended meanwhile, or is another user's (sudo)
                 continue
         deadline = time.monotonic() + grace_s
         while descendants(os.getpid()) and time.monotonic() < deadline:

@@ -1,32 +1,53 @@
 """Run a job through a launcher: start it, watch its ranks on all hosts, end all when one fails."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import RunError
+from affinity.terminal import redraws
 from affinity.wording import counted, first_named
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job, bound_command
 from mpi.launchers.launcher import InstalledLauncher, LaunchCommand
-from mpi.supervise.connection import STOP_S, TOKEN_VARIABLE, new_token
-from mpi.supervise.exits import SETTLE_S
+from mpi.supervise.connection import TOKEN_VARIABLE, new_token
+from mpi.supervise.exits import SETTLE_S, JobFailedError, describe_exit, describe_status
 from mpi.supervise.monitor import Monitor
+from mpi.supervise.output import Relay, Terminal
 from mpi.supervise.process import start_launcher, write_files
 from mpi.supervise.reaper import end_descendants
-from mpi.supervise.signals import InterruptedBySignalError, interruptible, stopped_again
+from mpi.supervise.signals import (
+    FAILURE_GRACE_S,
+    SAVE_S,
+    InterruptedBySignalError,
+    interruptible,
+    stopped_again,
+    until_interrupted,
+)
+from mpi.supervise.stalls import (
+    Stacks,
+    Stall,
+    StallWatch,
+    able_to_show,
+    describe_stopped,
+    stopped_rank,
+)
 
 POLL_S = 0.1
+STALL_CHECK_S = 1.0  # between two looks at what the ranks do
 LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
+STACK_S = 1.5  # for the agents' answers
+AGENT_EXIT_S = 1.0  # of the agents, after their ranks
+RELAY_S = 1.0  # for the rest of the launcher's output
 KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
-START_TIMEOUT_S = 120.0  # from the launcher's start to the last rank's hello
+START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next one's
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +56,7 @@ def remote_command(
 ) -> LaunchCommand:
     """What starts the job's ranks, each behind an agent that reports to this host's address and port."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
-    live = ("--live",) if sys.stdout.isatty() else ()
+    live = ("--live",) if redraws(sys.stdout, os.environ) else ()
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
     agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *live, "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
@@ -47,28 +68,46 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
     """Run the job to its end; 0 when all ranks succeeded, 2 when all that failed refused their input. `env` is the
     environment of the launcher.
 
-    Raises RunError naming rank, host, its exit or silence, its log and last lines. On SIGINT or SIGTERM stops
-    everything on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
+    Raises JobFailedError naming rank, host, its exit or silence, its log and last lines. On a stop signal gives the
+    ranks SAVE_S to end on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
     """
     address = own_address(job.hosts)
     monitor = Monitor(new_token(), job.host_of_ranks, address)
     command = remote_command(job, installed, folder, address, monitor.port, monitor.token)
     write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
+    grace_s = FAILURE_GRACE_S
     with interruptible(monitor.preempt):
-        process: subprocess.Popen[bytes] | None = None
+        running: _Running | None = None
         try:
-            process = start_launcher(command, env)
-            return _watch(job, installed, process, monitor)
+            with until_interrupted():
+                running = _Running(start_launcher(command, env, subprocess.PIPE), job.log_dir)
+                return _watch(job, installed, running.process, monitor)
         except InterruptedBySignalError as stop:
-            number = stop.args[0]
-            logger.warning("\nstopping %s (%s)", counted(job.world_size, "rank"), signal.Signals(number).name)
+            number, grace_s = stop.args[0], SAVE_S
+            ranks, name = counted(job.world_size, "rank"), signal.Signals(number).name
+            logger.warning("\nstopping %s (%s) within %g s; repeat the signal to stop at once", ranks, name, grace_s)
             return 128 + int(number)
         finally:
-            _tear_down(process, monitor)
+            _tear_down(running, monitor, grace_s)
+
+
+class _Running:
+    """The launcher's process, and its output on the way to the terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        self.process = process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.relays = (
+            Relay(process.stdout, Terminal(stream=sys.stdout, name="stdout", logs=logs)),
+            Relay(process.stderr, Terminal(stream=sys.stderr, name="stderr", logs=logs)),
+        )
 
 
 def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
-    started = time.monotonic()
+    arrived, arrived_at = 0, monitor.clock.now()
+    judged = arrived_at
+    stalls = StallWatch()
     while True:
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else POLL_S)
@@ -81,45 +120,89 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
                 monitor.poll(POLL_S)
         failed = monitor.failed()
         if failed:
-            if all(rank.exit is not None and rank.exit.status == 2 for rank in failed):
-                return 2  # the ranks have printed what is wrong with their input
-            raise RunError(monitor.cause())
+            exits = [rank.exit for rank in failed if rank.exit is not None]
+            if len(exits) == len(failed) and all(one.status == 2 for one in exits):  # wrong input, which is printed
+                if not job.names_errors:
+                    logger.warning("cputrain: %s", describe_exit(exits[0]))
+                return 2
+            raise _failure(job, monitor, stalls.before(monitor.clock.now()))
         if ended:
             return _after_launcher(job, installed, process.returncode, monitor)
-        if len(monitor.ranks) < job.world_size and time.monotonic() - started > START_TIMEOUT_S:
-            raise RunError(f"the ranks of {_missing(job, monitor)} did not start within {START_TIMEOUT_S:g} s")
+        now = monitor.clock.now()
+        if len(monitor.ranks) > arrived:
+            arrived, arrived_at = len(monitor.ranks), now
+        if arrived < job.world_size and now - arrived_at > START_TIMEOUT_S:
+            hosts = _missing(job, monitor)
+            raise JobFailedError(
+                f"no further rank has reported for {START_TIMEOUT_S:g} s; missing: {_named(hosts)}", hosts=hosts
+            )
+        if now - judged >= STALL_CHECK_S:
+            judged = now
+            _watch_stalls(monitor, stalls)
+
+
+def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
+    """What failed first: a rank that has exited; a silent one where none has. `stall` is the one just before."""
+    cause = monitor.first_exit()
+    if cause is None:
+        hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in monitor.failed()))
+        return JobFailedError(monitor.cause(), hosts=hosts)
+    return JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), shortage=cause.shortage)
+
+
+def _watch_stalls(monitor: Monitor, stalls: StallWatch) -> None:
+    """Say which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
+    standings = monitor.standings()
+    if stopped := stopped_rank(standings):
+        raise JobFailedError(describe_stopped(stopped))
+    if told := stalls.take(standings, monitor.clock.now(), lambda stall: _stacks(monitor, stall)):
+        logger.warning("cputrain: %s", told)
+
+
+def _stacks(monitor: Monitor, stall: Stall | None) -> Stacks:
+    """The Python stacks of the awaited ranks that can show one."""
+    ranks = [rank for rank in (able_to_show(stall) if stall else ()) if monitor.ranks[rank].exit is None]
+    before = {rank: monitor.ranks[rank].stack for rank in ranks}
+    monitor.show_stacks(ranks)
+    deadline = time.monotonic() + STACK_S
+    while any(monitor.ranks[rank].stack is None for rank in ranks) and time.monotonic() < deadline:
+        monitor.poll(POLL_S)
+    return {rank: monitor.ranks[rank].stack or before[rank] or () for rank in ranks}
 
 
 def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:
-    """0 where the launcher and all ranks have succeeded. Raises RunError otherwise."""
+    """0 where the launcher and all ranks have succeeded. Raises JobFailedError otherwise."""
     if status == 0 and all(rank.succeeded for rank in monitor.ranks.values()):
         return 0
     if not monitor.ranks:
-        raise RunError(f"{installed.name} exited with status {status} before any rank started; see its output above")
-    raise RunError(
-        f"{installed.name} exited with status {status}; the ranks of {_missing(job, monitor)} exited without reporting "
-        "a status"
+        why = f"{installed.name} {describe_status(status)} before any rank started; see its output above"
+        raise JobFailedError(why, hosts=job.hosts)
+    hosts = _missing(job, monitor)
+    raise JobFailedError(
+        f"{installed.name} {describe_status(status)}; the ranks of {_named(hosts)} have not reported their exit",
+        hosts=hosts,
     )
 
 
-def _missing(job: Job, monitor: Monitor) -> str:
+def _missing(job: Job, monitor: Monitor) -> tuple[str, ...]:
     """The hosts of ranks that have not started, or have not reported their exit."""
     ranks = job.host_of_ranks
     missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
-    names = list(dict.fromkeys(ranks[i] for i in missing))
-    return f"host {names[0]}" if len(names) == 1 else f"{len(names):,} hosts ({first_named(names)})"
+    return tuple(dict.fromkeys(ranks[i] for i in missing))
 
 
-def _tear_down(process: subprocess.Popen[bytes] | None, monitor: Monitor) -> None:
-    """End the ranks through their agents, then the launcher: after STOP_S, or at a second stop signal."""
-    try:
-        if process is not None and process.poll() is None:
-            monitor.stop()
-            deadline = time.monotonic() + STOP_S
-            while time.monotonic() < deadline and process.poll() is None and not stopped_again():
-                monitor.poll(POLL_S)
-    except InterruptedBySignalError:
-        pass  # the first Ctrl-C, while the ranks are being ended
-    finally:
-        monitor.close()
-        end_descendants(KILL_S)
+def _named(hosts: Sequence[str]) -> str:
+    return f"host {hosts[0]}" if len(hosts) == 1 else f"{len(hosts):,} hosts ({first_named(hosts)})"
+
+
+def _tear_down(running: _Running | None, monitor: Monitor, grace_s: float) -> None:
+    """End the ranks through their agents, then the launcher: once they have had grace_s, or at a second stop signal."""
+    if running is not None and running.process.poll() is None:
+        monitor.stop(grace_s)
+        deadline = time.monotonic() + grace_s + AGENT_EXIT_S
+        while time.monotonic() < deadline and running.process.poll() is None and not stopped_again():
+            monitor.poll(POLL_S)
+    monitor.close()
+    end_descendants(KILL_S)
+    for relay in running.relays if running is not None else ():
+        relay.finish(RELAY_S)

@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 from mpi.supervise.connection import Connection
-from mpi.supervise.messages import Hello, ProtocolError
+from mpi.supervise.messages import Hello, ProtocolError, Stop
 
 BACKLOG = 4096
+ACCEPTED_AT_ONCE = 256
 HELLO_TIMEOUT_S = 10.0  # a connection without a signed Hello is closed
-SPARE_CONNECTIONS = 64  # without Hello, beyond one for each rank; the oldest makes room for a new one
+SPARE_CONNECTIONS = 64  # without Hello, beyond one for each rank; the oldest makes room for a new one, once it is read
 OWN_FILES = 64  # that this process needs for other purposes
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ class RankServer:
     """Accepts connections and takes messages from those that have said Hello, signed by the job's token.
 
     `hosts` are the ranks' hosts, `address` that of this host by which they reach it, `accepts` the types of their
-    messages. A connection that sends anything else is closed, and nothing else happens.
+    messages. A connection that sends anything else is closed, and nothing else happens; one whose signed Hello does not
+    fit the job is told to stop.
     """
 
     def __init__(self, token: str, hosts: tuple[str, ...], address: str, accepts: tuple[type, ...]) -> None:
@@ -29,6 +31,7 @@ class RankServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
         self.token = token
         self.connections: dict[int, Connection] = {}
+        self.lost: set[int] = set()  # ranks whose connections have been closed
         self._hosts = hosts
         self._accepts = (Hello, *accepts)
         room = len(hosts) + SPARE_CONNECTIONS
@@ -52,7 +55,8 @@ class RankServer:
         received: list[tuple[int, Any]] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                self._accept()
+                # Many, as all ranks of a job connect at the same time; not all, or strangers could keep it here.
+                all(self._accept(received) for _ in range(ACCEPTED_AT_ONCE))
             elif key.data in self._waiting or key.data in self._ranks:  # not closed meanwhile
                 received += self._receive(key.data)
         now = time.monotonic()
@@ -60,22 +64,31 @@ class RankServer:
             self._close(connection)
         return received
 
-    def _accept(self) -> None:
+    def _accept(self, received: list[tuple[int, Any]]) -> bool:
+        """Accept a connection; False where none was. Adds what is read to make room for it to `received`."""
         try:
             accepted, _ = self._server.accept()
+        except BlockingIOError:
+            return False
         except OSError:  # the other end is gone, or there is no file descriptor left
-            self._close_oldest()
-            return
+            received += self._make_room()
+            return False
         if len(self._waiting) >= self._max_waiting:
-            self._close_oldest()
+            received += self._make_room()
         connection = Connection(accepted, self.token, self._accepts, None)
         self._waiting[connection] = time.monotonic() + HELLO_TIMEOUT_S
         self._selector.register(connection, selectors.EVENT_READ, connection)
+        return True
 
-    def _close_oldest(self) -> None:
+    def _make_room(self) -> list[tuple[int, Any]]:
+        """Read the oldest connection without Hello, and close it where it still has none; the messages."""
         oldest = next(iter(self._waiting), None)
-        if oldest is not None:
+        if oldest is None:
+            return []
+        messages = self._receive(oldest)
+        if oldest in self._waiting:
             self._close(oldest)
+        return messages
 
     def _receive(self, connection: Connection) -> list[tuple[int, Any]]:
         messages = connection.receive()
@@ -86,6 +99,7 @@ class RankServer:
             return [(self._sender(connection, message), message) for message in messages]
         except ProtocolError as error:  # signed by the token: the job's own
             logger.warning("cputrain: a rank's connection is closed: %s", error)
+            connection.send(Stop(grace_s=0.0))
             self._close(connection)
             return []
 
@@ -95,7 +109,7 @@ class RankServer:
         if rank is not None and not isinstance(message, Hello):
             return rank
         if rank is not None or not isinstance(message, Hello):
-            raise ProtocolError("it does not begin with one Hello")
+            raise ProtocolError("its first message is not Hello")
         self._check(message)
         del self._waiting[connection]
         self.connections[message.rank], self._ranks[connection] = connection, message.rank
@@ -105,7 +119,7 @@ class RankServer:
         """Raise ProtocolError where rank and host do not fit the job: each rank connects once, the ranks of a host
         give it one name. That may be another one than the job's, which may use an alias or an address."""
         if not 0 <= hello.rank < len(self._hosts):
-            raise ProtocolError(f"rank {hello.rank} on {hello.host} is none of the job's {len(self._hosts):,} ranks")
+            raise ProtocolError(f"rank {hello.rank} on {hello.host} is not one of the job's {len(self._hosts):,} ranks")
         if hello.rank in self.connections:
             raise ProtocolError(f"rank {hello.rank} on {hello.host} has connected before")
         host = self._hosts[hello.rank]
@@ -123,13 +137,14 @@ class RankServer:
     def _close(self, connection: Connection) -> None:
         self._selector.unregister(connection)
         self._waiting.pop(connection, None)
-        self._ranks.pop(connection, None)
+        if (rank := self._ranks.pop(connection, None)) is not None:
+            self.lost.add(rank)
         connection.close()
 
     def send_all(self, message: Any) -> None:
         """Send a message to every rank."""
-        for connection in self.connections.values():
-            connection.send(message)
+        for rank in self.connections.keys() - self.lost:
+            self.connections[rank].send(message)
 
     def close(self) -> None:
         """Close every connection: a rank's agent that is left ends its rank then."""

@@ -1,28 +1,51 @@
-"""Signals in the process that holds a job: SIGINT and SIGTERM as an exception, SIGUSR1 passed on to the ranks."""
+"""Signals in the process that holds a job: SIGINT, SIGTERM and SIGHUP end its work, SIGUSR1 goes on to the ranks."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
+# From a stop signal to SIGKILL: the ranks may end a step, which takes some ten seconds with large batches, and save
+# gigabytes. Job scripts get their notice a little earlier before the time limit.
+SAVE_S = 90.0
+FAILURE_GRACE_S = 3.0  # the same after a failure, when the other ranks wait in vain for the one that is lost
 
-_interruptions: list[int] = []  # stop signals that ended the work of the surrounding `interruptible`
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a job: those of Ctrl-C, of batch systems, and, but under nohup, of a terminal's end."""
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
 
 
 class InterruptedBySignalError(Exception):
     """This process has received a stop signal (its number is in args[0])."""
 
 
+@dataclass(slots=True)
+class _StopSignals:
+    """Stop signals that the surrounding `interruptible` has received, the number of the last one, and whether the next
+    one raises, one has."""
+
+    received: int = 0
+    last: int = 0
+    raises: bool = False
+    raised: bool = False
+
+
+_stop_signals = _StopSignals()
+
+
 @contextmanager
 def interruptible(
     preempt: Callable[[], None] = lambda: None, first_stop: Callable[[int], None] | None = None
 ) -> Iterator[None]:
-    """Raise InterruptedBySignalError at a stop signal, wherever the process is, and call `preempt` at a preemption
-    signal; the handlers are restored afterwards. With `first_stop`, that is called at the first stop signal, and the
-    second one raises. Later ones raise nothing: `stopped_again` tells of them."""
-    _interruptions.clear()
+    """Take stop signals, for `until_interrupted` and `stopped_again`, and call `preempt` at a preemption signal; the
+    handlers are restored afterwards. With `first_stop`, that is called at the first stop signal, which does not count.
+    """
+    _stop_signals.received, _stop_signals.raises, _stop_signals.raised = 0, False, False
     calls = [first_stop] if first_stop is not None else []
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -31,7 +54,7 @@ def interruptible(
         else:
             interrupt(number)
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
     before[PREEMPTION_SIGNAL] = signal.signal(PREEMPTION_SIGNAL, lambda _number, _frame: preempt())
     try:
         yield
@@ -40,19 +63,46 @@ def interruptible(
             signal.signal(number, handler)
 
 
+@contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Inside an `interruptible`: the first stop signal raises InterruptedBySignalError here, wherever the process is.
+
+    No signal raises after that, or after this block: what ends the ranks then is not interrupted itself.
+    """
+    _stop_signals.raises = True
+    try:
+        yield
+    finally:
+        _stop_signals.raises = False
+
+
 def interrupt(number: int) -> None:
-    """Raise InterruptedBySignalError, but once: raised again while the process stops its ranks, it would leave some."""
-    _interruptions.append(number)
-    if len(_interruptions) == 1:
-        raise InterruptedBySignalError(number)
+    """Count a stop signal, which raises InterruptedBySignalError in `until_interrupted`."""
+    _stop_signals.received += 1
+    _stop_signals.last = number
+    if _stop_signals.raises:
+        _raise_last()
+
+
+def _raise_last() -> NoReturn:
+    _stop_signals.raises, _stop_signals.raised = False, True
+    raise InterruptedBySignalError(_stop_signals.last)
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """What is done inside is done as a whole: a stop signal that would raise InterruptedBySignalError does so at its
+    end. For messages, for one: of half a message, or with one left out, a connection ends. Decorates functions too."""
+    raises, received = _stop_signals.raises, _stop_signals.received
+    _stop_signals.raises = False
+    try:
+        yield
+    finally:
+        _stop_signals.raises = raises
+    if raises and _stop_signals.received > received:
+        _raise_last()
 
 
 def stopped_again() -> bool:
-    """Whether a stop signal has come since the one that interrupted: what that began is to be ended at once."""
-    return len(_interruptions) > 1
-
-
-def ignore_stop_signals() -> None:
-    """Ignore further stop signals, until the end of the surrounding `interruptible`."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    """Whether a stop signal has come since `until_interrupted`: what goes on since then is to end at once."""
+    return _stop_signals.received > _stop_signals.raised

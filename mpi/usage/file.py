@@ -27,7 +27,7 @@ def read_records(path: Path, kind: type[Use]) -> list[Use]:
     for line in path.read_bytes().splitlines():
         try:
             records.append(from_line(line, kind))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
     return records
 

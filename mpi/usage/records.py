@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 MOST_RECORDS = 600  # of a worker or a host, however long the run
+MOST = 1 << 62  # of any number in a record
+MAX_ERROR = 100  # characters
 MOST_INTERFACES = 8  # of a host in a record, the busiest: hosts of containers have hundreds
 
 Network = dict[str, tuple[int, int]]  # interface -> bytes received, bytes sent
@@ -115,11 +117,25 @@ def to_line(record: Use) -> bytes:
 
 
 def from_line(line: bytes, kind: type[Use]) -> Use:
-    """The inverse of `to_line`. Raises ValueError on a line that is cut short or of another kind."""
-    values: dict[str, Any] = json.loads(line)
-    try:
-        if "network" in values:
-            values["network"] = {name: (int(a), int(b)) for name, (a, b) in values["network"].items()}
-        return kind(**values)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"no record of {kind.__name__}: {error}") from None
+    """The inverse of `to_line`. Raises ValueError on a line that is cut short, damaged or of another kind."""
+    values = json.loads(line)
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(kind)}:
+        raise ValueError(f"no record of {kind.__name__}")
+    return kind(**{name: _value(name, value) for name, value in values.items()})
+
+
+def _value(name: str, value: Any) -> Any:
+    """A field's value. Raises ValueError for one of another type, or a number that no counter reaches."""
+    if name == "network" and isinstance(value, dict):
+        return {interface: _received_and_sent(counts) for interface, counts in value.items()}
+    if name == "host" and isinstance(value, str):
+        return value
+    if name not in ("network", "host") and type(value) in (int, float) and 0 <= value < MOST:
+        return value
+    raise ValueError(f"{name} is {value!r}"[:MAX_ERROR])
+
+
+def _received_and_sent(counts: Any) -> tuple[int, int]:
+    if not isinstance(counts, list) or len(counts) != 2 or not all(type(n) is int and 0 <= n < MOST for n in counts):
+        raise ValueError("network has other values than two counts")
+    return counts[0], counts[1]

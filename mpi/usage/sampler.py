@@ -151,19 +151,21 @@ def read_tree(root: int) -> Tree:
             process = psutil.Process(pid)
             with process.oneshot():
                 cpu, rss = sum(process.cpu_times()[:4]), process.memory_info().rss  # with ended children's
-            waiting += _children(pid)
+            waiting += children_of(pid)
         except psutil.Error:  # has ended meanwhile, or is another user's
             continue
         tree = Tree(cpu_s=tree.cpu_s + cpu, rss_bytes=tree.rss_bytes + rss, processes=tree.processes + 1)
     return tree
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """A process's children as the kernel lists them for each of its threads, where it does: psutil looks at all
     processes of the host, thousands on one of many cores."""
-    if not CHILDREN_LISTED:
-        return [child.pid for child in psutil.Process(pid).children()]
     found: list[int] = []
+    if not CHILDREN_LISTED:
+        with suppress(psutil.Error):
+            found = [child.pid for child in psutil.Process(pid).children()]
+        return found
     with suppress(OSError):  # the process has ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # the thread has

@@ -3,6 +3,9 @@
 Each tree is read in four forms: as a tarball, and as lstopo writes it: XML of hwloc 2, XML of hwloc 1, synthetic text.
 """
 
+import gzip
+import io
+import lzma
 import subprocess
 import tarfile
 from collections import defaultdict
@@ -149,3 +152,29 @@ def test_a_tarball_cut_in_half_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.tar.xz").write_bytes(content[: len(content) // 2])
     with pytest.raises(InputError, match=r"cannot unpack .*cut\.tar\.xz: "):
         find_machine(str(tmp_path / "cut.tar.xz"))
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@pytest.mark.parametrize("damage", ["cut", "bit"])
+def test_a_damaged_tarball_is_never_a_smaller_machine(tmp_path: Path, suffix: str, damage: str) -> None:
+    """Cut short anywhere, or with a bit changed in a header (compressed: anywhere): refused or the same."""
+    source = MACHINES[0].parent / "16amd64-8n2c-cpusets.tar.xz"
+    content = lzma.decompress(source.read_bytes())
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        headers = [member.offset for member in tar]
+    content = content if suffix == ".tar" else gzip.compress(content)
+    whole = tmp_path / f"16amd64-8n2c-cpusets{suffix}"
+    whole.write_bytes(content)
+    expected, refused = find_machine(str(whole)), 0
+    for part in range(1, 10):
+        damaged = bytearray(content)
+        if damage == "cut":
+            del damaged[len(damaged) * part // 10 :]
+        else:
+            damaged[headers[len(headers) * part // 10] + 3 if suffix == ".tar" else len(damaged) * part // 10] ^= 1
+        whole.write_bytes(damaged)
+        try:
+            assert find_machine(str(whole)) == expected
+        except InputError:
+            refused += 1
+    assert refused >= 8

@@ -8,7 +8,7 @@ from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.profiles import PROFILES
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
-from affinity.topology.catalog import MACHINES, find_machine, machine_names
+from affinity.topology.catalog import MACHINES, catalog_machines, find_machine, machine_names, processor_facts
 from affinity.topology.cpuset import format_list
 from affinity.topology.sysfs import ISA_FLAGS
 
@@ -93,3 +93,13 @@ def test_hbm_alone_is_bound_like_any_memory() -> None:
 def test_an_unknown_name_shows_the_nearest() -> None:
     with pytest.raises(InputError, match="skx-8160-2s"):
         find_machine("skx-8160")
+
+
+def test_every_processor_has_a_memory_speed_and_plausible_clocks() -> None:
+    for machine in catalog_machines():
+        facts = processor_facts(machine.model)
+        assert facts.memory_bytes_per_s is not None and 50e9 < facts.memory_bytes_per_s < 1e12
+        assert facts.clock_range is None or 0.05 < facts.clock_range < 0.7
+    known = processor_facts("Intel(R) Xeon(R) Platinum 8160 CPU @ 2.10GHz")
+    assert known.memory_bytes_per_s == pytest.approx(102.4e9) and known.clock_range == pytest.approx(1 / 3)
+    assert processor_facts("another").memory_bytes_per_s is None and processor_facts("another").clock_range is None

@@ -1,12 +1,16 @@
 """Control groups and cpusets as kernels show them, each written out under a root of its own."""
 
+import io
 import tarfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from affinity.errors import InputError
-from affinity.topology.archive import tree_root
+from affinity.topology import archive
+from affinity.topology.archive import tree_root, unpacked
 from affinity.topology.catalog import find_machine
 from affinity.topology.cgroup import Limits, read_limits
 from tests.support.machines import build_machine, write_sysfs
@@ -109,6 +113,55 @@ def test_a_machine_is_narrowed_by_its_groups(tmp_path: Path) -> None:
     machine = find_machine(str(tmp_path))
     assert (machine.allowed_pus, machine.allowed_nodes) == ((0, 1, 8, 9), (0,))
     assert len(machine.pus) == 16
+
+
+class Zeros(io.RawIOBase):
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        buffer[:] = bytes(len(buffer))
+        return len(buffer)
+
+
+def packed(path: Path, members: Iterator[tuple[str, int]], **fields: str) -> Path:
+    """A tarball of files of so many zeros."""
+    with tarfile.open(path, "w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as tar:
+        for name, size in members:
+            member = tarfile.TarInfo(name)
+            member.size, member.pax_headers = size, fields
+            tar.addfile(member, io.BufferedReader(Zeros()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        (((f"x{i}/cpu.max", 16 << 20) for i in range(6)), "more than 64 MiB of the files that are read"),
+        (((f"x{i}/cpu.max", 16 << 20) for i in range(4)), None),
+        (((f"notes/{i}", 50 << 20) for i in range(4)), "more than 128 MiB"),
+        ((("notes", 0) for _ in range(2001)), "more than 2,000 members"),
+        (((f"x{i}/cpu.max", 0) for i in range(1001)), "more than 1,000 of the files that are read"),
+    ],
+    ids=["files", "as many as are read", "passed over", "members", "small files"],
+)
+def test_a_tarball_that_unpacks_to_too_much_is_refused(
+    members: Iterator[tuple[str, int]], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "MOST_UNPACKED", 128 << 20)
+    monkeypatch.setattr(archive, "MOST_MEMBERS", 2000)
+    monkeypatch.setattr(archive, "MOST_FILES", 1000)
+    path = packed(tmp_path / "m.tar.gz", members)
+    assert path.stat().st_size < 10 << 20
+    with nullcontext() if why is None else pytest.raises(InputError, match=rf"m\.tar\.gz has {why}"), unpacked(path):
+        pass
+
+
+def test_a_tarball_s_header_of_many_bytes_is_refused(tmp_path: Path) -> None:
+    """It would be read into memory before the member that it belongs to is known."""
+    path = packed(tmp_path / "m.tar.gz", iter([("proc/cpuinfo", 1)]), comment="x" * (17 << 20))
+    with pytest.raises(InputError, match=r"m\.tar\.gz has a header of 17,82.,... bytes"), unpacked(path):
+        pass
 
 
 def test_a_tarball_is_read_like_its_folder(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def test_changes_are_listed_by_worker() -> None:
     lines = plan_differences(plan(), plan(threads=20))
     assert "worker 0 intra_op: 22 -> 20" in lines
     assert "worker 1 OMP_NUM_THREADS: 22 -> 20" in lines
-    assert "intra-op threads: 22 -> 20 (requested)" in lines
-    assert "unused CPUs threads=20 was requested: none -> 22-23,46-47,70-71,94-95" in lines
+    assert "intra-op threads: 22 -> 20 (set by the recipe or an option)" in lines
+    assert "unused CPUs threads=20 leaves them out: none -> 22-23,46-47,70-71,94-95" in lines
 
 
 def test_workers_come_and_go() -> None:

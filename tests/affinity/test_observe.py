@@ -141,6 +141,8 @@ def test_a_running_process_is_compared_with_its_plan(tmp_path: Path) -> None:
             assert cputrain("doctor", "affinity", str(process.pid)).returncode == 1
             show = [sys.executable, "-m", "affinity", "show", "--pid", str(process.pid)]
             assert subprocess.run(show, capture_output=True).returncode == 1
+        (tmp_path / "plan.json").write_text("{}")
+        assert "planned  the plan" in comparison([inspect_process(process.pid)]), "of another version, say"
         process.communicate(b"\n")
 
 

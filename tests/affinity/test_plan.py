@@ -226,7 +226,7 @@ def test_requests_that_do_not_fit_are_refused(request_: Request, message: str) -
 def test_pus_beyond_the_requested_threads_are_named_as_unused() -> None:
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=4, loader_cores=0), RUNTIME)
     assert plan.workers[0].compute_pus == (0, 1, 2, 3)
-    assert {item.why: item.pus for item in plan.unused}["{threads=4} was requested"] == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert {item.why: item.pus for item in plan.unused}["{threads=4} leaves them out"] == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
 def test_a_cpu_quota_limits_the_cores() -> None:
@@ -310,3 +310,22 @@ def test_smt_on_computes_on_every_pu() -> None:
     plan = plan_machine(build_machine(1, 1, 4, 2), Request(ppn=1, smt=True), RUNTIME)
     assert plan.workers[0].intra_op == 8
     assert not plan.unused
+
+
+def test_a_plan_takes_only_the_requested_cpus() -> None:
+    machine = find_machine("skx-8160-2s")
+    listed = (*range(8), *range(24, 32))
+    plan = plan_machine(machine, Request(cores=listed, ppn=2))
+    assert {pu for worker in plan.workers for pu in worker.pus} == set(listed)
+    assert any(item.why == "{cores=0-7,24-31} leaves them out" for item in plan.unused)
+    with pytest.raises(InputError, match="has no CPU 96 for this process"):
+        plan_machine(machine, Request(cores=(0, 96)))
+
+
+def test_slower_cores_are_left_out_on_request() -> None:
+    machine = find_machine("pack:1 core:8 pu:1")
+    slow = replace(machine, cores=tuple(replace(core, speed=0.5 + core.pus[0] // 4 / 2) for core in machine.cores))
+    for e_cores, expected in (("off", {4, 5, 6, 7}), ("auto", set(range(8)))):
+        plan = plan_machine(slow, Request(e_cores=e_cores, ppn=1, loader_cores=0, comm_cores=0))
+        named = {pu for item in plan.unused for pu in item.pus if "{e_cores=off}" in item.why}
+        assert named == set(range(8)) - expected

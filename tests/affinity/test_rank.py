@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.ranks.rank import CONVENTIONS, MAX_RANKS, Rank, discover, local_rank_of, rendezvous, tasks_per_node
+from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, START_IDS
+from affinity.ranks.rank import MAX_RANKS, Rank, discover, local_rank_of, rendezvous, tasks_per_node
 
 ENVIRONMENTS = {
     "env": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
@@ -38,6 +39,11 @@ def test_every_launcher_is_understood(launcher: str) -> None:
     assert discover(ENVIRONMENTS[launcher]) == expected
     if launcher != "srun":  # a launcher inside a Slurm job decides, not the batch script's variables
         assert discover({**ENVIRONMENTS["srun"], **ENVIRONMENTS[launcher]}) == expected
+
+
+def test_every_record_has_a_case_here_and_its_place_among_the_ids() -> None:
+    assert {each.convention for each in LAUNCHER_VARIABLES if each.rank_names} == set(ENVIRONMENTS)
+    assert sorted(START_IDS) == sorted(each.start_id for each in LAUNCHER_VARIABLES if each.start_id)
 
 
 def test_no_launcher_is_no_rank() -> None:
@@ -77,7 +83,13 @@ def test_tasks_per_node_unfolds(counts: list[int]) -> None:
         else:
             folded.append([count, 1])
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in folded)
-    assert tasks_per_node(text) == tuple(counts)
+    assert tasks_per_node({"SLURM_TASKS_PER_NODE": text}, "SLURM_TASKS_PER_NODE") == tuple(counts)
+
+
+@pytest.mark.parametrize("tasks", ["2(y3)", "2(x99999999)"])
+def test_damaged_tasks_per_node_are_named_by_their_variable(tasks: str) -> None:
+    with pytest.raises(InputError, match=r"^SLURM_STEP_TASKS_PER_NODE='2.*: set it to the tasks of each host"):
+        discover({**ENVIRONMENTS["srun"], "SLURM_STEP_TASKS_PER_NODE": tasks})
 
 
 def test_rendezvous_is_read_back() -> None:
@@ -91,7 +103,12 @@ VALUES = st.sampled_from(
     ["0", "1", "2", "4", "", "-1", "x", "\u00b2", "\u0663", "9" * 5000, "2(x2)", "2(x999999999)", "(", "1.5"]
 )
 SRUN = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
-NAMES = [*(name for _, *names in CONVENTIONS for name in names), *SRUN, "SLURM_STEP_TASKS_PER_NODE", "PMIX_RANK"]
+NAMES = [
+    *(name for each in LAUNCHER_VARIABLES for name in each.rank_names),
+    *SRUN,
+    "SLURM_STEP_TASKS_PER_NODE",
+    "PMIX_RANK",
+]
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES))
@@ -107,7 +124,7 @@ def test_any_environment_is_a_rank_or_refused(env: dict[str, str]) -> None:
 @given(st.text(max_size=40) | st.text("0129(x),", max_size=20))
 def test_any_text_is_tasks_per_node_or_refused(text: str) -> None:
     try:
-        counts = tasks_per_node(text)
+        counts = tasks_per_node({"SLURM_TASKS_PER_NODE": text}, "SLURM_TASKS_PER_NODE")
     except InputError:
         return
     assert len(counts) <= MAX_RANKS

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from affinity.planner.plan import Plan, plan_machine
 from affinity.planner.profiles import PROFILES
+from affinity.planner.rules import inter_op_threads
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50, footprint, largest_batch
 from affinity.topology.cpuset import format_list
@@ -37,8 +38,8 @@ def memory_parts(facts: Facts) -> tuple[object, ...]:
 # What each decision's text may be, `\D*` where it has no number, and the numbers in it.
 REASONS: dict[str, list[Pattern]] = {
     "workers per host": [
-        (rf"{N}: (?:requested|{PUBLISHED})", lambda f: (f.ranks,)),
-        (rf"{N}: requested, more than the {N} cores? \D*", lambda f: (f.ranks, len(f.kept))),
+        (rf"{N}: (?:set by the recipe or an option|{PUBLISHED})", lambda f: (f.ranks,)),
+        (rf"{N}: set by the recipe or an option, more than the {N} cores? \D*", lambda f: (f.ranks, len(f.kept))),
         (
             rf"{N}: one for each core: on a host of 4 cores or fewer \D* \(measured on two cores: 1.2-1.35x \D*",
             lambda f: (len(f.kept),),
@@ -94,11 +95,11 @@ REASONS: dict[str, list[Pattern]] = {
     "cost of the workers": [
         (rf"{N} ranks in each all-reduce: \D*", lambda f: (f.ranks * f.plan.request.nodes,)),
         (
-            rf"{N} ranks in each all-reduce, {N} images in a pass of all of them: \D*",
+            rf"{N} ranks in each all-reduce, {N} images in one backward pass of all workers: \D*",
             lambda f: (f.ranks * f.plan.request.nodes, sum(f.images) * f.plan.request.nodes),
         ),
         (
-            rf"{N} ranks in each all-reduce, {N} images in a pass of all of them, {REAL} GiB on a host: \D*",
+            rf"{N} ranks in each all-reduce, {N} images in one backward pass of all workers, {REAL} GiB on a host: \D*",
             lambda f: (
                 *(f.ranks * f.plan.request.nodes, sum(f.images) * f.plan.request.nodes),
                 f"{sum(footprint(RESNET50, images).total for images in f.images) / GIB:.1f}",
@@ -128,7 +129,7 @@ REASONS: dict[str, list[Pattern]] = {
     ],
     "intra-op threads": [(rf"{N}: one for each \D*", lambda f: (f.worker.intra_op,))],
     "inter-op threads": [
-        (rf"{N}: (?:ResNet is \D*|{PUBLISHED})", lambda f: (f.worker.inter_op,)),
+        (rf"{N}: (?:ResNet is \D*|few cores compute: \D*|{PUBLISHED})", lambda f: (f.worker.inter_op,)),
         (rf"{N}: published practice on 24-core packages \(intra-op 22, inter-op 2\)", lambda f: (f.worker.inter_op,)),
     ],
     "memory policy": [
@@ -149,7 +150,7 @@ REASONS: dict[str, list[Pattern]] = {
         )
     ],
     "local batch": [
-        (rf"{RANGE}: (?:requested|a typical value, \D*)", lambda f: (spread(f.images),)),
+        (rf"{RANGE}: (?:set by the recipe or an option|a typical value, \D*)", lambda f: (spread(f.images),)),
         (
             rf"{RANGE}: equal parts of the global batch of {N} images on {N} workers?, \D*",
             lambda f: (spread(f.images), f.plan.request.global_batch, f.ranks * f.plan.request.nodes),
@@ -248,3 +249,15 @@ def test_every_number_of_a_text_is_the_plan_s(plan: Plan) -> None:
         (numbers, expected), *ambiguous = found
         assert not ambiguous, text
         assert any(numbers == written(expected(facts)) for facts in every(plan)), (text, expected(every(plan)[0]))
+
+
+def test_a_chain_of_operators_is_the_reason_only_where_the_network_is_known_to_be_one() -> None:
+    known = replace(RESNET50, name="resnet18 at 64 x 64", assumed=False)
+    for workload, is_chain in (
+        (known, True),
+        (replace(known, name="torchvision:vit_b_16 at 224 x 224"), False),
+        (RESNET50, False),  # stands for any network
+        (None, False),
+    ):
+        _, reason = inter_op_threads(4, workload)
+        assert reason.value == "1" and ("ResNet" in reason.why) == is_chain

@@ -18,7 +18,7 @@ def rank(number: int, *, size: int = 4, on_host: int = 4) -> Rank:
 
 
 def test_what_is_set_is_kept() -> None:
-    env = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "ib0"}
+    env = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "ib0", "CCL_WORKER_COUNT": "2"}
     assert meeting_place(rank(0), env) == ("n1", 1234)
     assert env.items() <= with_rank(rank(0), env).items()
     for wrong in ("http", "0", "65536", ""):
@@ -72,7 +72,7 @@ def test_a_rank_has_the_same_numbers_by_every_name() -> None:
         *(("OMPI_COMM_WORLD_" + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),),
     ):
         assert [env[name] for name in names] == ["3", "4", "1", "2"]
-    assert env["SLURM_NODEID"] == "1"
+    assert [env[name] for name in ("SLURM_NODEID", "NODE_RANK", "GROUP_RANK")] == ["1"] * 3
     found = discover(env)
     assert found is not None and (found.rank, found.local_world_size) == (3, 2)
 

@@ -68,6 +68,20 @@ def test_a_broken_tree_names_its_file(tmp_path: Path, path: str, text: str, name
         read_machine(tmp_path)
 
 
+@pytest.mark.parametrize("listed", ["1\n", None])
+def test_a_sibling_that_knows_nothing_of_it_is_refused(tmp_path: Path, listed: str | None) -> None:
+    """CPU 0 lists CPUs 0-1; CPU 1 lists itself alone, or its file is missing."""
+    write_sysfs(build_machine(1, 1, 2, 1), tmp_path)
+    siblings = tmp_path / "sys/devices/system/cpu"
+    (siblings / "cpu0/topology/thread_siblings_list").write_text("0-1\n")
+    if listed is None:
+        (siblings / "cpu1/topology/thread_siblings_list").unlink()
+    else:
+        (siblings / "cpu1/topology/thread_siblings_list").write_text(listed)
+    with pytest.raises(InputError, match=r"cpu0/topology has CPU 1 as a sibling, cpu1/topology has not CPU 0"):
+        read_machine(tmp_path)
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no online CPU"):
         read_machine(tmp_path)

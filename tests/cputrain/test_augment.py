@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
 from cputrain.data.order.permutations import image_rng
@@ -12,6 +13,7 @@ from cputrain.data.pixels.augment import Augmentation, augment
 from cputrain.data.pixels.crops import random_crop
 
 SIDE = 64
+CHANGES = [field.name for field in fields(Augmentation)]
 
 
 def picture() -> np.ndarray:
@@ -40,11 +42,27 @@ def test_nothing_is_changed_by_default() -> None:
     assert np.array_equal(done(), picture())
 
 
-@pytest.mark.parametrize("what", [field.name for field in fields(Augmentation)])
+@pytest.mark.parametrize("what", [name for name in CHANGES if not name.startswith("randaugment")])
 def test_each_is_drawn_by_the_seed(what: str) -> None:
     assert np.array_equal(done(1, **{what: 0.2}), done(1, **{what: 0.2}))
     assert not np.array_equal(done(1, **{what: 0.2}), done(2, **{what: 0.2}))
     assert not np.array_equal(done(1, **{what: 0.2}), picture())
+
+
+def test_randaugment_is_drawn_by_the_image_s_seed_and_leaves_torch_s_generator_alone() -> None:
+    before = torch.get_rng_state()
+    made = [done(seed, randaugment=2) for seed in range(60)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(np.array_equal(done(seed, randaugment=2), made[seed]) for seed in (0, 7, 59))
+    changed = [not np.array_equal(each, picture()) for each in made]
+    assert len({each.tobytes() for each in made}) > 30 and 40 < sum(changed) < 60, "some operations change nothing"
+
+    def distance(magnitude: int) -> float:
+        made = (done(seed, randaugment=1, randaugment_magnitude=magnitude) for seed in range(60))
+        return float(np.mean([np.abs(each.astype(int) - picture()).mean() for each in made]))
+
+    assert distance(3) < distance(15) < distance(30)
+    assert not Augmentation(randaugment_magnitude=20)
 
 
 def test_a_picture_is_turned_about_its_center() -> None:

@@ -2,9 +2,11 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
-from cputrain.models.batchnorm_kernels import EXTENSION, built_path, load
+from cputrain.models.batchnorm_kernels import EXTENSION, NATIVE, built_path, load
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
 from cputrain.models.build import build_model
 from cputrain.models.fusion import fuse_batchnorms
@@ -369,6 +371,40 @@ def test_auto_falls_back_to_torch_with_the_reason(tmp_path) -> None:
     assert same_engine([("native", "here"), ("native", "there")], native) is native
     fallen = same_engine([("native", "here"), ("eager", "no compiler")], native)
     assert (fallen.name, fallen.why, fallen.kernels) == ("eager", "rank 1: no compiler", None)
+
+
+def compiler_that(place: Path, does: str) -> dict[str, str]:
+    """An environment whose C++ compiler does something to a copy of the sources first, and whose cache is empty."""
+    cxx = place / "cxx"
+    cxx.write_text(
+        f"#!/bin/bash -e\nwork=$(mktemp -d)\ncp {NATIVE}/* $work\ncd $work\n{does}\n"
+        'exec c++ "${@/*batchnorm_relu.cpp/batchnorm_relu.cpp}"\n'
+    )
+    cxx.chmod(0o755)
+    return {**os.environ, "CXX": str(cxx), "CPUTRAIN_CACHE": str(place / "cache"), "TMPDIR": str(place)}
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("echo 'x.cpp: error: out of registers' >&2; exit 1", r"cannot compile .*: x\.cpp: error: out of registers"),
+        ("sed -i 's/return GOMP_parallel .*/return 0;/' batchnorm_relu.cpp", "OpenMP runtime is not visible"),
+        (
+            "sed -i 's/ + shift\\[c\\]//' forward.hpp",
+            r"\(output in float32 is .* off\): remove /.*, or set engine=eager",
+        ),
+        (
+            "sed -i 's/scale \\* sums\\[c\\]/scale/' batchnorm_relu.cpp",
+            r"\(gradient in float32 is .* off\)",
+        ),
+    ],
+)
+def test_kernels_that_do_not_compile_or_compute_wrongly_are_not_used(tmp_path: Path, does: str, why: str) -> None:
+    env = compiler_that(tmp_path, does)
+    chosen = choose_engine("auto", "float32", env)
+    assert (chosen.name, chosen.kernels) == ("eager", None) and re.search(why, chosen.why), chosen.why
+    with pytest.raises(RunError, match=f"engine=native: .*{why}"):
+        choose_engine("native", "float32", env)
 
 
 def test_the_library_links_no_openmp_runtime_of_its_own() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cputrain.data.formats import shards as shards_module
 from cputrain.data.formats.block_reader import BlockReader
-from cputrain.data.formats.open import open_folder
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards
 from cputrain.data.order.block_order import block_length, block_order
 from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
@@ -65,7 +65,7 @@ def test_batches_are_as_mixed_as_random_ones_even_of_sorted_images() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    source = open_folder(write_images(tmp_path / "in", classes=3, train=40))
+    source = open_dataset(str(write_images(tmp_path / "in", classes=3, train=40)))
     return prepare(source, tmp_path / "out", Options(kind="imagefolder", source="in", shards=3)) and tmp_path / "out"
 
 

@@ -9,26 +9,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from affinity.errors import InputError, RunError
+from affinity.filesystem import cache_folder
 from affinity.kernel.observe import Thread
 from affinity.ranks.rank import Rank
-from affinity.ranks.rendezvous import with_rank
 from cputrain import native_build as compiled
 from cputrain.comm.ccl import environment
-from cputrain.comm.ccl.build import built_path, command_line, ensure_built, load
-from cputrain.comm.ccl.environment import check_host, settings, transport_of
+from cputrain.comm.ccl.build import NATIVE, built_path, ensure_built, link_line, load, part, units_of
+from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.comm.ccl.segments import sweep_segments
+from cputrain.comm.ccl.transport import Transport
 from cputrain.training.binding import misplaced_comm_threads
+from tests.support.ccl_jobs import ROOT
 from tests.support.commands import cputrain
 
 RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "11"}
+LIBFABRIC = Transport(name="ofi", why="a test")
 
 
 def test_the_libraries_of_this_environment_are_found() -> None:
@@ -86,27 +89,6 @@ def test_a_loaded_module_s_oneccl_comes_first(bare: Path, tmp_path: Path) -> Non
     assert found.version == (2021, 12) and found.mpi == tmp_path / "mpi/lib/libmpi.so.12"
 
 
-@pytest.mark.parametrize(
-    ("env", "transport"),
-    [
-        (HYDRA, "mpi"),
-        ({}, "ofi"),
-        ({**HYDRA, "PMI_SIZE": "1"}, "ofi"),  # PMI's variables of something around this job
-        ({**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}, "ofi"),
-        (with_rank(RANK, {}), "ofi"),  # the names that scripts read, given to ranks that no MPI has started
-        ({**HYDRA, "CCL_ATL_TRANSPORT": "ofi"}, "ofi"),
-    ],
-)
-def test_the_transport_follows_the_launcher(env: dict[str, str], transport: str) -> None:
-    assert transport_of(env, 4)[0] == transport
-
-
-@pytest.mark.parametrize("env", [with_rank(RANK, {}), {**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}])
-def test_mpi_is_refused_where_it_cannot_connect_the_ranks(env: dict[str, str]) -> None:
-    with pytest.raises(InputError, match=r"CCL_ATL_TRANSPORT=mpi, but this rank was started by .*: start it with"):
-        transport_of({**env, "CCL_ATL_TRANSPORT": "mpi"}, 4)
-
-
 LIBRARIES = Libraries(
     ccl=Path("/o/lib/ccl/cpu/lib/libccl.so.1"),
     include=Path("/o/include"),
@@ -117,39 +99,43 @@ LIBRARIES = Libraries(
 
 
 def test_variables_set_by_the_user_are_kept() -> None:
-    names = {name for name, _, _ in settings(LIBRARIES, RANK, {})}
+    names = {name for name, _, _ in settings(LIBRARIES, RANK, LIBFABRIC, {})}
     assert {"I_MPI_ROOT", "CCL_ROOT", "FI_PROVIDER_PATH", "CCL_LOCAL_RANK", "CCL_WORKER_OFFLOAD"} <= names
     kept = dict.fromkeys(names, "mine") | {"CCL_ATL_TRANSPORT": "ofi"}
-    assert settings(LIBRARIES, RANK, kept) == ()
+    assert settings(LIBRARIES, RANK, LIBFABRIC, kept) == ()
 
 
 def test_oneccl_s_threads_run_on_comm_cores_only() -> None:
     planned = {"CCL_WORKER_COUNT": "1", "CCL_WORKER_AFFINITY": "3,7,11,15"}
-    assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in settings(LIBRARIES, RANK, planned)}
-    assert ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}
+    assert "CCL_WORKER_OFFLOAD" not in {name for name, _, _ in settings(LIBRARIES, RANK, LIBFABRIC, planned)}
+    assert ("CCL_WORKER_OFFLOAD", "0") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, LIBFABRIC, {})}
+    without = {name: value for name, value, _ in settings(LIBRARIES, RANK, LIBFABRIC, {"CCL_WORKER_COUNT": "4"})}
+    assert without["CCL_WORKER_COUNT"] == "1"
     there = (Thread(tid=1, name="python", pus=(4, 5, 6, 7)), Thread(tid=2, name="python", pus=(7,)))
     assert misplaced_comm_threads(1, planned, there) == []
     assert misplaced_comm_threads(2, planned, there) == ["oneCCL threads planned on CPUs 11, none found on 11"]
     assert misplaced_comm_threads(1, {}, there) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mount)")
 def test_ranks_of_one_host_meet_on_loopback() -> None:
     """On any other interface they would wait for ever once it goes, as those of containers do."""
-    assert ("FI_TCP_IFACE", "lo") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, {})}
+    assert ("FI_TCP_IFACE", "lo") in {(name, value) for name, value, _ in settings(LIBRARIES, RANK, LIBFABRIC, {})}
     spread = replace(RANK, world_size=4, local_world_size=2)
     assert ("FI_TCP_IFACE", "lo") not in {
-        (n, v) for n, v, _ in settings(LIBRARIES, spread, {"MASTER_ADDR": "192.0.2.9"})
+        (n, v) for n, v, _ in settings(LIBRARIES, spread, LIBFABRIC, {"MASTER_ADDR": "192.0.2.9"})
     }
 
 
-def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
-    """As containers have it, 64 MB; here in a mount namespace of its own."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (mount)")
+@pytest.mark.parametrize(("size", "taken"), [("64m", "0"), ("512m", "448M")], ids=["as in containers", "nearly full"])
+def test_a_dev_shm_with_little_room_is_named_at_the_start(size: str, taken: str) -> None:
+    """In a mount namespace of its own: what is free counts, not the size."""
     code = (
         "import os; from affinity.ranks.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
         "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, convention='env'), os.environ)"
     )
-    small = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    ballast = "true" if taken == "0" else f"fallocate -l {taken} /dev/shm/ballast"
+    small = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && {ballast} && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True)
     assert "/dev/shm has 64 MiB free, 4 ranks that share memory need 128 MiB: enlarge it" in printed.stderr
@@ -158,14 +144,18 @@ def test_a_tiny_dev_shm_is_named_at_the_start() -> None:
 def test_segments_of_dead_processes_are_swept_and_those_of_living_ones_kept(tmp_path: Path) -> None:
     with subprocess.Popen(["true"]) as ended:
         pass
-    names = (f"{ended.pid}:0:0", f"{os.getpid()}:0:0", "Intel_MPI_abcdef", "Intel_MPI_ghijkl", "somebody-s")
-    dead, living, unmapped, mapped, other = (tmp_path / name for name in names)
-    for path in (dead, living, unmapped, mapped, other):
+    elsewhere = f"{ended.pid}:0:1"  # of a process that has another number here: a container may share the folder
+    names = (f"{ended.pid}:0:0", f"{os.getpid()}:0:0", "Intel_MPI_abcdef", "Intel_MPI_ghijkl", "somebody-s", elsewhere)
+    dead, living, unmapped, mapped, other, contained = (tmp_path / name for name in names)
+    for path in (dead, living, unmapped, mapped, other, contained):
         path.write_bytes(bytes(1 << 16))
         os.utime(path, (0, 0))
-    with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+    with ExitStack() as stack:
+        for path in (mapped, contained):
+            with path.open("r+b") as file:
+                stack.enter_context(mmap.mmap(file.fileno(), 0))
         assert sweep_segments(tmp_path) >= 2 << 16
-        assert sorted(tmp_path.iterdir()) == sorted([living, mapped, other])
+        assert sorted(tmp_path.iterdir()) == sorted([living, mapped, other, contained])
         young = tmp_path / "Intel_MPI_mnopqr"
         young.write_bytes(b"1")
         assert sweep_segments(tmp_path) == 0 and young.exists()
@@ -178,6 +168,27 @@ def test_too_little_lockable_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
         check_host(RANK, {"FI_PROVIDER": "psm3"})
 
 
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        ({"CCL_WORKER_COUNT": "two"}, "CCL_WORKER_COUNT=two is not a number of oneCCL's threads: set it to 1 or more"),
+        (
+            {"CCL_WORKER_COUNT": "2", "CCL_WORKER_AFFINITY": "3,8-10"},
+            "CCL_WORKER_AFFINITY=3,8-10 names 4 CPUs; CCL_WORKER_COUNT=2 for each of 4 ranks of this host needs 8",
+        ),
+    ],
+)
+def test_threads_that_oneccl_would_refuse_are_named(env: dict[str, str], problem: str) -> None:
+    with pytest.raises(InputError, match=re.escape(problem)):
+        check_host(RANK, env)
+
+
+def test_threads_that_oneccl_accepts_pass() -> None:
+    for env in ({"CCL_WORKER_COUNT": "4"}, {"CCL_WORKER_AFFINITY": "auto"}, {"CCL_WORKER_AFFINITY": "0-2,7"}):
+        check_host(RANK, env)
+    assert misplaced_comm_threads(0, {"CCL_WORKER_AFFINITY": "auto"}, ()) == []
+
+
 def test_no_compiler_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"comm.backend=ccl: no C\+\+ compiler on PATH: install g\+\+, or set"):
         ensure_built(LIBRARIES, {"PATH": "/none", "CPUTRAIN_CACHE": str(tmp_path)})
@@ -188,7 +199,7 @@ def test_the_name_of_what_is_built_says_what_it_depends_on(tmp_path: Path) -> No
     path = built_path(LIBRARIES, env)
     assert re.fullmatch(r"ccl-torch[\w.+]+-x86_64-[0-9a-f]{16}|ccl-torch[\w.+]+-aarch64-[0-9a-f]{16}", path.parent.name)
     assert built_path(replace(LIBRARIES, ccl=Path("/other/libccl.so.1")), env) != path
-    line = command_line("c++", LIBRARIES, path)
+    line = link_line("c++", LIBRARIES, (), path)
     assert "-Wl,--disable-new-dtags" in line and "-Wl,-rpath,/o/lib/ccl/cpu/lib" in line
 
 
@@ -200,6 +211,27 @@ def test_what_does_not_compile_says_why_and_leaves_nothing_half_made(tmp_path: P
     ):
         ensure_built(LIBRARIES, env)
     assert [path.suffix for path in built_path(LIBRARIES, env).parent.iterdir()] == [".log"]
+
+
+def test_every_source_is_compiled_once_on_any_number_of_cores() -> None:
+    for cores in (1, 2, 3, 64):
+        units = units_of(cores)
+        assert len(units) == min(cores, 4)
+        assert sorted(path for unit in units for path in unit) == sorted(NATIVE.glob("*.cpp"))
+
+
+def test_what_takes_long_is_told_by_one_rank_of_a_host(tmp_path: Path) -> None:
+    cxx = str(fake_compiler(tmp_path, 1))
+    code = (
+        "from tests.cputrain.test_ccl_setup import LIBRARIES; import os\n"
+        "from cputrain import native_build; native_build.PROGRESS_S = 0.3\n"
+        "from cputrain.comm.ccl.build import ensure_built; ensure_built(LIBRARIES, os.environ)"
+    )
+    for rank, lines in (("0", ("compiling the oneCCL backend", "has been compiling for", "compiled in")), ("1", ())):
+        env = {**os.environ, "CPUTRAIN_CACHE": str(tmp_path / rank), "CXX": cxx, "LOCAL_RANK": rank}
+        ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT)
+        assert ran.returncode == 0, ran.stderr
+        assert all(line in ran.stderr for line in lines) and bool(ran.stderr) == bool(lines), ran.stderr
 
 
 def fake_compiler(folder: Path, seconds: float) -> Path:
@@ -227,7 +259,7 @@ def test_of_many_processes_one_compiles(tmp_path: Path) -> None:
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0] * 8
-    assert (tmp_path / "calls").read_text() == "called\n"
+    assert (tmp_path / "calls").read_text() == "called\n" * (len(part(LIBRARIES).parts("c++", tmp_path)) + 1)
     assert built_path(LIBRARIES, {"CPUTRAIN_CACHE": arguments[0]}).read_text() == "made\n"
 
 
@@ -253,12 +285,12 @@ def test_a_cache_that_is_no_folder_and_a_user_without_a_home_are_told(
             ensure_built(LIBRARIES, {"CPUTRAIN_CACHE": str(tmp_path / cache), "PATH": os.environ["PATH"]})
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    with pytest.raises(RunError, match="user 54321 has no home to compile into: set CPUTRAIN_CACHE"):
-        compiled.cache_folder({})
+    with pytest.raises(RunError, match="user 54321 has no home for a cache: set CPUTRAIN_CACHE"):
+        cache_folder({})
 
 
 def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "STALE_S", 1.0)
+    monkeypatch.setattr(compiled, "STALE_S", 2.0)
     env = {
         "CPUTRAIN_CACHE": str(tmp_path / "cache"),
         "PATH": os.environ["PATH"],
@@ -270,7 +302,7 @@ def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lock.write_text("other 1\n")
 
     def live() -> None:
-        for _ in range(12):
+        for _ in range(16):
             time.sleep(0.25)
             lock.touch()
         path.write_text("theirs\n")
@@ -287,12 +319,6 @@ def test_what_does_not_load_says_why(tmp_path: Path) -> None:
     (tmp_path / "cputrain_ccl.so").write_text("no library")
     with pytest.raises(RunError, match=r"cannot load .*: .*: remove it"):
         load(tmp_path / "cputrain_ccl.so")
-
-
-def test_doctor_builds_and_checks() -> None:
-    printed = cputrain("doctor", "ccl")
-    assert printed.returncode == 0, printed.stderr
-    assert "oneCCL 2021.13" in printed.stdout and "25,600 KiB over 2 ranks" in printed.stdout
 
 
 def test_auto_goes_on_with_gloo_where_oneccl_is_missing_and_ccl_refuses(tmp_path: Path) -> None:

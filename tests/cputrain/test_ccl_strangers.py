@@ -9,7 +9,12 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
+import pytest
+from torch.distributed import TCPStore
+
+from benchmarks.comm_soak import commands
 from cputrain.comm.ccl.segments import SHM, sweep_segments
 from mpi.supervise.local import free_port
 from tests.support.ccl_jobs import command, ended, lines_of, printed, started
@@ -27,6 +32,7 @@ GOOD = [
     "messages_are_matched",
     "sparse_gradients_are_summed",
     "a_monitored_barrier_names_the_missing",
+    "monitored_barriers_leave_nothing_in_the_store",
 ]
 
 
@@ -40,7 +46,8 @@ def passed(process: subprocess.Popen[bytes]) -> list[str]:
 def mpirun(*arguments: str) -> dict[str, object]:
     """The command of two ranks under Intel MPI's mpirun, without anything else that would help."""
     argv = ("mpirun", "-np", "2", sys.executable, "-m", STRANGER, "ccl", *arguments)
-    return {"argv": argv, "env": {**mpi_path("intelmpi"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {"argv": argv, "env": {**mpi_path("intelmpi"), **meeting, "CCL_ATL_TRANSPORT": "mpi"}}
 
 
 def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
@@ -54,15 +61,38 @@ def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
         assert sorted(passed(under_mpi)) == sorted(2 * GOOD)
 
 
+def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:
+    """By CCL_WORKER_COUNT, which accelerate and transformers want to be set: none starts, and all goes on as before."""
+    with ExitStack() as stack:
+        two = stack.enter_context(started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="2", **QUIET))
+        four = stack.enter_context(started(STRANGER, "ccl", "good", CCL_WORKER_COUNT="4", **QUIET))
+        for rank in (*two, *four):
+            assert passed(rank) == GOOD
+
+
+def test_a_group_of_some_ranks_of_a_gloo_world_starts_under_mpirun() -> None:
+    """MPI would wait at its start for the third rank."""
+    argv = ("mpirun", "-np", "3", sys.executable, "-m", STRANGER, "gloo", "some")
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with command(*argv, **mpi_path("intelmpi"), **meeting, **QUIET) as process:
+        end = ended(process, LIMIT_S)
+    assert end.status == 0, end.err[-3000:]
+    said = sorted((line["rank"], line["transport"]) for line in lines_of(end.out))
+    assert said == [(0, "ofi"), (1, "ofi"), (2, None)]
+
+
 def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
-    """A rank is later than oneCCL waits, keeps the GIL for 20 s, or the whole job is stopped for 20 s and goes on."""
+    """A rank is later than oneCCL waits, keeps the GIL for 20 s, or the whole job is stopped for 20 s and goes on; what
+    watched a world that has ended does not take the next one's store for lost."""
     spawn = (sys.executable, "-m", STRANGER, "spawn", "gil")
     with ExitStack() as stack:
         suspended = stack.enter_context(started(STRANGER, "ccl", "suspended", **QUIET))
         late = stack.enter_context(started(STRANGER, "ccl", "late", CCL_KVS_GET_TIMEOUT="3", **QUIET))
+        second = stack.enter_context(started(STRANGER, "gloo", "again", PORT=str(free_port()), **QUIET))
         # mp.spawn's ranks know RANK and WORLD_SIZE only.
         spawned = stack.enter_context(command(*spawn, PORT=str(free_port()), **QUIET))
         while not all(lines_of(printed(rank)[0]) for rank in suspended):
+            assert all(rank.poll() is None for rank in suspended), [printed(rank)[1] for rank in suspended]
             time.sleep(0.1)
         time.sleep(1)
         for rank in suspended:
@@ -71,10 +101,25 @@ def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
         for rank in suspended:
             os.kill(rank.pid, signal.SIGCONT)
         assert [passed(rank) for rank in late] == [["late"]] * 2
+        assert [passed(rank) for rank in second] == [["again"]] * 2
         assert passed(spawned) == ["gil"] * 2
         for rank in suspended:
             end = ended(rank, LIMIT_S)
             assert end.status == 0 and lines_of(end.out)[-1]["passed"] == "suspended", end.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("starter", ["torchrun", "mpirun", "spawn", "launch"])
+def test_memory_does_not_grow_with_sizes_that_never_repeat(starter: str, tmp_path: Path) -> None:
+    """With oneCCL's own cache of buffers it grows by hundreds of MiB."""
+    argv = commands(2000, str(tmp_path / "run"))[starter]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PORT": str(free_port())}
+    path = mpi_path("intelmpi") if starter == "mpirun" else {}
+    with command(*argv, **meeting, **path, **QUIET) as process:
+        end = ended(process, LIMIT_S)
+    assert end.status == 0, end.err[-3000:]
+    grown = [line["grown_mib"] for line in lines_of(end.out)]
+    assert len(grown) == 2 and max(grown) < 50, grown
 
 
 def test_a_lost_rank_ends_a_sub_group_of_a_gloo_world_and_a_lost_store_is_an_error() -> None:
@@ -90,3 +135,27 @@ def test_a_lost_rank_ends_a_sub_group_of_a_gloo_world_and_a_lost_store_is_an_err
     assert gone.status == 0, gone.err  # no abort
     error = lines_of(gone.out)[0]["error"]
     assert "the job's store is gone" in error and "while group 1 was created" in error and "\n" not in error
+
+
+def test_a_rank_that_is_lost_before_it_makes_a_group_is_named_without_a_local_rank_too() -> None:
+    """Scripts that start their ranks with mp.spawn have none."""
+    with started(STRANGER, "ccl", "killed_before", LOCAL_RANK="", **QUIET) as ranks:
+        end = ended(ranks[0], 60)  # the group's timeout is 120 s
+    assert end.status == 1 and "Traceback" not in end.err, end.err
+    assert "rank 0 waits in the creation of group 1" in end.err and "rank 1 on" in end.err and "no heartbeat" in end.err
+
+
+def test_a_process_forks_while_oneccl_is_stuck() -> None:
+    with started(STRANGER, "ccl", "fork_while_stuck", **QUIET) as ranks:
+        end = ended(ranks[0], LIMIT_S)
+    assert end.status == 0, end.err
+    assert lines_of(end.out) == [{"rank": 0, "passed": "fork_while_stuck", "stuck": True}]
+
+
+def test_a_store_that_outlives_a_job_s_ranks_does_not_confuse_those_that_come_next() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with started(STRANGER, "ccl", "killed", STORE_PORT=str(store.port), **QUIET) as ranks:
+        assert "no heartbeat" in lines_of(ended(ranks[0], LIMIT_S).out)[0]["error"]
+    with started(STRANGER, "ccl", "waits", STORE_PORT=str(store.port), **QUIET) as ranks:
+        for rank in ranks:
+            assert passed(rank) == ["waits"]

@@ -1,5 +1,6 @@
 """The files of checkpoints: what is in them, damage, foreign and hostile files, and their places."""
 
+import errno
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,17 +18,19 @@ from safetensors.torch import load_file
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from cputrain.checkpoints import folder as places
-from cputrain.checkpoints.folder import list_checkpoints, name_of, remove_old, remove_partial, set_best
+from cputrain.checkpoints.folder import list_checkpoints, name_of, remove_old, remove_partial, set_best, step_of
 from cputrain.checkpoints.manifest import MANIFEST, DamagedError, Manifest, NetworkRecord, ScaleRecord, TrainingRecord
 from cputrain.checkpoints.tensors import read_tensors, write_tensors
 from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
 from cputrain.comm.store import SignedKeys
 from cputrain.models.weights import read_weights
 from cputrain.optim.build import OPTIMIZERS, build_optimizer, set_lr_and_decay
+from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import OptimSection
-from cputrain.training.metrics import EpochMetrics
+from cputrain.training.metrics import EpochMetrics, StepResult
+from cputrain.training.non_finite import NonFiniteHandler
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import find_newest, load, load_eval_model, put_back
 from cputrain.training.saving.snapshot import take_snapshot
@@ -70,13 +74,21 @@ def train(state: TrainState, steps: int = 3) -> None:
         state.update_ema(0.5)
 
 
-def written(folder: Path, state: TrainState, position: Position, optimizer: str = "momentum", keep: int = 2) -> Path:
-    """A checkpoint in this folder, as a training of one rank writes it."""
+def written(
+    folder: Path,
+    state: TrainState,
+    position: Position,
+    optimizer: str = "momentum",
+    keep: int = 2,
+    store: dist.Store | None = None,
+    world_size: int = 1,
+) -> Path:
+    """A checkpoint in this folder, as rank 0 of a training writes it."""
     writer = CheckpointWriter(
         folder=folder,
-        keys=SignedKeys(HashStore(), "token"),
+        keys=SignedKeys(store or HashStore(), "token"),
         rank=0,
-        world_size=1,
+        world_size=world_size,
         keep=keep,
         pus=os.sched_getaffinity(0),
     )
@@ -228,6 +240,22 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
     assert find_newest(tmp_path / "none", 0) is None
 
 
+def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_path: Path) -> None:
+    recipe, lines = load_recipe("demo-digits", (f"output={tmp_path}", "on_nan=rollback")), []
+    state, position = state_of(network()), Position(step=4)
+    for step in (1, 2):
+        written(tmp_path / "checkpoints", state, Position(step=step))
+    (tmp_path / "checkpoints/step-0000002/model.safetensors").write_bytes(b"junk")
+    log = SimpleNamespace(warn=lambda step, line: lines.append(line))
+    handler = NonFiniteHandler(recipe=recipe, rank=0, state=state, log=log, position=position, wait=lambda: None)
+    sums = {"data_wait_s": 0.0, "comm_wait_s": 0.0, "metrics": EpochMetrics(), "layer_ratios": ()}
+    handler.handle(StepResult(loss=math.nan, finite=False, non_finite="somewhere", **sums), step=4, lr=0.1)
+    damaged, restored = lines
+    assert damaged.endswith("it is now step-0000002.damaged, and step-0000001 is used")
+    assert "restored step-0000001" in restored and position.rollbacks == {"step-0000001": 1}
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-0000001"]
+
+
 def test_other_networks_and_optimizers_are_refused_in_a_line(saved: Path) -> None:
     loaded = load(saved, 0, 1)
     with pytest.raises(InputError, match=r"2 keys differ, first 4.bias: \(2,\) in the file, \(3,\) in the model"):
@@ -256,10 +284,10 @@ def test_foreign_and_hostile_files_are_refused_and_not_run(tmp_path: Path) -> No
     expected = {
         "hostile.pt": r"asks to run code \((posix|os)\.system\), which was not done",
         "inside.pt": r"asks to run code \((posix|os)\.system\), which was not done",
-        "text.pt": "is no file of weights, or damaged",
-        "text.safetensors": "is no safetensors file, or its header is damaged",
+        "text.pt": "is not a file of weights, or is damaged",
+        "text.safetensors": "is not a safetensors file, or its header is damaged",
         "list.pt": "contains a list, no weights",
-        "empty": "has no checkpoint.json, so it is no checkpoint",
+        "empty": "has no checkpoint.json, so it is not a checkpoint",
         "absent.pt": "cannot read .*absent.pt: No such file",
     }
     for name, message in expected.items():
@@ -267,11 +295,11 @@ def test_foreign_and_hostile_files_are_refused_and_not_run(tmp_path: Path) -> No
             read_weights(tmp_path / name)
         assert "\n" not in str(refused.value)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(InputError, match=r"hostile.pt is a file, so it is no checkpoint: .* set model.weights"):
+    with pytest.raises(InputError, match=r"hostile.pt is a file, so it is not a checkpoint: .* set model.weights"):
         load(tmp_path / "hostile.pt", 0, 1)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / MANIFEST).write_text("[" * 100_000)
-    with pytest.raises(DamagedError, match="is no JSON of a checkpoint"):
+    with pytest.raises(DamagedError, match="is not the JSON of a checkpoint"):
         load(tmp_path / "deep", 0, 1)
 
 
@@ -302,6 +330,21 @@ def test_best_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pyt
         assert load(tmp_path / "best", 0, 1).position.step == step and not (tmp_path / "best").is_symlink()
 
 
+def test_a_checkpoint_that_was_being_replaced_when_the_host_crashed_has_its_name_again(tmp_path: Path) -> None:
+    """Between the two renamings its name is gone, and the new one may not have reached the disk."""
+    replaced = tmp_path / ".step-0000009.replaced"
+    replaced.mkdir()
+    (tmp_path / ".step-0000009.partial").mkdir()
+    (tmp_path / "step-0000008").mkdir()
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [8, 9], "eval and --resume find it, too"
+    remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000008", "step-0000009"]
+    (tmp_path / "step-0000008").rmdir()
+    replaced.mkdir()
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000009"]
+
+
 def test_what_was_not_finished_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".step-0000009.partial").mkdir()
     (tmp_path / ".step-0000009.partial/model.safetensors").write_bytes(b"half")
@@ -320,6 +363,42 @@ def test_a_full_disk_is_named_where_the_training_waits(saved: Path, monkeypatch:
     with pytest.raises(OSError, match=r"No space left on device: .*rank-00000.safetensors"):
         written(saved.parent, state, Position(step=9))
     assert [path.name for path in list_checkpoints(saved.parent)] == [saved.name]
+    assert not (saved.parent / "partial").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may have made sure of the folder a moment ago; without it, it would not name the full disk."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cputrain.training.saving.writer.write_tensors", full)
+    writer = CheckpointWriter(
+        folder=tmp_path,
+        keys=SignedKeys(HashStore(), ""),
+        rank=world_size - 1,
+        world_size=world_size,
+        keep=2,
+        pus=os.sched_getaffinity(0),
+    )
+    writer.begin(1, take_snapshot(state_of(network()), 0, "momentum"), {}, None)
+    with pytest.raises(OSError, match="No space left"):
+        writer.wait()
+    assert (tmp_path / places.partial_name(1)).exists() == (world_size > 1)
+
+
+def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process writes into the store over what rank 1 has said; what it writes is not signed."""
+    monkeypatch.setattr("cputrain.training.saving.writer.WRITTEN_S", 0.2)
+    store = HashStore()
+    SignedKeys(store, "token").set("saved/1/1", "1 10 10")
+    store.set("saved/1/1", "1 10 10")
+    with pytest.raises(RunError, match=r"rank 1 has not said in 0\.2 s that its part of a checkpoint is written"):
+        written(tmp_path, state_of(network()), Position(step=1), store=store, world_size=2)
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

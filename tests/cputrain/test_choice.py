@@ -8,19 +8,21 @@ import torch.distributed as dist
 from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
 from cputrain.comm import ccl
+from cputrain.comm.ccl.transport import Transport
 from cputrain.comm.choice import choose_backend
 from cputrain.comm.group import convert_lost_peer_errors
+from cputrain.comm.store import SignedKeys
 
 RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, convention="env") for i in range(3)]
 
 
 def chosen(requested: str) -> list[tuple[str, str] | str]:
     """The choice of each of three ranks, or its error."""
-    store = dist.HashStore()
+    keys = SignedKeys(dist.HashStore(), "token")
 
     def choose(rank: Rank) -> tuple[str, str] | str:
         try:
-            return choose_backend(requested, rank, store)
+            return choose_backend(requested, rank, keys)
         except (InputError, RunError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -29,13 +31,13 @@ def chosen(requested: str) -> list[tuple[str, str] | str]:
 
 
 def test_all_ranks_choose_oneccl_if_all_can_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ccl, "extension", lambda _rank: None)
-    assert chosen("auto") == [("ccl", "every rank can use oneCCL")] * 3
+    monkeypatch.setattr(ccl, "extension", lambda _rank, _transport: None)
+    assert chosen("auto") == [("ccl", "over libfabric (not started by a PMI process manager)")] * 3
     assert chosen("gloo") == [("gloo", "comm.backend=gloo")] * 3
 
 
 def test_a_rank_that_cannot_use_oneccl_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def extension(rank: Rank) -> None:
+    def extension(rank: Rank, _transport: Transport) -> None:
         if rank.rank == 1:
             raise InputError("comm.backend=ccl: no C++ compiler: install one")
 
@@ -55,6 +57,13 @@ def test_a_rank_that_cannot_use_oneccl_is_named_to_all(monkeypatch: pytest.Monke
 def test_a_lost_peer_is_an_error_of_one_line_wherever_it_is_raised(message: str) -> None:
     with pytest.raises(RunError, match=r"^rank 0: rank 1 on n2 has gone$"), convert_lost_peer_errors(0):
         raise RuntimeError(message)
+
+
+@pytest.mark.parametrize("kind", [dist.DistNetworkError, dist.DistStoreError])
+def test_a_lost_store_is_an_error_of_one_line(kind: type[RuntimeError]) -> None:
+    message = r"^rank 1 cannot reach the job's store, which rank 0 serves \(Failed to recv, got 0 bytes\)$"
+    with pytest.raises(RunError, match=message), convert_lost_peer_errors(1):
+        raise kind("Failed to recv, got 0 bytes\nframe #0: c10::Error")
 
 
 def test_other_errors_are_not_converted() -> None:

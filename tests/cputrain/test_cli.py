@@ -92,7 +92,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "demo-digits", "--bind", "launcher"), "--bind launcher needs a launcher"),
         (("plan", "--nod", "2"), "No such option --nod: did you mean --nodes?"),
         (("train", "imagefolder", "--ppn", "2"), "No such option --ppn: did you mean plan.ppn=VALUE?"),
-        (("train", "imagefolder", "--frob"), "No such option --frob: see --help"),
+        (("train", "imagefolder", "--frob"), "No such option --frob: See cputrain train --help"),
         (("launch",), "Missing argument"),
         (("train", "imagefolder"), "no data.path"),
         (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere does not exist"),
@@ -195,7 +195,7 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
     assert written.returncode == 0, written.stderr
     assert "the hostfile is in Open MPI's format (h1 slots=4): converted for MPICH" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
-    assert "ppn=4, but the hostfile gives h1 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
+    assert "ppn=4, but h1 has 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
     for text, expected in (
         ("", "contains no hosts"),
         ("h1 slots=2\nh2:2\n", "mixes two formats"),
@@ -205,6 +205,27 @@ def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path)
         assert expected in refused(cputrain(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
         refused(cputrain("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
+
+
+def test_what_a_written_plan_takes_for_granted_is_said_with_what_to_give(tmp_path: Path) -> None:
+    plan = ("plan", "--machine", "skx-8160-2s")
+    written = cputrain(*plan, "--nodes", "4", "--write", "job", cwd=tmp_path)
+    assert written.stderr == (
+        "assumed: hosts named node001 to node004 (--hosts or --hostfile gives others), Intel MPI (--launcher gives "
+        "another), fabric opa (--fabric gives another)\n"
+    )
+    printed = cputrain(*plan, "--hosts", "n1,n2", "--format", "command", cwd=tmp_path)
+    assert printed.stderr.startswith("assumed: Intel MPI (--launcher gives another), fabric opa (--fabric")
+    named = cputrain(*plan, "--hosts", "n1,n2", "--launcher", "mpich", "--fabric", "ib", "--write", "two", cwd=tmp_path)
+    assert named.returncode == 0 and named.stderr == ""
+
+
+def test_a_dry_run_needs_none_of_its_hosts(tmp_path: Path) -> None:
+    launch = ("launch", "--dry-run", "--hosts", "n1.invalid,n2.invalid", "--launcher", "mpich", "--", "true")
+    shown = cputrain(*launch, cwd=tmp_path, **mpi_path("mpich"))
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert "--report-to ADDRESS:PORT" in shown.stdout and "MASTER_ADDR n1.invalid" in shown.stdout
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_an_exported_rendezvous_is_kept_or_rejected() -> None:

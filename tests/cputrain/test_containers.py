@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
 from affinity.topology.sysfs import this_machine
 from cputrain.jobs.script import Container, Training, container_script
 from cputrain.runs.events import read_events
@@ -75,9 +76,8 @@ def test_inside_are_the_job_s_folders_and_the_rank_s_variables(
     )
     (here / "container.sh").write_text(container_script(Container(image="image.sif", runtime=runtime), work))
     variables = {
-        "SLURM_PROCID": "3",
-        "PMI_RANK": "3",
-        "OMPI_COMM_WORLD_RANK": "3",
+        **{each.rank_names[0]: "3" for each in LAUNCHER_VARIABLES if each.rank_names},
+        **{f"{prefix}X": "3" for prefix in PREFIXES},
         "MASTER_ADDR": "n1",
         "FI_PROVIDER": "x",
     }
@@ -124,6 +124,7 @@ def done(slurm: Slurm, here: Path, runtimes: dict[str, str], *arguments: str) ->
     assert state == "COMPLETED", (here / "job.out").read_text()
 
 
+@pytest.mark.long
 def test_jobs_in_containers_prepare_and_train(slurm: Slurm, runtimes: dict[str, str], tmp_path: Path) -> None:
     """Each runtime in turn, by a real Slurm; data and results lie beside the folder that it is submitted from."""
     here = tmp_path / "it's mine"

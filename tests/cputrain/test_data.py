@@ -15,7 +15,7 @@ from PIL import Image
 from affinity.errors import InputError
 from cputrain.data.batches import MOST_AHEAD, batches_ahead, decoded_batches
 from cputrain.data.formats.dataset import Images
-from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards
 from cputrain.data.formats.survey import survey
 from cputrain.data.order.permutations import epoch_order, evaluation_share, image_rng, rank_share
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def pack(folder: Path, out: Path, **how: object) -> dict:
-    return prepare(open_folder(folder), out, Options(kind="imagefolder", source=str(folder), **how))
+    return prepare(open_dataset(str(folder)), out, Options(kind="imagefolder", source=str(folder), **how))
 
 
 def test_a_folder_is_opened_and_surveyed(folder: Path) -> None:
@@ -71,7 +71,7 @@ def test_shards_hold_every_image_once_and_mixed(folder: Path, tmp_path: Path) ->
     done: list[None] = []
     out = tmp_path / "shards"
     options = Options(kind="imagefolder", source=str(folder), seed=3, shard_bytes=20_000)
-    splits = prepare(open_folder(folder), out, options, on_image=lambda: done.append(None))
+    splits = prepare(open_dataset(str(folder)), out, options, on_image=lambda: done.append(None))
     assert splits["train"]["images"] == 36 and splits["train"]["shards"] > 1 and len(done) == 51
     plain, packed = open_dataset(str(folder)), open_dataset(str(out))
     for a, b in ((plain.train, packed.train), (plain.val, packed.val)):

@@ -6,8 +6,9 @@ import pytest
 from affinity.errors import InputError
 from cputrain.files import write_atomic, write_with
 from cputrain.report.page import write_report
-from cputrain.runs.events import FILE, Events, TimeSpent, damaged_lines, read_events, time_spent
+from cputrain.runs.events import FILE, Events, TimeSpent, elapsed, read_events, read_log, time_spent
 from cputrain.runs.folder import finished
+from cputrain.watch.state import WatchState
 
 ZERO = {"epoch": 0.0, "rate": 0.0, "images_per_s": 0.0}
 NO_ACCURACY = dict.fromkeys(("train_loss", "train_top1", "val_loss", "val_top1", "val_top5"))
@@ -24,7 +25,7 @@ def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     start = {"event": "start", "time": 1.0, "bindings": []}
     (tmp_path / FILE).write_text(f'{json.dumps(start)}\n{{"event": "st')
-    assert read_events(tmp_path) == [start] and damaged_lines(tmp_path) == 0
+    assert read_events(tmp_path) == [start] and read_log(tmp_path).damaged == 0
     with Events(tmp_path) as events:
         events.write("end", steps=3, status="done", **END)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "end"]
@@ -54,7 +55,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, line: bytes) -> 
         events.write("step", **ZERO, step=2, loss=0.25)
     (tmp_path / "recipe.yaml").write_text("name: x\n")
     assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
-    assert damaged_lines(tmp_path) == 1 and time_spent(tmp_path).starts == 0
+    assert read_log(tmp_path).damaged == 1 and time_spent(tmp_path).starts == 0
     assert finished(tmp_path, 1) is None
 
 
@@ -89,7 +90,26 @@ def test_the_time_of_a_run_is_summed_over_its_starts_whether_they_ended_or_not(t
     )
     (tmp_path / FILE).write_text("".join(f"{json.dumps(event)}\n" for _, event in lines) + '{"event": "st')
     assert time_spent(tmp_path) == TimeSpent(training_s=5.5 + 1.0 + 3.0, wall_s=193.0, starts=3)
-    assert time_spent(tmp_path, now=210.0) == TimeSpent(training_s=5.5 + 1.0 + 10.0, wall_s=200.0, starts=3)
+    assert time_spent(tmp_path, now={"time": 210.0}) == TimeSpent(training_s=5.5 + 1.0 + 10.0, wall_s=200.0, starts=3)
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_changes_no_time(tmp_path: Path, by_s: float) -> None:
+    """It is set after two seconds of the first start, and again after two seconds of the second one."""
+    lines = []
+    for begun, wall in ((500.0, 10_000.0), (7.0, 10_100.0 + by_s)):
+        lines.append({"event": "start", "time": wall, "monotonic_s": begun, "bindings": []})
+        for step, jump in ((1, 0.0), (2, 0.0), (3, by_s), (4, by_s)):
+            moment = {"time": wall + step + jump, "monotonic_s": begun + step}
+            lines.append({"event": "step", **moment, "step": step, "loss": 1.0, **ZERO})
+    (tmp_path / FILE).write_text("".join(f"{json.dumps(event)}\n" for event in lines))
+    assert time_spent(tmp_path) == TimeSpent(training_s=8.0, wall_s=104.0, starts=2)
+    now = {"time": 10_110.0 + 2 * by_s, "monotonic_s": 17.0}
+    assert time_spent(tmp_path, now) == TimeSpent(training_s=14.0, wall_s=110.0, starts=2)
+    assert elapsed(read_log(tmp_path).written) == [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    state = WatchState()
+    state.add({**event, "last_step": 14} for event in lines)
+    assert state.left_s == 10.0
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -116,7 +136,13 @@ def test_a_report_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
         events.write("end", steps=3, status="stopped", **END)
         events.write("start", bindings=[])
     html = write_report(tmp_path).read_text()
-    assert "time to train" in html and "not finished" in html and "&lt;b&gt;.jpg" in html and "<b>.jpg" not in html
+    assert (
+        "trained for" in html
+        and "running, at" in html
+        and "started again" in html
+        and "&lt;b&gt;.jpg" in html
+        and "<b>.jpg" not in html
+    )
 
 
 def test_a_report_of_numbers_that_were_lost_and_of_a_run_going_on(tmp_path: Path) -> None:
@@ -133,7 +159,7 @@ def test_a_report_of_numbers_that_were_lost_and_of_a_run_going_on(tmp_path: Path
             if host == "old":
                 events.write("end", step=1, top1=1.0, top5=2.0, steps=1, images=5, time_to_train_s=1.0, status="done")
     html = write_report(tmp_path).read_text()
-    assert "not finished" in html and "<td>new</td>" in html and "<td>old</td>" not in html
+    assert "running, at" in html and "<td>new</td>" in html and "<td>old</td>" not in html
     assert "<td>22.5</td>" in html and "<td>11.5</td>" not in html
-    titles = {title: f"<h2>{title}</h2>" in html for title in ("Loss", "Accuracy", "Learning rate", "Throughput")}
+    titles = {title: f"<h3>{title}</h3>" in html for title in ("Loss", "Accuracy", "Learning rate", "Throughput")}
     assert titles == {"Loss": False, "Accuracy": True, "Learning rate": True, "Throughput": True}

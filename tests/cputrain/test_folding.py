@@ -1,6 +1,8 @@
 """Evaluation by folded convolutions: the outputs of the network itself, which stays as it is."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -54,6 +56,21 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     assert torch.equal(got.argmax(1), expected.argmax(1))
     after = network.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
+@torch.inference_mode()
+def test_folded_weights_go_with_the_last_use_of_their_network() -> None:
+    network = trained("resnet18", 32)
+    gc.disable()  # which would find them in the end, after some more evaluations
+    try:
+        folded = fold_batchnorms(network)
+        folded(torch.randn(1, 3, 32, 32).to(memory_format=torch.channels_last))
+        weights = weakref.ref(next(layer for layer in folded.modules() if isinstance(layer, FoldedConv2d)))
+        del folded
+        assert weights() is None
+    finally:
+        gc.enable()
 
 
 def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

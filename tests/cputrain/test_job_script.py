@@ -268,7 +268,7 @@ def test_the_first_host_tells_launcher_and_network(
     assert token.startswith("export CPUTRAIN_JOB_TOKEN=") and "$(" in token  # no value in a file
     assert start.startswith("launch=(mpirun -np 2 --hostfile ") and "-x CPUTRAIN_JOB_TOKEN)" in start
     assert "-x MASTER_ADDR=n9 -x MASTER_PORT=29507 -x FI_PROVIDER=mine -x I_MPI_FABRICS=shm:ofi" in printed.out
-    assert "1 worker of" in printed.err and "on each of 2 hosts, fabric ethernet" in printed.err
+    assert " for 2 hosts: 1 worker per host, " in printed.err and ", fabric ethernet" in printed.err
     plan = read_plan(tmp_path / "plan.json")
     assert plan.request.link_gbit == FABRICS["ethernet"].link_gbit and len(plan.workers) == 1
 

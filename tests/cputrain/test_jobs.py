@@ -19,6 +19,7 @@ from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import read_events
+from cputrain.runs.folder import make_folder
 from mpi.hosts.groups import HostGroup, job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher, newest_version
@@ -124,11 +125,15 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
     used = {pu for binding in events[0]["bindings"] for pu in binding["pus"]}
     assert used == set(this_machine().allowed_pus)
     expected = (place / "imagefolder.err").read_text()
-    assert f"planned on {socket.gethostname()}: {counted(len(events[0]['bindings']), 'worker')} of " in expected
+    assert (
+        f"planned on {socket.gethostname()} for 1 host: {counted(len(events[0]['bindings']), 'worker')} per "
+        in expected
+    )
     assert load_recipe(str(place / "the 'run'/recipe.yaml")).data.path == f"{disk}/{job}"
     assert not list(disk.iterdir())  # taken away again
 
 
+@pytest.mark.long
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
     """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
     steps = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
@@ -149,6 +154,7 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     assert steps_done == list(range(1, ends[-1]["steps"] + 1))  # none lost, none twice
 
 
+@pytest.mark.long
 def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
     """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
     arguments = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
@@ -157,7 +163,7 @@ def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> Non
     (place / "nodes").write_text("localhost\n" * CORES)
     path = {**os.environ, **mpi_path("intelmpi")}
     env = {**path, **dict(find_launcher("intelmpi", path).variables)}
-    env |= {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(place), "PBS_NODEFILE": str(place / "nodes")}
+    env |= {"PBS_JOBID": "71.pbs", "PBS_O_WORKDIR": str(place), "PBS_NODEFILE": str(place / "nodes")}
     job = subprocess.Popen(["bash", "-c", made.stdout], cwd=place, env=env, stdout=subprocess.PIPE, text=True)
     events = place / "run/events.jsonl"
     deadline = time.monotonic() + 300
@@ -166,13 +172,36 @@ def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> Non
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     printed, _ = job.communicate(timeout=60)
-    assert job.returncode == 143 and "stopped by SIGUSR1" in printed
+    assert job.returncode == 143 and "stopped by a signal" in printed
     again = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
     assert steps_done == list(range(1, len(steps_done) + 1)) and read_events(place / "run")[-1]["status"] == "done"
     finished = subprocess.run(["bash", "-c", made.stdout], cwd=place, env=env, capture_output=True, text=True)
     assert finished.returncode == 0 and "run is finished" in finished.stdout
+
+
+@pytest.mark.long
+def test_a_job_whose_first_attempt_failed_before_its_first_step_starts_anew_by_itself(tmp_path: Path) -> None:
+    """With the settings of today, which need not be those of that attempt. Its folder is there, of a run of no step."""
+    make_folder(load_recipe("linear-regression", (f"output={tmp_path}/run", "seed=7")), None, overwrite=False)
+    arguments = ("max_steps=2", "output=run", "--ppn", "1", "--nodes", "1", "--ncpus", "2", "--time", "0:10:00")
+    environment = str(venv(tmp_path))
+    (tmp_path / "nodes").write_text("localhost\n")
+    env = {**os.environ, "PBS_JOBID": "72.pbs", "PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodes")}
+
+    def ran(*settings: str) -> str:
+        made = cputrain("job", "pbs", "linear-regression", *arguments, *settings, "--venv", environment, cwd=tmp_path)
+        assert made.returncode == 0, made.stderr
+        done = subprocess.run(["bash", "-c", made.stdout], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "run starts anew: the run in it had not trained a step" in ran()
+    assert read_events(tmp_path / "run")[-1]["steps"] == 2 and load_recipe(str(tmp_path / "run/recipe.yaml")).seed == 1
+    assert "run continues after step 2, with max_steps: 2 -> 4" in ran("max_steps=4"), "one that has trained goes on"
+    steps = [event["step"] for event in read_events(tmp_path / "run") if event["event"] == "step"]
+    assert steps == [1, 2, 3, 4] and read_events(tmp_path / "run")[-1]["status"] == "done"
 
 
 @pytest.mark.parametrize("binder", ["self", "launcher"])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
 from cputrain.data import Augmentation, ImageLoader, Transform, loader
 from cputrain.data.formats.block_reader import images_per_block
-from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.pixels.decode import choose_decoder
 from cputrain.data.pixels.normalize import choose_normalize
 from cputrain.data.prepare.options import Options
 from cputrain.data.prepare.pack import prepare
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
-from cputrain.training.feed import evaluation_batches, training_batches
+from cputrain.training.feed import Feed, evaluation_batches, training_batches
 from cputrain.training.session import SessionData
 from tests.support.commands import cputrain as run_cputrain
 from tests.support.images import write_images
@@ -57,7 +56,7 @@ def images(tmp_path: Path) -> Path:
 
 def shards_of(images: Path) -> Path:
     out = images.parent / "shards"
-    prepare(open_folder(images), out, Options(kind="imagefolder", source="x", shards=3))
+    prepare(open_dataset(str(images)), out, Options(kind="imagefolder", source="x", shards=3))
     return out
 
 
@@ -66,8 +65,8 @@ def plain_environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", str(home))}
 
 
-def session_of(path: Path, rank: int, world_size: int, block_mib: float) -> SimpleNamespace:
-    """What the trainer's feed reads of a session, for a recipe with the script's settings."""
+def feed_like(path: Path, rank: int, world_size: int, block_mib: float) -> Feed:
+    """The trainer's feed, for a recipe with the script's settings."""
     recipe = load_recipe(
         "imagefolder",
         [f"data.path={path}", f"data.crop={SIDE}", f"batch.local={BATCH}", f"seed={SEED}"],
@@ -82,22 +81,25 @@ def session_of(path: Path, rank: int, world_size: int, block_mib: float) -> Simp
         normalize=choose_normalize(recipe.data.mean, recipe.data.std, "auto", os.environ),
         block_length=images_per_block(dataset.train, block_mib, sizes.steps_per_epoch),
     )
-    ranks = SimpleNamespace(this=this, local_batches=(BATCH,) * world_size)
-    binding = SimpleNamespace(loader_threads=1, loader_pus=())
-    return SimpleNamespace(recipe=recipe, sizes=sizes, ranks=ranks, data=data, binding=binding)
+    return Feed(
+        recipe=recipe,
+        sizes=sizes,
+        rank=this,
+        local_batches=(BATCH,) * world_size,
+        data=data,
+        loader_pus=(),
+        loader_threads=1,
+    )
 
 
-def trainer_batches(session: SimpleNamespace) -> dict[str, list]:
-    steps = session.sizes.steps_per_epoch
+def trainer_batches(feed: Feed) -> dict[str, list]:
+    steps = feed.sizes.steps_per_epoch
     return {
         "train": [
-            [
-                (session.data.normalize(b.images), b.labels)
-                for b in training_batches(session, e, e * steps, (e + 1) * steps)
-            ]
+            [(feed.data.normalize(b.images), b.labels) for b in training_batches(feed, e, e * steps, (e + 1) * steps)]
             for e in range(EPOCHS)
         ],
-        "val": [(session.data.normalize(b.images), b.labels) for b in evaluation_batches(session, "val")],
+        "val": [(feed.data.normalize(b.images), b.labels) for b in evaluation_batches(feed, "val")],
     }
 
 
@@ -120,7 +122,7 @@ def test_a_script_in_another_folder_gets_the_batches_of_the_trainer(
     argv = [sys.executable, "script.py", str(path), "batches", str(block_mib)]
     done = subprocess.run(argv, cwd=place, env=plain_environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = trainer_batches(session_of(path, 0, 1, block_mib))
+    expected = trainer_batches(feed_like(path, 0, 1, block_mib))
     assert [len(epoch) for epoch in expected["train"]] == [7, 7], "36 images make 7 batches of 5"
     assert_same(torch.load(place / "batches-0.pt"), expected)
 
@@ -146,7 +148,7 @@ def test_ranks_of_torchrun_share_each_batch_as_in_the_trainer(images: Path, tmp_
     assert done.returncode == 0, done.stderr
     found = [torch.load(tmp_path / f"batches-{rank}.pt") for rank in range(2)]
     for rank in range(2):
-        assert_same(found[rank], trainer_batches(session_of(images, rank, 2, 0.0)))
+        assert_same(found[rank], trainer_batches(feed_like(images, rank, 2, 0.0)))
     assert sum(len(labels) for each in found for _, labels in each["val"]) == 15, "each validation image exactly once"
 
 

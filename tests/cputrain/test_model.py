@@ -16,10 +16,12 @@ from cputrain.models.build import batchnorms, build_model
 from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
-from cputrain.training.engine import EAGER, prepare_model
+from cputrain.training.engine import autocast, choose_engine, prepare_model
 from cputrain.training.metrics import in_top
 
 pytestmark = pytest.mark.slow
+
+EAGER = choose_engine("eager", "float32", {})
 
 
 def test_resnet50_is_the_real_one() -> None:
@@ -37,7 +39,11 @@ def test_zero_gamma_makes_blocks_identities() -> None:
 
 
 def test_the_engine_converts_weights_to_channels_last() -> None:
-    model = prepare_model(build_model(ModelSection(name="resnet18"), classes=10, side=32), EAGER, "float32")
+    model = prepare_model(
+        build_model(ModelSection(name="resnet18"), classes=10, side=32),
+        EAGER,
+        "float32",
+    )
     assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -91,6 +97,21 @@ def test_in_top_counts_like_sorting() -> None:
         assert in_top(logits, labels, k).tolist() == expected
 
 
+def kept_by(model: nn.Module, images: torch.Tensor, precision: str = "float32") -> tuple[torch.Tensor, int]:
+    """The sum of a network's outputs, and the bytes of each image that autograd keeps for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.dim() and len(tensor) == len(images):  # neither weights, their copies in bfloat16, nor statistics
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(precision):
+        loss = model(images).sum()
+    return loss, sum(kept.values()) // len(images)
+
+
 @pytest.mark.parametrize(
     ("name", "side", "classes"),
     [*((name, 64, 1000) for name in SIZES), ("lenet", 28, 10), ("mnist-cnn", 28, 10), ("linear", 28, 10)],
@@ -101,22 +122,34 @@ def test_sizes_are_the_networks_own(name: str, side: int, classes: int) -> None:
     expected = workload_of(Recipe(model=ModelSection(name=name), data=DataSection(crop=side)), classes)
     model = build_model(ModelSection(name=name), classes, side).to(memory_format=torch.channels_last)
     assert sum(p.numel() for p in model.parameters()) == expected.parameters
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    images = torch.zeros(4, 3, side, side).to(memory_format=torch.channels_last)
+    images = torch.zeros(5, 3, side, side).to(memory_format=torch.channels_last)
     with FlopCounterMode(display=False) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(images).sum()
+        loss, kept = kept_by(model, images)
         loss.backward()
-    assert counter.get_total_flops() / 4 / 1e9 == pytest.approx(expected.gflop, rel=0.02)
-    assert sum(kept.values()) / 4 == pytest.approx(expected.activation_bytes, rel=0.02)
+    assert counter.get_total_flops() / 5 / 1e9 == pytest.approx(expected.gflop, rel=0.02)
+    assert kept == pytest.approx(expected.activation_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "alexnet-bn"])
+def test_native_layers_keep_what_torch_s_in_place_relu_keeps(name: str) -> None:
+    """No mask and no output besides; half in bfloat16, but for what stays float32: the workload's share."""
+    kept = {}
+    for precision in ("float32", "bf16"):
+        recipe = Recipe(model=ModelSection(name=name), data=DataSection(crop=224), precision=precision)
+        for engine in ("eager", "native"):
+            chosen = choose_engine(engine, precision, os.environ)
+            model = prepare_model(build_model(ModelSection(name=name), 1000, 224), chosen, precision)
+            images = torch.zeros(3, 3, 224, 224).to(memory_format=torch.channels_last)
+            kept[precision, engine] = kept_by(model, images, precision)[1]
+        assert kept[precision, "native"] == pytest.approx(kept[precision, "eager"], rel=0.001)
+        assert kept[precision, "native"] == pytest.approx(workload_of(recipe).activation_bytes, rel=0.1)
+    assert 0.5 < kept["bf16", "native"] / kept["float32", "native"] < 0.6
+
+
+def test_a_worker_in_bf16_needs_less_for_activations_and_a_copy_of_the_weights_more() -> None:
+    wide, narrow = (footprint(workload_of(Recipe(precision=each)), 16) for each in ("float32", "bf16"))
+    assert 0.5 < narrow.activations / wide.activations < 0.6
+    assert narrow.weights == wide.weights * 3 // 2
 
 
 def test_a_recipe_s_workload_scales_with_crop_and_classes() -> None:

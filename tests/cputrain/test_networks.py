@@ -198,7 +198,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     for name, message in (
         ("other.pt", "another model: 96 keys differ, first layer1.2.bn1.bias: (64,) in the file, absent in the model"),
         ("list.pt", "contains a list, no weights"),
-        ("text.pt", "is no file of weights, or damaged"),
+        ("text.pt", "is not a file of weights, or is damaged"),
         ("absent.pt", "cannot read"),
     ):
         with pytest.raises(InputError) as error:

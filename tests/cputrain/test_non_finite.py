@@ -7,6 +7,8 @@ import torch
 
 from affinity.topology.sysfs import this_machine
 from cputrain.runs.events import read_events
+from cputrain.training.non_finite import DivergenceCheck
+from cputrain.training.saving.position import Position
 from tests.cputrain.test_training import SMALL
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain
@@ -73,3 +75,13 @@ def test_a_loss_that_diverges_is_reported_once(place: Path) -> None:
     assert warned.startswith("the loss is ")
     assert "times that of the first step, learning rate 3: lower schedule.peak_rate, or lengthen the warm-up" in warned
     assert warned in (place / "run/report.html").read_text().replace("&#39;", "'")
+
+
+def test_only_a_positive_first_loss_tells_that_one_diverges() -> None:
+    """A loss of one's own code may be negative, or 0 at first."""
+    for losses, warned in (((-1.0, -4.0, 20.0), 0), ((0.0, 1.0), 0), ((1.0, 9.0, 11.0, 12.0), 1)):
+        lines: list[str] = []
+        check = DivergenceCheck(warn=lambda _, line, lines=lines: lines.append(line), position=Position())
+        for step, loss in enumerate(losses):
+            check.check(loss, step=step, lr=0.1)
+        assert len(lines) == warned, losses

@@ -87,3 +87,12 @@ def test_an_interrupted_removal_leaves_a_folder_that_can_be_used(recipe: Recipe,
     assert check_folder(recipe, SCALE, resume=False, overwrite=False) == ""
     make_folder(recipe, None, overwrite=False)
     assert files(run) == {".cputrain-run", "recipe.yaml"}
+
+
+def test_a_start_that_was_killed_before_the_mark_was_written_does_not_take_the_folder(recipe: Recipe) -> None:
+    recipe.folder.mkdir()
+    (recipe.folder / "..cputrain-run.4711.partial").write_text("cputrain")
+    assert check_folder(recipe, SCALE, resume=False, overwrite=False) == ""
+    (recipe.folder / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="contains other files but no run"):
+        check_folder(recipe, SCALE, resume=False, overwrite=False)

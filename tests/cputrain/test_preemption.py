@@ -1,8 +1,10 @@
 """Signals that stop a training: what ranks agree on, and the preemption signal after a training's end."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -27,9 +29,37 @@ if "ignore" in sys.argv:
     ignore_preemption()
 """
 
+EARLY = """
+import os, sys
+from cputrain.held_signals import signals_held
 
-def made(*, is_main_rank: bool, watched: bool, store: HashStore) -> Preemption:
-    return Preemption(SignedKeys(store, "token"), is_main_rank=is_main_rank, watched=watched)
+prepared = "prepared" in sys.argv
+with signals_held(os.environ, prepared=prepared):
+    print("held", flush=True)
+    sys.stdin.readline()
+    from torch._C._distributed_c10d import HashStore
+    from cputrain.comm.store import SignedKeys
+    from cputrain.training.preemption import Preemption
+
+    preemption = Preemption(SignedKeys(HashStore(), ""), is_main_rank=True, prepared=prepared)
+    preemption.agree(0)
+    print("stops", preemption.should_stop_after(1), flush=True)
+"""
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+class CountingStore(HashStore):
+    """A store that counts how often it is asked."""
+
+    reads = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.reads += 1
+        return super().check(keys)
+
+
+def made(*, is_main_rank: bool, prepared: bool, store: HashStore) -> Preemption:
+    return Preemption(SignedKeys(store, "token"), is_main_rank=is_main_rank, prepared=prepared)
 
 
 @pytest.fixture
@@ -43,7 +73,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_ranks_that_nobody_watches_stop_together_after_the_next_step(number: int, handlers: None) -> None:
     store = HashStore()
-    other, main = (made(is_main_rank=main, watched=False, store=store) for main in (False, True))
+    other, main = (made(is_main_rank=main, prepared=False, store=store) for main in (False, True))
     other.agree(3)
     signal.raise_signal(number)
     signal.raise_signal(signal.SIGTERM)  # which a launcher passes on as well
@@ -56,12 +86,60 @@ def test_ranks_that_nobody_watches_stop_together_after_the_next_step(number: int
 
 def test_all_ranks_save_after_the_same_step(handlers: None) -> None:
     store = HashStore()
-    other, main = (made(is_main_rank=main, watched=True, store=store) for main in (False, True))
+    other, main = (made(is_main_rank=main, prepared=True, store=store) for main in (False, True))
     for step in (3, 4, 5, 6):
         main.agree(step, save_due=step in (3, 4))  # due until it is saved
         other.agree(step)
         assert main.should_save_after(step) == other.should_save_after(step) == (step == 4)
         assert not main.should_stop_after(step)
+
+
+def test_quick_steps_look_into_the_store_now_and_then_and_still_agree(handlers: None) -> None:
+    """The signal comes at any step of a cycle, and epochs end within cycles."""
+    for signaled in range(5, 20):
+        store = CountingStore()
+        other, main = (made(is_main_rank=main, prepared=True, store=store) for main in (False, True))
+        stops = []
+        for step in range(1, 60):
+            for rank in (other, main):
+                rank.set_pace(0.0125)  # eight steps in a tenth of a second
+                rank.agree(step, save_due=step >= signaled + 1)
+                if step % 13 == 0:
+                    rank.agree(step, ends_epoch=True)
+            if step == signaled:
+                signal.raise_signal(signal.SIGUSR1)
+            assert main.should_save_after(step) == other.should_save_after(step)
+            assert main.should_stop_after(step) == other.should_stop_after(step)
+            stops += [step] * main.should_stop_after(step)
+        assert signaled < stops[0] <= signaled + 16
+        assert store.reads < 30
+
+
+def early(number: int, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What becomes of a process that gets a signal long before it can stop a training."""
+    argv, pipe = [sys.executable, "-c", EARLY, *words], subprocess.PIPE
+    with subprocess.Popen(argv, env={**os.environ, **env}, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        process.send_signal(number)
+        time.sleep(0.1)
+        out, err = process.communicate("\n", timeout=120)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGUSR1, ["prepared"]), (signal.SIGTERM, [])])
+def test_a_signal_in_a_rank_s_first_seconds_is_remembered(number: int, words: list[str]) -> None:
+    result = early(number, *words, **ONE_RANK)
+    assert (result.returncode, result.stdout) == (0, "stops True\n"), result.stderr
+
+
+def test_sigterm_before_anything_is_started_ends_with_a_line() -> None:
+    result = early(signal.SIGTERM)
+    assert result.returncode == 143
+    assert result.stderr == "cputrain: SIGTERM before the training began: nothing was started\n"
+
+
+def test_a_rank_of_a_prepared_run_can_be_ended_at_any_time() -> None:
+    assert early(signal.SIGTERM, "prepared", **ONE_RANK).returncode == -signal.SIGTERM
 
 
 def status(*words: str) -> int:

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +19,9 @@ from PIL import Image
 from affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data.formats.dataset import check_labels
-from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.fractions import apportioned
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import RECORD, Shards
-from cputrain.data.formats.subset import apportioned
 from cputrain.data.formats.survey import survey
 from cputrain.data.order.mixing import expected_classes_in_window, mean_classes_in_window
 from cputrain.data.order.permutations import epoch_order
@@ -103,7 +102,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
     folder = write_images(tmp_path / "images")
     shutil.copytree(folder / "val", folder / "test")
     (folder / "test/class2/000.jpg").unlink()
-    for found in (open_folder(folder), open_source("imagefolder", folder, val_fraction=None, seed=1)):
+    for found in (open_dataset(str(folder)), open_source("imagefolder", folder, val_fraction=None, seed=1)):
         assert [len(images) for images in found.splits.values()] == [36, 15, 14]
     with pytest.raises(InputError, match="has validation and test images of its own: remove --val-fraction"):
         open_source("imagefolder", folder, val_fraction=0.25, seed=1)
@@ -118,7 +117,7 @@ def test_a_folder_s_test_images_are_a_split_or_stand_in_for_validation(tmp_path:
     shutil.move(folder / "test", folder / "val")
     (folder / "test").mkdir()
     (folder / "test/0001.jpg").write_bytes(b"one without a class")
-    assert open_folder(folder).test is None, "images without classes are no split"
+    assert open_dataset(str(folder)).test is None, "images without classes are no split"
 
 
 @pytest.mark.parametrize("text", ["0", "1", "5/4", "-0.5", "1/0", "a sixth"])
@@ -133,7 +132,7 @@ def test_images_are_scaled_down_and_encoded_anew(tmp_path: Path) -> None:
         for i in range(4):
             side = (300, 100)[i % 2]
             (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, side))
-    prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
+    prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, short_side=128, quality=80))
     packed = Shards(tmp_path / "out", "train")
     sizes = [Image.open(io.BytesIO(packed.read(i))).size for i in range(4)]
     assert sorted(sizes) == [(108, 100), (108, 100), (131, 128), (131, 128)]  # smaller ones stay as large as they are
@@ -158,7 +157,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
         (folder / "page.jpg").write_bytes(b"<html>404</html>")
         (folder / "empty.jpg").write_bytes(b"")
     how = {"short_side": 16, "quality": 90} if anew else {}
-    made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, **how))["train"]
+    made = prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, **how))["train"]
     assert made["unusual"] == {"gray": 1, "cmyk": 1, "no jpeg": 1, "exif rotation": 1, "no end marker": 1}
     assert made["images"] == 5 and len(made["damaged"]) == 3
     assert sorted(line.split(":")[0].rsplit("/", 1)[1] for line in made["damaged"]) == [
@@ -177,19 +176,23 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
     folder = write_images(tmp_path / "images", train=60)
     command = ("prepare", "imagefolder", "images", "out", "--shards", "24", "--quality", "90", "--jobs", "1")
     command = (*command, "--format", form)
-    process = subprocess.Popen((sys.executable, "-m", "cputrain", *command), cwd=tmp_path, stderr=subprocess.DEVNULL)
     beside = tmp_path / ".out.partial"
-    deadline = time.monotonic() + 60
-    while len(list(beside.glob("train-*.json"))) < 3 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    argv = (sys.executable, "-m", "cputrain", *command)
+    for _ in range(5):  # it may be done before this process gets to kill it
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        process = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        while len(list(beside.glob("train-*.json"))) < 3 and process.poll() is None:
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+        if beside.exists():
+            break
     done = {path.name: path.stat().st_mtime_ns for path in shards_done(beside)}
     assert done and not (tmp_path / "out").exists()
     assert cputrain(*command, cwd=tmp_path).returncode == 0
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in done} == done, "whole shards are kept"
     assert not beside.exists() and not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"][1:]
-    whole = prepare(open_folder(folder), tmp_path / "again", options(folder, shards=24, quality=90, format=form))
+    whole = prepare(open_dataset(str(folder)), tmp_path / "again", options(folder, shards=24, quality=90, format=form))
     assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
     again = cputrain(*command, cwd=tmp_path)
     assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
@@ -208,7 +211,7 @@ def test_a_disk_that_is_too_small_is_told_before(tmp_path: Path, monkeypatch: py
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preparing.shutil, "disk_usage", lambda _folder: usage._replace(free=1000))
     with pytest.raises(InputError, match=r"has 0.0 GB free, the shards need about"):
-        prepare(open_folder(folder), tmp_path / "out", options(folder))
+        prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
     assert not (tmp_path / "out").exists()
 
 
@@ -221,8 +224,8 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
     assert mounted, "needs mount namespaces"
     code = (
         "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data.prepare import pack as p\n"
-        "from cputrain.data.formats.open import open_folder\np._check_space = lambda *_: None\n"
-        f"p.prepare(open_folder(Path({str(folder)!r})), Path({str(small)!r}) / 'out', "
+        "from cputrain.data.formats.open import open_dataset\np._check_space = lambda *_: None\n"
+        f"p.prepare(open_dataset({str(folder)!r}), Path({str(small)!r}) / 'out', "
         "p.Options(kind='imagefolder', source='x', shards=2))\n"
     )
     script = f'mount -t tmpfs -o size=100k none {small} && {sys.executable} -c "$CODE"; echo rc=$?; find {small} | sort'
@@ -250,7 +253,7 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
 
 def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    prepare(open_folder(folder), tmp_path / "out", options(folder))
+    prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
     index = tmp_path / "out/train.index.npy"
     records = np.load(index)
     records[20]["label"] = 3
@@ -275,14 +278,14 @@ def test_mixing_is_measured_against_chance(tmp_path: Path) -> None:
             (tmp_path / f"in/{split}/c{k:02d}").mkdir(parents=True)
             for i in range(8):
                 (tmp_path / f"in/{split}/c{k:02d}/{i}.jpg").write_bytes(jpeg(1, 8))
-    made = prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path))
+    made = prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path))
     mix = made["train"]["mixing"]
     assert abs(mix["classes_in_32"] - mix["at_random"]) < 2
 
 
 def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    prepare(open_folder(folder), tmp_path / "out", options(folder))
+    prepare(open_dataset(str(folder)), tmp_path / "out", options(folder))
     shard, index = tmp_path / "out/train-00000.tar", tmp_path / "out/train.index.npy"
     records = np.load(index)
     assert records.dtype == RECORD
@@ -303,6 +306,23 @@ def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
     assert plain.returncode == 2 and "only the output of cputrain prepare" in plain.stderr
 
 
+def test_a_picture_that_is_there_is_replaced_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+    Path("sheet.png").write_text("mine")
+    assert main(["data", "show", "images"]) == 2
+    assert capsys.readouterr().err == (
+        "cputrain: --output sheet.png already exists: name another file, or add --overwrite\n"
+    )
+    assert Path("sheet.png").read_text() == "mine"
+    assert main(["data", "show", "images", "--count", "2", "--overwrite"]) == 0
+    assert capsys.readouterr().out == "sheet.png: 2 of 36 train images\n"
+    with Image.open("sheet.png") as sheet:
+        assert sheet.format == "PNG"
+
+
 def test_data_is_described_and_shown(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
     (folder / "train/class1/000.jpg").write_bytes(b"junk")
@@ -311,10 +331,20 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
             assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
         info = cputrain("data", "info", place, cwd=tmp_path)
         assert info.returncode == 0 and "3 classes: class0, class1, class2" in info.stdout
-        shown = cputrain("data", "show", place, "--count", "10", cwd=tmp_path)
+        shown = cputrain("data", "show", place, "--count", "10", "--overwrite", cwd=tmp_path)
         assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.startswith("sheet.png: 10 of ")
         with Image.open(tmp_path / "sheet.png") as sheet:
             assert sheet.width == 8 * 134 + 6 and sheet.height == 2 * 148 + 6
+    seen = [folder / f"seen-{i}.webp" for i in range(2)]
+    for i, path in enumerate(seen):  # in this process: a start takes a second
+        as_trained = ("--as-trained", "imagefolder", "--epoch", str(i + 1), "--count", "9", "--output", str(path))
+        assert main(["data", "show", str(folder), *as_trained, "data.crop=40"]) == 0
+    with Image.open(seen[0]) as first, Image.open(seen[1]) as second:
+        assert first.format == "WEBP" and first.size == (8 * 46 + 6, 2 * 60 + 6)
+        assert np.asarray(first.convert("L")).tolist() != np.asarray(second.convert("L")).tolist(), "crops are random"
+    assert main(["data", "show", str(folder), "--output", "sheet.pdf"]) == 2
+    assert main(["data", "show", str(folder), "data.crop=40"]) == 2
     assert "1 damaged image not packed" in info.stdout and "prepared with kind=imagefolder" in info.stdout
     wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
     assert wrong.returncode == 2
@@ -326,7 +356,7 @@ def test_more_shards_than_files_are_usually_allowed(tmp_path: Path) -> None:
         (tmp_path / f"in/{split}/a").mkdir(parents=True)
         for i in range(300 if split == "train" else 1):
             (tmp_path / f"in/{split}/a/{i}.jpg").write_bytes(jpeg(i, 8))
-    prepare(open_folder(tmp_path / "in"), tmp_path / "out", options(tmp_path, shards=300))
+    prepare(open_dataset(str(tmp_path / "in")), tmp_path / "out", options(tmp_path, shards=300))
     out = str(tmp_path / "out")
     code = f"from cputrain.data.formats.open import open_dataset; print(len(open_dataset({out!r}).train))"
     limited = f'ulimit -S -n 256; exec {sys.executable} -c "{code}"'

@@ -27,6 +27,7 @@ SMALL = (
     *("comm.backend=gloo", "comm.bucket_mib=0.5", "checkpoint.every_epochs=1"),
 )
 LARS = "optim.name=lars optim.trust_coefficient=0.01 schedule.name=poly schedule.peak_rate=2.0"
+MIXED = "data.augment.mixup=0.3 data.augment.cutmix=1.0 data.augment.randaugment=2"
 GROWING = "phases=[{from_epoch:\u00a01,crop:\u00a040,weight_decay:\u00a00.01}]"
 # Recipe -> the step after whose log the signal comes (1: an epoch's last step follows), and further settings.
 CASES: dict[str, tuple[int, str]] = {
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[int, str]] = {
     ),
     "linear-regression": (2, "batch.global=50"),
     "mnist-adam": (1, ""),
-    "mnist-workers": (2, "batch.local=3 batch.accumulation=2"),
+    "mnist-workers": (2, f"batch.local=3 batch.accumulation=2 label_smoothing=0.1 {MIXED}"),
     "resnet50-spr-16node-bf16": (2, "comm.compression=bf16 schedule.peak_rate=0.5"),
 }
 
@@ -96,18 +97,35 @@ def test_the_networks_are_those_of_the_recipes() -> None:
     assert networks(CASES) == networks(recipe_names())
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in CASES if name not in LIGHT), LIGHT], ids="+".join)
-def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: tuple[str, ...]) -> None:
+TOGETHER = [*((name,) for name in CASES if name not in LIGHT), LIGHT]
+RUNS = [
+    pytest.param(
+        names,
+        backend,
+        marks=[] if (names, backend) == (LIGHT, "gloo") else [pytest.mark.long],
+        id=f"{'+'.join(names)}-{backend}",
+    )
+    for names in TOGETHER
+    for backend in ("gloo", "ccl")
+]
+
+
+@pytest.mark.parametrize(("names", "backend"), RUNS)
+def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: tuple[str, ...], backend: str) -> None:
     """Losses, accuracies, weights, optimizer, moving average, and each rank's statistics and random numbers."""
     torch.save(build_model(ModelSection(), 3, 32).state_dict(), place / "weights.pt")
     (place / "out").mkdir()
-    result = trained(place, PPN, *(each for name in names for each in thrice(name, *CASES[name])))
+    over = f"comm.backend={backend}"
+    result = trained(place, PPN, *(each for name in names for each in thrice(name, *CASES[name], over)))
     assert result.returncode == 0, result.stderr + result.stdout
-    assert result.stdout.count("stopped by SIGUSR1") == len(names)
+    assert result.stdout.count("stopped by a signal") == len(names)
     for name in names:
         check_same(place / name / "whole", place / name / "parts")
+        starts = [event for event in read_events(place / name / "parts") if event["event"] == "start"]
+        assert [start["backend"] for start in starts] == [backend] * 2
 
 
+@pytest.mark.long
 def test_three_ranks_resume_with_the_same_buckets(place: Path) -> None:
     """Sums of three terms depend on their order, which depends on DDP's buckets. With dropout."""
     further = "batch.local=4 comm.bucket_mib=0.05 plan.oversubscribe=true"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,32 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
-from benchmarks.simulate_published import error, predicted_rate
+from affinity.text_table import markdown_table
+from benchmarks.simulate_published import (
+    command_of,
+    efficiencies,
+    error,
+    first_of,
+    predicted_rate,
+    predicted_row,
+    table,
+)
 from cputrain.cli import main
 from cputrain.cli.simulate import numbers_of_hosts
+from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.assumptions import ASSUMPTIONS, CONSTANTS
 from cputrain.simulate.compute import work_of
 from cputrain.simulate.links import link_of
 from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
-from cputrain.simulate.rates import PHI, RUNS, SURFSARA, V05, V10, Run
+from cputrain.simulate.published import EFFICIENCIES, RUNS, SURFSARA, PublishedEfficiency, PublishedRun
+from cputrain.simulate.scaling import checkpoints_saved
 from cputrain.simulate.setup import Setup
 from cputrain.simulate.timeline import Step, step_of
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 
 
-def runs_of(family: str) -> list[Run]:
+def runs_of(family: str) -> list[PublishedRun]:
     return sorted((run for run in RUNS if run.family == family), key=lambda run: run.hosts)
 
 
@@ -38,12 +50,33 @@ def of_256_hosts() -> Setup:
     return published_reference(runs_of(SURFSARA)[-1]).setup
 
 
-@pytest.mark.parametrize("family", [SURFSARA, PHI, V05, V10])
-def test_published_runs_follow_from_the_smallest_of_their_family(family: str) -> None:
-    first, *others = runs_of(family)
-    assert abs(error(predicted_rate(first, [first]), first)) < 0.1
-    for run in others:
-        assert abs(error(predicted_rate(run, [first]), run)) < (5 if run.hosts == 256 else 10)
+# Percent; why: docs/guides/simulate.md. A run that is predicted within 10 % leaves this list.
+LARGE_ERRORS = {"caffe-8160-448": 24.5, "you-8160-800": 14, "you-7250-512-alexnet": 57}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_published_runs_follow_from_the_smallest_of_their_family(run: PublishedRun) -> None:
+    first = first_of(runs_of(run.family))
+    found = abs(error(predicted_rate(run, [first]), run))
+    if run is first:
+        assert found < 0.1
+    elif run.name in LARGE_ERRORS:
+        assert 10 < found < LARGE_ERRORS[run.name]
+    else:
+        assert found < (5 if run.hosts == 256 else 10)
+
+
+@pytest.mark.parametrize("known", EFFICIENCIES, ids=lambda known: known.network)
+def test_published_efficiencies_lie_in_the_range(known: PublishedEfficiency) -> None:
+    row = predicted_row(known)
+    single = row.images_per_s / row.efficiency
+    assert row.low / single < known.efficiency < row.high / single
+
+
+def test_the_guide_shows_the_tables_of_the_benchmark() -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/simulate.md").read_text()
+    for rows in (table(), efficiencies()):
+        assert markdown_table(rows) in page
 
 
 def test_a_step_is_computing_exposed_communication_and_optimizer(of_256_hosts: Setup) -> None:
@@ -123,6 +156,29 @@ def test_the_command_predicts_the_published_run(capsys: pytest.CaptureFixture[st
     assert not {name for name in set(sys.modules) - loaded if name.startswith("matplotlib")}
 
 
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_command_makes_the_predictions_of_the_table(run: PublishedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    first = first_of(runs_of(run.family))
+    assert main([*command_of(run, first), "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["images_per_s"] == pytest.approx(predicted_rate(run, [first]), rel=1e-6)
+
+
+def test_a_rate_of_several_hosts_is_as_good_as_the_run_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    named, given = (
+        json_of(capsys, "--nodes", "8,256", "--local-batch", "32", "--from", start)["rows"]
+        for start in ("caffe-8160-64", "6303@64x2x32")
+    )
+    assert named == given
+
+
+def test_text_names_other_runs_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*KNOWN, "--nodes", "1"]) == 0
+    assert "\nother runs to start --from: tf-8160-1, caffe-8160-64, " in capsys.readouterr().out
+    assert main([*KNOWN, "--nodes", "1", "--rate", "80"]) == 0
+    assert "--from" not in capsys.readouterr().out
+
+
 def test_what_if_options_are_settings_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--nodes", "16", "--local-batch", "32", "--compression", "bf16", "--workers", "4", "--comm-cores", "1")
     settings = ("--nodes", "16", "batch.local=32", "comm.compression=bf16", "plan.ppn=4", "plan.comm_cores=1")
@@ -151,24 +207,50 @@ def test_text_names_the_rate_and_energy_follows_from_watts(capsys: pytest.Captur
     assert main([*KNOWN, "--nodes", "1,2,...,4", "--watts", "400", "--explain"]) == 0
     text = capsys.readouterr().out
     assert "79.1 images/s on 1 host (SURFsara-Intel best known methods, 2018" in text and "kWh" in text
-    assert "step_variation 0.07 (0.04 to 0.09): " in text
+    assert "host_variation 0.18 (0.03 to 0.26): " in text and "memory_share 1 (0.8 to 1.15): " in text
     row = json_of(capsys, "--nodes", "4", "--watts", "400")["rows"][0]
     assert row["energy_kwh"] == pytest.approx(0.4 * row["node_hours"])
 
 
 def test_pictures_are_svg(capsys: pytest.CaptureFixture[str]) -> None:
-    for kind, words in (("svg", ("ideal", "published: Intel Caffe")), ("timeline", ("all-reduce: ", "network"))):
+    for kind, words in (
+        ("svg", ("ideal", "published: SURFsara, Intel Caffe")),
+        ("timeline", ("all-reduce: ", "network")),
+    ):
         assert main([*KNOWN, "--nodes", "1,8", "--format", kind]) == 0
         picture = capsys.readouterr().out
         assert picture.startswith("<svg") and all(word in picture for word in words)
 
 
 def test_the_best_plan_beats_the_published_one_within_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*KNOWN, "--nodes", "256", "--best", "--batch-limit", "16384", "plan.profile=bkm-2018"]) == 0
+    """The published 2 x 22 + 2 costs little against the best plan of as large a batch, a smaller batch much."""
+    best = ("--nodes", "256", "--best", "plan.profile=bkm-2018")
+    assert main([*KNOWN, *best, "--format", "json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    own, found = plans[0], plans[-1]
+    assert (own["workers"], own["threads"], own["comm_cores"]) == (2, 22, 2) and found["name"] == "best"
+    assert found["global_batch"] <= own["global_batch"] == 24_576
+    assert 1 <= own["time_to_train_s"] / found["time_to_train_s"] < 1.05
+    assert all(found["time_to_train_s"] <= plan["time_to_train_s"] for plan in plans)
+    assert main([*KNOWN, *best, "--batch-limit", "16384"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("the recipe") and "2 x 22" in lines[2]
-    best = lines[-1].split("  ")
-    assert best[0] == "best" and "24,576" not in lines[-1]
+    assert lines[-1].split("  ")[0] == "best" and "24,576" not in lines[-1]
+    assert main([*KNOWN, *best, "--algorithm", "two-level", "--format", "json"]) == 0
+    assert {plan["algorithm"] for plan in json.loads(capsys.readouterr().out)["plans"]} == {"two-level"}
+
+
+def test_4096_hosts_take_less_than_10_s_and_1_gb() -> None:
+    """16,384 ranks, in a process of its own; its CPU seconds, for other processes may hold it up."""
+    words = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "1,2,4,...,4096", "plan.ppn=4")
+    code = (
+        "import sys, time; from pathlib import Path; from cputrain.cli import main; assert main(sys.argv[1:]) == 0; "
+        "peak = Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0]; "
+        "print(time.process_time(), peak)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    cpu_s, peak_kib = map(float, done.stdout.splitlines()[-1].split())
+    assert cpu_s < 10 and peak_kib < 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -185,7 +267,10 @@ def test_numbers_of_hosts_are_lists_with_a_continuation(text: str, numbers: tupl
     assert numbers_of_hosts(text) == numbers
 
 
-@pytest.mark.parametrize("text", ["", "1,...,4", "4,2,...,8", "a", "1;2", "0", "1,2,...,2", "999999", "-1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "1,...,4", "4,2,...,8", "a", "1;2", "0", "1,2,...,2", "999999", "-1", "2,3,...,200000", "1,2,...,999999"],
+)
 def test_other_lists_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--nodes"):
         numbers_of_hosts(text)
@@ -194,12 +279,21 @@ def test_other_lists_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--machine", "genoa-9654-2s-nps1"), "no training rate of genoa-9654-2s-nps1 .*cputrain bench model"),
-        (("precision=bf16",), "is known in bf16"),
+        (
+            ("--machine", "genoa-9654-2s-nps1"),
+            "no training rate of genoa-9654-2s-nps1 .*cputrain bench model.*known are .*skx-8160-2s",
+        ),
+        (("precision=bf16",), "is known in bf16: .*known are those of cpx-8376h-8s, spr-8480plus-2s"),
         (("--nodes", "5", "batch.global=24576"), "the nearest numbers of hosts are 4 or 6"),
         (("--local-batch", "8", "batch.local=8"), "--local-batch and batch.local=VALUE say the same"),
         (("--batch-limit", "64"), "--batch-limit is for --best"),
+        (("--best", "--format", "svg"), "as text or JSON: remove --format svg"),
+        (("--best", "--watts", "400"), "remove --watts"),
         (("--rate", "1e12"), "out of reach"),
+        (("--rate", "80", "--from", "tf-8160-1"), "--rate and --from both give"),
+        (("--from", "you-7250-16"), "known on skx-8160-2s in float32: tf-8160-1, .*or give a rate with hosts"),
+        (("--from", "80@0x2x32"), "are above 0"),
+        (("--from", "80@1x2"), "as in 6303@64x2x32"),
         (("model.name=torchvision:vgg16",), "its layers are not known"),
     ],
 )
@@ -226,10 +320,28 @@ def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixt
     assert main([*planned]) == 0
     fast = capsys.readouterr().out
     assert re.search(
-        r"\npredicted: 1[67],\d{3} images/s \(1[56],.* to 18,.*\), 8\d % of 256 single hosts; 90 epochs", fast
+        r"\npredicted: 1[67],\d{3} images/s \(1[56],.* to 19,.*\), 8\d % of 256 single hosts; 90 epochs", fast
     )
     assert "one more host" not in fast
     assert main([*planned, "--fabric", "ethernet", "--link-gbit", "1"]) == 0
     assert "warning: one more host would add " in capsys.readouterr().out
+    assert main([*planned, "batch.global=8190"]) == 0
+    assert "no prediction: batch.global=8190 does not divide among 256 hosts of " in capsys.readouterr().out
+    assert main([*planned, "model.name=torchvision:vgg16"]) == 0
+    assert "no prediction: the layers of torchvision:vgg16 are not known to" in capsys.readouterr().out
     assert main(["plan", "resnet50-skx-256node", "--machine", "genoa-9654-2s-nps1", "--nodes", "256"]) == 0
-    assert "predicted" not in capsys.readouterr().out
+    assert "no training rate of genoa-9654-2s-nps1 is known in float32: run `cputrain bench" in capsys.readouterr().out
+
+
+def test_checkpoints_are_counted_as_the_trainer_saves_them() -> None:
+    def saved(*settings: str, steps: int = 400, step_s: float = 1.0) -> int:
+        return checkpoints_saved(load_recipe("imagefolder", ("data.path=x", *settings)), steps, 100, step_s)
+
+    assert saved() == 4, "the last epoch's is the last one"
+    assert saved(steps=350) == 4
+    assert saved("checkpoint.every_epochs=null") == 4, "before each evaluation"
+    assert saved("checkpoint.every_epochs=null", "evaluate.every_epochs=null", "checkpoint.every_minutes=null") == 1
+    assert saved("checkpoint.every_epochs=2", "evaluate.every_epochs=4", "checkpoint.every_minutes=null") == 2
+    assert saved(step_s=7.0) == 4 + 4 * 2, "700 s an epoch: after 300 and 600 s"
+    assert saved("checkpoint.every_epochs=null", "evaluate.every_epochs=null", step_s=1.6) == 1 + 2
+    assert saved("checkpoint.every_steps=50", step_s=7.0) == 8

@@ -1,26 +1,34 @@
 """Measured rates: kept, found, and used by predictions."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from affinity.errors import InputError
+from affinity.planner.records import machine_name, read_records
 from affinity.topology.catalog import find_machine
 from cputrain.cli import main
+from cputrain.measurements import keep, rate_record
 from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.measured import Measurement, find, keep, versions
+from cputrain.simulate.assumptions import CONSTANTS
+from cputrain.simulate.layers import Layer, layers_of
+from cputrain.simulate.links import link_of
+from cputrain.simulate.measured import LayerSeconds, MeasuredTraining, Measurement, find, training_record, unreadable
+from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
+from cputrain.simulate.scaling import model_of, rows_of
 
 MACHINE = "pack:2 core:16 pu:2"
 RECIPE = load_recipe("resnet50-skx-256node")
+COMMAND = "cputrain bench model"
+NEGATIVE = [{"weights": 1, "forward": -1.0, "backward": 1.0}]
 
 
 @pytest.fixture
 def measured() -> Measurement:
-    machine = find_machine(MACHINE)
     return Measurement(
-        model=machine.model,
-        cores=32,
         network="resnet50",
         crop=224,
         precision="float32",
@@ -34,68 +42,132 @@ def measured() -> Measurement:
         images_per_s=100.0,
         low=98.0,
         high=101.0,
-        date="2026-01-02",
-        versions=versions(),
+        layers=(),
     )
 
 
 def test_a_measurement_is_found_for_its_machine_and_precision(measured: Measurement, tmp_path: Path) -> None:
     env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
-    assert find(machine, RECIPE, env) == (None, "")
-    other = replace(measured, network="resnet18", date="2026-02-02")
-    assert keep(measured, env) != keep(other, env)
-    assert find(machine, RECIPE, env) == (measured, "")  # its own network before a newer one
-    assert find(find_machine("pack:2 core:8 pu:2"), RECIPE, env) == (None, "")
-    assert find(machine, load_recipe("resnet50-skx-256node", ("precision=bf16",)), env) == (None, "")
+    assert find(read_records(machine, env), RECIPE) is None
+    other = replace(measured, network="resnet18")
+    kept = [keep(training_record(machine, each, command=COMMAND), env) for each in (measured, other)]
+    assert kept[0] != kept[1]
+    found = find(read_records(machine, env), RECIPE)
+    assert found is not None and found.rate == measured  # its own network before others
+    assert found.source.startswith("resnet50 at 224, measured on 20") and "torch " in found.source
+    assert find(read_records(find_machine("pack:2 core:8 pu:2"), env), RECIPE) is None
+    assert find(read_records(machine, env), load_recipe("resnet50-skx-256node", ("precision=bf16",))) is None
 
 
-def test_a_measurement_with_other_versions_is_named_and_not_used(measured: Measurement, tmp_path: Path) -> None:
-    env = {"CPUTRAIN_CACHE": str(tmp_path)}
-    was = tuple("torch 1.0" if text.startswith("torch") else text for text in measured.versions)
-    keep(replace(measured, versions=was), env)
-    found, note = find(find_machine(MACHINE), RECIPE, env)
-    assert found is None
-    assert note.startswith("the rate measured on 2026-01-02 is not used (torch 1.0, now torch ")
-
-
-def test_the_clock_governor_is_one_of_the_versions(tmp_path: Path) -> None:
-    folder = tmp_path / "sys/devices/system/cpu/cpu0/cpufreq"
-    folder.mkdir(parents=True)
-    (folder / "scaling_governor").write_text("powersave\n")
-    assert versions(tmp_path)[-1] == "clock governor powersave"
+def test_a_measurement_with_other_fields_is_not_used(measured: Measurement, tmp_path: Path) -> None:
+    env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
+    record = training_record(machine, measured, command=COMMAND)
+    values = asdict(measured)
+    wrong = (
+        {},
+        {"workers": "2"},
+        {"images_per_s": 0.0},
+        {"layers": 3},
+        {"layers": [{"weights": 1}]},
+        {"layers": NEGATIVE},
+    )
+    for changes in wrong:
+        keep(replace(record, values={**values, **changes} if changes else {}), env)
+        records = read_records(machine, env)
+        assert find(records, RECIPE) is None
+        (line,) = unreadable(records)
+        assert line.startswith(f"what `{COMMAND}` measured on 20") and line.endswith("than now): run it again")
 
 
 def test_predictions_start_from_the_measured_rate(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CPUTRAIN_CACHE", str(tmp_path))
+    env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
     command = ["simulate", "resnet50-skx-256node", "--machine", MACHINE, "--nodes", "1", "data.path=synthetic"]
     assert main(command) == 2
-    assert "run `cputrain bench model` there" in capsys.readouterr().err
-    keep(measured, {"CPUTRAIN_CACHE": str(tmp_path)})
+    assert "run `cputrain bench model precision=float32` there" in capsys.readouterr().err
+    keep(training_record(machine, measured, command=COMMAND), env)
     settings = ("comm.backend=gloo", "plan.threads=15", "plan.loader_cores=1", "--workers", "2", "--format", "json")
     assert main([*command, *settings]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["rows"][0]["images_per_s"] == pytest.approx(100, rel=1e-3)
-    assert "measured on 2026-01-02" in answer["assumptions"][0]["source"]
+    assert "measured on 20" in answer["assumptions"][0]["source"]
 
 
-@pytest.mark.processes
-def test_bench_model_trains_here_and_keeps_the_rate(
+def test_published_runs_come_before_measurements_of_other_networks(measured: Measurement) -> None:
+    """A measured rate of the network, a published one, a measured rate of another network: in this order."""
+    own = MeasuredTraining(rate=measured, source="own")
+    other = MeasuredTraining(rate=replace(measured, network="resnet18", workers=2, images_per_s=200.0), source="other")
+    tiny = MeasuredTraining(rate=replace(measured, network="lenet", crop=28, images_per_s=1e4), source="tiny")
+    known, unknown = find_machine("skx-8160-2s"), find_machine(MACHINE)
+    assert reference_of(known, RECIPE, measured=own).source == "own"
+    assert reference_of(known, RECIPE, measured=other).source.startswith("SURFsara")
+    assert reference_of(unknown, RECIPE, measured=other).source == "other"
+    with pytest.raises(InputError, match="no training rate of"):
+        reference_of(unknown, RECIPE, measured=tiny)
+
+
+def test_a_noisy_measurement_widens_the_range(measured: Measurement) -> None:
+    machine = find_machine(MACHINE)
+    noisy = MeasuredTraining(rate=replace(measured, low=80.0, high=115.0), source="noisy")
+    reference = reference_of(machine, RECIPE, measured=noisy)
+    assert reference.bounds == (80.0, 115.0)
+    assert replace(reference, spread=(99.0, 101.0)).bounds == pytest.approx((97.0, 103.0))
+    (row,) = rows_of(Scenario(recipe=RECIPE, machine=machine, link=link_of("opa"), reference=reference), (1,))
+    assert row.low < 0.85 * row.images_per_s and row.high > 1.1 * row.images_per_s
+
+
+def test_predictions_use_measured_rates_of_communication_and_tell_of_stale_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CPUTRAIN_CACHE", str(tmp_path))
-    small = (
-        "model.name=lenet",
-        "model.zero_gamma=none",
-        "data.crop=28",
-        "batch.local=4",
-        "comm.backend=gloo",
-        "plan.ppn=1",
+    env, machine = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE)
+    record = rate_record(machine, "all-reduce ccl", (1e9, 0.9e9, 1.1e9), command="cputrain bench comm")
+    path = keep(record, env)
+    assert record.machine == machine_name(machine)
+    command = ["simulate", "resnet50-skx-256node", "--machine", MACHINE, "--nodes", "16", "--rate", "100"]
+    assert main([*command, "--explain"]) == 0
+    said = capsys.readouterr()
+    assert "core_move_bytes_per_s 1e+09 (9e+08 to 1.1e+09): measured on 20" in said.out and not said.err
+    path.write_text(path.read_text().replace('"torch ', '"torch 1.0+'))
+    assert main([*command, "--explain"]) == 0
+    said = capsys.readouterr()
+    assert "core_move_bytes_per_s 3.5e+09" in said.out
+    assert said.err.startswith("what `cputrain bench comm` measured on ") and "is not used (torch 1.0+" in said.err
+
+
+def passes(layers: tuple[Layer, ...]) -> tuple[LayerSeconds, ...]:
+    """Times of the layers with weights: batch-norms take ten times as long as convolutions."""
+    seconds = [0.01 if "conv" in layer.name else 0.1 for layer in layers if layer.weights]
+    weights = [sum(layer.weights) for layer in layers if layer.weights]
+    return tuple(
+        LayerSeconds(weights=count, forward=each, backward=2 * each)
+        for count, each in zip(weights, seconds, strict=True)
     )
-    assert main(["bench", "model", "imagefolder", *small, "--steps", "2"]) == 0
-    assert "lenet at 28 x 28, float32: " in capsys.readouterr().out
-    (path,) = (tmp_path / "rates").glob("*.json")
-    kept = json.loads(path.read_text())
-    assert kept["low"] <= kept["images_per_s"] <= kept["high"] and kept["workers"] == 1
-    assert main(["bench", "model", "imagefolder", *small, "optim.name=nothing"]) == 2
+
+
+def test_a_step_in_time_follows_from_the_measured_times_of_layers(measured: Measurement, tmp_path: Path) -> None:
+    """Images/s stay those measured; the gradients are ready when the layers' times say so, on several hosts too."""
+    env, machine, table = {"CPUTRAIN_CACHE": str(tmp_path)}, find_machine(MACHINE), layers_of(RECIPE)
+    keep(training_record(machine, replace(measured, layers=passes(table)), command=COMMAND), env)
+    found = find(read_records(machine, env), RECIPE)
+    assert found is not None and found.rate.layers == passes(table)
+    recipe = load_recipe("resnet50-skx-256node", ("data.path=synthetic",))
+    scenario = Scenario(
+        recipe=recipe, machine=machine, link=link_of("opa"), reference=reference_of(machine, recipe, measured=found)
+    )
+    plain = replace(scenario, reference=reference_of(machine, recipe, measured=replace(found, rate=measured)))
+    steps = [model_of(each).step(scenario_setup(each, 4)) for each in (scenario, plain)]
+    named = [layer.name for layer in reversed(table)]
+    ratios = []
+    for step in steps:
+        ends = (step.forward_end_s, *step.layer_ends_s)
+        times = dict(zip(named, (after - before for before, after in pairwise(ends)), strict=True))
+        ratios.append(times["layer4.2.bn2"] / times["layer4.2.conv2"])
+    assert ratios[0] == pytest.approx(10, rel=0.1) and ratios[1] < 1
+    assert steps[0].step_s == pytest.approx(steps[1].step_s, rel=0.05)
+    assert steps[0].buckets[0].ready_s != steps[1].buckets[0].ready_s
+    other = replace(scenario, recipe=load_recipe("resnet50-skx-256node", ("model.name=resnet18",)))
+    assert all(layer.slowness == (1.0, 1.0) for layer in scenario_setup(other, 1).layers)  # those of another network
+    assert model_of(scenario, CONSTANTS).images_per_s(scenario.reference.setup) == pytest.approx(100.0, rel=1e-4)

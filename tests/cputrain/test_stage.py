@@ -10,7 +10,7 @@ import torch.distributed as dist
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
 from cputrain.data import staging
-from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.prepare.options import Options
 from cputrain.data.prepare.pack import prepare
 from cputrain.data.staging import copies_folder_name, copy, staged
@@ -25,7 +25,7 @@ HERE = tuple(sorted(os.sched_getaffinity(0)))
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     folder = write_images(tmp_path / "images")
-    prepare(open_folder(folder), tmp_path / "data", Options(kind="imagefolder", source="x", shards=3))
+    prepare(open_dataset(str(folder)), tmp_path / "data", Options(kind="imagefolder", source="x", shards=3))
     return tmp_path / "data"
 
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_staged_is_refused_before(
 ) -> None:
     with (
         pytest.raises(InputError, match=r"copies shards, but data.path has none"),
-        staged(open_folder(tmp_path / "images"), str(tmp_path / "s"), ALONE, HERE),
+        staged(open_dataset(str(tmp_path / "images")), str(tmp_path / "s"), ALONE, HERE),
     ):
         pass
     (tmp_path / "file").write_text("")
@@ -91,6 +91,7 @@ def test_what_cannot_be_staged_is_refused_before(
         pass
 
 
+@pytest.mark.long
 def test_a_training_stages_augments_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
     settings = (
         f"data.path={data}",

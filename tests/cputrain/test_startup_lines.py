@@ -32,15 +32,17 @@ def output(
 
 
 def test_where_all_is_fast_there_is_one_line() -> None:
-    assert output("ccl", "every rank can use oneCCL", "libjpeg-turbo: /lib/libturbojpeg.so", "tcmalloc") == [
-        "backend ccl, engine native, decoder libjpeg-turbo, allocator tcmalloc"
-    ]
+    why = "over MPI (measured: 25 MiB all-reduce 10.8 ms over MPI, 38.9 ms over libfabric)"
+    rest = "engine native, decoder libjpeg-turbo, allocator tcmalloc"
+    turbo = "libjpeg-turbo: /lib/libturbojpeg.so"
+    assert output("ccl", why, turbo, "tcmalloc") == [f"backend ccl {why}, {rest}"]
+    assert output("ccl", why, turbo, "tcmalloc", ranks=1) == [f"backend ccl, {rest}"]
 
 
 def test_what_would_be_faster_is_said_with_how_to_get_it() -> None:
     first, ccl, engine, turbo, allocator = output("gloo", NO_CCL, NO_TURBO, "glibc", engine=("eager", NO_COMPILER))
     assert first == "backend gloo, engine eager, decoder Pillow, allocator glibc"
-    assert ccl == f"faster: oneCCL (all-reduces of 25 MiB 1.4-3.2 times as fast): {NO_CCL}"
+    assert ccl == f"faster: oneCCL (all-reduces of 25 MiB up to 3.2 times as fast): {NO_CCL}"
     assert engine.startswith("faster: native kernels (") and engine.endswith(NO_COMPILER)
     assert turbo.endswith("CPU-second): it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'")
     assert "libtcmalloc-minimal4" in allocator

@@ -12,11 +12,13 @@ from cputrain.optim.schedules import lr_at, scheduled_lr
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.phases import EpochSettings, settings_at
 from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
-from cputrain.training.engine import EAGER, autocast, bf16_speedup, prepare_model
+from cputrain.training.engine import autocast, bf16_speedup, choose_engine, prepare_model
 from cputrain.training.metrics import EpochMetrics, StepResult
 from cputrain.training.state import TrainState
 from cputrain.training.step import StepSettings, train_step
+from cputrain.training.task import recipe_task
 
+EAGER = choose_engine("eager", "float32", {})
 IMAGES, CLASSES, RATE = 6, 4, 0.5
 NUMBERS = TrainingSizes(
     global_batch=IMAGES,
@@ -72,7 +74,7 @@ def normalized(images: Tensor) -> Tensor:
 
 def step(state: TrainState, recipe: Recipe) -> StepResult:
     settings = StepSettings(images=IMAGES, passes=1, lr=RATE, weight_decay=recipe.optim.weight_decay)
-    return train_step(state, iter([batch()]), settings, recipe, normalized)
+    return train_step(state, iter([batch()]), settings, recipe, recipe_task(recipe, CLASSES, None, normalized))
 
 
 def plain(smoothing: float = 0.0) -> tuple[Plain, Tensor]:

@@ -1,5 +1,6 @@
 """The store of a job's ranks: on one address only, and its control keys signed."""
 
+import os
 import subprocess
 import sys
 import time
@@ -14,9 +15,25 @@ from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.runs.events import read_events
+from mpi.supervise.connection import TOKEN_VARIABLE
 from mpi.supervise.local import free_port
 from tests.support.images import write_images
 
+JOIN = """
+import os, sys
+from datetime import timedelta
+from affinity.errors import RunError
+from affinity.ranks.rank import Rank
+from cputrain.comm.store import connect_store
+rank = Rank(rank=int(sys.argv[1]), world_size=2, local_rank=int(sys.argv[1]), local_world_size=2, convention="env")
+try:
+    store = connect_store(rank, os.environ, timedelta(seconds=float(sys.argv[2])))
+    print("joined", flush=True)
+except RunError as error:
+    print(error, flush=True)
+else:
+    sys.stdin.read()
+"""
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 WORKERS = min(2, len(this_machine().allowed_cores))
 
@@ -44,6 +61,40 @@ def test_a_taken_port_is_named() -> None:
     del first
 
 
+def start_rank(rank: int, token: str, port: int, seconds: float) -> "subprocess.Popen[str]":
+    env = {**os.environ, TOKEN_VARIABLE: token, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    argv = (sys.executable, "-c", JOIN, str(rank), str(seconds))
+    return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_rank_at_another_job_s_port_waits_for_its_own_job_and_names_the_port_in_the_end() -> None:
+    port = free_port()
+    with start_rank(0, "a", port, 240) as other:
+        assert other.stdout is not None and other.stdout.readline() == "joined\n"
+        with start_rank(1, "b", port, 5) as hasty:
+            line = f"127.0.0.1:{port} serves another job's store: set MASTER_PORT to a free one\n"
+            assert hasty.communicate(timeout=240)[0] == line
+        with start_rank(1, "b", port, 240) as patient:
+            time.sleep(4)
+            other.communicate("", timeout=240)  # it ends
+            with start_rank(0, "b", port, 240) as own:
+                assert own.stdout is not None and own.stdout.readline() == "joined\n"
+                assert patient.stdout is not None and patient.stdout.readline() == "joined\n"
+                patient.communicate("", timeout=240)
+                own.communicate("", timeout=240)
+
+
+def test_a_value_that_another_job_has_set_is_an_error_where_it_is_awaited() -> None:
+    store = HashStore()
+    SignedKeys(store, "a").set("facts", "x")
+    with pytest.raises(RunError, match="the job's store has another job's facts: set MASTER_PORT to a free one"):
+        SignedKeys(store, "b").read("facts")
+    assert SignedKeys(store, "a").read("facts") == "x"
+    SignedKeys(store, "a").set("start/problem", "x")
+    with pytest.raises(RunError, match="another job's start/problem"):
+        SignedKeys(store, "b").problem_of_any("start", "", ALONE)
+
+
 def test_a_key_is_read_only_where_the_job_s_token_signed_it() -> None:
     store = HashStore()
     ours, stranger = SignedKeys(store, "token"), SignedKeys(store, "guess")
@@ -60,6 +111,7 @@ def test_a_key_is_read_only_where_the_job_s_token_signed_it() -> None:
     assert SignedKeys(store, "token").get("last_step") == "17"
 
 
+@pytest.mark.long
 def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) -> None:
     """A real training on this host: all its processes listen on loopback, and a foreign last step is ignored."""
     write_images(tmp_path / "images", train=24, val=3)

@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.formats.open import open_dataset, open_folder
+from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards, crc32c
 from cputrain.data.formats.survey import survey
 from cputrain.data.formats.tfrecord import masked
@@ -202,7 +202,7 @@ def test_tfrecords_of_ours_are_what_tensorflow_s_scripts_write(tmp_path: Path) -
 def test_tfrecords_of_ours_are_shuffled_as_our_archives_are_and_opened_by_index_or_without(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
     for form in ("tar", "tfrecord"):
-        prepare(open_folder(folder), tmp_path / form, options(folder, shards=2, seed=3, format=form))
+        prepare(open_dataset(str(folder)), tmp_path / form, options(folder, shards=2, seed=3, format=form))
     archives, records = (open_dataset(str(tmp_path / form)) for form in ("tar", "tfrecord"))
     assert isinstance(records.train, Shards), "with the manifest no record has to be looked for"
     (tmp_path / "tfrecord/manifest.json").unlink()
@@ -219,7 +219,7 @@ def test_tfrecords_of_ours_are_shuffled_as_our_archives_are_and_opened_by_index_
 
 def test_every_damaged_byte_of_a_record_is_named(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images")
-    prepare(open_folder(folder), tmp_path / "out", options(folder, format="tfrecord"))
+    prepare(open_dataset(str(folder)), tmp_path / "out", options(folder, format="tfrecord"))
     images = Shards(tmp_path / "out", "train")
     offsets = [int(offset) for offset in images.index["offset"]]
     ends = [int(row["offset"]) + int(row["length"]) + 4 for row in images.index]
@@ -259,4 +259,4 @@ def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_
     top5 = 100 * float((logits.topk(5).indices == labels[:, None]).any(1).float().mean())
     assert (end["test_top1"], end["test_top5"]) == (pytest.approx(top1), pytest.approx(top5))
     assert f"test top-1           {top1:.2f} %" in result.stdout and "(90 images, each once, with the" in result.stdout
-    assert f"<td>test top-1</td><td>{top1:.2f} %</td>" in (tmp_path / "run/report.html").read_text()
+    assert f"<dt>test top-1</dt><dd>{top1:.2f} %</dd>" in (tmp_path / "run/report.html").read_text()

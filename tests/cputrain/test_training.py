@@ -1,9 +1,11 @@
 """Whole trainings with two real workers, small: folders, resumption, damaged images, every shipped recipe."""
 
+import csv
 import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +24,47 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def names_what_it_uses(printed: str, run: Path) -> None:
+    """Backend, engine, decoder and allocator, before the first epoch, as environment.json has them."""
+    expected = [line for line in printed.splitlines() if line.startswith(("backend ", "faster: "))]
+    environment = json.loads((run / "environment.json").read_text())
+    decoder = environment["decoder"].partition(":")[0]
+    in_use = {name: environment[name] for name in ("backend", "engine")} | {"decoder": decoder}
+    in_use["allocator"] = environment["allocator"]
+    if in_use["backend"] == "ccl":
+        in_use["backend"] += f" {environment['backend_why']}"
+    assert expected[0] == ", ".join(f"{name} {value}" for name, value in in_use.items())
+    assert printed.index(expected[-1]) < printed.index("epoch 1/2")
+
+
+def records_every_step(events: list[dict[str, Any]], run: Path) -> None:
+    """Steps, epochs, ranks and bindings in the events; all of it, and the use of resources, in the report."""
+    kinds = [event["event"] for event in events]
+    steps = [event for event in events if event["event"] == "step"]
+    assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("epoch") == 2
+    assert len(steps) == 2 * (27 // (6 * PPN))
+    assert all({"loss", "rate", "images_per_s", "data_wait_s", "comm_wait_s"} <= step.keys() for step in steps)
+    bindings = events[0]["bindings"]
+    assert [b["pus"] for b in bindings] == [b["planned_pus"] for b in bindings] and len(bindings) == PPN
+    assert events[-1]["steps"] == len(steps) and events[-1]["status"] == "done"
+    html = (run / "report.html").read_text()
+    drawn = {name for name in ("loss", "accuracy", "rate", "throughput", "parts", "cpu") if f'"chart-{name}"' in html}
+    assert len(drawn) == 6 and "where the plan wants them" in html and "No resource use was recorded" not in html
+    of_ranks = [event for event in events if event["event"] == "ranks"]
+    assert sum(event["steps"] for event in of_ranks) == len(steps)
+    assert {len(event[name]) for event in of_ranks for name in ("seconds", "data_wait_s", "comm_wait_s")} == {PPN}
+    usage = read_usage(run)
+    assert usage is not None and [*usage.workers] == [*usage.planned] == [*range(PPN)] and len(usage.hosts) == 1
+    assert all(plan.memory_bytes for plan in usage.planned.values())
+
+
 def test_a_training_from_start_to_report(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, cwd=place)
     assert result.returncode == 0, result.stderr
     assert "epoch 2/2  loss " in result.stdout
-    expected = [line for line in result.stdout.splitlines() if line.startswith(("backend ", "faster: "))]
-    environment = json.loads((place / "run/environment.json").read_text())
-    decoder = environment["decoder"].partition(":")[0]
-    in_use = {name: environment[name] for name in ("backend", "engine")} | {"decoder": decoder}
-    in_use["allocator"] = environment["allocator"]
-    assert expected[0] == ", ".join(f"{name} {value}" for name, value in in_use.items())
-    assert result.stdout.index(expected[-1]) < result.stdout.index("epoch 1/2")
+    names_what_it_uses(result.stdout, place / "run")
     for printed in (
+        "ready after ",
         "total training time",
         "time to train",
         "top-1",
@@ -46,6 +77,7 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     run = place / "run"
     assert {path.name for path in run.iterdir()} == {
         *(
+            ".cputrain-lock",
             ".cputrain-run",
             "recipe.yaml",
             "plan.json",
@@ -59,29 +91,24 @@ def test_a_training_from_start_to_report(place: Path) -> None:
     }
     assert len(list((run / "logs").iterdir())) == PPN
     events = read_events(run)
-    kinds = [event["event"] for event in events]
-    steps = [event for event in events if event["event"] == "step"]
-    assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("epoch") == 2
-    assert len(steps) == 2 * (27 // (6 * PPN))
-    assert all({"loss", "rate", "images_per_s", "data_wait_s", "comm_wait_s"} <= step.keys() for step in steps)
-    bindings = events[0]["bindings"]
-    assert [b["pus"] for b in bindings] == [b["planned_pus"] for b in bindings] and len(bindings) == PPN
-    assert events[-1]["steps"] == len(steps) and events[-1]["status"] == "done"
-    html = (run / "report.html").read_text()
-    assert html.count("<svg") == 5 and "No resource use was recorded" not in html
-    usage = read_usage(run)
-    assert usage is not None and [*usage.workers] == [*usage.planned] == [*range(PPN)] and len(usage.hosts) == 1
-    assert all(plan.memory_bytes for plan in usage.planned.values())
+    records_every_step(events, run)
 
     assert "add --resume or --overwrite" in refused(cputrain("train", "imagefolder", *SMALL, cwd=place))
     expected = refused(cputrain("train", "imagefolder", *SMALL, "epochs=3", cwd=place))
     assert "a run of another recipe (epochs: 2 -> 3)" in expected
-    evaluated = cputrain("eval", "run/recipe.yaml", "--checkpoint", "run/checkpoints/best", cwd=place)
+    named = ("--checkpoint", "run/checkpoints/best", "--report", "mistakes.html")
+    evaluated = cputrain("eval", "run/recipe.yaml", *named, cwd=place)
     assert evaluated.returncode == 0, evaluated.stderr
     best = max(event["val_top1"] for event in events if event["event"] == "epoch")
     assert f"top-1 {best:.2f} %" in evaluated.stdout and "21 images" in evaluated.stdout
+    assert "Hardest: " in evaluated.stdout and "Confusion matrix" in (place / "mistakes.html").read_text()
+    with (place / "mistakes.csv").open() as file:
+        guesses = list(csv.DictReader(file))
+    right = sum(row["label"] == row["predicted"] for row in guesses)
+    assert len(guesses) == 21 and 100 * right / 21 == pytest.approx(best), "each image once, over all ranks"
 
 
+@pytest.mark.long
 def test_ranks_train_on_the_batches_that_their_plan_balances(place: Path) -> None:
     balanced = ("imagefolder", *SMALL, "plan.balance=batch", "plan.ppn=1")
     plan = plan_of(place, *balanced)
@@ -94,7 +121,8 @@ def test_ranks_train_on_the_batches_that_their_plan_balances(place: Path) -> Non
     assert events[-1]["images"] == 2 * (27 // 12) * 12
     plan["workers"][1]["local_batch"] = 5
     ranks = ranks_by_hand(place, plan, "train", *balanced)
-    assert all("local batches (8, 5) are not 6 on average" in refused(rank) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert all("local batches (8, 5) are not 6 on average" in rank.stderr.splitlines()[-1] for rank in ranks)
 
 
 def test_a_damaged_image_is_named_counted_and_skipped(place: Path) -> None:
@@ -135,6 +163,7 @@ def test_accumulation_trains_on_the_same_images(place: Path) -> None:
     assert end["images"] == 2 * (27 // (6 * PPN)) * 6 * PPN
 
 
+@pytest.mark.long
 def test_shards_are_read_in_blocks(place: Path) -> None:
     assert cputrain("prepare", "imagefolder", "images", "packed", cwd=place).returncode == 0
     blocks = (*SMALL, "data.path=packed", "data.block_mib=0.01", "data.on_error=raise")
@@ -148,6 +177,7 @@ def test_shards_are_read_in_blocks(place: Path) -> None:
 CROPS = {"alexnet-bn": 64, "lenet": 28, "mnist-cnn": 28, "linear": 28}
 
 
+@pytest.mark.long
 def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     """Two steps of each at a reduced size, evaluation, checkpoint and report included."""
     import torch
@@ -176,6 +206,7 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
         assert all(math.isfinite(event["loss"]) for event in events if event["event"] == "step"), name
 
 
+@pytest.mark.long
 def test_a_compiled_network_trains_as_an_eager_one_does(place: Path) -> None:
     lenet = ("imagefolder", *SMALL, "model.name=lenet", "model.zero_gamma=none", "data.crop=28")
     result = trained(place, 1, *((*lenet, f"engine={engine}", f"output={engine}") for engine in ("native", "compile")))

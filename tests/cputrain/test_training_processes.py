@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,8 +43,16 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
-@pytest.mark.parametrize("backend", ["ccl", "gloo"])
-def test_a_killed_rank_ends_the_training_and_is_named(place: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "by", "expected"),
+    [
+        ("ccl", signal.SIGKILL, "rank 1 on {} was ended by SIGKILL; log run/logs/rank-1.log"),
+        ("gloo", signal.SIGSTOP, "rank 1 on {} has been stopped for "),
+    ],
+)
+def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
+    place: Path, backend: str, by: signal.Signals, expected: str
+) -> None:
     argv = [sys.executable, "-m", "cputrain", "train", "imagefolder", *SMALL, "epochs=500", f"comm.backend={backend}"]
     process = subprocess.Popen(argv, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     events = place / "run/events.jsonl"
@@ -58,11 +68,13 @@ def test_a_killed_rank_ends_the_training_and_is_named(place: Path, backend: str)
     }
     victim = next(pid for pid, env in ranks.items() if env.get("RANK") == "1")
     killed = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, by)
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 30
+    assert time.monotonic() - killed < 60  # 15 on a machine that is not busy
     assert process.returncode == 1
-    assert "rank 1 on" in err and "was ended by SIGKILL" in err and "rank-1.log" in err
+    # Rank 0 may have time to print its own message, of a lost connection, before the launcher ends it.
+    headline = next(line for line in err.splitlines() if re.match("cputrain: (?!rank 0)", line))
+    assert headline.startswith(f"cputrain: {expected.format(socket.gethostname())}"), err
     assert "Traceback" not in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
@@ -78,6 +90,7 @@ def test_a_third_party_script_runs_bound_as_it_is(tmp_path: Path) -> None:
         assert printed in result.stdout
 
 
+@pytest.mark.long
 def test_torchrun_can_start_the_trainer(place: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PPN}", "-m", "cputrain")
     argv = [sys.executable, *launcher, "train", "imagefolder", *SMALL]
@@ -149,6 +162,7 @@ def test_loader_processes_of_a_script_have_the_worker_s_pus(tmp_path: Path) -> N
         assert f"loaders {[where, where]}" in cputrain(*command, cwd=tmp_path).stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["gloo", "ccl"])
 def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str) -> None:
     cores, ppn = len(this_machine().allowed_cores), len(this_machine().allowed_cores) + 1
@@ -164,6 +178,7 @@ def test_more_workers_than_cores_train_with_a_warning(place: Path, backend: str)
     assert start["backend"] == backend
 
 
+@pytest.mark.long
 @pytest.mark.skipif(PPN < 2, reason="needs two cores")
 def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     result = cputrain("train", "imagefolder", *SMALL, "plan.ppn=1", "epochs=1", cwd=place)
@@ -177,14 +192,15 @@ def test_one_worker_of_several_threads_trains_pinned(place: Path) -> None:
     assert evaluated.returncode == 0 and "21 images, each once" in evaluated.stdout, evaluated.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
 def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
     place: Path, number: signal.Signals, status: int
 ) -> None:
     """The losses of the interrupted training, step by step, are those of one that was left alone. Checkpoints are
     saved all the time beside it."""
-    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=10")
-    lenet = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "epochs=10", "comm.backend=gloo")
+    often = ("checkpoint.every_minutes=0.0001", "checkpoint.every_epochs=null", "evaluate.every_epochs=30")
+    lenet = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "epochs=30", "comm.backend=gloo")
     arguments = ("train", "imagefolder", *SMALL, *lenet, *often)
     alone = cputrain(*arguments, "output=alone", cwd=place)
     assert alone.returncode == 0, alone.stderr
@@ -197,7 +213,7 @@ def test_a_signal_stops_all_ranks_after_a_step_and_resuming_loses_nothing(
         time.sleep(0.01)
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
-    assert process.returncode == status and "stopped by SIGUSR1" in out, err
+    assert process.returncode == status and "stopped by a signal" in out, err
     assert ("SIGTERM: 2 workers save and stop after the next step" in err) == (status > 0) or PPN < 2
     end = read_events(place / "run")[-1]
     assert end["status"] == "stopped" and 0 < end["steps"] < read_events(place / "alone")[-1]["steps"]

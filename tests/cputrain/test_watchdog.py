@@ -10,8 +10,8 @@ from pathlib import Path
 
 from affinity.ranks.rank import Rank, rendezvous
 from cputrain.comm.heartbeats import (
-    Heartbeat,
     LastHeartbeat,
+    StoreHeartbeat,
     absent_ranks,
     is_scheduled,
     place_of_this_process,
@@ -35,6 +35,20 @@ Watchdog(
 )
 never.wait()
 """
+KEPT = """
+import ctypes, json, os
+from torch.distributed import HashStore
+from cputrain.comm.ccl.build import ensure_built, load
+from cputrain.comm.ccl.libraries import find_libraries
+store = HashStore()
+loaded = load(ensure_built(find_libraries(os.environ), os.environ))
+loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1)
+count = lambda: json.loads(store.get("beat").decode().partition(" ")[2])["count"]
+before = count()
+ctypes.PyDLL(None).sleep(3)  # without giving up Python's lock
+os.write(1, f"{count() - before}".encode())
+os._exit(0)
+"""
 AT_THE_END = """
 import os, signal
 from affinity.planner.plan import Request, plan_machine
@@ -54,7 +68,7 @@ with convert_lost_peer_errors(rank.rank):
 
 def last(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> LastHeartbeat:
     place = {"host": "n1", "kernel": "k1", "pid": 1, "started": 0, "native": True}
-    heartbeat = Heartbeat(**place, count=1, waits_in=waits_in, sequence=sequence, left=left)
+    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, sequence=sequence, left=left)
     return LastHeartbeat(heartbeat=heartbeat, at=at)
 
 
@@ -75,7 +89,7 @@ def test_a_rank_that_lives_here_has_all_of_the_timeout_and_a_stopped_or_unseen_o
     assert silence_limit(here, here.kernel, 60.0) == 60.0
     assert silence_limit(here, "another kernel", 60.0) == 60.0  # its beats may wait for Python
     assert silence_limit(replace(here, native=True), "another kernel", 60.0) == 15.0
-    assert silence_limit(replace(here, started=here.started - 1), here.kernel, 60.0) == 15.0  # its PID went to another
+    assert silence_limit(replace(here, started=here.started - 1), here.kernel, 60.0) == 6.0  # its PID went to another
     with subprocess.Popen(["sleep", "60"]) as process:
         text = Path(f"/proc/{process.pid}/stat").read_text()
         started = int(text.rpartition(")")[2].split()[19])
@@ -106,6 +120,12 @@ def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
         done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
         "its timeout was 12 s ago, and the backend does not return\n"
     )
+
+
+def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5
 
 
 def test_a_rank_lost_at_the_end_of_a_gloo_job_ends_the_other() -> None:

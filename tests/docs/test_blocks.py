@@ -24,6 +24,7 @@ TAGS = {
     "json": "",
     "yaml": "",
 }
+LONG = ("docs/guides/training.md", "docs/guides/reports.md")  # their trainings take half a minute each
 HANGS_S = 1800.0  # for all blocks of a page; the first training also compiles the oneCCL backend
 THEIRS = """
 import torch
@@ -47,7 +48,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(block.tag == "sh" for block in blocks(page))], ids=name_of
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] if name_of(page) in LONG else [])
+        for page in PAGES
+        if any(block.tag == "sh" for block in blocks(page))
+    ],
+    ids=name_of,
 )
 def test_the_shell_blocks_of_a_page_run(page: Path, place: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"

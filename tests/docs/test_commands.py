@@ -15,9 +15,14 @@ from tests.support.markdown import PAGES, ROOT, commands, inline, name_of, prose
 
 # Options of other programs that the pages mention.
 FOREIGN = {
+    "--nnodes",
+    "--nproc-per-node",
+    "--batch",
+    "--batch-size",
     "--account",
     "--bind-to",
     "--constraint",
+    "--crop",
     "--cpu-bind",
     "--cpuset-cpus",
     "--durations",
@@ -29,6 +34,8 @@ FOREIGN = {
     "--group-add",
     "--ipc",
     "--job-name",
+    "--logdir",
+    "--max-restarts",
     "--mail-type",
     "--mail-user",
     "--mem",
@@ -40,6 +47,7 @@ FOREIGN = {
     "--pid",
     "--pty",
     "--torch-backend",
+    "--untagged",
     "--update-golden",
     "--user",
     "--userns",
@@ -62,11 +70,11 @@ def in_prose() -> set[tuple[str, tuple[str, ...]]]:
 def parse(words: list[str]) -> None:
     """Parse the words behind `cputrain` as the command line does, which raises its errors."""
     command: click.Command = group
-    while isinstance(command, click.Group) and words:
-        found = command.get_command(click.Context(command), words[0])
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        _, found, words = command.resolve_command(click.Context(command), words)
         assert found is not None, words
-        command, words = found, words[1:]
-    if not isinstance(command, click.Group):
+        command = found
+    if words or not isinstance(command, click.Group):
         with command.make_context(command.name, [PLACEHOLDERS.get(word, word) for word in words]):
             pass
 

@@ -3,11 +3,14 @@
 CPUTRAIN_FUZZ is the number of inputs for each reader; `make fuzz` sets 10,000 and tries new ones each time.
 """
 
+import gzip
 import json
 import os
 import random
+import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, read_plan, worker_from_dict
+from affinity.planner.records import measured_of, parse_record
 from affinity.planner.runtime import Runtime
 from affinity.ranks.rank import discover
 from affinity.topology.archive import tree_root, unpacked
@@ -27,23 +31,28 @@ from affinity.topology.sysfs import read_machine
 from cputrain.checkpoints.manifest import MANIFEST, read_manifest
 from cputrain.checkpoints.tensors import read_tensors, write_tensors
 from cputrain.data.formats import manifest as shards
+from cputrain.data.formats.idx import read_idx
 from cputrain.jobs.script import parse_array
+from cputrain.other_launchers.ours import translated
+from cputrain.other_launchers.read import read as read_line
+from cputrain.other_launchers.read import words_of
 from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
 from cputrain.report.usage import read_usage
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.events import damaged_lines, read_events, time_spent
+from cputrain.runs.events import read_events, read_log, time_spent
 from cputrain.runs.folder import finished
 from cputrain.sweep.clock import parse_clock
 from mpi.hosts.hostfile import allocated_hosts, parse_hosts
 from mpi.hosts.nodelist import expand
+from tests.support.machines import build_machine
 
-REQUESTED = os.environ.get("CPUTRAIN_FUZZ")
-COUNT = int(REQUESTED or "500")
+IN_TESTS = 500
+COUNT = int(os.environ.get("CPUTRAIN_FUZZ", IN_TESTS))
 LIMIT_S = 2.0
 MACHINES = Path(__file__).parents[1] / "machines"
 fuzzed = settings(
     max_examples=COUNT,
-    derandomize=REQUESTED is None,  # `make test` tries the same inputs each time, `make fuzz` new ones
+    derandomize=COUNT <= IN_TESTS,  # `make test` tries the same inputs each time, `make fuzz` new ones
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -225,6 +234,20 @@ def test_manifests_of_checkpoints(text: str, tmp_path: Path) -> None:
     read(lambda: read_manifest(tmp_path))
 
 
+RATE = {"value": 1.0, "low": 0.5, "high": 2.0}
+PLANNED = {"ppn": 2, "comm_cores": 0, "loader_cores": 1, "allocator": "glibc", "why": "measured: faster"}
+MEASURED = {"name": "x", "machine": "m", "versions": ["a 1"], "date": "2026-01-02", "command": "c", "format": 1}
+RECORDS = tuple(json.dumps({**MEASURED, "kind": k, "values": v}) for k, v in (("rate", RATE), ("tuned", PLANNED)))
+
+
+@fuzzed
+@given(text=edited(RECORDS) | json_edits(RECORDS[0]) | json_edits(RECORDS[1]))
+def test_measurements(text: str) -> None:
+    with suppress(ValueError, RecursionError):  # read_records tells of these in a line
+        record = parse_record(text)
+        plan_machine(build_machine(2, 1, 16, 2), Request(nodes=2), measured=measured_of([record]))
+
+
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     import torch
@@ -256,7 +279,7 @@ EVENT_LINES = "\n".join(
 @given(text=edited((EVENT_LINES + "\n",)))
 def test_events(text: str, tmp_path: Path) -> None:
     write(tmp_path / EVENTS, text)
-    read(lambda: (read_events(tmp_path), time_spent(tmp_path), damaged_lines(tmp_path), finished(tmp_path, 1)))
+    read(lambda: (read_events(tmp_path), time_spent(tmp_path), read_log(tmp_path), finished(tmp_path, 1)))
 
 
 USE = {"time": 1.0, "seconds": 1.0, "host": "n1", "cpu_s": 1.0, "rss_bytes": 1, "processes": 1}
@@ -303,6 +326,34 @@ def test_variables_of_launchers_and_schedulers(env: dict[str, str]) -> None:
 @given(text=edited(("01:30:00", "2-00:00:00", "99-99:59:59", "\u0660\u0661:\u0660\u0660:\u0660\u0660")))
 def test_time_limits(text: str) -> None:
     read(lambda: parse_clock(text))
+
+
+IDX = struct.pack(">HBBIII", 0, 8, 3, 2, 3, 4) + bytes(range(24))
+
+
+@fuzzed
+@given(data=damaged(IDX) | damaged(gzip.compress(IDX)) | damaged(IDX).map(gzip.compress))
+def test_mnist_s_files(data: bytes, tmp_path: Path) -> None:
+    for name in ("images", "images.gz"):
+        (tmp_path / name).write_bytes(data)
+        read(lambda name=name: read_idx(tmp_path / name, 3))
+
+
+LAUNCHES = (
+    "ipexrun --nnodes 2 --nprocs-per-node 2 --ccl-worker-count 4 --hostfile hosts train.py --epochs 3",
+    "torchrun --nproc-per-node=4 --rdzv-endpoint n1:29500 -m train",
+    "mpirun -np 4 -ppn 2 -genv OMP_NUM_THREADS=4 -hosts n1,n2 python train.py",
+    "mpirun -n 4 --map-by ppr:2:socket:pe=4 --bind-to core -x A -x B=1 python train.py",
+    "horovodrun -np 8 -H n1:4,n2:4 python train.py",
+    "srun -lN2-4 -t10:00 -w ./hosts --export=ALL,A=b,OMP_NUM_THREADS=4 --hint=nomultithread python train.py",
+    "accelerate launch --cpu --num_machines 2 --num_processes 4 train.py",
+)
+
+
+@fuzzed
+@given(text=edited(LAUNCHES))
+def test_command_lines_of_other_launchers(text: str) -> None:
+    read(lambda: translated(read_line(words_of(text), None), cores=4, hosts_in=lambda _: None))
 
 
 SYNTHETIC = (

@@ -19,7 +19,9 @@ from cputrain.launch.command import new_folder
 from cputrain.runs.folder import write_plan
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.job import Job
+from mpi.supervise.connection import TOKEN_VARIABLE
 from mpi.supervise.local import run_local
+from mpi.supervise.monitor import Monitor
 from tests.support.commands import cputrain
 
 pytestmark = pytest.mark.processes
@@ -58,14 +60,15 @@ def test_workers_see_their_ranks_and_are_logged(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     code = (
         "import os, sys; e = os.environ; "
-        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], sorted(os.sched_getaffinity(0))); "
+        "print(e['RANK'], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], e['NODE_RANK'], e['GROUP_RANK'], "
+        "sorted(os.sched_getaffinity(0))); "
         "print('to stderr', file=sys.stderr)"
     )
     planned = job(tmp_path, code)
     assert run_local(planned, os.environ, out, err) == 0
     for worker in planned.plan.workers:
         rank = worker.local_rank
-        line = f"{rank} {rank} {WORKERS} {WORKERS} {list(worker.pus)}"
+        line = f"{rank} {rank} {WORKERS} {WORKERS} 0 0 {list(worker.pus)}"
         assert f"[{rank}] {line}" in out.getvalue()
         log = (tmp_path / f"logs/rank-{rank}.log").read_text()
         assert line in log and "to stderr" in log
@@ -120,7 +123,7 @@ def test_a_dying_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ exited with status 7; log \S+rank-1.log") as failure:
         run_local(job(tmp_path, code), os.environ, io.StringIO(), io.StringIO())
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 240  # the other ranks sleep for 300
     assert "| the reason" in str(failure.value)
     assert all(has_ended(pid) for pid in children(tmp_path)) and len(children(tmp_path)) == 2
 
@@ -132,7 +135,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_stubborn_peers_end_too(tmp_p
     started = time.monotonic()
     with pytest.raises(RunError, match=r"rank 1 on \S+ was ended by SIGKILL"):
         run_local(job(tmp_path, code), os.environ, io.StringIO(), io.StringIO())
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 240  # the other ranks sleep for 300
 
 
 def test_ranks_that_refuse_their_input_make_status_2(tmp_path: Path) -> None:
@@ -164,16 +167,55 @@ def test_a_signal_stops_everything(tmp_path: Path, number: signal.Signals) -> No
     assert started and all(has_ended(pid) for pid in started)
 
 
-def test_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", sys.executable, "-c"]
-    print_pid = "import os, time; print('child', os.getpid(), flush=True); time.sleep(300)"
-    process = subprocess.Popen([*argv, print_pid], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline().split()[-1]) for _ in range(WORKERS)]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+# A rank as shells start it, its child, and one that has left its session; each prints its number.
+FAMILY = "echo child $$; sh -c 'echo child $$; sleep 300; :' & setsid sh -c 'echo child $$; sleep 300; :' & wait; :"
+
+
+def wait_until_ended(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and not all(has_ended(pid) for pid in pids):
         time.sleep(0.05)
     assert all(has_ended(pid) for pid in pids)
+
+
+def test_a_killed_launcher_takes_its_workers_and_their_children_along(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "cputrain", "launch", "--output", "out", "--", "sh", "-c", FAMILY]
+    process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(3 * WORKERS)]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_ended(pids)
     process.stdout.close()
+
+
+def test_a_killed_agent_takes_its_rank_and_its_children_along(tmp_path: Path) -> None:
+    monitor = Monitor("secret", ("h0",))
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
+    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "logs"))
+    argv = (sys.executable, "-m", "mpi.supervise.agent", *report, "--", "sh", "-c", FAMILY)
+    process = subprocess.Popen(argv, env={**os.environ, **world}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    deadline = time.monotonic() + 20
+    while not monitor.ranks and time.monotonic() < deadline:  # the rank starts when its Hello is answered
+        monitor.poll(0.05)
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(3)]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_ended(pids)
+    process.stdout.close()
+    monitor.close()
+
+
+def test_what_a_finished_rank_has_put_into_a_session_of_its_own_goes_on(tmp_path: Path) -> None:
+    """A program that uploads results, say; it ends with a job that fails."""
+    for status in (0, 3):
+        started = f"setsid sh -c 'echo child $$; exec sleep 300' > child{status} 2>&1"
+        code = f"{started} & until [ -s child{status} ]; do sleep 0.1; done; exit {status}"
+        argv = [sys.executable, "-m", "cputrain", "launch", "--ppn", "1", "--output", f"out{status}", "--", "sh", "-c"]
+        done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == bool(status)
+        pid = int((tmp_path / f"child{status}").read_text().split()[1])
+        assert has_ended(pid) == bool(status)
+        if not status:
+            os.kill(pid, signal.SIGKILL)

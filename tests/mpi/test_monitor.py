@@ -1,5 +1,6 @@
 """Heartbeats: silence, stops, strangers, and a job of many ranks."""
 
+import math
 import os
 import socket
 import subprocess
@@ -11,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, Stop
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Stop
 from mpi.supervise.monitor import Monitor
+from mpi.supervise.stalls import describe_stopped, stopped_rank
 
 RANKS = 2000
 
 
 def agent(monitor: Monitor, rank: int, token: str = "secret", host: str | None = None) -> Connection:
-    connection = connect(f"127.0.0.1:{monitor.port}", token, (Answer, Stop, Preempt))
+    connection = connect(f"127.0.0.1:{monitor.port}", token, (Answer, Stop, Preempt, ShowStack))
     connection.send(Hello(rank=rank, host=host or f"h{rank}"))
     return connection
 
@@ -43,7 +45,7 @@ def test_silence_is_a_failure(monitor: Monitor) -> None:
     await_hello(monitor, 2)
     deadline = time.monotonic() + 20
     while not (failed := monitor.failed()) and time.monotonic() < deadline:
-        connections[0].send(Heartbeat(stopped=False))
+        connections[0].send(Heartbeat())
         monitor.poll(0.05)
     assert [status.rank for status in failed] == [1]
     assert "rank 1 on h1 has been silent for 1.5 s" in monitor.cause()
@@ -51,15 +53,38 @@ def test_silence_is_a_failure(monitor: Monitor) -> None:
         connection.close()
 
 
-@pytest.mark.parametrize("monitor", [{"timeout_s": 0.3}], indirect=True)
-def test_a_stopped_rank_is_a_failure(monitor: Monitor) -> None:
-    connection = agent(monitor, 0)
-    await_hello(monitor, 1)
+def test_a_stopped_rank_is_named_while_another_one_runs(monitor: Monitor) -> None:
+    connections = [agent(monitor, rank) for rank in range(2)]
+    await_hello(monitor, 2)
+    connections[1].send(Heartbeat(stopped_s=11.0))
+    deadline = time.monotonic() + 20
+    while not (found := stopped_rank(monitor.standings())) and time.monotonic() < deadline:
+        monitor.poll(0.05)
+    assert found is not None and describe_stopped(found).startswith("rank 1 on h1 has been stopped for 11 s")
+    for connection in connections:
+        connection.close()
+
+
+def test_an_agent_that_is_gone_is_a_failure_at_once(monitor: Monitor) -> None:
+    connections = [agent(monitor, rank) for rank in range(2)]
+    await_hello(monitor, 2)
+    connections[1].close()
     deadline = time.monotonic() + 20
     while not monitor.failed() and time.monotonic() < deadline:
-        connection.send(Heartbeat(stopped=True))
         monitor.poll(0.05)
-    assert "has been stopped" in monitor.cause()
+    assert "rank 1 on h1 has lost its agent" in monitor.cause()
+    connections[0].close()
+
+
+@pytest.mark.parametrize("monitor", [{"timeout_s": 10.0}], indirect=True)
+def test_the_silence_of_ranks_does_not_count_while_the_monitor_is_suspended(monitor: Monitor) -> None:
+    """Of the whole job, the launching host goes on first."""
+    connection = agent(monitor, 0)
+    await_hello(monitor, 1)
+    suspended_s = 22.0
+    monitor.clock._monotonic = lambda: time.monotonic() + suspended_s
+    monitor.poll(0.05)
+    assert monitor.failed() == []
     connection.close()
 
 
@@ -72,6 +97,51 @@ def test_strangers_and_noise_are_ignored(monitor: Monitor) -> None:
     assert list(monitor.ranks) == [3] and monitor.failed() == []
     for end in (stranger, noise, friend):
         end.close()
+
+
+def test_a_preemption_between_two_halves_of_a_message_is_the_next_message(monitor: Monitor) -> None:
+    """The signal comes when an answer is signed and not yet sent: the rank takes both, by their numbers."""
+    connection, *others = (agent(monitor, rank) for rank in range(RANKS))
+    await_hello(monitor, RANKS)
+    server_end = monitor._server.connections[0]
+    send = server_end._send
+
+    def interrupted(line: bytes) -> bool:
+        server_end._send = send
+        monitor.preempt()
+        return send(line)
+
+    server_end._send = interrupted
+    monitor.ranks[0].answered = -math.inf
+    connection.send(Heartbeat())
+    received: list[object] = []
+    deadline = time.monotonic() + 20
+    while len(received) < 3 and time.monotonic() < deadline:
+        monitor.poll(0.05)
+        received += connection.receive() or []
+    assert received == [Answer(), Answer(), Preempt()]
+    for each in (connection, *others):
+        each.close()
+
+
+def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
+    """The scheduler's warning comes early in a job that waits for slow hosts."""
+    first = agent(monitor, 0)
+    await_hello(monitor, 1)
+    monitor.preempt()
+    monitor.poll(0.05)
+    assert first.receive() == [Answer()]
+    connections = [first, *(agent(monitor, rank) for rank in range(1, RANKS))]
+    await_hello(monitor, RANKS)
+    monitor.poll(0.05)
+    deadline, received = time.monotonic() + 20, {i: [] for i in range(RANKS)}
+    while not all(Preempt() in each for each in received.values()) and time.monotonic() < deadline:
+        monitor.poll(0.05)
+        for i, connection in enumerate(connections):
+            received[i] += connection.receive() or []
+    assert received == {i: [*([Answer()] if i else []), Preempt()] for i in range(RANKS)}
+    for connection in connections:
+        connection.close()
 
 
 def test_the_first_cause_is_the_signal(monitor: Monitor) -> None:
@@ -95,14 +165,15 @@ def test_many_ranks(monitor: Monitor) -> None:
         connections.append(agent(monitor, rank))
         monitor.poll(0)
     await_hello(monitor, 1500)
-    for connection in connections:
-        connection.send(Heartbeat(stopped=False))
+    for rank, connection in enumerate(connections):
+        monitor.ranks[rank].answered = -math.inf
+        connection.send(Heartbeat())
     deadline = time.monotonic() + 20
     answered = 0
-    while answered < 1500 and time.monotonic() < deadline:
+    while answered < 2 * 1500 and time.monotonic() < deadline:  # a Hello and a heartbeat of each
         monitor.poll(0.05)
         answered += sum(len(connection.receive() or ()) for connection in connections)
-    assert answered == 1500
+    assert answered == 2 * 1500
     for connection in connections:
         connection.close()
 
@@ -120,5 +191,5 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
         assert "rank 0 on " in monitor.cause()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
-        monitor.stop()
+        monitor.stop(3.0)
         assert process.wait(20) == 3

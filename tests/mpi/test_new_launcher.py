@@ -10,6 +10,8 @@ import pytest
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
+from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, LauncherVariables
+from affinity.ranks.rank import Rank, discover
 from affinity.topology.cpuset import format_list
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
@@ -19,6 +21,11 @@ from mpi.launchers.launcher import HostOptions, InstalledLauncher, Launcher
 from mpi.launchers.table import LAUNCHERS
 from tests.support.machines import build_machine
 
+VARIABLES = LauncherVariables(
+    convention="example",
+    rank_names=("EXAMPLE_RANK", "EXAMPLE_SIZE", "EXAMPLE_LOCAL_RANK", "EXAMPLE_LOCAL_SIZE"),
+    prefixes=("EXAMPLE_",),
+)
 EXAMPLE = Launcher(
     name="example",
     title="the example launcher",
@@ -27,6 +34,7 @@ EXAMPLE = Launcher(
     version=re.compile(r"example launcher, release (\d+)\.(\d+)"),
     newest=(3, 0),
     environment=lambda prefix, _env: (("EXAMPLE_HOME", str(prefix)),),
+    own_variables=VARIABLES,
     rank_counts=lambda job, installed: (*(("--root",) if installed.as_root else ()), "--ranks", str(job.world_size)),
     hosts=HostOptions(
         file_format="hydra",
@@ -97,3 +105,14 @@ def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
     made = launch_command(JOB, INSTALLED, ("CMD",), None)
     first = ("/opt/bin/example-run", "--ranks", "4", "--hosts", "h1+h2", "--bind=none")
     assert made.argv == (*first, *SET, "--", "CMD") and made.files == ()
+
+
+def test_its_ranks_know_themselves_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = dict(zip(VARIABLES.rank_names, ("3", "4", "1", "2"), strict=True))
+    assert discover(env) is None
+    monkeypatch.setattr("affinity.ranks.rank.LAUNCHER_VARIABLES", (*LAUNCHER_VARIABLES, VARIABLES))
+    assert discover(env) == Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="example")
+
+
+def test_the_variables_of_every_launcher_are_known_to_ranks() -> None:
+    assert {launcher.own_variables for launcher in LAUNCHERS.values()} <= set(LAUNCHER_VARIABLES)

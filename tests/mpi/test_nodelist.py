@@ -64,10 +64,10 @@ def test_nonsense_is_refused(text: str) -> None:
     ids=["a count", "5,000 digits", "nine digits", "many ranges", "many names", "Arabic digits", "a superscript"],
 )
 def test_lists_beyond_a_limit_are_refused_at_once_with_the_limit(text: str, limit: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(InputError, match=limit):
         expand(text)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 @given(st.text(max_size=200) | st.text("n0159[]-,", max_size=60))

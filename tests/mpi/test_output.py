@@ -1,8 +1,11 @@
 import errno
 import io
+import os
+from pathlib import Path
 
 import pytest
 
+from mpi.supervise import output
 from mpi.supervise.output import CLEAR_LINE, Stream
 
 
@@ -18,6 +21,23 @@ def feed(terminal: io.StringIO, *chunks: bytes, label: str = "[1] ") -> tuple[st
         stream.feed(chunk)
     stream.close()
     return terminal.getvalue(), log.getvalue()
+
+
+def test_a_stream_that_nobody_reads_holds_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "BLOCKED_S", 0.1)
+    (theirs, ours), (shown, terminal) = os.pipe(), os.pipe()
+    with os.fdopen(theirs, "rb") as pipe, os.fdopen(terminal, "w") as stream:
+        relay = output.Relay(pipe, output.Terminal(stream=stream, name="stdout", logs=Path("run/logs")))
+        with os.fdopen(ours, "wb") as rank:
+            for number in range(700):
+                rank.write(f"{number:>{output.CHUNK_BYTES - 1}}\n".encode())
+        relay.finish(0.1)
+        seen = [b""]
+        while b"were left out: see run/logs" not in b"".join(seen[-2:]):
+            seen.append(os.read(shown, 1 << 20))
+        relay.finish(10)
+    os.close(shown)
+    assert seen[1].split()[0] == b"0" and sum(map(len, seen)) < 300 * output.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("chunks", [(b"one\ntwo\n",), (b"o", b"ne\ntw", b"o\n"), (b"one\r\ntwo",)])
@@ -47,6 +67,21 @@ def test_what_is_not_utf8_is_shown_all_the_same() -> None:
     shown, log = feed(io.StringIO(), b"\xff\xfe\n")
     assert shown.startswith("[1] ")
     assert log == b"\xff\xfe\n"
+
+
+def test_what_the_locale_lacks_is_shown_as_a_question_mark_and_logged_as_it_is() -> None:
+    central = io.TextIOWrapper(io.BytesIO(), encoding="iso8859-2")
+    terminal, log = output.Terminal(stream=central, name="stdout", logs=Path("logs")), io.BytesIO()
+    stream = Stream(label="[1] ", terminal=terminal, log=log, live=False)
+    stream.feed("ä → b ø\n".encode())
+    stream.close()
+    assert central.buffer.getvalue() == "[1] ä ? b ?\n".encode("iso8859-2")
+    assert log.getvalue() == "ä → b ø\n".encode()
+
+
+def test_a_line_that_does_not_end_is_shown_in_parts() -> None:
+    shown, log = feed(io.StringIO(), *[b"x" * (1 << 19)] * 9, label="")
+    assert [len(line) for line in shown.split()] == [3 << 19] * 3 and log == shown.encode()
 
 
 def test_a_full_disk_ends_the_log_and_not_the_job() -> None:

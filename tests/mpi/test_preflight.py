@@ -1,7 +1,11 @@
 """The checks before a job: of made-up reports, and of real hosts that are network namespaces."""
 
+import hashlib
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +14,13 @@ import pytest
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50
-from mpi.preflight.checks import missing_provider
-from mpi.preflight.reports import HostReport, compare_hosts
+from mpi.preflight import run
+from mpi.preflight.checks import MAX_BYTES, inspect_host, missing_provider
+from mpi.preflight.reports import Clock, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
+from mpi.supervise.connection import connect
+from mpi.supervise.exits import JobFailedError
+from mpi.supervise.messages import Hello, Stop
+from mpi.supervise.server import RankServer
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts
@@ -64,6 +73,18 @@ def test_a_host_that_differs_is_named(changes: dict, error: str, warning: str) -
     assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
 
 
+def test_programs_are_compared_by_content_and_data_by_size(tmp_path: Path) -> None:
+    """A command may name terabytes of data."""
+    program, data = tmp_path / "train.py", tmp_path / "images.tar"
+    program.write_text("print()")
+    with data.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    named = (str(program), str(data), str(tmp_path / "elsewhere"))
+    report = inspect_host(named, str(tmp_path), build_machine(1, 1, 2, 1), time.time(), None)
+    content = hashlib.sha256(b"print()").hexdigest()[:12]
+    assert [found for _, found in report.files] == [content, f"{MAX_BYTES + 1:,} bytes", "absent"]
+
+
 def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
     """Three equal hosts; then one with a slow cable; then one that does not answer at all."""
     with fake_hosts(tmp_path / "hosts", 3) as hosts:
@@ -77,7 +98,7 @@ def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
         good = launched("a")
         assert good.returncode == 0 and good.stdout.count("ran") == 3 * 2, good.stderr
         assert "pre-flight: 3 hosts checked in" in good.stderr
-        hosts.slow_down("h2", "50mbit")
+        hosts.slow_down("h2", "10mbit")  # slower than any other, however busy this machine is
         slow = launched("b")
         assert slow.returncode == 0
         assert "pre-flight: h2 sends 0.0" in slow.stderr, slow.stderr
@@ -85,6 +106,80 @@ def test_hosts_are_checked_before_a_job(tmp_path: Path) -> None:
         lost = launched("c")
         assert lost.returncode == 1 and "ran" not in lost.stdout
         assert "no answer from h3" in lost.stderr, lost.stderr
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 7, 64])
+def test_every_host_sends_once_and_never_while_it_receives(hosts: int) -> None:
+    turns = run.sending_turns(hosts)
+    assert sorted(rank for turn in turns for rank in turn) == list(range(hosts))
+    for turn in turns:
+        assert hosts == 1 or not {(rank + 1) % hosts for rank in turn} & set(turn)
+
+
+@pytest.fixture
+def server() -> Iterator[RankServer]:
+    server = RankServer("secret", ("localhost",) * 3, "127.0.0.1", (HostReport, Listening, LinkSpeed))
+    yield server
+    server.close()
+
+
+def answer_as_hosts(port: int, hosts: Sequence[int], pause_s: float) -> None:
+    """The answers of some hosts, one host after the other, with a pause before each; they last until the end."""
+    connections = []
+    for host in hosts:
+        time.sleep(pause_s)
+        connection = connect(f"127.0.0.1:{port}", "secret", (Clock, LinkPeer, Stop))
+        connections.append(connection)
+        connection.send(Hello(rank=host, host="localhost"))
+        connection.send(replace(HOST, host="localhost"))
+        connection.send(Listening(address="127.0.0.1", port=1))
+    for connection in connections:
+        connection.send(LinkSpeed(gbit=1.0))
+    while any(connection.receive() is not None for connection in connections):
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("hosts", "missing"), [((0, 1, 2), None), ((0, 2), "no answer from localhost")])
+def test_hosts_may_be_slow_as_long_as_answers_arrive(
+    hosts: tuple[int, ...], missing: str | None, server: RankServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answers within the time that they have without an answer, all of them together after it."""
+    monkeypatch.setattr(run, "SILENT_S", 0.6)
+    monkeypatch.setattr(run, "PATIENCE_S", 1.2)
+    answers = threading.Thread(target=answer_as_hosts, args=(server.port, hosts, 0.5), daemon=True)
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        answers.start()
+        try:
+            if missing is None:
+                assert len(run._collect(server, ("localhost",) * 3, launcher)) == 3
+            else:
+                with pytest.raises(JobFailedError, match=missing):
+                    run._collect(server, ("localhost",) * 3, launcher)
+        finally:
+            launcher.kill()
+    server.close()
+    answers.join(timeout=10)
+
+
+def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """n0 and n2 send first, and cannot finish: the launcher has ended, as n1 is gone."""
+    names = ("n0", "n1", "n2", "n3")
+    server = RankServer("secret", names, "127.0.0.1", (HostReport, Listening, LinkSpeed))
+    monkeypatch.setattr(run, "unreachable", lambda hosts: [host for host in hosts if host == "n1"])
+    connections = []
+    for rank, name in enumerate(names):
+        connection = connect(f"127.0.0.1:{server.port}", "secret", (Clock, LinkPeer, Stop))
+        connections.append(connection)
+        connection.send(Hello(rank=rank, host=name))
+        connection.send(replace(HOST, host=name))
+        connection.send(Listening(address="127.0.0.1", port=1))
+    with (
+        subprocess.Popen(["sleep", "2"]) as launcher,
+        pytest.raises(JobFailedError, match="no answer from n1:") as failed,
+    ):
+        run._collect(server, names, launcher)
+    assert failed.value.hosts == ("n1",)
+    server.close()
 
 
 def test_a_missing_provider_is_found_by_the_real_fi_info() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from affinity.ranks.route import address_to
 from mpi.supervise import server
-from mpi.supervise.connection import Connection, Signer, connect
+from mpi.supervise.connection import Connection, Signer, connect, join
 from mpi.supervise.exits import RankExit, describe_exit
 from mpi.supervise.messages import (
     Answer,
@@ -29,6 +30,8 @@ from mpi.supervise.messages import (
     Hello,
     Preempt,
     ProtocolError,
+    ShowStack,
+    Stack,
     Stop,
     decode,
     encode,
@@ -38,8 +41,8 @@ from mpi.supervise.monitor import Monitor
 
 TOKEN = "secret"
 HOSTS = tuple(f"h{i // 2}" for i in range(8))
-ORDERS = (Answer, Stop, Preempt)
-REPORTS = (Hello, Heartbeat, Exit)
+ORDERS = (Answer, Stop, Preempt, ShowStack)
+REPORTS = (Hello, Heartbeat, Exit, Stack)
 EXIT = Exit(status=1, tail=("a line",), log="rank-0.log", by_job=False)
 
 
@@ -61,15 +64,20 @@ def agent(monitor: Monitor, rank: int, host: str | None = None) -> Connection:
 
 
 def poll(monitor: Monitor, seconds: float = 0.2) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    """Let the monitor work for so long, and for ten turns at least: on a busy machine a turn may take long."""
+    deadline, turns = time.monotonic() + seconds, 0
+    while turns < 10 or time.monotonic() < deadline:
         monitor.poll(0.02)
+        turns += 1
 
 
 def is_closed(connected: socket.socket) -> bool:
+    """Whether the monitor has closed it, after what it may have sent."""
     connected.settimeout(0.5)
     try:
-        return not connected.recv(1)
+        while connected.recv(1 << 10):
+            pass
+        return True
     except ConnectionResetError:
         return True
     except TimeoutError:
@@ -103,7 +111,7 @@ def test_noise_ends_its_own_connection_only(monitor: Monitor, data: bytes) -> No
         noise.sendall(data)
         poll(monitor)
         assert is_closed(noise)
-    friend.send(Heartbeat(stopped=False))
+    friend.send(Heartbeat())
     poll(monitor)
     assert list(monitor.ranks) == [0] and not monitor.failed() and friend.receive() == [Answer()]
     friend.close()
@@ -148,12 +156,75 @@ def test_idle_connections_leave_room_for_the_ranks(monitor: Monitor, spare_files
             monitor.poll(0.05)
         assert sorted(monitor.ranks) == [0, 1]
         for connection in (first, second):
-            connection.send(Heartbeat(stopped=False))
+            connection.send(Heartbeat())
         poll(monitor)
         assert [connection.receive() for connection in (first, second)] == [[Answer()]] * 2
         first.close()
         second.close()
         process.stdin.close()
+
+
+def test_a_rank_among_strangers_is_read_before_it_makes_room(monitor: Monitor) -> None:
+    """More strangers than are kept connect after it, before the monitor's next turn."""
+    rank = agent(monitor, 0)
+    strangers = [stranger(monitor) for _ in range(len(HOSTS) + server.SPARE_CONNECTIONS + 20)]
+    poll(monitor)
+    assert list(monitor.ranks) == [0] and not monitor.failed() and rank.receive() == [Answer()]
+    for connected in (rank, *strangers):
+        connected.close()
+
+
+CONNECT_ON_AND_ON = """
+import socket, sys
+kept = []
+while True:
+    try:
+        kept.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5))
+    except OSError:
+        pass
+    if len(kept) > 300:
+        kept.pop(0).close()
+    if len(kept) == 200:
+        print("flood", flush=True)
+"""
+
+
+def test_ranks_join_while_strangers_connect_on_and_on(monitor: Monitor) -> None:
+    argv = [sys.executable, "-c", CONNECT_ON_AND_ON, str(monitor.port)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as flood, ThreadPoolExecutor(len(HOSTS)) as pool:
+        try:
+            assert flood.stdout is not None
+            os.set_blocking(flood.stdout.fileno(), False)
+            deadline = time.monotonic() + 60
+            while not flood.stdout.read(1) and time.monotonic() < deadline:
+                poll(monitor, 0.05)
+            hellos = [Hello(rank=rank, host=f"host{rank // 2}") for rank in range(len(HOSTS))]
+            joining = [pool.submit(join, f"127.0.0.1:{monitor.port}", TOKEN, ORDERS, hello) for hello in hellos]
+            while not all(one.done() for one in joining):
+                monitor.poll(0.05)
+        finally:
+            flood.kill()
+    joined = [one.result() for one in joining]
+    assert sorted(monitor.ranks) == list(range(len(HOSTS))) and not monitor.failed()
+    assert [answer for _, answer in joined] == [[Answer()]] * len(HOSTS)
+    for connection, _ in joined:
+        connection.close()
+
+
+def test_an_agent_connects_again_until_it_is_answered(monitor: Monitor) -> None:
+    """The first connection is closed with its Hello unread, as by a monitor that makes room."""
+    with socket.create_server(("127.0.0.1", 0)) as crowded, ThreadPoolExecutor(1) as pool:
+        port = crowded.getsockname()[1]
+        joining = pool.submit(join, f"127.0.0.1:{port}", TOKEN, ORDERS, Hello(rank=3, host="h"))
+        crowded.accept()[0].close()
+        accepted = Connection(crowded.accept()[0], TOKEN, REPORTS, None)
+        while not (messages := accepted.receive()):
+            time.sleep(0.01)
+        accepted.send(Answer())
+        connection, answer = joining.result(timeout=20)
+    assert messages == [Hello(rank=3, host="h")] and answer == [Answer()]
+    connection.close()
+    accepted.close()
 
 
 def test_a_connection_without_hello_is_closed_in_time(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +275,14 @@ def test_rank_and_host_have_to_fit_the_job(
 
 
 ODD = [None, True, -1, 10**30, 1e400, "x", "x" * 10_000, "\x1b[2J", [], ["a"] * 3, [[[[]]]], {}, {"a": {"b": {}}}, 999]
-NAMES = ["type", "rank", "host", "status", "tail", "log", "by_job", "stopped", "extra"]
+NAMES = ["type", "rank", "host", "status", "tail", "log", "by_job", "shortage", "idle_s", "extra"]
 
 
 def odd_message(randomness: random.Random) -> bytes:
     """A message of the protocol with odd values, or fewer or more fields; or what is no message."""
     if randomness.random() < 0.1:
         return randomness.choice([b"[" * 30_000, b"", b"null", b"7", b'"x"', b"\xff\xfe", b'{"type":', b"NaN"])
-    good = randomness.choice([Hello(rank=randomness.randrange(8), host="host0"), Heartbeat(stopped=False), EXIT])
+    good = randomness.choice([Hello(rank=randomness.randrange(8), host="host0"), Heartbeat(), EXIT])
     fields = json.loads(encode(good))
     for _ in range(randomness.randrange(1, 4)):
         fields[randomness.choice(NAMES)] = randomness.choice(ODD)

@@ -1,4 +1,4 @@
-"""A rank of what other packages make of the backend "ccl": python -m tests.support.ccl_clients CLIENT FOLDER.
+"""A rank of what other packages make of a backend: python -m tests.support.ccl_clients CLIENT FOLDER ccl|gloo.
 
 Each client is written as its own documentation shows it; a line that the backend needs is marked.
 """
@@ -6,12 +6,15 @@ Each client is written as its own documentation shows it; a line that the backen
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+BACKEND = (*sys.argv, "ccl")[3]
 
 
 class Line(Dataset):
@@ -58,7 +61,7 @@ def with_torchvision() -> None:
 
 def ddp(_folder: Path) -> nn.Module:
     """As minGPT-ddp and torchvision's reference scripts: the group, then a loader with workers, then DDP."""
-    dist.init_process_group("ccl")
+    dist.init_process_group(BACKEND)
     loader = DataLoader(Line(), batch_size=8, sampler=DistributedSampler(Line()), num_workers=2)
     model = nn.parallel.DistributedDataParallel(Model())
     train(model, torch.optim.SGD(model.parameters(), 0.1), loader)
@@ -68,7 +71,8 @@ def ddp(_folder: Path) -> nn.Module:
 def accelerate(_folder: Path) -> nn.Module:
     from accelerate import Accelerator
 
-    dist.init_process_group("ccl")  # the line: Accelerate takes the group that is there
+    if BACKEND == "ccl":
+        dist.init_process_group("ccl")  # the line: Accelerate takes the group that is there
     accelerator = Accelerator(cpu=True)
     model = Model()
     loader = DataLoader(Line(), batch_size=8, num_workers=2)
@@ -82,7 +86,8 @@ def trainer(folder: Path) -> nn.Module:
     with_torchvision()
     from transformers import Trainer, TrainingArguments
 
-    dist.init_process_group("ccl")  # the line: Trainer stands on Accelerate
+    if BACKEND == "ccl":
+        dist.init_process_group("ccl")  # the line: Trainer stands on Accelerate
     arguments = TrainingArguments(
         output_dir=str(folder), use_cpu=True, max_steps=6, per_device_train_batch_size=8, report_to=[],
         dataloader_num_workers=2, save_strategy="no", logging_strategy="no", disable_tqdm=True,
@@ -111,11 +116,41 @@ def lightning(folder: Path) -> nn.Module:
 
     module = Module()
     fit = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=DDPStrategy(process_group_backend="ccl"),
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=DDPStrategy(process_group_backend=BACKEND),
         max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=folder,
     )  # fmt: skip
     fit.fit(module, DataLoader(Line(), batch_size=8, num_workers=2))
     return module
+
+
+def deepspeed(stage: int, _folder: Path) -> nn.Module:
+    """ZeRO's stage 0 (none) to 3: the weights are those of one process that has the batches of all ranks. DeepSpeed
+    compiles an extension of its own at its first start on a host."""
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=BACKEND)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # else to a norm of 1
+    }
+    model, whole, world = Model(), Model(), dist.get_world_size()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    by_rank = [DataLoader(Line(), batch_size=8, sampler=DistributedSampler(Line(), world, i)) for i in range(world)]
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    for batches in zip(*by_rank, strict=True):
+        engine.backward(engine(**batches[dist.get_rank()])["loss"])
+        engine.step()
+        torch.stack([whole(**batch)["loss"] for batch in batches]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):  # stage 3 leaves each rank a part
+        whole_again = Model()
+        whole_again.load_state_dict({name: value.detach().clone() for name, value in model.named_parameters()})
+    torch.testing.assert_close(whole_again.state_dict(), whole.state_dict())
+    return whole_again
 
 
 def tensor_parallel(_folder: Path) -> nn.Module:
@@ -123,7 +158,7 @@ def tensor_parallel(_folder: Path) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    dist.init_process_group("ccl")
+    dist.init_process_group(BACKEND)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -140,7 +175,7 @@ def fsdp2(folder: Path) -> nn.Module:
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("ccl")
+    dist.init_process_group(BACKEND)
     model = Model()
     fully_shard(model)
     train(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(Line(), batch_size=8))
@@ -159,7 +194,7 @@ def pipelining(_folder: Path) -> nn.Module:
     """PyTorch's pipeline parallelism over two stages: messages between ranks."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    dist.init_process_group("ccl")
+    dist.init_process_group(BACKEND)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(world)]
@@ -179,16 +214,16 @@ def pipelining(_folder: Path) -> nn.Module:
 
 CLIENTS = {
     client.__name__: client for client in (ddp, accelerate, trainer, lightning, tensor_parallel, fsdp2, pipelining)
-}
+} | {f"deepspeed_{stage}": partial(deepspeed, stage) for stage in (0, 2, 3)}
 
 
-def main(name: str, folder: str) -> None:
-    """Run a client, and check that its group is ccl's and that its ranks end with one model."""
+def main(name: str, folder: str, backend: str = "ccl") -> None:
+    """Run a client, and check that its group is the backend's and that its ranks end with one model."""
     torch.set_num_threads(1)
     model = CLIENTS[name](Path(folder))
-    assert dist.get_backend() == "ccl", dist.get_backend()
+    assert dist.get_backend() == backend, dist.get_backend()
     mine = torch.cat([value.detach().reshape(-1) for value in model.parameters()])
-    if name in ("ddp", "accelerate", "trainer", "lightning"):
+    if name in ("ddp", "accelerate", "trainer", "lightning") or name.startswith("deepspeed"):
         all_of = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(all_of, mine)
         assert all(torch.equal(one, mine) for one in all_of)

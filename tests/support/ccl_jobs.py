@@ -12,10 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from cputrain.comm.ccl.build import ensure_built
+from cputrain.comm.ccl.libraries import find_libraries
 from mpi.supervise.local import free_port
 from tests.support.hangs import stacks_of
 
 ROOT = Path(__file__).parents[2]
+
+
+def unmeasured_cache(folder: Path) -> dict[str, str]:
+    """The variable of a cache in which the backend is compiled and nothing was measured."""
+    built = ensure_built(find_libraries(os.environ), os.environ).parent
+    folder.mkdir()
+    (folder / built.name).symlink_to(built)
+    return {"CPUTRAIN_CACHE": str(folder)}
 
 
 @dataclass(frozen=True)

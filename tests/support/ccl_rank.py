@@ -1,6 +1,7 @@
 """One rank of a test of the ccl backend, for any launcher: python -m tests.support.ccl_rank TASK [ARGUMENT...]."""
 
 import json
+import math
 import os
 import resource
 import signal
@@ -76,6 +77,28 @@ def near(found: torch.Tensor, exact: torch.Tensor, kind: torch.dtype, scale: tor
     return bool(((found.double() - exact).abs() <= TYPES[kind] * (scale + exact.abs()) + 1e-30).all())
 
 
+def exchange(shape: tuple[int, ...], kind: torch.dtype, layout: str, how: str, *, root: int, key: int) -> None:
+    """The collectives in which each rank has other numbers for each rank."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    op, reference = REDUCTIONS[how]
+    mixed = [of_rank(i, key + me + 1, shape, kind) for i in range(world)]
+    theirs = torch.stack([of_rank(me, key + i + 1, shape, kind) for i in range(world)])
+    out = laid_out(torch.empty(shape, dtype=kind), layout)
+    dist.scatter(out, mixed if me == root else None, src=root)
+    assert torch.equal(out, of_rank(me, key + root + 1, shape, kind)), "scatter"
+    outs = [torch.empty(shape, dtype=kind) for _ in range(world)]
+    dist.all_to_all(outs, [laid_out(value, layout) for value in mixed])
+    assert torch.equal(torch.stack(outs), theirs), "all_to_all"
+    flat = torch.empty(world * math.prod(shape), dtype=kind)
+    dist.all_to_all_single(flat, torch.stack(mixed).reshape(-1))
+    assert torch.equal(flat, theirs.reshape(-1)), "all_to_all_single"
+    part = laid_out(torch.empty(shape, dtype=kind), layout)
+    dist.reduce_scatter(part, mixed, op)
+    scattered, spread = reference(theirs.double()), theirs.double().abs()
+    spread = spread.prod(0) if how == "product" else spread.sum(0)
+    assert near(part, scattered, kind, spread), "reduce_scatter"
+
+
 def examples(count: int) -> None:
     """Every collective on made shapes, types and layouts, against references in float64."""
     me, world = dist.get_rank(), dist.get_world_size()
@@ -120,22 +143,7 @@ def examples(count: int) -> None:
         collected = [torch.empty_like(mine) for _ in range(world)] if me == root else None
         dist.gather(laid_out(mine, layout), collected, dst=root)
         assert collected is None or torch.equal(torch.stack(collected), all_values), "gather"
-        mixed = [of_rank(i, key + me + 1, shape, kind) for i in range(world)]
-        theirs = torch.stack([of_rank(me, key + i + 1, shape, kind) for i in range(world)])
-        out = laid_out(torch.empty_like(mine), layout)
-        dist.scatter(out, mixed if me == root else None, src=root)
-        assert torch.equal(out, of_rank(me, key + root + 1, shape, kind)), "scatter"
-        outs = [torch.empty_like(mine) for _ in range(world)]
-        dist.all_to_all(outs, [laid_out(value, layout) for value in mixed])
-        assert torch.equal(torch.stack(outs), theirs), "all_to_all"
-        flat = torch.empty(world * mine.numel(), dtype=kind)
-        dist.all_to_all_single(flat, torch.stack(mixed).reshape(-1))
-        assert torch.equal(flat, theirs.reshape(-1)), "all_to_all_single"
-        part = laid_out(torch.empty_like(mine), layout)
-        dist.reduce_scatter(part, mixed, op)
-        scattered, spread = reference(theirs.double()), theirs.double().abs()
-        spread = spread.prod(0) if how == "product" else spread.sum(0)
-        assert near(part, scattered, kind, spread), "reduce_scatter"
+        exchange(shape, kind, layout, how, root=root, key=key)
 
     one()
     say(examples=made)
@@ -264,12 +272,14 @@ def wrong(how: str) -> None:
         if how.startswith(("kill", "stop")) and rank.rank == victim:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL if how.startswith("kill") else signal.SIGSTOP)
-        if how == "late" and rank.rank == victim:
-            time.sleep(8)
-        if how == "late_future":
+        if how in ("late", "late_future", "late_beside"):
             if rank.rank == victim:
                 time.sleep(8)
-            dist.all_reduce(values, async_op=True).get_future().wait()
+            patient = dist.all_reduce(torch.ones(10), async_op=True) if how == "late_beside" else None
+            work = impatient_all_reduce(values)
+            if how == "late_future":
+                work.get_future().wait()
+            (patient or work).wait()
         if how == "late_group":
             if rank.rank == victim:
                 time.sleep(12)
@@ -287,13 +297,20 @@ def wrong(how: str) -> None:
         os._exit(1)
 
 
+def impatient_all_reduce(values: torch.Tensor) -> dist.Work:
+    """An all-reduce with a timeout of 4 s; the group's is longer, as ranks do not start at the same time."""
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=4)
+    return dist.group.WORLD.allreduce([values], options)
+
+
 def recover() -> None:
     """Catch a timeout, and take longer to put things in order than a stuck rank is given."""
     if rank.rank == 1:
         time.sleep(25)
         os._exit(0)
     try:
-        dist.all_reduce(torch.ones(10))
+        impatient_all_reduce(torch.ones(10)).wait()
     except RuntimeError as error:
         time.sleep(16)
         say(error=str(error))
@@ -335,8 +352,7 @@ TASKS = {
 def main() -> None:
     """Join, do the task, leave."""
     task, *arguments = sys.argv[1:]
-    limit_s = 4.0 if task == "recover" or (arguments and arguments[0].startswith("late")) else 120.0
-    dist.init_process_group("ccl", timeout=timedelta(seconds=limit_s))
+    dist.init_process_group("ccl", timeout=timedelta(seconds=120))
     TASKS[task](*(int(word) if word.isdigit() else word for word in arguments))
     dist.barrier()
     dist.destroy_process_group()

@@ -8,13 +8,16 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -84,7 +87,7 @@ def a_wait_times_out_once() -> None:
 
 def data_loaders_fork() -> None:
     data = TensorDataset(torch.arange(64.0).reshape(32, 2))
-    for workers, persistent in ((2, False), (4, True)):
+    for workers, persistent in product((2, 4), (False, True)):
         loader = DataLoader(data, batch_size=4, num_workers=workers, persistent_workers=persistent)
         for _ in range(2):
             work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
@@ -99,6 +102,10 @@ def a_forked_child_is_refused() -> None:
     child = os.fork()
     if not child:
         said = refused(lambda: dist.all_reduce(torch.ones(1))) + refused(lambda: dist.new_group([dist.get_rank()]))
+        grandchild = os.fork()  # as workers do that start processes of their own
+        if not grandchild:
+            os._exit(0)
+        os.waitpid(grandchild, 0)
         os.write(writing, said.encode())
         sys.exit(7)  # through the exit handlers, which must not end the parent's group
     os.close(writing)
@@ -168,6 +175,17 @@ def a_monitored_barrier_names_the_missing() -> None:
     expect("Rank 1 failed to pass monitoredBarrier in 1000 ms" in error and "\n" not in error, error)
 
 
+def monitored_barriers_leave_nothing_in_the_store() -> None:
+    group, keys = dist.new_group(), []
+    for _ in range(2):
+        for _ in range(3):
+            group.monitored_barrier(timedelta(seconds=20))
+        dist.barrier()
+        keys.append(distributed_c10d._get_default_store().num_keys())
+        dist.barrier()
+    expect(keys[0] == keys[1], f"keys in the store: {keys}")
+
+
 def good() -> None:
     """What has to work, in one group."""
     for act in (
@@ -179,6 +197,7 @@ def good() -> None:
         messages_are_matched,
         sparse_gradients_are_summed,
         a_monitored_barrier_names_the_missing,
+        monitored_barriers_leave_nothing_in_the_store,
     ):
         act()
         dist.barrier()
@@ -232,6 +251,78 @@ def killed() -> None:
     say(error=error, seconds=time.monotonic() - started)
 
 
+def killed_before() -> None:
+    """A rank is lost before it makes a group that the other waits for."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.new_group([0, 1])
+
+
+def fork_while_stuck() -> None:
+    """Rank 1 is lost between its arrival at a group and oneCCL's part of making it, in which rank 0 is stuck then; rank
+    0 forks."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        from cputrain.comm import ccl
+
+        ccl._extension.CclBackend = arrive_only
+        refused(lambda: dist.new_group([0, 1]))
+        time.sleep(30)
+        os._exit(0)
+    making = threading.Thread(target=lambda: dist.new_group([0, 1]), daemon=True)
+    making.start()
+    time.sleep(3)
+    child = os.fork()
+    if not child:
+        os._exit(7)
+    expect(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "the child's status")
+    say(passed="fork_while_stuck", stuck=making.is_alive())
+    os._exit(0)
+
+
+def arrive_only(store: dist.Store, rank: int, size: int, _seconds: float, _name: str) -> None:
+    """What a rank says at a group's making before oneCCL has its turn."""
+    store.add("feature", 0)
+    store.set(f"here/{rank}", "here")
+    if store.add("count", 1) == size:
+        store.set("all", "here")
+    raise RuntimeError("lost")
+
+
+def waits() -> None:
+    """Each rank waits for the other for longer than a watchdog needs to read what the store holds."""
+    for waiting in (0, 1):
+        if dist.get_rank() != waiting:
+            time.sleep(6)
+        dist.all_reduce(torch.ones(1))
+    say(passed="waits")
+
+
+def some() -> None:
+    """A ccl group of two ranks; the third one never makes one."""
+    group = dist.new_group([0, 1], backend="ccl")
+    if dist.get_rank() < 2:
+        values = torch.ones(1)
+        dist.all_reduce(values, group=group)
+        expect(values.item() == 2.0, "sum of two ranks")
+    say(passed="some", transport=os.environ.get("CCL_ATL_TRANSPORT"))
+
+
+def again() -> None:
+    """A world ends, and its store with it; a rank of a ccl group of the next world is late."""
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], backend="ccl"))
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = os.environ["PORT"]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    group = dist.new_group([0, 1], backend="ccl")
+    if dist.get_rank() == 1:
+        time.sleep(12)
+    dist.all_reduce(torch.ones(1), group=group)
+    say(passed="again")
+
+
 def soak(count: str) -> None:
     """Collectives of sizes that never repeat; the resident memory after a fifth of them and at the end."""
     generator = torch.Generator().manual_seed(0)
@@ -253,7 +344,23 @@ def resident_mib() -> float:
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-TASKS = {task.__name__: task for task in (good, late, store_gone, gil, suspended, killed, soak)}
+TASKS = {
+    task.__name__: task
+    for task in (
+        good,
+        late,
+        store_gone,
+        gil,
+        suspended,
+        killed,
+        killed_before,
+        fork_while_stuck,
+        waits,
+        some,
+        again,
+        soak,
+    )
+}
 
 
 def spawned(rank: int, world: int, port: str) -> None:
@@ -262,13 +369,21 @@ def spawned(rank: int, world: int, port: str) -> None:
     main("ccl", sys.argv[2:])
 
 
+def store_of_test() -> dict[str, object]:
+    """How to meet at a store that the test serves, and that outlives the ranks; nothing without one."""
+    if "STORE_PORT" not in os.environ:
+        return {}
+    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]))
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+
 def main(backend: str, words: list[str]) -> None:
     """Join, do the task, leave."""
     torch.set_num_threads(1)
     for mine, theirs in (("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE")):  # under mpirun, as scripts do it
         if theirs in os.environ:
             os.environ.setdefault(mine, os.environ[theirs])
-    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    dist.init_process_group(backend, timeout=timedelta(seconds=120), **store_of_test())
     TASKS[words[0]](*words[1:])
     if words[0] not in ("store_gone", "killed"):
         dist.barrier()

@@ -1,9 +1,11 @@
 """The command line as a user meets it, launchers by name, and honest skips."""
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,6 @@ def need(package: str, program: str) -> None:
         pytest.skip(reason=f"needs the system package {package} ({program})")
 
 
-@pytest.hookimpl(wrapper=True)
 def mpi_path(name: str) -> dict[str, str]:
     """PATH with a launcher first: those of `make mpi`, or the system's "openmpi4"; skips where it is absent."""
     if name == "openmpi4":
@@ -46,6 +47,15 @@ def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess
             out, err = process.communicate()
             pytest.fail(f"hangs: {argv}\n{where}\n{out}\n{err}")
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts nothing in this process, which takes milliseconds."""
+    from cputrain.cli import _run
+
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = _run([*arguments])
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def refused(result: subprocess.CompletedProcess[str]) -> str:

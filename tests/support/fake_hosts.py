@@ -146,8 +146,11 @@ def write_ssh_files(folder: Path, names: list[str], network: int) -> None:
 
 
 def _start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    # A login by ssh reads root's .bashrc, which may take seconds, or wait for a lock that it shares with other hosts.
+    startup = Path.home() / ".bashrc"
     inner = (
-        f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && mount -t tmpfs none /dev/shm && "
+        (f"mount --bind /dev/null {startup} && " if startup.exists() else "")
+        + f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && mount -t tmpfs none /dev/shm && "
         f"ip link set lo up && exec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
     )
     spaces = ("--net", "--uts", "--ipc", "--mount", "--pid")
@@ -160,7 +163,7 @@ def _start(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 
 def _child(pid: int) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         if children:
@@ -172,7 +175,7 @@ def _child(pid: int) -> int:
 def _wait_for_sshd(folder: Path, pid: int, name: str) -> None:
     """Until the first host reaches this one by ssh."""
     argv = ["nsenter", "-t", str(pid), "--net", "--uts", "--mount", "--", str(folder / "ssh"), name, "true"]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while subprocess.run(argv, capture_output=True).returncode != 0:
         assert time.monotonic() < deadline, f"{name} does not answer: {(folder / f'{name}.log').read_text()}"
         time.sleep(0.1)

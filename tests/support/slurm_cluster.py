@@ -43,7 +43,7 @@ NodeName=c[001-256] NodeAddr=127.0.0.1 Sockets=2 CoresPerSocket=24 ThreadsPerCor
 PartitionName=real Nodes=n[1-2] Default=YES MaxTime=INFINITE OverSubscribe=NO
 PartitionName=fake Nodes=c[001-256] MaxTime=INFINITE
 """
-READY_S = 30.0
+READY_S = 120.0
 # For this process alone the hosts' names resolve to this host.
 KNOWING = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
 

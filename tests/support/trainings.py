@@ -18,6 +18,7 @@ from typing import Any
 from affinity.ranks.rank import discover
 from affinity.topology.sysfs import this_machine
 from cputrain.launch.rank_process import bind_rank, run_rank
+from cputrain.launch.startup import Startup
 from cputrain.recipe.loading import load_recipe
 from mpi.supervise.local import free_port
 from tests.support.commands import cputrain
@@ -54,7 +55,14 @@ def main(trainings: list[dict[str, Any]]) -> None:
         recipe = load_recipe(training["recipe"], [each for each in training["settings"] if each not in flags])
         os.environ["MASTER_PORT"] = training["port"]
         worker, observed = bind_rank(recipe, rank, os.environ, check=True)
-        how = {"resume": "--resume" in flags, "overwrite": False, "prepared": False, "check": True}
+        how: dict[str, Any] = {
+            "resume": "--resume" in flags,
+            "overwrite": False,
+            "prepared": False,
+            "check": True,
+            "quiet": False,
+        }
+        how["startup"] = Startup(shown=False)
         poison(training["poison"])
         send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))
         run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how))  # noqa: B023  called at once
@@ -85,7 +93,7 @@ def poison(step: int) -> None:
     from torch import nn
 
     from cputrain.models.build import build_model
-    from cputrain.training import start
+    from cputrain.training import task
 
     class Poison(nn.Module):
         passes = 0
@@ -100,7 +108,7 @@ def poison(step: int) -> None:
         model.relu = nn.Sequential(model.relu, Poison())
         return model
 
-    start.build_model = poisoned if step else build_model
+    task.build_model = poisoned if step else build_model
 
 
 if __name__ == "__main__":

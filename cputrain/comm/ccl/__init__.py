@@ -5,6 +5,7 @@ registers it too.
 """
 
 import json
+import logging
 import math
 import os
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from affinity.ranks.rank import Rank
 from cputrain.comm.ccl.build import ensure_built, load
@@ -20,15 +21,18 @@ from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import find_libraries
 from cputrain.comm.ccl.place import place_of
 from cputrain.comm.ccl.segments import sweep_segments
+from cputrain.comm.ccl.transport import Transport, agree, choose_transport
 from cputrain.comm.heartbeats import PendingCollective, key_of, place_of_this_process
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import Watchdog
+from cputrain.transports import VARIABLE, kept_seconds
 from mpi.fabric import Setting
 from mpi.supervise.connection import HEARTBEAT_S, TOKEN_VARIABLE
 
 BACKEND = "ccl"
 KVS_TIMEOUT = "CCL_KVS_GET_TIMEOUT"
 KVS_MARGIN_S = 60  # after the group's timeout, at which our own exchange of addresses ends with a clearer error
+log = logging.getLogger(__name__)
 applied: tuple[Setting, ...] = ()
 """The environment variables set for oneCCL in this process, with reasons; empty before the first group."""
 
@@ -37,45 +41,116 @@ watchdog: Watchdog | None = None
 
 _watchdogs: list[Watchdog] = []  # of the default group, or of the groups of a world that is not ours
 _extension: ModuleType | None = None
+_transport: Transport | None = None  # that the extension was loaded with
 _kvs_timeout_is_set = KVS_TIMEOUT in os.environ
 
 
-def extension(rank: Rank) -> ModuleType:
+def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
+    """The transport of all ranks of a job, each of which must call this; the one in use where oneCCL has been loaded.
+
+    Raises InputError where this rank cannot use it.
+    """
+
+    def own() -> Transport:
+        return _transport or choose_transport(os.environ, rank, lambda: kept_seconds(os.environ))
+
+    return agree(rank, keys, own, is_set=_transport is not None or VARIABLE in os.environ)
+
+
+def extension(rank: Rank, transport: Transport) -> ModuleType:
     """The compiled backend, loaded once with the environment variables that oneCCL needs.
 
     Raises InputError or RunError that names what is missing and the remedy.
     """
-    global _extension, applied  # noqa: PLW0603  libraries load once in a process
+    global _extension, _transport, applied  # noqa: PLW0603  libraries load once in a process
     if _extension is None:
         libraries = find_libraries(os.environ)
         sweep_segments()
         check_host(rank, os.environ)
-        applied = settings(libraries, rank, os.environ)
+        applied = settings(libraries, rank, transport, os.environ)
         path = ensure_built(libraries, os.environ)
         os.environ.update({name: value for name, value, _ in applied})
-        _extension = load(path)
+        _extension, _transport = load(path), transport
     return _extension
 
 
 def create(options: Any, _backend_options: Any) -> Any:
     """The backend of a group, as c10d asks for it (DistributedBackendOptions)."""
+    if _extension is not None:
+        _extension.refuse_in_child(f"the creation of group {options.group_id}")
     whole = not dist.is_initialized()
-    place = place_of(options.group_rank, options.group_size, options.store, options.timeout, os.environ, whole=whole)
-    loaded = extension(place)
+    store = _store_of_attempt(options)
+    loaded = _extension_for(options, store, whole=whole)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    if whole:
-        for earlier in _watchdogs:
-            earlier.stop()
-        _watchdogs.clear()
-    if not any(set(ranks) <= set(one.ranks) for one in _watchdogs):
-        _watch(options, loaded, ranks)
+    for earlier in [one for one in _watchdogs if whole or (_answers(store) and not one.watches())]:
+        earlier.stop()  # of a world that has ended; where this one's store is gone too, it ends this rank
+        _watchdogs.remove(earlier)
+    unwatched = not any(set(ranks) <= set(one.ranks) for one in _watchdogs)
+    if unwatched:
+        _watch(options, store, loaded, ranks)
     seconds = options.timeout.total_seconds()
     if not _kvs_timeout_is_set:
         os.environ[KVS_TIMEOUT] = str(math.ceil(seconds) + KVS_MARGIN_S)  # oneCCL reads it for each communicator
-    return loaded.CclBackend(options.store, options.group_rank, options.group_size, seconds, options.group_id)
+    try:
+        return loaded.CclBackend(store, options.group_rank, options.group_size, seconds, options.group_id)
+    except Exception:
+        if unwatched:  # a later group of these ranks is watched under its own prefix
+            _watchdogs.pop().stop()
+        raise
 
 
-def _watch(options: Any, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
+def _store_of_attempt(options: Any) -> PrefixStore:
+    """The group's store, without what groups of its name have left there: it may outlive them, or the job's ranks."""
+    try:
+        number = options.store.add(f"attempts/{options.group_rank}", 1)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ccl: the job's store is gone, and with it rank 0's process or host, while group {options.group_id} was "
+            f"created ({str(error).splitlines()[0][:150]})"
+        ) from None
+    return PrefixStore(f"attempt{number}", options.store)
+
+
+def _extension_for(options: Any, store: Store, *, whole: bool) -> ModuleType:
+    """The extension for a group that is made; only before it is loaded, or to agree with all ranks of a job, do the
+    ranks need to know where they are."""
+    if _extension is not None and not whole:
+        return _extension
+    place = place_of(options.group_rank, options.group_size, store, options.timeout, os.environ, whole=whole)
+    first = _extension is None
+    loaded = extension(place, _transport_of(options, store, place, whole=whole))
+    if first and options.group_rank == 0:
+        log.info("cputrain: ccl over %s", _transport)
+    return loaded
+
+
+def _transport_of(options: Any, store: Store, place: Rank, *, whole: bool) -> Transport:
+    """The transport of a group that is made: its ranks agree where all of the job are in it."""
+    if not whole:
+        return choose_transport(os.environ, place, dict, whole=False)
+    try:
+        return transport_of_job(place, _keys(store, "transport"))
+    except RuntimeError as error:
+        seconds = options.timeout.total_seconds()
+        raise RuntimeError(
+            f"ccl: rank 0 has not come within {seconds:g} s, or its store is gone, while group {options.group_id} was "
+            f"created ({str(error).splitlines()[0][:150]})"
+        ) from None
+
+
+def _answers(store: Store) -> bool:
+    try:
+        store.check([BACKEND])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _keys(store: Store, prefix: str) -> SignedKeys:
+    return SignedKeys(PrefixStore(prefix, store), os.environ.get(TOKEN_VARIABLE, ""))
+
+
+def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
     """Watch the ranks of a group, from before it is made: a rank may be lost while others wait for it there."""
     global watchdog  # noqa: PLW0603  one default group in a process
     token, timeout_s = os.environ.get(TOKEN_VARIABLE, ""), options.timeout.total_seconds()
@@ -83,7 +158,7 @@ def _watch(options: Any, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
     place = json.dumps(asdict(place_of_this_process(native=True)))[1:-1]
 
     def connection() -> PrefixStore:
-        return PrefixStore("watchdog", options.store.clone())
+        return PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
 
     watchdog = Watchdog(
         SignedKeys(connection(), token),

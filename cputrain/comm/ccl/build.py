@@ -1,6 +1,7 @@
 """The C++ part of the backend: compiled for this torch, Python and oneCCL."""
 
 import hashlib
+import os
 import platform
 import sys
 import sysconfig
@@ -13,36 +14,61 @@ from types import ModuleType
 import torch
 
 from affinity.errors import RunError
+from affinity.filesystem import cache_folder
 from cputrain.comm.ccl.libraries import Libraries
-from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
+from cputrain.native_build import NativeExtension, ensure_compiled, object_file
 
 NAME = "cputrain_ccl"
 NATIVE = Path(__file__).parent / "native"
+MOST_UNITS = 4
 
 
 def part(libraries: Libraries) -> NativeExtension:
     """The extension to compile against these libraries."""
+    units = units_of(len(os.sched_getaffinity(0)))
     return NativeExtension(
         title=f"the oneCCL backend for torch {torch.__version__}",
         requested_by="comm.backend=ccl",
         alternative="set comm.backend=gloo",
-        argv=lambda cxx, output: command_line(cxx, libraries, output),
+        parts=lambda cxx, output: tuple(
+            compile_line(cxx, libraries, unit, object_file(output, number)) for number, unit in enumerate(units)
+        ),
+        argv=lambda cxx, output: link_line(
+            cxx, libraries, tuple(object_file(output, number) for number in range(len(units))), output
+        ),
     )
 
 
-def command_line(cxx: str, libraries: Libraries, output: Path) -> tuple[str, ...]:
-    """The command that compiles and links the extension."""
+def units_of(cores: int) -> tuple[tuple[Path, ...], ...]:
+    """The sources in groups that are compiled side by side; each reads PyTorch's headers, much of the work, once."""
+    sources = sorted(NATIVE.glob("*.cpp"), key=lambda path: -path.stat().st_size)
+    count = min(cores, MOST_UNITS)
+    return tuple(tuple(sources[number::count]) for number in range(count))
+
+
+def compile_line(cxx: str, libraries: Libraries, unit: tuple[Path, ...], output: Path) -> tuple[str, ...]:
+    """The command that compiles sources as one."""
     torch_root = Path(torch.__file__).parent
-    # Searched before LD_LIBRARY_PATH, which may name oneCCL's GPU build: its library has the same name.
-    rpath = tuple(f"-Wl,-rpath,{folder}" for folder in (libraries.ccl.parent, torch_root / "lib"))
+    *others, last = map(str, unit)
     return (
-        *(cxx, "-std=c++20", "-O2", "-fPIC", "-shared", "-Wl,--disable-new-dtags"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(cxx, "-std=c++20", "-O1", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *_pybind11_flags(),
-        *(f"-I{libraries.include}", f"-I{sysconfig.get_path('include')}", f"-I{torch_root}/include"),
+        *("-DAT_PER_OPERATOR_HEADERS", f"-I{NATIVE / 'operators'}", f"-I{libraries.include}"),
+        *(f"-I{sysconfig.get_path('include')}", f"-I{torch_root}/include"),
         f"-I{torch_root}/include/torch/csrc/api/include",
-        str(NATIVE / "extension.cpp"),
-        *("-o", str(output), f"-L{torch_root}/lib", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"),
+        *(word for source in others for word in ("-include", source)),
+        *("-c", last, "-o", str(output)),
+    )
+
+
+def link_line(cxx: str, libraries: Libraries, objects: tuple[Path, ...], output: Path) -> tuple[str, ...]:
+    """The command that links the extension."""
+    torch_lib = Path(torch.__file__).parent / "lib"
+    # Searched before LD_LIBRARY_PATH, which may name oneCCL's GPU build: its library has the same name.
+    rpath = tuple(f"-Wl,-rpath,{folder}" for folder in (libraries.ccl.parent, torch_lib))
+    return (
+        *(cxx, "-shared", "-Wl,--disable-new-dtags", *map(str, objects), "-o", str(output)),
+        *(f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"),
         *(f"-L{libraries.ccl.parent}", f"-l:{libraries.ccl.name}", *rpath),
     )
 
@@ -56,8 +82,9 @@ def _pybind11_flags() -> tuple[str, ...]:
 
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """The path of the compiled extension; its name is a hash of all that the extension depends on."""
-    source = "".join(path.read_text() for path in sorted(NATIVE.glob("*.?pp")))
-    parts = (source, torch.__version__, sys.version, platform.machine(), *command_line("c++", libraries, Path(NAME)))
+    source = "".join(path.read_text() for path in sorted(NATIVE.rglob("*.*")) if path.is_file())
+    commands = (*compile_line("c++", libraries, (NATIVE,), Path(NAME)), *link_line("c++", libraries, (), Path(NAME)))
+    parts = (source, torch.__version__, sys.version, platform.machine(), *commands)
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"ccl-torch{torch.__version__}-{platform.machine()}-{key}" / f"{NAME}.so"
 

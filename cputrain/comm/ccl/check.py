@@ -1,4 +1,7 @@
-"""The oneCCL check of cputrain doctor: two ranks on this host sum tensors, which verifies and times all-reduces."""
+"""Two ranks of this host over each transport of oneCCL: what they verify and time is kept for later starts.
+
+`python -m cputrain.comm.ccl.check` does that before the first job of a host; cputrain doctor and bench, when asked.
+"""
 
 import json
 import os
@@ -6,69 +9,131 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from statistics import median
 
-import torch
-import torch.distributed as dist
-import torch.distributed.nn.functional
-
-from affinity.errors import RunError
+from affinity.errors import InputError, RunError
+from affinity.planner.records import Record
+from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
-from cputrain.comm import ccl
+from cputrain.comm.ccl.build import ensure_built
+from cputrain.comm.ccl.libraries import Libraries, find_libraries
+from cputrain.measurements import keep
+from cputrain.transports import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, transport_records
 from mpi.supervise.local import free_port
 
-SIZES = (1 << 10, 1 << 20, 25 << 20)  # bytes
-ROUNDS, TIMEOUT_S = 9, 120.0
+PROGRAM = (sys.executable, "-m", "cputrain.comm.ccl.check_rank")
+MPIRUN = "bin/mpiexec.hydra"
+TIMEOUT_S, END_S = 120.0, 5.0
+# Of a job around this process, which the two ranks are no part of.
+OF_A_JOB = (*PREFIXES, *ENV.rank_names, "AFFINITY_", "CCL_WORKER", "CCL_LOCAL", "CCL_PROCESS")
+
+Command = tuple[tuple[str, ...], dict[str, str]]
+"""Tokens, and the environment."""
+Times = dict[int, list[float]]
+"""Bytes -> seconds of each round."""
 
 
-def time_two_ranks() -> dict[int, float]:
-    """Median seconds of an all-reduce by its size in bytes. Raises RunError with the ranks' last line of output."""
-    port = free_port()
-    with tempfile.TemporaryFile() as output:
-        ranks = []
-        for i in (0, 1):
-            rank = Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, convention="env")
-            env = {**os.environ, **rendezvous(rank, LOOPBACK, port)}
-            command = [sys.executable, "-m", "cputrain.comm.ccl.check"]
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
-        deadline = time.monotonic() + TIMEOUT_S
+def time_transports(libraries: Libraries, env: Mapping[str, str]) -> tuple[dict[str, Times], list[str]]:
+    """The all-reduces of two ranks over each transport, and a line about each that does not run.
+
+    Raises RunError where none runs.
+    """
+    found: dict[str, Times] = {}
+    problems: list[str] = []
+    for transport in TITLES:
         try:
-            statuses = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in ranks]
+            found[transport] = time_two_ranks(transport, libraries, env)
+        except RunError as error:
+            problems.append(str(error))
+    if not found:
+        raise RunError("; ".join(problems))
+    return found, problems
+
+
+def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str]) -> Times:
+    """All-reduces over one transport. Raises RunError with the ranks' last line of output."""
+    clean = {name: value for name, value in env.items() if name == "I_MPI_ROOT" or not name.startswith(OF_A_JOB)}
+    clean[VARIABLE] = transport
+    mpirun, port = libraries.mpi_root / MPIRUN, free_port()
+    if transport == MPI and not mpirun.is_file():
+        raise RunError(f"all-reduces over MPI are not measured: there is no {mpirun}")
+    ranks = [Rank(rank=i, world_size=2, local_rank=i, local_world_size=2, convention="env") for i in (0, 1)]
+    commands: list[Command] = [(PROGRAM, {**clean, **rendezvous(rank, LOOPBACK, port)}) for rank in ranks]
+    if transport == MPI:
+        meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+        commands = [((str(mpirun), "-n", "2", *PROGRAM), {**clean, **meeting, **_for_mpirun(libraries, clean)})]
+    lines, failed = _run(commands)
+    said = next((line for line in lines if line.startswith("{")), None)
+    if failed or said is None:
+        errors = [line for line in lines if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
+        raise RunError(f"all-reduces of two ranks over oneCCL and {TITLES[transport]} failed: {errors[0].strip()}")
+    return {int(size): seconds for size, seconds in json.loads(said).items()}
+
+
+def _for_mpirun(libraries: Libraries, env: Mapping[str, str]) -> dict[str, str]:
+    """What Intel MPI's mpirun needs to start two ranks on this host, whatever scheduler's job is around it."""
+    folder = libraries.mpi.parent
+    return {
+        "I_MPI_ROOT": str(libraries.mpi_root),
+        "FI_PROVIDER_PATH": str(libraries.fabric.parent),
+        "LD_LIBRARY_PATH": ":".join(filter(None, (str(folder), env.get("LD_LIBRARY_PATH")))),
+        "I_MPI_HYDRA_BOOTSTRAP": "fork",
+        "I_MPI_PIN": "0",  # the ranks bind themselves
+    }
+
+
+def _run(commands: list[Command]) -> tuple[list[str], bool]:
+    """Run commands side by side: the lines that they print, and whether one of them fails or takes too long."""
+    with tempfile.TemporaryFile() as output:
+        processes = [
+            subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            for argv, env in commands
+        ]
+        deadline = time.monotonic() + TIMEOUT_S
+        late: list[str] = []
+        try:
+            failed = any(process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes)
         except subprocess.TimeoutExpired:
-            statuses = [1]
+            failed, late = True, [f"they did not end in {TIMEOUT_S:g} s"]
         finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+            for process in processes:
+                _end(process)
         output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()
-    if any(statuses):
-        last = lines[-1] if lines else "no output"
-        raise RunError(f"an all-reduce of two ranks on this host failed over oneCCL: {last}")
-    return {int(size): seconds for line in lines if line.startswith("{") for size, seconds in json.loads(line).items()}
+        return [*output.read().decode(errors="replace").strip().splitlines(), *late], failed
 
 
-def main() -> None:
-    """Run one of the two ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group(ccl.BACKEND)
-    medians = {}
-    for size in SIZES:
-        seconds = []
-        for _ in range(ROUNDS):
-            values = torch.full((size // 4,), float(dist.get_rank() + 1))
-            dist.barrier()
-            started = time.perf_counter()
-            dist.all_reduce(values)
-            seconds.append(time.perf_counter() - started)
-            if not bool((values == 3.0).all()):
-                raise RunError(f"an all-reduce of {size} bytes returned a wrong sum")
-        medians[size] = median(seconds)
-    if dist.get_rank() == 0:
-        os.write(1, json.dumps(medians).encode() + b"\n")
-    dist.barrier()
-    dist.destroy_process_group()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)  # mpirun ends its ranks
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...]:
+    """What to keep for later starts."""
+    seconds = {transport: times[BUCKET_BYTES] for transport, times in found.items()}
+    return transport_records(
+        {transport: (median(each), min(each), max(each)) for transport, each in seconds.items()}, command=command
+    )
+
+
+def main() -> int:
+    """Measure the transports, keep the figures, and print a line about them, or why there are none."""
+    try:
+        libraries = find_libraries(os.environ)
+        ensure_built(libraries, os.environ)
+        found, problems = time_transports(libraries, os.environ)
+        for record in records_of(found, command="cputrain doctor ccl"):
+            keep(record, os.environ)
+    except (InputError, RunError) as error:
+        print(error)
+        return 2 if isinstance(error, InputError) else 1
+    print("; ".join((*problems, comparison({name: median(times[BUCKET_BYTES]) for name, times in found.items()}))))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

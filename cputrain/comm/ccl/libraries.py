@@ -24,6 +24,11 @@ class Libraries:
     mpi: Path
     fabric: Path
 
+    @property
+    def mpi_root(self) -> Path:
+        """Intel MPI's folder, which has lib/ and bin/."""
+        return next(folder.parent for folder in self.mpi.parents if folder.name == "lib")
+
 
 def find_libraries(env: Mapping[str, str]) -> Libraries:
     """Find each library under CCL_ROOT or I_MPI_ROOT, then in this Python's packages, then under its prefix.

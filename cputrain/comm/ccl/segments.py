@@ -1,7 +1,9 @@
 """Shared memory that ranks which were killed have left behind: removed before new ranks need the room."""
 
+import fcntl
 import os
 import re
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +29,19 @@ def sweep_segments(folder: Path = SHM) -> int:
 
 def _in_use(path: Path, changed: float) -> bool:
     owner = BY_PROCESS.fullmatch(path.name)
-    if owner:
-        return Path("/proc", owner[1]).is_dir()
-    return time.time() - changed < SETTLED_S or any(_maps(process, path) for process in Path("/proc").glob("[0-9]*"))
+    settled = not Path("/proc", owner[1]).is_dir() if owner else time.time() - changed >= SETTLED_S
+    return not settled or _is_open(path)
 
 
-def _maps(process: Path, path: Path) -> bool:
-    with suppress(OSError):  # it has ended, or is another user's
-        return str(path) in (process / "maps").read_text(errors="replace")
+def _is_open(path: Path) -> bool:
+    """Whether a process has a file open or mapped, maybe in a container that shares the folder: its number means
+    nothing here. The kernel gives a lease on a file that nobody else has opened (fcntl(2))."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored: who opens it meanwhile takes the lease away
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
     return False

@@ -3,24 +3,20 @@
 from pathlib import Path
 
 from affinity.errors import InputError
-from cputrain.data.formats.dataset import ArchiveMembers, ImageFiles, Images
+from cputrain.data.formats.dataset import ArchiveMembers, ImageFiles, OwnSplits
 from cputrain.data.formats.folder import SUFFIXES, folders_in, list_images
 from cputrain.data.formats.tar import members
 
 
-def open_class_folders(source: Path) -> tuple[tuple[str, ...], Images]:
-    """Classes and images of a folder CLASS/*, without splits. Raises InputError."""
-    if not source.is_dir():
-        raise InputError(f"{source} does not exist: name a folder with a folder for each class")
-    classes = tuple(folders_in(source))
-    return classes, ImageFiles(*list_images(source, classes, every_class=True))
-
-
-def open_caltech256(source: Path) -> tuple[tuple[str, ...], Images]:
+def open_caltech256(source: Path) -> OwnSplits:
     """Classes and images of 001.ak47/001_0001.jpg, ..., without splits. Raises InputError."""
     if not source.is_file():
         inner = source / "256_ObjectCategories"
-        return open_class_folders(inner if inner.is_dir() else source)
+        folder = inner if inner.is_dir() else source
+        if not folder.is_dir():
+            raise InputError(f"{folder} does not exist: name a folder with a folder for each class")
+        names = tuple(folders_in(folder))
+        return OwnSplits(classes=names, train=ImageFiles(*list_images(folder, names, every_class=True)))
     found = [row for row in members(source, 0) if row[0].lower().endswith(SUFFIXES)]
     by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]
     classes = tuple(sorted({row[0] for row in by_class}))
@@ -34,4 +30,4 @@ def open_caltech256(source: Path) -> tuple[tuple[str, ...], Images]:
         [label[name] for name, *_ in by_class],
         [name for _, name, _, _ in by_class],
     )
-    return classes, images
+    return OwnSplits(classes=classes, train=images)

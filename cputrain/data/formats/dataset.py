@@ -1,10 +1,11 @@
 """A data set: splits of encoded images by number, and their classes."""
 
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +32,50 @@ class Images(Protocol):
         """Where image i is stored, for messages."""
 
 
+class PiecewiseImages(Images):
+    """Images of which neighbors can be read together, at less cost than one by one."""
+
+    @property
+    @abstractmethod
+    def bytes_per_image(self) -> float:
+        """The mean size of an image in bytes."""
+
+    @property
+    @abstractmethod
+    def usual_block(self) -> int:
+        """How many neighbors to read together unless the user requests another number; 0: read one by one."""
+
+    @abstractmethod
+    def read(self, i: int, pieces: Any = None) -> bytes:
+        """Image i, from pieces in memory that contain it, or from disk. Raises OSError when it cannot be read."""
+
+    @abstractmethod
+    def read_pieces(self, first: int, last: int) -> Any:
+        """The images [first, last), in a form for `read`. Raises OSError when they cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSplits:
+    """What a source has: classes and training images, and perhaps validation and test images of its own."""
+
+    classes: tuple[str, ...]
+    train: Images
+    val: Images | None = None
+    test: Images | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Training, validation and perhaps test images with the same classes; a label is a class's place in `classes`."""
+    """Training, validation and perhaps test images with the same classes; a label is a class's place in `classes`.
+
+    `note` is a line that the user should see, such as where the validation images are from; "" for none.
+    """
 
     classes: tuple[str, ...]
     train: Images
     val: Images
     test: Images | None = None
+    note: str = ""
 
     @property
     def splits(self) -> dict[str, Images]:

@@ -1,4 +1,4 @@
-"""An image folder: SPLIT/CLASS/*.jpg."""
+"""An image folder: SPLIT/CLASS/*.jpg, or CLASS/*.jpg without splits."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,21 +13,34 @@ TRAIN, VAL, TEST = SPLITS
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """The folders of the splits: train/, val/ and, if it contains class folders, test/.
+    """The folders of the splits: train/, and those of val/ and test/ that contain class folders; of a folder CLASS/*
+    itself, without splits, it alone as train.
 
-    Without val/ the test/ folder is the validation split. Raises InputError when a split is missing.
+    Without val/ the test/ folder is the validation split. Raises InputError where there are neither.
     """
     if not root.is_dir():
-        raise InputError(f"data folder {root} does not exist: set data.path to a folder with train/ and val/")
+        raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
     found = {split: root / split for split in SPLITS if (root / split).is_dir()}
     if TEST in found and not folders_in(found[TEST]):
         del found[TEST]  # images without classes, as in competitions
     if VAL not in found and TEST in found:
         found[VAL] = found.pop(TEST)
-    for split in (TRAIN, VAL):
-        if split not in found:
-            raise InputError(f"{root} has no {split}/ folder: an image folder is train/CLASS/* and val/CLASS/*")
+    if not any(folders_in(folder) for folder in found.values()) and _has_class_folders(root):
+        return {TRAIN: root}
+    if TRAIN not in found:
+        raise InputError(
+            f"{root} has no {TRAIN}/ folder: an image folder is train/CLASS/* and val/CLASS/*, or CLASS/* alone"
+        )
     return found
+
+
+def _has_class_folders(root: Path) -> bool:
+    """Whether one of the folders in a folder contains an image."""
+    for name in folders_in(root):
+        with _entries(root / name) as entries:
+            if any(entry.name.lower().endswith(SUFFIXES) for entry in entries):
+                return True
+    return False
 
 
 def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
@@ -65,6 +78,25 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> t
     if not paths:
         raise InputError(f"{folder} contains no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
     return paths, labels
+
+
+def image_files(paths: Sequence[Path]) -> list[str]:
+    """The images that are named: files as they are; of a folder the images at any depth, sorted by path.
+
+    Raises InputError for a path that is not there, or a folder without images.
+    """
+    found: list[str] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(str(each) for each in path.rglob("*") if each.name.lower().endswith(SUFFIXES))
+            if not inside:
+                raise InputError(f"{path} contains no image ({' '.join(SUFFIXES)}): name a folder with some")
+            found += inside
+        elif path.exists():
+            found.append(str(path))
+        else:
+            raise InputError(f"image {path} does not exist: name image files, or a folder of them")
+    return found
 
 
 def folders_in(folder: Path) -> list[str]:

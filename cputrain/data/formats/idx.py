@@ -2,7 +2,9 @@
 
 import gzip
 import io
+import math
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ from PIL import Image
 
 from affinity.errors import InputError
 from affinity.wording import counted
-from cputrain.data.formats.dataset import Dataset
+from cputrain.data.formats.dataset import OwnSplits
 
 FILES = {"train": ("train-images", "train-labels"), "val": ("t10k-images", "t10k-labels")}
 UNSIGNED_BYTES = 8
+MAX_VALUES = 1 << 32
 
 
 class ArrayImages:
@@ -47,7 +50,7 @@ class ArrayImages:
         return f"{self._path}:{i}"
 
 
-def open_mnist(source: Path) -> Dataset:
+def open_mnist(source: Path) -> OwnSplits:
     """Open a folder with the four files. Raises InputError that names the one that is missing or wrong."""
     splits = {}
     for split, (images, labels) in FILES.items():
@@ -57,7 +60,7 @@ def open_mnist(source: Path) -> Dataset:
             raise InputError(f"{path} has {len(pixels):,} images, but there are {len(numbers):,} labels")
         splits[split] = ArrayImages(pixels, numbers, path)
     count = 1 + max(int(split.labels.max()) for split in splits.values())
-    return Dataset(classes=tuple(str(number) for number in range(count)), **splits)
+    return OwnSplits(classes=tuple(str(number) for number in range(count)), **splits)
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -66,17 +69,25 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     Raises InputError on any other file.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(4 + 4 * dimensions)
+            shape = _shape(path, head, dimensions)
+            data = file.read(math.prod(shape) + 1)
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    head = struct.pack(">HBB", 0, UNSIGNED_BYTES, dimensions)
-    if data[:4] != head or len(data) < 4 + 4 * dimensions:
+    if len(data) != math.prod(shape):
+        found = f"{len(data):,}" if len(data) < math.prod(shape) else "more"
+        raise InputError(f"{path} has {found} values, but its header describes {' x '.join(map(str, shape))}")
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _shape(path: Path, head: bytes, dimensions: int) -> tuple[int, ...]:
+    if head[:4] != struct.pack(">HBB", 0, UNSIGNED_BYTES, dimensions) or len(head) < 4 + 4 * dimensions:
         raise InputError(f"{path} is not an idx file of bytes in {counted(dimensions, 'dimension')}")
-    shape = struct.unpack_from(f">{dimensions}I", data, 4)
-    values = np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions)
-    if len(values) != np.prod(shape):
-        raise InputError(f"{path} has {len(values):,} values, but its header describes {' x '.join(map(str, shape))}")
-    return values.reshape(shape)
+    shape = struct.unpack_from(f">{dimensions}I", head, 4)
+    if math.prod(shape) > MAX_VALUES:
+        raise InputError(f"{path} describes {' x '.join(map(str, shape))} values, more than {MAX_VALUES:,}")
+    return shape
 
 
 def _find(source: Path, name: str) -> Path:

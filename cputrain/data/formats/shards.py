@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from cputrain.data.formats.dataset import PiecewiseImages
 from cputrain.data.formats.manifest import MANIFEST, read_manifest
 
 RECORD = np.dtype(
@@ -68,7 +69,7 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-class Shards:
+class Shards(PiecewiseImages):
     """One split of a prepared folder: random access to samples, by several threads at once."""
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -137,6 +138,11 @@ class Shards:
     def bytes_per_image(self) -> float:
         """The mean size of a sample's image in bytes."""
         return float(self.index["length"].mean())
+
+    @property
+    def usual_block(self) -> int:
+        """0: an image of a shard can be read by itself."""
+        return 0
 
     def _copy_of(self, shard: int) -> BinaryIO | None:
         if self._copies is not None and shard not in self._copied:

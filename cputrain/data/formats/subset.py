@@ -1,13 +1,15 @@
 """Splitting validation and test images off from a set of images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from affinity.wording import counted
-from cputrain.data.formats.dataset import Dataset, Images
+from cputrain.data.formats.dataset import Dataset, Images, OwnSplits, PiecewiseImages
+from cputrain.data.formats.fractions import BOTH_SPLITS, VAL_FRACTION, counts_to_draw, describe_drawn
 from cputrain.data.order.permutations import Indices, epoch_order
 
 
@@ -38,6 +40,37 @@ class Subset:
         return self._images.name(int(self._indices[i]))
 
 
+class PiecewiseSubset(Subset, PiecewiseImages):
+    """Some of the images of a split whose neighbors are read together; the indices are sorted."""
+
+    def __init__(self, images: PiecewiseImages, indices: Indices) -> None:
+        super().__init__(images, indices)
+        self._whole = images
+
+    @property
+    def bytes_per_image(self) -> float:
+        """The mean size of an image of the whole split in bytes."""
+        return self._whole.bytes_per_image
+
+    @property
+    def usual_block(self) -> int:
+        """That of the whole split."""
+        return self._whole.usual_block
+
+    def read(self, i: int, pieces: Any = None) -> bytes:
+        """The encoded image, from pieces of the whole split or by itself."""
+        return self._whole.read(int(self._indices[i]), pieces)
+
+    def read_pieces(self, first: int, last: int) -> Any:
+        """The pieces of the whole split that contain the images [first, last)."""
+        return self._whole.read_pieces(int(self._indices[first]), int(self._indices[last - 1]) + 1)
+
+
+def subset_of(images: Images, indices: Indices) -> Subset:
+    """The images with these numbers, in sorted order."""
+    return PiecewiseSubset(images, indices) if isinstance(images, PiecewiseImages) else Subset(images, indices)
+
+
 def split_off(classes: tuple[str, ...], images: Images, fractions: Mapping[str, float], seed: int) -> Dataset:
     """Draw "val", or "val" and "test", from the images at random; the rest is "train".
 
@@ -47,30 +80,38 @@ def split_off(classes: tuple[str, ...], images: Images, fractions: Mapping[str, 
     order = epoch_order(len(images), seed, 0)
     labels = images.labels[order]
     members = [order[labels == label] for label in range(len(classes))]
-    sizes = [len(each) for each in members]
-    drawn = {split: apportioned(fraction, sizes) for split, fraction in fractions.items()}
+    drawn = counts_to_draw(classes, [len(each) for each in members], fractions)
     parts: dict[str, list[Indices]] = {split: [] for split in ("train", *fractions)}
-    for name, mine, *counts in zip(classes, members, *drawn.values(), strict=True):
-        if sum(counts) >= len(mine):
-            requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
-            raise InputError(
-                f"class {name} has {counted(len(mine), 'image')}: too few to split off {requested} of them"
-            )
+    for mine, *counts in zip(members, *drawn.values(), strict=True):
         rest = mine
         for split, count in zip(fractions, counts, strict=True):
             parts[split].append(rest[:count])
             rest = rest[count:]
         parts["train"].append(rest)
-    subsets = {split: Subset(images, np.sort(np.concatenate(each))) for split, each in parts.items()}
+    subsets = {split: subset_of(images, np.sort(np.concatenate(each))) for split, each in parts.items()}
     return Dataset(classes=classes, train=subsets["train"], val=subsets["val"], test=subsets.get("test"))
 
 
-def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
-    """How many images of each class make that fraction of all: largest remainders (Hamilton), at least 1 each."""
-    exact = [fraction * size for size in sizes]
-    counts = [max(1, int(share)) for share in exact]
-    missing = round(fraction * sum(sizes)) - sum(counts)
-    by_remainder = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
-    for i in by_remainder[: max(0, missing)]:
-        counts[i] += 1
-    return counts
+def with_validation(
+    source: str,
+    own: OwnSplits | Dataset,
+    val_fraction: float | None = None,
+    test_fraction: float | None = None,
+    *,
+    seed: int,
+) -> Dataset:
+    """The splits of a source with validation images: its own ones, or images drawn from its training images.
+
+    They are drawn where it has none (a share of VAL_FRACTION if `val_fraction` is None), or `val_fraction` is given;
+    its own validation images are the test split then. Raises InputError where it has a test split, too.
+    """
+    if own.val is not None and val_fraction is None:
+        return Dataset(classes=own.classes, train=own.train, val=own.val, test=own.test)
+    if own.test is not None:
+        raise InputError(f"{source}{BOTH_SPLITS}")
+    share = VAL_FRACTION if val_fraction is None else val_fraction
+    fractions = {"val": share} | ({} if test_fraction is None else {"test": test_fraction})
+    drawn = split_off(own.classes, own.train, fractions, seed)
+    if own.val is not None:
+        return replace(drawn, test=own.val)
+    return replace(drawn, note=describe_drawn(source, len(drawn.val), share))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.data.formats.dataset import Dataset
+from cputrain.data.formats.dataset import OwnSplits
 from cputrain.data.formats.shards import crc32c
 
 SPLITS = {"train": "train-*-of-*", "val": "validation-*-of-*", "test": "test-*-of-*"}
@@ -74,7 +74,7 @@ class RecordImages:
         return f"{self.paths[int(self._rows[i, 0])]}:{int(self._rows[i, 1]) - HEAD}"
 
 
-def open_tfrecords(source: Path) -> Dataset:
+def open_tfrecords(source: Path) -> OwnSplits:
     """Open train-*, validation-* and perhaps test-* files. Raises InputError that names what is missing or wrong."""
     found = {split: sorted(source.glob(pattern)) for split, pattern in SPLITS.items()}
     for split in ("train", "val"):
@@ -87,7 +87,7 @@ def open_tfrecords(source: Path) -> Dataset:
         if extra := sorted(set(records.names) - set(names)):
             raise InputError(f"{source}: label {extra[0]} is in {SPLITS[split]}, but not in the training files")
         records.relabel(numbers)
-    return Dataset(classes=tuple(names[label] for label in sorted(names)), **splits)
+    return OwnSplits(classes=tuple(names[label] for label in sorted(names)), **splits)
 
 
 def masked(data: bytes) -> int:

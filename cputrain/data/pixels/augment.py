@@ -1,7 +1,7 @@
 """Augmentation of a decoded training image: geometry, then color. Nothing is done, and no time spent, by default."""
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from random import Random
 
 import numpy as np
@@ -21,7 +21,8 @@ class Augmentation:
 
     `rotate`: by up to this share of a full turn, either way. `zoom`: scaled by a factor of 1 +- zoom. `shift`: moved by
     up to this share of the side in x and y. `brightness`, `contrast`, `saturation`: multiplied by a factor of 1 +- the
-    value. `lighting`: standard deviation of the noise along ImageNet's principal colors (AlexNet: 0.1).
+    value. `lighting`: standard deviation of the noise along ImageNet's principal colors (AlexNet: 0.1). `randaugment`:
+    how many of RandAugment's operations, of strength `randaugment_magnitude` (0 to 30), are applied after that.
     """
 
     rotate: float = 0.0
@@ -31,14 +32,17 @@ class Augmentation:
     contrast: float = 0.0
     saturation: float = 0.0
     lighting: float = 0.0
+    randaugment: int = 0
+    randaugment_magnitude: int = 9
 
     def __bool__(self) -> bool:
         """Whether any property is changed."""
-        return any(astuple(self))
+        return any(astuple(replace(self, randaugment_magnitude=0)))
 
 
 def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) -> None:
-    """Change (side, side, 3) bytes in place: rotate, zoom and shift; brightness, contrast and saturation; lighting."""
+    """Change (side, side, 3) bytes in place: rotate, zoom and shift; brightness, contrast and saturation; lighting;
+    RandAugment."""
     image = Image.fromarray(pixels)
     if augmentation.rotate or augmentation.zoom or augmentation.shift:
         image = _moved(image, augmentation, rng)
@@ -54,6 +58,10 @@ def augment(pixels: NDArray[np.uint8], augmentation: Augmentation, rng: Random) 
         pixels[:] = np.clip(np.rint(np.asarray(image) + light), 0, 255)
     else:
         pixels[:] = np.asarray(image)
+    if augmentation.randaugment:
+        from cputrain.data.pixels.randaugment import randaugment  # torchvision: only where it is used
+
+        randaugment(pixels, augmentation.randaugment, augmentation.randaugment_magnitude, FILL, rng)
 
 
 def _moved(image: Image.Image, augmentation: Augmentation, rng: Random) -> Image.Image:

@@ -1,6 +1,7 @@
 """Encoded images -> square crops of uint8 pixels: by libjpeg-turbo where possible, else by Pillow."""
 
 import io
+import re
 import struct
 import warnings
 import zlib
@@ -20,6 +21,7 @@ Pixels = NDArray[np.uint8]
 Decode = Callable[[Sequence[bytes], Sequence[CropFunction], Pixels], list[str | None]]
 """Encoded images, their crop functions and an (n, side, side, 3) output; returns each image's error, or None."""
 
+MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # Pillow's name for the bytes of a file
 # All that Pillow raises on files that are no image, or damaged.
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
@@ -74,7 +76,7 @@ def decode_one_by_pillow(data: bytes, crop_of: CropFunction, out: Pixels) -> Non
             x, y = crop.at
             square = scaled.crop((x, y, x + crop.side, y + crop.side)).convert("RGB")
     except DAMAGE as error:
-        raise ImageError(str(error)) from None
+        raise ImageError(MEMORY.sub("", str(error))) from None
     pixels = np.asarray(square)
     out[:] = pixels[:, ::-1] if crop.flip else pixels
 

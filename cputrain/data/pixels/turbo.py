@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from affinity.filesystem import cache_folder
 from cputrain.data.pixels.crops import CropFunction
-from cputrain.native_build import NativeExtension, cache_folder, ensure_compiled
+from cputrain.native_build import NativeExtension, ensure_compiled
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
 FUNCTIONS = (

@@ -20,6 +20,7 @@ class Options:
     shards: int | None = None
     val_fraction: float | None = None
     test_fraction: float | None = None
+    label_column: str | None = None
     short_side: int | None = None
     quality: int | None = None
     format: str = "tar"

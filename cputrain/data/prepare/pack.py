@@ -23,7 +23,7 @@ from cputrain.data.order.permutations import Indices, epoch_order
 from cputrain.data.pixels.decode import ImageError
 from cputrain.data.prepare.encode import Encoded, encode
 from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.shard_writers import WRITERS, Record, Sample, ShardWriter
+from cputrain.data.prepare.shard_writers import WRITERS, Sample, ShardRecord, ShardWriter
 from cputrain.files import write_atomic, write_with
 
 OVERHEAD = 2048  # bytes of a sample in a tar beside its image: two headers, padding, the label; fewer in a TFRecord
@@ -206,7 +206,7 @@ def _write_shard(
     """Write a shard, then its receipt: a file that exists only beside a complete shard, with the shard's records."""
     unusual: Counter[str] = Counter()
     damaged: list[str] = []
-    records: list[Record] = []
+    records: list[ShardRecord] = []
 
     def write(file: BinaryIO) -> None:
         shard = writer(file)

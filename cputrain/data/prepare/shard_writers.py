@@ -12,7 +12,7 @@ from cputrain.data.formats.shards import crc32c
 from cputrain.data.formats.tfrecord import FIRST_LABEL, HEAD, IMAGE, LABEL, LENGTH, SYNSET_NAME, TAIL, TEXT, masked
 from cputrain.data.prepare.encode import Encoded
 
-Record = tuple[int, int, int, int, int, int, int]
+ShardRecord = tuple[int, int, int, int, int, int, int]
 """A sample's row of the index, in the order of formats.shards.RECORD."""
 
 
@@ -30,7 +30,7 @@ class Sample:
 class ShardWriter(Protocol):
     """Writes one shard; samples are added in order, and `records` are their rows of the index."""
 
-    records: list[Record]
+    records: list[ShardRecord]
 
     def add(self, sample: Sample) -> None:
         """Append a sample."""
@@ -45,7 +45,7 @@ class TarWriter:
     def __init__(self, number: int, file: BinaryIO) -> None:
         self._number = number
         self._tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  closed by close
-        self.records: list[Record] = []
+        self.records: list[ShardRecord] = []
 
     def add(self, sample: Sample) -> None:
         """Append a sample."""
@@ -70,7 +70,7 @@ class RecordWriter:
     def __init__(self, number: int, file: BinaryIO) -> None:
         self._file, self._number = file, number
         self._written = 0
-        self.records: list[Record] = []
+        self.records: list[ShardRecord] = []
 
     def add(self, sample: Sample) -> None:
         """Append a sample."""
@@ -88,7 +88,7 @@ class RecordWriter:
 WRITERS: dict[str, Callable[[int, BinaryIO], ShardWriter]] = {"tar": TarWriter, "tfrecord": RecordWriter}
 
 
-def _record(shard: int, offset: int, sample: Sample) -> Record:
+def _record(shard: int, offset: int, sample: Sample) -> ShardRecord:
     image = sample.image
     return shard, len(image.data), offset, sample.label, crc32c(image.data), image.width, image.height
 

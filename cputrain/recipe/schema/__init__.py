@@ -69,13 +69,23 @@ class Recipe(Section):
     log_norms_every_steps: Positive | None = None
     """Number of steps between records of every layer's weight norm, gradient norm and trust ratio in events.jsonl;
     null: no records."""
+    compare_weights_every_steps: Positive | None = 100
+    """Number of steps between comparisons of the workers' weights and optimizer state; null: none. They have to be the
+    same bit for bit: faulty memory or a faulty processor ends the training instead of spoiling it. They are also
+    compared before every checkpoint."""
+    log: tuple[Literal["csv", "mlperf", "tensorboard"], ...] = ()
+    """Formats in which the run is logged besides events.jsonl, in its folder metrics/. csv: steps.csv and epochs.csv;
+    mlperf: lines as MLPerf's rules have them; tensorboard: scalars, which needs the extra cputrain[tensorboard]; empty:
+    none."""
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     comm: CommSection = CommSection()
-    engine: Literal["auto", "native", "eager", "compile"] = "auto"
+    engine: Literal["auto", "native", "eager", "compile", "ipex"] = "auto"
     """How torch runs the network, always channels-last and with oneDNN. eager: operator by operator; native: with
     kernels of cputrain, compiled once, that compute batch-norm, residual and ReLU together, and for evaluation with
-    batch-norm folded into the convolutions; compile: torch.compile. auto: native, or eager without a C++ compiler."""
+    batch-norm folded into the convolutions; compile: torch.compile; ipex: Intel's extension for PyTorch, for torch 2.8.
+    auto: native, or eager without a C++ compiler, unless `cputrain tune` has found another faster on this machine; a
+    training measures none itself."""
     plan: PlanSection = PlanSection()
     sweep: SweepSection = SweepSection()
     output: str = ""

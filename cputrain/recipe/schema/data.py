@@ -6,7 +6,7 @@ from pydantic import Field
 
 from cputrain.recipe.schema.base import Positive, Section
 
-SYNTHETIC, LINE = "synthetic", "line"
+SYNTHETIC, LINE, OWN = "synthetic", "line", "own"
 
 
 class AugmentSection(Section):
@@ -29,19 +29,36 @@ class AugmentSection(Section):
     lighting: Annotated[float, Field(ge=0)] = 0.0
     """Standard deviation of AlexNet's color noise, a factor. The noise follows the principal components of ImageNet's
     colors; Krizhevsky et al. 2012 (4.1) use 0.1."""
+    randaugment: Annotated[int, Field(ge=0, le=10)] = 0
+    """Number of RandAugment's operations on each image, drawn from torchvision's 14 (Cubuk et al. 2020; usually 2).
+    They follow the changes above."""
+    randaugment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """Strength of RandAugment's operations, in steps from 0 (none) to 30."""
+    mixup: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Parameter alpha of mixup (Zhang et al. 2018; usually 0.2). The images of a worker's batch and their labels are
+    averaged in pairs, by weights from a Beta(alpha, alpha) distribution."""
+    cutmix: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Parameter alpha of CutMix (Yun et al. 2019; usually 1). A rectangle of each image is replaced by that of another
+    image, and its label in proportion. With mixup too, each batch is mixed by one of the two."""
 
 
 class DataSection(Section):
     """The training and validation data, and how images are read, cropped and normalized."""
 
     path: str | None = None
-    """Folder of the images: train/CLASS/* and val/CLASS/*, shards of `cputrain prepare`, or TFRecords. Two words stand
-    for generated data: synthetic (random pixels, neither decoded nor evaluated, to measure throughput) and line (points
-    of y = 2 x + 1 with noise, for linear regression); a folder of that name is ./synthetic or ./line; null: set it on
-    the command line."""
+    """Folder of the images: train/CLASS/* and val/CLASS/*, CLASS/* alone, prepared shards, Parquet files or TFRecords.
+    Three words stand for other data: synthetic (random pixels, neither decoded nor evaluated, to measure throughput)
+    and line (points of y = 2 x + 1 with noise, for linear regression) are generated, own are the samples that a script
+    gives to cputrain.train; a folder of that name is ./own; null: set it on the command line."""
     prepare: str | None = None
     """Command that creates the data, printed where data.path is missing. {path} in it stands for data.path; null: no
     command."""
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of the training images that is used for validation instead, drawn from each class in proportion. It is
+    the same in every training, whatever its seed. null: none where the data has validation images of its own, otherwise
+    0.2. With a number, these become the test images."""
+    label_column: str | None = None
+    """Column of Parquet files that has the labels; null: the only one that can be it."""
     crop: Positive = 224
     """Side of the square images that the network gets, in pixels."""
     resize: Positive | None = None
@@ -86,18 +103,18 @@ class DataSection(Section):
 
     @property
     def generated(self) -> bool:
-        """Whether the data is generated from the seed rather than read from data.path."""
-        return self.path in (SYNTHETIC, LINE)
+        """Whether the data is generated from the seed, or a script's own, rather than read from data.path."""
+        return self.path in (SYNTHETIC, LINE, OWN)
 
     @property
     def kind(self) -> str:
         """The kind of data, as outputs and events name it."""
-        return {SYNTHETIC: "synthetic data", LINE: "points"}.get(self.path or "", "images")
+        return {SYNTHETIC: "synthetic data", LINE: "points", OWN: "samples"}.get(self.path or "", "images")
 
     @property
     def unit(self) -> str:
         """The word for samples."""
-        return "points" if self.path == LINE else "images"
+        return {LINE: "points", OWN: "samples"}.get(self.path or "", "images")
 
     @property
     def short_side(self) -> int:

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from affinity.topology.cpuset import parse_list
 from cputrain.recipe.schema.base import Auto, NotNegative, Positive, Section, misfit
 
 
@@ -59,9 +60,9 @@ class CheckpointSection(Section):
 class CommSection(Section):
     """Communication of gradients between the workers."""
 
-    backend: Literal["auto", "ccl", "gloo"] = "auto"
-    """Backend of torch.distributed: ccl (oneCCL) or gloo. auto takes ccl where every rank can use it, otherwise
-    gloo."""
+    backend: Literal["auto", "ccl", "gloo", "mpi"] = "auto"
+    """Backend of torch.distributed: ccl (oneCCL), gloo, or mpi, which only torch built from source with MPI has. auto
+    takes ccl where every rank can use it, otherwise gloo."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that a rank waits for the others in a collective operation before it fails."""
     bucket_mib: Annotated[float, Field(gt=0)] | Auto = "auto"
@@ -93,6 +94,15 @@ class PlanSection(Section):
     openmp: Literal["auto", "libgomp", "libiomp5"] = "auto"
     """OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto takes the profile's, or else the one that
     this Python loads."""
+    allocator: Literal["auto", "glibc", "tcmalloc", "jemalloc"] = "auto"
+    """Memory allocator of the workers. auto takes tcmalloc, or else jemalloc, where this host has it, or else glibc's
+    own."""
+    cores: str = "all"
+    """CPUs to plan with, as taskset numbers them: all, or a list such as 0-15,32. Their hyper-threads are used only
+    where they are listed too."""
+    e_cores: Literal["auto", "off"] = "auto"
+    """Whether slower types of cores (efficiency cores) compute: auto uses them where that is faster; off leaves them
+    out."""
     oversubscribe: bool = False
     """Whether ppn may exceed the number of cores, so that workers share them. For trials only: timings mean nothing."""
     share: bool = False
@@ -100,3 +110,10 @@ class PlanSection(Section):
     balance: Literal["equal", "batch"] = "equal"
     """How a host's images are divided among its workers. equal: the same number each; batch: in proportion to each
     worker's cores, with batch.local as the average."""
+
+    @field_validator("cores")
+    @classmethod
+    def _is_list_of_cpus(cls, value: str) -> str:
+        if value != "all" and not parse_list(value):
+            raise ValueError("give all, or a list of CPUs as in 0-15,32")
+        return value

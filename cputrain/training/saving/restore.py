@@ -8,7 +8,7 @@ from torch import nn
 
 from affinity.errors import InputError
 from affinity.wording import counted
-from cputrain.checkpoints.folder import list_checkpoints
+from cputrain.checkpoints.folder import list_checkpoints, set_aside
 from cputrain.checkpoints.manifest import (
     EMA,
     MODEL,
@@ -20,6 +20,7 @@ from cputrain.checkpoints.manifest import (
 )
 from cputrain.checkpoints.tensors import read_file
 from cputrain.comm.group import all_gather
+from cputrain.training.log import TrainingLog
 from cputrain.training.saving.position import Position, position_of
 from cputrain.training.saving.snapshot import Tensors, put_optimizer, put_own_state, put_weights
 from cputrain.training.state import TrainState
@@ -51,6 +52,15 @@ class Found:
     def name(self) -> str:
         """The checkpoint's name."""
         return self.loaded.path.name
+
+
+def set_damaged_aside(found: Found, log: TrainingLog, step: int, rank: int) -> None:
+    """Rename the damaged checkpoints, so that they count no more, and tell which one takes their place. To be called by
+    all ranks."""
+    for name, problem in found.damaged.items():
+        if rank == 0:
+            set_aside(found.loaded.path.with_name(name))
+        log.warn(step, f"{problem}: it is now {name}.damaged, and {found.name} is used")
 
 
 def find_newest(folder: Path, rank: int) -> Found | None:

@@ -8,6 +8,7 @@ from typing import Any
 from cputrain import __version__
 from cputrain.checkpoints.manifest import Manifest, NetworkRecord, OptimizerRecord, ScaleRecord, TrainingRecord
 from cputrain.recipe.loading import with_absolute_paths
+from cputrain.recipe.schema.data import OWN
 from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving.position import Position
@@ -95,7 +96,7 @@ class Saver:
         session = self.session
         recipe, data = session.recipe, session.data
         network = NetworkRecord(
-            model=recipe.model.model_dump(mode="json", by_alias=True),
+            model={} if recipe.data.path == OWN else recipe.model.model_dump(mode="json", by_alias=True),
             classes=tuple(data.dataset.classes),
             features=data.features,
             crop=recipe.data.crop,

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cputrain.comm.store import SignedKeys
 from cputrain.training.saving.snapshot import Snapshot
 
 POLL_S = 0.05
+WRITTEN_S = 600.0  # until a rank has written its files, after rank 0 has
 VISIBLE_S = 60.0  # until a file of another host has to be seen: network file systems keep listings for a while
 
 
@@ -110,6 +112,9 @@ class CheckpointWriter:
         except OSError:
             for name in names:  # on a full disk, room for what is still to be logged
                 (partial / name).unlink(missing_ok=True)
+            if self.world_size == 1:  # else another rank may be about to write into it: the next start removes it
+                with suppress(OSError):
+                    partial.rmdir()
             raise
         return sums
 
@@ -124,11 +129,18 @@ class CheckpointWriter:
         remove_old(self.folder, self.keep)
 
     def _await(self, rank: int, number: int) -> FileRecord:
-        """The size and checksum of a rank's file of this checkpoint. A rank that never writes one ends the job."""
+        """The size and checksum of a rank's file of this checkpoint. A rank that cannot write one ends the job; one
+        whose word is lost would leave the training waiting here."""
+        deadline = time.monotonic() + WRITTEN_S
         while True:
             words = (self.keys.get(_key(rank, number)) or "0").split()
             if int(words[0]) == number:
                 return FileRecord(bytes=int(words[1]), crc32c=int(words[2]))
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"rank {rank} has not said in {WRITTEN_S:g} s that its part of a checkpoint is written: look for a "
+                    "slow disk on its host, or for others who write into the job's store"
+                )
             time.sleep(POLL_S)
 
     def _await_file(self, path: Path, rank: int, size: int) -> None:

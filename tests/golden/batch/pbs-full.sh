@@ -37,9 +37,10 @@ cat > "$files/recipe.yaml" <<'END_OF_RECIPE'
 name: resnet50
 END_OF_RECIPE
 
-# Continue the run of an earlier job; for a finished run --resume only prints its result.
+# Continue the run of an earlier job: one that failed before its first step starts anew, of a finished one --resume only
+# prints the result.
 resume=()
-if [ -e "$output/events.jsonl" ]; then
+if [ -e "$output/.cputrain-run" ] && [ -e "$output/recipe.yaml" ]; then
     resume=(--resume)
 fi
 export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's output

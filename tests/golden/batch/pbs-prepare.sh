@@ -63,8 +63,8 @@ esac
 passed=()
 while IFS= read -r name; do
     case "$name" in
-        SLURM_* | PBS_* | PMI_* | PMIX_* | PALS_* | OMPI_* | PRTE_* | MPI_* | I_MPI_* | MASTER_* | \
-            RANK | WORLD_SIZE | LOCAL_RANK | LOCAL_WORLD_SIZE | FI_* | PSM2_* | PSM3_* | HFI_* | UCX_* | CCL_* | \
+        TORCHELASTIC_* | OMPI_* | PRTE_* | PMIX_* | MV2_* | PMI_* | MPI_* | I_MPI_* | HYDRA_* | HYDI_* | PALS_* | SLURM_* | PBS_* | \
+            RANK | WORLD_SIZE | LOCAL_RANK | LOCAL_WORLD_SIZE | MASTER_* | FI_* | PSM2_* | PSM3_* | HFI_* | UCX_* | CCL_* | \
             GLOO_* | TORCH_* | OMP_* | KMP_* | GOMP_* | MKL_* | MALLOC_* | TQDM_* | CPUTRAIN_* | PYTHONNOUSERSITE | \
             HOME | USER | LOGNAME | http_proxy | https_proxy | no_proxy) passed+=(--env "$name") ;;
     esac

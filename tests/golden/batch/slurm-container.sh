@@ -52,9 +52,10 @@ export PYTHONNOUSERSITE=1
 exec "$runtime" exec "${mounts[@]}" --pwd "$PWD" --nv '--bind=/a b' 'image'"'"'s.sif' "$@"
 END_OF_CONTAINER
 
-# Continue the run of an earlier job; for a finished run --resume only prints its result.
+# Continue the run of an earlier job: one that failed before its first step starts anew, of a finished one --resume only
+# prints the result.
 resume=()
-if [ -e "$output/events.jsonl" ]; then
+if [ -e "$output/.cputrain-run" ] && [ -e "$output/recipe.yaml" ]; then
     resume=(--resume)
 fi
 export TQDM_MININTERVAL=30  # seconds between lines of progress in the job's output

@@ -1,9 +1,12 @@
+#include <Python.h>
+
 #include "backend.hpp"
 
 #include <cstdlib>
-#include <optional>
 
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/Functions.h>
+
+#include "quiet_start.hpp"
 
 namespace cputrain {
 
@@ -14,29 +17,47 @@ std::string environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
+// Lets other threads run Python, where this one holds the interpreter's lock.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+  ~WithoutGil() {
+    if (state_ != nullptr) {
+      PyEval_RestoreThread(state_);
+    }
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
 }  // namespace
 
 CclBackend::CclBackend(
     c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, std::string name)
     : Backend(rank, size),
-      store_(store->clone()),
       name_(std::move(name)),
       options_(c10::make_intrusive<Options>("ccl", timeout)) {
   auto& engine = Engine::instance();
   const auto creation = "the creation of group " + name_;
-  engine.refuse_in_child(creation);
   engine.publish_communicator({creation, 0, awake_now() + timeout});
   try {
+    store_ = store->clone();
     // oneCCL's own creation of a communicator waits for late ranks, under the lock that every operation needs.
     const bool has_bf16 = __builtin_cpu_supports("avx512bf16") != 0;
-    const auto gathered = gather_ranks(*store_, rank, size, timeout, has_bf16, "group " + name_);
-    const bool all_have_bf16 = gathered.with_feature == size;
+    const bool all_have_bf16 = gather_ranks(*store_, rank, size, timeout, has_bf16, "group " + name_) == size;
     bf16_reduction_ = all_have_bf16 ? Bf16Reduction::oneccl : Bf16Reduction::as_float32;
     bf16_allreduce_ = environment("CCL_ATL_TRANSPORT") == "ofi" ? Bf16Reduction::own : bf16_reduction_;
-    kvs_ = std::make_shared<StoreKvs>(store_, gathered.prefix + "kvs/", timeout);
-    message_kvs_ = std::make_shared<StoreKvs>(store_, gathered.prefix + "messages/", timeout);
+    kvs_ = std::make_shared<StoreKvs>(store_, "kvs/", timeout);
+    message_kvs_ = std::make_shared<StoreKvs>(store_, "messages/", timeout);
     const auto lock = engine.enter();
-    ccl::init();
+    {
+      const QuietStart out(std::cout), err(std::cerr);
+      ccl::init();
+    }
     comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, kvs_));
     if (std::atoi(environment("CCL_WORKER_COUNT").c_str()) > 1) {
       message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, message_kvs_));
@@ -55,10 +76,7 @@ CclBackend::CclBackend(
 
 // A communicator with operations that never end cannot be destroyed: it is leaked.
 CclBackend::~CclBackend() {
-  std::optional<pybind11::gil_scoped_release> released;  // oneCCL may wait for other ranks here
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    released.emplace();
-  }
+  const WithoutGil released;  // oneCCL may wait for other ranks here
   if (message_kvs_) {
     kvs_->leave();
     message_kvs_->leave();
@@ -121,6 +139,7 @@ WorkPtr CclBackend::barrier(const c10d::BarrierOptions& opts) {
 
 void CclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+  Engine::instance().refuse_in_child("monitored_barrier of group " + name_);
   monitored_barrier(*store_, rank_, size_, ++monitored_, timeout, wait_all_ranks);
 }
 

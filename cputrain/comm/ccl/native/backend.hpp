@@ -89,7 +89,7 @@ class CclBackend : public c10d::Backend {
   Tensors only(const Tensor& tensor, int64_t rank) const;
   std::vector<size_t> parts(const Tensor& tensor, const std::vector<int64_t>& rows) const;
 
-  const c10::intrusive_ptr<c10d::Store> store_;  // a connection of its own: to wait here stops nobody else
+  c10::intrusive_ptr<c10d::Store> store_;  // a connection of its own: to wait here stops nobody else
   const std::string name_;
   const c10::intrusive_ptr<Options> options_;
   std::shared_ptr<StoreKvs> kvs_, message_kvs_;

@@ -1,7 +1,6 @@
 #include "engine.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 #include <oneapi/ccl.hpp>
 #include <pthread.h>
@@ -14,6 +13,7 @@ namespace {
 
 constexpr auto kMinSleep = std::chrono::microseconds(20);
 constexpr auto kMaxSleep = std::chrono::microseconds(500);
+constexpr auto kLook = std::chrono::seconds(1);  // at timeouts, while callers drive: each of them looks at its own only
 
 }  // namespace
 
@@ -53,8 +53,7 @@ void Engine::submit(
   work_.notify_one();
 }
 
-std::list<c10::intrusive_ptr<Operation>> Engine::take_ended() {
-  std::list<c10::intrusive_ptr<Operation>> ended;
+void Engine::take_ended(Operations& ended) {
   for (auto at = pending_.begin(); at != pending_.end();) {
     const auto next = std::next(at);
     if ((*at)->ended_()) {
@@ -62,11 +61,10 @@ std::list<c10::intrusive_ptr<Operation>> Engine::take_ended() {
     }
     at = next;
   }
-  return ended;
 }
 
 bool Engine::drive() {
-  std::list<c10::intrusive_ptr<Operation>> ended;
+  Operations ended;
   std::string error;
   {
     const Lock lock(mutex_, std::try_to_lock);
@@ -74,9 +72,9 @@ bool Engine::drive() {
       return false;
     }
     try {
-      ended = take_ended();
-    } catch (const ccl::exception& failure) {
-      error = failure.what();
+      take_ended(ended);
+    } catch (const std::exception& failure) {  // those before it have ended
+      error = message_of(failure);
     }
     if (!ended.empty()) {
       publish_oldest();
@@ -96,26 +94,33 @@ void Engine::run() {
   pthread_setname_np(pthread_self(), "cputrain-ccl");
   auto sleep = kMinSleep;
   while (true) {
+    bool drives = false;
     {
       Lock lock(mutex_);
-      work_.wait(lock, [this] { return !pending_.empty() && waiting_callers_ == 0; });
+      drives = work_.wait_for(lock, kLook, [this] { return !pending_.empty() && waiting_callers_ == 0; });
     }
     const auto before = time_out_late();
+    if (!drives) {
+      continue;
+    }
     drive();
     sleep = time_out_late() < before ? kMinSleep : std::min(2 * sleep, kMaxSleep);
     std::this_thread::sleep_for(sleep);
   }
 }
 
-// Times out the oldest operation if it is overdue, since waiting for a future does not poll; the number in flight.
+// Times out the first operation that is overdue, since waiting for a future does not poll; the number in flight. Groups
+// have timeouts of their own: it need not be the oldest one.
 size_t Engine::time_out_late() {
   c10::intrusive_ptr<Operation> late;
   size_t count = 0;
   {
     const auto lock = enter();
     count = pending_.size();
-    if (count > 0 && aborted_.empty() && awake_now() > pending_.front()->deadline_) {
-      late = pending_.front();
+    const auto now = awake_now();
+    const auto overdue = std::ranges::find_if(pending_, [now](const auto& one) { return now > one->deadline_; });
+    if (overdue != pending_.end() && aborted_.empty()) {
+      late = *overdue;
     }
   }
   if (late) {
@@ -156,13 +161,16 @@ std::string Engine::absent_ranks() {
 
 void Engine::time_out(const Operation& operation) {
   const auto absent = absent_ranks();
-  const auto waited = std::chrono::duration<double>(awake_now() - operation.started_).count();
+  const std::chrono::duration<double> timeout = operation.deadline_ - operation.started_;
   abort(c10::str(
-      "ccl: Timed out after ", std::round(waited), " s in ", operation.description_, absent.empty() ? "" : "; ", absent));
+      "ccl: Timed out after ", timeout.count(), " s in ", operation.description_, absent.empty() ? "" : "; ", absent));
 }
 
 void Engine::abort(const std::string& reason) {
-  std::list<c10::intrusive_ptr<Operation>> failed;
+  Operations failed;
+  if (forked_) {
+    return;
+  }
   {
     const auto lock = enter();
     if (!aborted_.empty()) {

@@ -25,7 +25,9 @@ struct CurrentCollective {
 class Engine {
  public:
   // A thread that creates a communicator may fork inside oneCCL's libraries, so its own fork handler locks again.
-  using Lock = std::unique_lock<std::recursive_mutex>;
+  using Mutex = std::recursive_timed_mutex;
+  using Lock = std::unique_lock<Mutex>;
+  using Operations = std::list<c10::intrusive_ptr<Operation>>;
 
   static Engine& instance();
 
@@ -70,14 +72,15 @@ class Engine {
   Engine();
   void run();
   void publish_oldest();  // needs the engine's lock
-  std::list<c10::intrusive_ptr<Operation>> take_ended();  // needs the engine's lock
+  // Moves those that have ended, also where one fails and its error is thrown; needs the engine's lock.
+  void take_ended(Operations& ended);
   void time_out(const Operation& operation);
   size_t time_out_late();
   void on_process_exit(int status);
 
-  std::recursive_mutex mutex_;
+  Mutex mutex_;
   std::condition_variable_any work_;
-  std::list<c10::intrusive_ptr<Operation>> pending_;
+  Operations pending_;
   std::string aborted_;
   bool exiting_ = false;
   std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is

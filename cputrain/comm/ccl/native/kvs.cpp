@@ -39,22 +39,20 @@ bool wait_for(c10d::Store& store, const std::string& key, std::chrono::milliseco
 
 }  // namespace
 
-Gathered gather_ranks(
+int64_t gather_ranks(
     c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout, bool has_feature,
     const std::string& group) {
   std::string missing;
   try {
-    // A store that serves a second group under the same name counts on.
-    const auto round = "round" + std::to_string(store.add("arrivals/" + std::to_string(rank), 1)) + "/";
-    store.add(round + "feature", has_feature ? 1 : 0);
-    store.set(round + std::to_string(rank), std::string("here"));
-    if (store.add(round + "count", 1) == size) {
-      store.set(round + "all", std::string("here"));
+    store.add("feature", has_feature ? 1 : 0);
+    store.set("here/" + std::to_string(rank), std::string("here"));
+    if (store.add("count", 1) == size) {
+      store.set("all", std::string("here"));
     }
-    if (wait_for(store, round + "all", timeout)) {
-      return {store.add(round + "feature", 0), round};
+    if (wait_for(store, "all", timeout)) {
+      return store.add("feature", 0);
     }
-    missing = missing_ranks(store, round, size);
+    missing = missing_ranks(store, "here/", size);
   } catch (const std::exception& error) {
     store_is_gone(group, error);
   }
@@ -102,7 +100,8 @@ void StoreKvs::set(const ccl::string_class& key, const ccl::vector_class<char>& 
 
 void monitored_barrier(
     c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all) {
-  const auto prefix = "monitored" + std::to_string(number) + "/";
+  const auto prefix_of = [](uint64_t count) { return "monitored" + std::to_string(count) + "/"; };
+  const auto prefix = prefix_of(number);
   const auto deadline = Clock::now() + timeout;
   const auto left = [&] { return std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()); };
   store.set(prefix + std::to_string(rank), std::string("here"));
@@ -117,6 +116,13 @@ void monitored_barrier(
   for (int other = 1; other < size && (missing.empty() || wait_all); other++) {
     if (!wait_for(store, prefix + std::to_string(other), left())) {
       missing += (missing.empty() ? "" : ", ") + std::to_string(other);
+    }
+  }
+  if (missing.empty() && number > 1) {  // all have left the one before
+    const auto before = prefix_of(number - 1);
+    store.deleteKey(before + "told");
+    for (int other = 0; other < size; other++) {
+      store.deleteKey(before + std::to_string(other));
     }
   }
   const auto problem = c10::str(

@@ -12,15 +12,9 @@
 
 namespace cputrain {
 
-// A group whose ranks are all there: how many of them have a feature, and where they exchange addresses.
-struct Gathered {
-  int64_t with_feature;
-  std::string prefix;
-};
-
-// Waits until all ranks of a group have come here, without any lock. Fails at the timeout with the names of those that
-// are missing, and where the store is gone.
-Gathered gather_ranks(
+// Waits until all ranks of a group have come here, without any lock; how many of them have a feature. Fails at the
+// timeout with the names of those that are missing, and where the store is gone.
+int64_t gather_ranks(
     c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout, bool has_feature,
     const std::string& group);
 
@@ -46,7 +40,8 @@ class StoreKvs : public ccl::kvs_interface {
   std::atomic<bool> left_{false};
 };
 
-// All ranks wait for all others: rank 0 finds who is missing at the timeout and tells the others.
+// All ranks wait for all others: rank 0 finds who is missing at the timeout and tells the others. `number` counts a
+// group's barriers; one that all ranks reach takes the keys of the one before out of the store.
 void monitored_barrier(
     c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all);
 

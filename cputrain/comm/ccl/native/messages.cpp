@@ -7,7 +7,7 @@
 
 namespace cputrain {
 
-Inbox::Inbox(ccl::communicator& comm, int size) : comm_(comm), channels_(size) {}
+Inbox::Inbox(ccl::communicator& comm, int size) : comm_(comm), rank_(comm.rank()), channels_(size) {}
 
 // A receive from any source may leave headers awaited that nobody sends. oneCCL waits for an event that is destroyed
 // before its end, so such a one is kept, with the memory that it names.
@@ -98,7 +98,7 @@ std::shared_ptr<Receive> Inbox::match(int source, int64_t tag) {
 }
 
 bool Inbox::wanted(int source) const {
-  return std::ranges::any_of(waiting_, [&](const auto& receive) {
+  return source != rank_ && std::ranges::any_of(waiting_, [&](const auto& receive) {
     return receive->source == source || receive->source == kAnySource;
   });
 }

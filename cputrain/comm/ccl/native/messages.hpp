@@ -69,6 +69,7 @@ class Inbox {
   static bool take_kept(Channel& channel, Receive& receive);
 
   ccl::communicator& comm_;
+  const int rank_;
   std::vector<Channel> channels_;
   std::list<std::shared_ptr<Receive>> waiting_;  // in the order of the calls
 };

@@ -34,5 +34,6 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   });
   module.def("set_absent_ranks", [](std::string absent) { Engine::instance().set_absent_ranks(std::move(absent)); });
   module.def("abort", [](const std::string& reason) { Engine::instance().abort(reason); }, without_gil);
+  module.def("refuse_in_child", [](const std::string& what) { Engine::instance().refuse_in_child(what); });
   module.def("hmac_sha256", &cputrain::hmac_sha256);
 }

@@ -89,6 +89,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   if (late && !future_->completed()) {
     engine.time_out(*this);
   }
+  future_->wait();  // not yet completed only where another thread is just finishing or failing it
   if (future_->hasError()) {
     std::rethrow_exception(future_->exception_ptr());
   }

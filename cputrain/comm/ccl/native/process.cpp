@@ -1,6 +1,7 @@
 // Forks and the exit of a process that runs oneCCL.
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include <oneapi/ccl.hpp>
 #include <pthread.h>
@@ -14,6 +15,9 @@ namespace cputrain {
 namespace {
 
 constexpr auto kExitGrace = std::chrono::seconds(1);  // for operations in flight that no caller waits for
+// For a call of oneCCL to return before a fork: one that waits for a lost rank does not.
+constexpr auto kForkPatience = std::chrono::seconds(5);
+thread_local bool holds_for_fork = false;
 
 }  // namespace
 
@@ -23,12 +27,20 @@ void Engine::refuse_in_child(const std::string& what) {
       "memory with its parent: call collectives in the parent, or start the process with the spawn method");
 }
 
-// While a process forks, no thread of it is inside oneCCL or MPI: what the child copies is whole, and it leaves it alone.
+// While a process forks, no thread of it is inside oneCCL or MPI, unless one is stuck there: what the child copies is
+// then not whole, but the child leaves it alone.
 void Engine::guard_process() {
   static const bool guarded = [] {
-    const auto prepare = [] { instance().mutex_.lock(); };
-    const auto parent = [] { instance().mutex_.unlock(); };
-    const auto child = [] { instance().forked_ = true; };  // its lock stays locked: no thread of it may drive
+    // A child's lock stays locked, as no thread of it may drive: where it forks itself, it must not wait for it.
+    const auto prepare = [] {
+      holds_for_fork = !instance().forked_ && instance().mutex_.try_lock_for(kForkPatience);
+    };
+    const auto parent = [] {
+      if (std::exchange(holds_for_fork, false)) {
+        instance().mutex_.unlock();
+      }
+    };
+    const auto child = [] { instance().forked_ = true; };
     const int forks = pthread_atfork(prepare, parent, child);
     const int exits = on_exit([](int status, void*) { instance().on_process_exit(status); }, nullptr);
     CPUTRAIN_REQUIRE(forks == 0 && exits == 0, "ccl: the handlers of fork and exit cannot be registered");
@@ -52,10 +64,10 @@ void Engine::on_process_exit(int status) {
     exiting_ = true;
     given_up = given_up || !aborted_.empty();
     try {
-      static auto* kept = new std::list<c10::intrusive_ptr<Operation>>();  // nothing is destroyed from here on
-      kept->splice(kept->end(), take_ended());
+      static auto* kept = new Operations();  // nothing is destroyed from here on
+      take_ended(*kept);
       busy = !pending_.empty();
-    } catch (const ccl::exception&) {
+    } catch (const std::exception&) {
       given_up = true;
     }
   }

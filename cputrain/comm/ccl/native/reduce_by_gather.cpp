@@ -30,10 +30,10 @@ WorkPtr CclBackend::reduce_bits(OpType type, const Tensors& tensors, RedOpType o
         }
         return events;
       },
-      [=, this] {
+      [=] {  // without `this`: the group may be destroyed while the operation is in flight
         for (size_t i = 0; i < tensors.size(); i++) {
           auto result = gathered[i][0];
-          for (int rank = 1; rank < size_; rank++) {
+          for (int64_t rank = 1; rank < gathered[i].size(0); rank++) {
             const auto other = gathered[i][rank];
             result = op == ReduceOp::BAND ? result.bitwise_and(other)
                      : op == ReduceOp::BOR ? result.bitwise_or(other)

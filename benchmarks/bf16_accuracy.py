@@ -1,0 +1,131 @@
+"""The accuracy of bfloat16: the digits and the MNIST study in float32 and in bf16, with the same seeds.
+
+    python -m benchmarks.bf16_accuracy [--mnist DIR] [--seeds 3] [--only WORD] [KEY=VALUE ...]
+
+The digits are the demo's training. With --mnist, a folder of MNIST's four idx files, two trainings of
+`cputrain reproduce large-batch` follow: the baseline, and LARS at 64 times its batch. Runs of one seed have the same
+first weights and the same order of images in both precisions. bf16 passes where the mean of its differences to float32
+is no larger than the range of float32's seeds, highest less lowest; otherwise the exit status is 1. KEY=VALUE sets a
+key of all recipes. bf16 is slow, not wrong, on processors without instructions for it. Needs two cores.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from cputrain.runs.events import read_events
+
+PRECISIONS = ("float32", "bf16")
+LARS_4096 = ("batch.local=2048", "optim.name=lars", "schedule.peak_rate=10.0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A training: a recipe, settings of it, and its prepared data."""
+
+    name: str
+    recipe: str
+    data: Path
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The top-1 in percent of each seed, in the same order for both precisions."""
+
+    float32: tuple[float, ...]
+    bf16: tuple[float, ...]
+
+    @property
+    def allowed(self) -> float:
+        """The range of float32's seeds."""
+        return max(self.float32) - min(self.float32)
+
+    @property
+    def difference(self) -> float:
+        """The mean over seeds of bf16 less float32, in points."""
+        return mean(b - a for a, b in zip(self.float32, self.bf16, strict=True))
+
+    @property
+    def is_within(self) -> bool:
+        """Whether bf16 differs from float32 by no more than seeds do."""
+        return abs(self.difference) <= self.allowed + 1e-9  # top-1 is a quotient
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mnist", type=Path, help="a folder with MNIST's idx files")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", action="append", metavar="WORD", help="studies whose names have one of these")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args()
+    if options.seeds < 2:
+        sys.exit("--seeds: one seed has no range: set it to 2 or more")
+    with tempfile.TemporaryDirectory() as scratch:
+        results = {
+            study.name: trained(study, Path(scratch), options.seeds, options.settings)
+            for study in studies(Path(scratch), options.mnist)
+            if any(word in study.name for word in options.only or [""])
+        }
+    show(results)
+    sys.exit(0 if all(result.is_within for result in results.values()) else 1)
+
+
+def studies(scratch: Path, mnist: Path | None) -> Iterator[Study]:
+    """The trainings, each after its data are prepared."""
+    digits = scratch / "digits"
+    start("prepare", "digits", scratch / "digits-folder", digits)
+    yield Study(name="digits, ResNet-50, 64 x 64, momentum, batch 32", recipe="demo-digits", data=digits)
+    if mnist is not None:
+        shards = scratch / "mnist"
+        start("prepare", "mnist", mnist, shards)
+        yield Study(name="MNIST, LeNet, momentum, batch 64", recipe="large-batch-mnist", data=shards)
+        yield Study(name="MNIST, LeNet, LARS, batch 4,096", recipe="large-batch-mnist", data=shards, settings=LARS_4096)
+
+
+def trained(study: Study, scratch: Path, seeds: int, settings: list[str]) -> Result:
+    """Train with each seed in each precision in turns."""
+    found: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
+    for seed in range(1, seeds + 1):
+        for precision in PRECISIONS:
+            run = scratch / "run"
+            own = (f"data.path={study.data}", f"output={run}", f"seed={seed}", f"precision={precision}", "plan.ppn=2")
+            start("train", study.recipe, *own, *study.settings, *settings, "--quiet", "--overwrite")
+            found[precision].append(next(event["top1"] for event in read_events(run) if event["event"] == "end"))
+            print(f"{study.name}: seed {seed}, {precision}: {found[precision][-1]:.2f} %", file=sys.stderr, flush=True)
+    return Result(float32=tuple(found["float32"]), bf16=tuple(found["bf16"]))
+
+
+def show(results: dict[str, Result]) -> None:
+    """Print the table."""
+    print(
+        "| top-1 in percent, mean (range over seeds) | float32 | bf16 | bf16 - float32, of each seed | mean | at most |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, result in results.items():
+        pairs = zip(result.float32, result.bf16, strict=True)
+        each = ", ".join(f"{b - a:+.2f}" for a, b in pairs)
+        verdict = f"{result.allowed:.2f}" + ("" if result.is_within else " (exceeded)")
+        columns = (name, spread(result.float32), spread(result.bf16), each, f"{result.difference:+.2f}", verdict)
+        print(f"| {' | '.join(columns)} |")
+
+
+def spread(values: tuple[float, ...]) -> str:
+    return f"{mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def start(*arguments: object) -> None:
+    """Run a command of cputrain to its end; a failure is this benchmark's failure."""
+    argv = [sys.executable, "-m", "cputrain", *map(str, arguments)]
+    result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"{argv} failed:\n{result.stdout[-2000:]}\n{result.stderr}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""An evaluation's forward pass with batch-norm folded into the convolutions, and without: CPU seconds of one thread.
+
+    python -m benchmarks.evaluation [--network resnet50] [--batch 32] [--side 224] [--rounds 5] [--bf16]
+
+Contenders take turns; the first round is a warm-up. Folding itself, once for each evaluation, is a row of its own, and
+the logits are compared. CPU time, not time on the clock: other processes disturb it less.
+"""
+
+import argparse
+import os
+import time
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from cputrain.models.build import batchnorms, build_model
+from cputrain.recipe.schema import ModelSection
+from cputrain.training.engine import Engine, autocast, choose_engine, evaluation_network, prepare_model
+
+EAGER = choose_engine("eager", "float32", {})
+CLASSES = 1000
+FOLDED = "native, folded"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", default="resnet50")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bf16", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    precision = "bf16" if options.bf16 else "float32"
+    images = torch.randn(options.batch, 3, options.side, options.side).to(memory_format=torch.channels_last)
+    native = choose_engine("native", precision, os.environ)
+    plain = network_of(options.network, options.side, native, precision)
+    with torch.inference_mode():
+        folding, folded = timed(lambda: evaluation_network(plain, native, precision))
+        contenders = {
+            "eager": network_of(options.network, options.side, EAGER, precision),
+            "native, not folded": plain,
+            FOLDED: folded,
+        }
+        taken: dict[str, list[float]] = {name: [] for name in contenders}
+        logits: dict[str, Tensor] = {}
+        for _ in range(options.rounds + 1):
+            for name, network in contenders.items():
+                with autocast(precision):
+                    seconds, logits[name] = timed(lambda network=network: network(images).float())  # type: ignore[misc]
+                taken[name].append(seconds)
+    medians = {name: median(seconds[1:]) for name, seconds in taken.items()}
+    sizes = f"{options.network}, {options.batch} images of {options.side} x {options.side}, {precision}, one thread"
+    print(f"| evaluation of {sizes} | CPU s (range) | times native, not folded |\n|---|---|---|")
+    for name, seconds in taken.items():
+        spread = f"{medians[name]:.3f} ({min(seconds[1:]):.3f}-{max(seconds[1:]):.3f})"
+        print(f"| {name} | {spread} | {medians['native, not folded'] / medians[name]:.2f} |")
+    print(f"| folding, once | {folding:.3f} | |")
+    ours, whole = logits[FOLDED], logits["native, not folded"]
+    same = (ours.argmax(1) == whole.argmax(1)).sum()
+    distance = float((ours - whole).abs().max() / whole.abs().max())
+    print(f"largest difference of logits {distance:.1e} of the largest; same top-1: {same} of {len(ours)}")
+
+
+def network_of(name: str, side: int, engine: Engine, precision: str) -> nn.Module:
+    """A network with statistics of its own, as after a training."""
+    torch.manual_seed(1)
+    network = prepare_model(build_model(ModelSection(name=name), CLASSES, side), engine, precision)
+    for layer in batchnorms(network):
+        layer.momentum = 1.0
+    with torch.no_grad():
+        network(torch.randn(4, 3, side, side).to(memory_format=torch.channels_last))
+    return network.eval()
+
+
+def timed(run):  # type: ignore[no-untyped-def]
+    """CPU seconds of a call, and what it returns."""
+    started = time.thread_time()
+    found = run()
+    return time.thread_time() - started, found
+
+
+if __name__ == "__main__":
+    main()

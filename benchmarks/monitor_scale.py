@@ -1,0 +1,83 @@
+"""The monitor of a job of 4,096 ranks: its share of a core, its memory, and when it names a silent rank.
+
+    python -m benchmarks.monitor_scale [--ranks 4096] [--seconds 30]
+
+The ranks are simulated agents: connections over loopback from a few processes, each with the heartbeats of a real one.
+The monitor does what a launching process does: it answers, judges and looks for stalls.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+from affinity.text_table import align_columns
+from mpi.supervise.connection import TOKEN_VARIABLE
+from mpi.supervise.monitor import Monitor
+from mpi.supervise.remote import POLL_S, STALL_CHECK_S
+from mpi.supervise.stalls import StallWatch, stopped_rank
+
+PROCESSES, PER_HOST = 4, 2
+START_S, LONGEST_S = 120.0, 60.0
+TOKEN = "of a simulated job"
+HEAD = ("ranks", "connected after", "share of a core", "KiB a rank", "silent rank after", "message")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    options = parser.parse_args()
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    monitor, started = Monitor(TOKEN, tuple(f"h{rank // PER_HOST}" for rank in range(options.ranks))), time.monotonic()
+    agents = start_agents(monitor.port, options.ranks)
+    try:
+        while len(monitor.ranks) < options.ranks and time.monotonic() < started + START_S:
+            monitor.poll(POLL_S)
+        connected_s, used, stalls = time.monotonic() - started, time.process_time(), StallWatch()
+        watched_s = watch(monitor, stalls, options.seconds)
+        share = (time.process_time() - used) / watched_s
+        assert len(monitor.ranks) == options.ranks and not monitor.failed(), "agents are missing"
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+        agents[-1].stdin.close()  # type: ignore[union-attr]  # the last of its ranks is silent once its standard input is closed
+        silent_s = watch(monitor, stalls, LONGEST_S)
+        cells = (
+            *(f"{options.ranks:,}", f"{connected_s:.1f} s", f"{100 * share:.1f} %", f"{grown_kib / options.ranks:.1f}"),
+            *(f"{silent_s:.1f} s", monitor.cause() if monitor.failed() else "not named"),
+        )
+        print(align_columns([HEAD, cells]))
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+        monitor.close()
+
+
+def watch(monitor: Monitor, stalls: StallWatch, seconds: float) -> float:
+    """Watch a job as a launching process does, until a rank has failed or the seconds are over; for how long."""
+    started = judged = time.monotonic()
+    while not monitor.failed() and time.monotonic() < started + seconds:
+        monitor.poll(POLL_S)
+        if time.monotonic() - judged >= STALL_CHECK_S:
+            judged, standings = time.monotonic(), monitor.standings()
+            assert stopped_rank(standings) is None
+            stalls.take(standings, judged)
+    return time.monotonic() - started
+
+
+def start_agents(port: int, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """Processes that are the agents of so many ranks together."""
+    cuts = [ranks * i // PROCESSES for i in range(PROCESSES + 1)]
+    argv = (sys.executable, "-m", "benchmarks.monitor_agents", str(port), str(ranks), str(PER_HOST))
+    env = {**os.environ, TOKEN_VARIABLE: TOKEN}
+    return [
+        subprocess.Popen((*argv, str(first), str(last)), stdin=subprocess.PIPE, env=env)
+        for first, last in pairwise(cuts)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Ranks of benchmarks.comm_rank on hosts that are network namespaces of this one."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from affinity.ranks.rank import Rank, rendezvous
+from tests.support.fake_hosts import FakeHosts
+
+BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+PORTS = count(29600)
+# As the planner sets them: the allocator keeps memory; the fabric of plain Ethernet.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "FI_PROVIDER": "tcp",
+    "GLOO_SOCKET_IFNAME": "eth0",
+}
+
+
+def bits_per_s(rate: str) -> float:
+    """Bits/s of a rate in the units of tc, as 100mbit."""
+    return float(rate[:-4]) * BITS_PER_S[rate[-4:]]
+
+
+def told_by_rank_0(
+    hosts: FakeHosts, program: Sequence[str], places: Sequence[int], settings: Mapping[str, str] | None = None
+) -> list[dict[str, float]]:
+    """The lines of benchmarks.comm_rank; a rank runs on the host of each place, with these settings besides."""
+    asked = subprocess.run(hosts.inside(hosts.names[0], "hostname", "-I"), capture_output=True, text=True, check=True)
+    address, port, ranks = asked.stdout.split()[0], next(PORTS), []
+    for number, place in enumerate(places):
+        rank = Rank(
+            rank=number,
+            world_size=len(places),
+            local_rank=places[:number].count(place),
+            local_world_size=places.count(place),
+            convention="env",
+        )
+        told = {**SETTINGS, **(settings or {}), **rendezvous(rank, address, port)}
+        words = ("env", *(f"{name}={value}" for name, value in told.items()), sys.executable)
+        argv = hosts.inside(hosts.names[place], *words, "-m", "benchmarks.comm_rank", *program)
+        ranks.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    said = [rank.communicate(timeout=900)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"{' '.join(program)} failed")
+    return [json.loads(line) for line in said[0].splitlines() if line.startswith("{")]

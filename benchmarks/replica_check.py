@@ -1,0 +1,88 @@
+"""What the comparison of the ranks' weights costs: ResNet-50 with momentum, as a share of its steps.
+
+    python -m benchmarks.replica_check [--rounds 9] [--batch 16]
+    cputrain launch --ppn 2 -- python -m benchmarks.replica_check
+
+CPU seconds are those of one thread alone, wall seconds those of all of the process's threads, with the exchange.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.nn import functional
+
+from cputrain.models.build import build_model
+from cputrain.optim.build import build_optimizer, set_lr_and_decay
+from cputrain.recipe.schema import Recipe
+from cputrain.training.engine import choose_engine, prepare_model
+from cputrain.training.replicas import ReplicaCheck, bit_sum, replica_tensors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=16, help="images of a step")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    measure(options.rounds, options.batch)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(rounds: int, batch: int) -> None:
+    """Steps and comparisons in turns; prints their medians."""
+    recipe, world = Recipe(), dist.get_world_size()
+    torch.manual_seed(1)
+    network = build_model(recipe.model, 1000, 224)
+    prepare_model(network, choose_engine("auto", "float32", os.environ), "float32")
+    optimizer = build_optimizer(network, recipe.optim)
+    set_lr_and_decay(optimizer, 0.0, 0.0)  # the weights stay the same on all ranks without all-reduce
+    images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,))
+    check = ReplicaCheck(
+        network=network,
+        optimizer=optimizer,
+        every=1,
+        warn=lambda _step, _message: None,
+        wait=lambda: None,
+        same_after=0,
+    )
+    check.hosts = ("",) * max(world, 2)  # one rank alone compares nothing
+    steps, comparisons, cpu = [], [], []
+    for number in range(1, rounds + 1):
+        begun = time.perf_counter()
+        functional.cross_entropy(network(images), labels).backward()
+        for weight in network.parameters():
+            weight.grad.zero_()
+        optimizer.step()
+        steps.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        check.compare(number)
+        comparisons.append(time.perf_counter() - begun)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(rounds):
+        begun = time.thread_time()
+        bit_sum(replica_tensors(network, optimizer))
+        cpu.append(time.thread_time() - begun)
+    if dist.get_rank() == 0:
+        step, one, every = statistics.median(steps), statistics.median(comparisons), recipe.compare_weights_every_steps
+        assert every is not None
+        megabytes = sum(tensor.nbytes for tensor in replica_tensors(network, optimizer)) / 1e6
+        print(f"{world} x {threads} threads, {megabytes:.0f} MB of weights and momentum, {batch} images a step")
+        print(
+            f"a step {step:.3f} s, a comparison {one * 1e3:.1f} ms ({min(cpu) * 1e3:.1f} ms of CPU time on one thread)"
+        )
+        print(f"every {every} steps: {one / every * 1e3:.3f} ms a step, {100 * one / every / step:.4f} % of it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Images/s that one core decodes for a training: by libjpeg-turbo and by Pillow, beside entropy decoding alone."""
+
+import io
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from affinity.errors import InputError, RunError
+from affinity.planner.measured import DECODING
+from affinity.planner.records import Record
+from affinity.topology.machine import Machine
+from cputrain.bench.figures import Figure, Report, figure_of, interleaved
+from cputrain.bench.photos import COUNT, TEST_COUNT, generated_photos, photos_of
+from cputrain.data.batches import IMAGES_PER_CALL
+from cputrain.data.order.permutations import image_rng
+from cputrain.data.pixels.crops import Crop, CropFunction, random_resized_crop
+from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
+from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
+from cputrain.data.pixels.turbo import TurboDecoder, load
+from cputrain.data.prepare.encode import reencode
+from cputrain.measurements import rate_record
+
+SIDE = 224
+SHORT_SIDE, QUALITY = 256, 90  # of prepared images
+TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
+UNIT = "images per CPU-second"
+BATCHES = 8  # of one measurement of normalizing
+
+
+def bench_decoding(
+    machine: Machine, folder: Path | None, env: Mapping[str, str], *, repeats: int, quick: bool
+) -> tuple[Report, tuple[Record, ...]]:
+    """Decode random crops of 224 x 224 on one core. Raises InputError for a folder without JPEGs."""
+    decoder, missing = _turbo(env)
+    photos = photos_of(folder, decoder) if folder else generated_photos(TEST_COUNT if quick else COUNT)
+    sets = {"original": photos, "prepared": [_prepared(photo) for photo in photos]}
+    runs = {
+        (kind, name): _run(decode, files)
+        for kind, files in sets.items()
+        for name, decode in _decoders(decoder, env).items()
+    }
+    entropy = {kind: _entropy_run(decoder, files) for kind, files in sets.items()} if decoder else {}
+    runs |= {(kind, LIMIT): run for kind, run in entropy.items()}
+    named = {f"{kind}, {name}": run for (kind, name), run in runs.items()}
+    with_one_core = _on_one_core(machine, lambda: interleaved(named, repeats))
+    figures = [_figure(key, with_one_core, decoded=bool(entropy)) for key in named if LIMIT not in key]
+    figures.append(figure_of("normalizing a batch of 32", _normalizing(env, repeats), UNIT))
+    pixels = _mean_pixels(photos)
+    source = f"{len(photos)} JPEGs of {folder}" if folder else f"{len(photos)} generated JPEGs"
+    sizes = sum(map(len, photos)) / len(photos) / 1000
+    title = f"decoding on one core of {machine.name}: {source}, {pixels:,.0f} pixels and {sizes:.0f} kB each"
+    command = f"cputrain bench data {folder}" if folder else "cputrain bench data"
+    records = [
+        _record(machine, name, with_one_core[f"original, {name}"], pixels, command) for name in _decoders(decoder, env)
+    ]
+    notes = ("prepared: short side 256, quality 90, as `cputrain prepare --short-side 256` writes them", *missing)
+    return Report(title=title, figures=tuple(figures), notes=notes), tuple(records)
+
+
+def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]]:
+    """The fast decoder, or why there is none."""
+    try:
+        return load(env), ()
+    except (InputError, RunError) as error:
+        return None, (f"{TURBO} is not measured: {error}",)
+
+
+def _decoders(decoder: TurboDecoder | None, env: Mapping[str, str]) -> dict[str, Decode]:
+    return {**({TURBO: choose_decoder("turbo", env)[0]} if decoder else {}), PILLOW: decode_by_pillow}
+
+
+def _figure(name: str, measured: Mapping[str, Sequence[float]], *, decoded: bool) -> Figure:
+    kind = name.partition(",")[0]
+    limit = figure_of("", measured[f"{kind}, {LIMIT}"], "").value if decoded else None
+    return figure_of(name, measured[name], UNIT, limit=limit, limited_by=LIMIT if decoded else "")
+
+
+def _record(machine: Machine, name: str, rates: Sequence[float], pixels: float, command: str) -> Record:
+    """Nanoseconds of a core for each pixel of an original image."""
+    spread = figure_of("", [1e9 / rate / pixels for rate in rates], "").spread
+    return rate_record(machine, f"{DECODING} {name}", spread, command=command)
+
+
+def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Work with one thread on the last core: the first ones take the host's interrupts."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {machine.allowed_cores[-1].pus[0]})
+    torch.set_num_threads(1)
+    try:
+        return work()
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+
+def _rate(work: Callable[[], object], images: int) -> float:
+    """Images per CPU-second of this process."""
+    started = time.process_time()
+    work()
+    return images / (time.process_time() - started)
+
+
+def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
+    """Decodes all files as the loader's threads do."""
+    places = np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
+
+    def once() -> None:
+        for first in range(0, len(files), IMAGES_PER_CALL):
+            some = files[first : first + IMAGES_PER_CALL]
+            problems = decode(some, [_crop_of(first + k) for k in range(len(some))], places[: len(some)])
+            if any(problems):
+                raise InputError(f"a JPEG cannot be decoded: {next(filter(None, problems))}")
+
+    return lambda: _rate(once, len(files))
+
+
+def _crop_of(i: int) -> CropFunction:
+    return random_resized_crop(SIDE, lambda: image_rng(1, 0, i), min_area=0.08, max_aspect=4 / 3, flip=True)
+
+
+def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], float]:
+    """Decodes the last pixel alone: all that lies before it is read, and not transformed."""
+    place = np.empty((1, 1, 1, 3), dtype=np.uint8)
+    plain = [_without_markers(data) for data in files]
+
+    def last(width: int, height: int) -> Crop:
+        return Crop(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
+
+    def once() -> None:
+        for data in plain:
+            decoder.decode([data], [last], place)
+
+    return lambda: _rate(once, len(files))
+
+
+def _without_markers(data: bytes) -> bytes:
+    """The same coefficients without restart markers, which would spare the reading too."""
+    if b"\xff\xdd\0\4" not in data:
+        return data
+    out = io.BytesIO()
+    Image.open(io.BytesIO(data)).save(out, "JPEG", quality="keep", optimize=True)
+    return out.getvalue()
+
+
+def _prepared(data: bytes) -> bytes:
+    return reencode(data, short_side=SHORT_SIDE, quality=QUALITY).data
+
+
+def _mean_pixels(files: list[bytes]) -> float:
+    sizes = [Image.open(io.BytesIO(data)).size for data in files]
+    return sum(width * height for width, height in sizes) / len(sizes)
+
+
+def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:
+    """Images per CPU-second from bytes to the network's input."""
+    normalize = choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", env)
+    images = torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
+
+    def once() -> None:
+        for _ in range(BATCHES):
+            normalize(images)
+
+    return interleaved({"": lambda: _rate(once, BATCHES * len(images))}, repeats)[""]

@@ -1,0 +1,242 @@
+"""A training measured in its planned workers: images/s, parts of a step, every layer, and the processor's limits."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from affinity.planner.measured import training_name
+from affinity.planner.records import Record
+from affinity.wording import counted, spread
+from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
+from cputrain.bench.model_rank import PARTS, Spec
+from cputrain.bench.ranks import measure_training
+from cputrain.launch.local import PlannedTraining, plan_training
+from cputrain.measurements import rate_record
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import EvaluateSection, Recipe, SweepSection
+from cputrain.recipe.schema.data import SYNTHETIC
+from cputrain.simulate.layers import NETWORKS
+from cputrain.simulate.measured import LayerSeconds, Measurement, training_record
+from cputrain.simulate.setup import setup_of
+
+GIGA = 1e9
+SHOWN_LAYERS = 12
+FORWARD, BACKWARD = "3 x 3 convolution forward", "3 x 3 convolution backward"
+MATRIX = "matrix product"
+
+Ranks = Sequence[dict[str, Any]]
+"""What each rank has measured: see model_rank.measure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModel:
+    """A training that was measured, and what its ranks have written."""
+
+    planned: PlannedTraining
+    command: str
+    ranks: Ranks
+
+    @property
+    def recipe(self) -> Recipe:
+        """The training."""
+        return self.planned.recipe
+
+    @property
+    def images_per_s(self) -> list[float]:
+        """Images/s of all workers in each step."""
+        return [self.ranks[0]["images"] / step["seconds"] for step in self.ranks[0]["steps"]]
+
+    @property
+    def compute_cores(self) -> int:
+        """The cores that compute."""
+        machine = self.planned.plan.machine
+        pus = {pu for worker in self.planned.plan.workers for pu in worker.compute_pus}
+        return sum(not pus.isdisjoint(core.pus) for core in machine.cores)
+
+
+def bench_recipe(name: str, settings: tuple[str, ...], folder: Path) -> Recipe:
+    """The recipe for a measurement: with generated images, unless the settings name others; nothing but steps."""
+    own = any(setting.startswith("data.path=") for setting in settings)
+    recipe = load_recipe(name, (*settings, *(() if own else (f"data.path={SYNTHETIC}",)), f"output={folder}"))
+    return recipe.model_copy(update={"evaluate": EvaluateSection(), "sweep": SweepSection(), "ema_decay": None})
+
+
+def measure_model(name: str, settings: tuple[str, ...], spec: Spec, env: Mapping[str, str]) -> MeasuredModel:
+    """Train a few steps on this host. Raises InputError for a recipe that does not fit, RunError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        planned = plan_training(bench_recipe(name, settings, Path(folder) / "run"), env)
+        ranks = measure_training(planned, spec, env, what=f"the training of {name}")
+    return MeasuredModel(planned=planned, command=" ".join(("cputrain bench model", name, *settings)), ranks=ranks)
+
+
+def model_report(found: MeasuredModel) -> Report:
+    """The figures and tables of a measured training."""
+    recipe, first = found.recipe, found.ranks[0]
+    workers = found.planned.plan.workers
+    threads = spread([worker.intra_op for worker in workers], "thread")
+    title = (
+        f"{recipe.model.name} at {recipe.data.crop} x {recipe.data.crop}, {recipe.precision}: "
+        f"{counted(len(workers), 'worker')} of {threads} each, {first['local_batch']} images each, "
+        f"{first['backend']}, {first['engine']}; {counted(len(first['steps']), 'step')}"
+    )
+    figures = [*_limit_figures(found), *_training_figures(found)]
+    return Report(title=title, figures=tuple(figures), tables=(_step_table(found), *_layer_tables(found)))
+
+
+def model_records(found: MeasuredModel) -> tuple[Record, ...]:
+    """What is kept of a measurement; empty for networks whose size is not known, and for images that were read."""
+    recipe, plan = found.recipe, found.planned.plan
+    if recipe.model.name not in NETWORKS or not recipe.data.generated:
+        return ()
+    setup, workload = setup_of(recipe, plan, None), plan.request.workload
+    assert workload is not None
+    value, low, high = spread_of(found.images_per_s)
+    measurement = Measurement(
+        network=recipe.model.name,
+        crop=recipe.data.crop,
+        precision=recipe.precision,
+        optimizer=recipe.optim.name,
+        local_batch=setup.local_batch,
+        workers=setup.workers,
+        threads=setup.threads,
+        comm_cores=setup.comm_cores,
+        loader_cores=setup.loader_cores,
+        backend=found.ranks[0]["backend"],
+        images_per_s=value,
+        low=low,
+        high=high,
+        layers=layer_seconds(found.ranks[0]["profiled"]),
+    )
+    training = training_record(plan.machine, measurement, command=found.command)
+    if workload.assumed:
+        return (training,)
+    scale = workload.gflop / found.compute_cores
+    name = training_name(workload.name, workload.precision)
+    rate = rate_record(plan.machine, name, (scale * value, scale * low, scale * high), command=found.command)
+    return training, rate
+
+
+def layer_seconds(profiled: Sequence[dict[str, Any]]) -> tuple[LayerSeconds, ...]:
+    """The layers with weights in the fastest of the recorded steps, each with those without that follow it."""
+    if not profiled or not profiled[0]["layers"]:
+        return ()
+    step = min(profiled, key=lambda each: each["seconds"])
+    weights = {layer["name"]: layer["weights"] for layer in step["layers"] if layer["weights"]}
+    seconds = {name: {"forward": 0.0, "backward": 0.0} for name in weights}
+    for direction in ("forward", "backward"):
+        spans = [span for span in step["layer_spans"] if span[1] == direction]
+        name = next(iter(weights))
+        for span in spans if direction == "forward" else reversed(spans):
+            name = span[0] if span[0] in weights else name
+            seconds[name][direction] += span[3] - span[2]
+    timed = tuple(LayerSeconds(weights=weights[name], **each) for name, each in seconds.items())
+    return timed if all(each.forward and each.backward for each in timed) else ()  # frozen ones have no backward pass
+
+
+def _limit_figures(found: MeasuredModel) -> list[Figure]:
+    """The kernels, of one core: beside the fastest of them in the same precision, which comes nearest to the peak."""
+    figures = []
+    for precision in dict.fromkeys(limit["precision"] for limit in found.ranks[0]["limits"]):
+        rates = {name: _core_rates(found, name, precision) for name in (MATRIX, FORWARD, BACKWARD)}
+        peaks = {name: spread_of(values)[0] for name, values in rates.items()}
+        fastest = max(peaks, key=peaks.__getitem__)
+        for name, values in rates.items():
+            about = {} if name == fastest else {"limit": peaks[fastest], "limited_by": f"{fastest}, {precision}"}
+            figures.append(figure_of(f"{name}, {precision}", values, "GFLOP/s of a core", **about))  # type: ignore[arg-type]
+    return figures
+
+
+def _core_rates(found: MeasuredModel, name: str, precision: str) -> list[float]:
+    """GFLOP/s of a core in each repeat of a kernel, the mean over the workers."""
+    of_ranks = [
+        next(each["flops"] for each in rank["limits"] if (each["name"], each["precision"]) == (name, precision))
+        for rank in found.ranks
+    ]
+    return [sum(values) / GIGA / found.compute_cores for values in zip(*of_ranks, strict=True)]
+
+
+def _training_figures(found: MeasuredModel) -> list[Figure]:
+    """Images/s, and GFLOP/s of a core in whole steps, beside those of a training that is nothing but convolutions."""
+    rate = figure_of("training", found.images_per_s, "images/s")
+    flop = _flop_per_image(found)
+    if flop is None:
+        return [rate]
+    cores, precision = found.compute_cores, found.recipe.precision
+    each = figure_of("training", [flop * value / GIGA / cores for value in found.images_per_s], "GFLOP/s of a core")
+    if not any(limit["precision"] == precision for limit in found.ranks[0]["limits"]):
+        return [each, rate]
+    forward, backward = (spread_of(_core_rates(found, name, precision))[0] for name in (FORWARD, BACKWARD))
+    best = 3 / (1 / forward + 2 / backward)  # a training has twice as many operations backward as forward
+    by = "3 x 3 convolutions alone"
+    return [
+        replace(each, limit=best, limited_by=by),
+        replace(rate, limit=best * GIGA * cores / flop, limited_by=by),
+    ]
+
+
+def _flop_per_image(found: MeasuredModel) -> float | None:
+    """Floating-point operations of an image in a step; None where no layer was recorded."""
+    profiled = found.ranks[0]["profiled"]
+    total: float = sum(
+        layer["forward_flop"] + layer["backward_flop"] for step in profiled[:1] for layer in step["layers"]
+    )
+    images = found.ranks[0]["images"] / len(found.ranks)
+    return total / images if total else None
+
+
+def _step_table(found: MeasuredModel) -> Table:
+    """The parts of a step of rank 0: median, range and share."""
+    steps = found.ranks[0]["steps"]
+    whole = spread_of([step["seconds"] for step in steps])[0]
+    rows: list[tuple[str | float | None, ...]] = []
+    for part in PARTS:
+        value, low, high = spread_of([step["parts"][part] for step in steps])
+        rows.append((part, 1e3 * value, 1e3 * low, 1e3 * high, 100 * value / whole))
+    _, low, high = spread_of([step["seconds"] for step in steps])
+    rows.append(("step", 1e3 * whole, 1e3 * low, 1e3 * high, 100.0))
+    head = ("part", "ms", "lowest", "highest", "% of the step")
+    return Table(title="a step of rank 0", head=head, rows=tuple(rows), drawn=1)
+
+
+def _layer_tables(found: MeasuredModel) -> tuple[Table, ...]:
+    """Every layer of rank 0, the slowest first, in the fastest of its recorded steps."""
+    profiled = found.ranks[0]["profiled"]
+    if not profiled or not profiled[0]["layers"]:
+        return ()
+    step = min(profiled, key=lambda each: each["seconds"])
+    rows = []
+    for layer in step["layers"]:
+        forward, backward = layer["forward_s"], layer["backward_s"]
+        rows.append(
+            (
+                layer["name"],
+                layer["kind"],
+                1e3 * forward,
+                _gflops(layer["forward_flop"], forward),
+                1e3 * backward,
+                _gflops(layer["backward_flop"], backward),
+                100 * (forward + backward) / step["seconds"],
+            )
+        )
+    rows.sort(key=lambda row: -row[-1])
+    head = ("layer", "kind", "forward ms", "GFLOP/s", "backward ms", "GFLOP/s backward", "% of the step")
+    kinds = Table(title="layers by kind", head=("kind", "layers", "ms", "% of the step"), rows=_by_kind(step), drawn=2)
+    last = len(head) - 1
+    return kinds, Table(title="layers", head=head, rows=tuple(rows), shown=SHOWN_LAYERS, drawn=last)
+
+
+def _by_kind(step: dict[str, Any]) -> tuple[tuple[str | float | None, ...], ...]:
+    seconds: dict[str, list[float]] = {}
+    for layer in step["layers"]:
+        seconds.setdefault(layer["kind"], []).append(layer["forward_s"] + layer["backward_s"])
+    rows = [
+        (kind, str(len(values)), 1e3 * sum(values), 100 * sum(values) / step["seconds"])
+        for kind, values in seconds.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row[2]))
+
+
+def _gflops(flop: float, seconds: float) -> float | None:
+    return flop / seconds / GIGA if flop and seconds > 0 else None

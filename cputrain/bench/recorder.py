@@ -1,0 +1,202 @@
+"""The parts of training steps, timed around the trainer's own `train_step`; and their layers and gradient buckets.
+
+The trainer's code is not changed: hooks of torch tell when the forward pass, the optimizer and each layer begin and
+end, the communication hook when the backward pass waits.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from cputrain.comm.hooks import AllReduceHook
+from cputrain.training.metrics import StepResult
+from cputrain.training.state import TrainState
+
+Span = tuple[str, float, float]
+"""What, when it began and when it ended, in seconds of the host's monotonic clock."""
+
+
+@dataclass(slots=True)
+class ObservedAllReduce(AllReduceHook):
+    """A communication hook that records each bucket: bytes, when its gradients were ready, when their sum was."""
+
+    inner: AllReduceHook = field(default_factory=AllReduceHook)
+    buckets: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+        """Add up a bucket of gradients over the ranks."""
+        size = bucket.buffer().nbytes
+        summed = self.inner.hook(group, bucket)
+        self.last_ready_s = ready = self.inner.last_ready_s
+        summed.add_done_callback(lambda _: self.buckets.append((size, ready, time.perf_counter())))
+        return summed
+
+    def reset(self) -> None:
+        """Drop what is kept from earlier gradients."""
+        self.inner.reset()
+
+
+@dataclass(slots=True)
+class StepRecorder:
+    """Times the forward passes and the optimizer of each step of a training state."""
+
+    state: TrainState
+    forwards: list[tuple[float, float]] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    _began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.state.ddp.register_forward_pre_hook(self._begin_forward)
+        self.state.ddp.register_forward_hook(self._end_forward)
+        self.state.optimizer.register_step_pre_hook(self._stamp_optimizer)
+        self.state.optimizer.register_step_post_hook(self._stamp_optimizer)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end_forward(self, *_: Any) -> None:
+        self.forwards.append((self._began, time.perf_counter()))
+
+    def _stamp_optimizer(self, *_: Any) -> None:
+        self.optimizer.append(time.perf_counter())
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self.forwards.clear()
+        self.optimizer.clear()
+
+    def parts(self, result: StepResult, start: float, end: float, *, alone: bool) -> list[Span]:
+        """The parts of the step from `start` to `end`, in order; what lies between them is "other".
+
+        The backward pass contains the loss, and with gradient accumulation the preparation of later passes. `alone`:
+        there is one rank, which waits for no other.
+        """
+        waits = 0.0 if alone else result.comm_wait_s
+        # the last forward pass ends before the last backward pass begins, which ends once the sums are there
+        ended = self.state.all_reduce.last_ready_s + result.comm_wait_s
+        spans: list[Span] = [("data wait", start, start + result.data_wait_s)]
+        for number, (began, done) in enumerate(self.forwards):
+            following = self.forwards[number + 1][0] if number + 1 < len(self.forwards) else ended - waits
+            spans += [("forward", began, done), ("backward", done, following)]
+        spans.append(("exposed communication", ended - waits, ended))
+        if self.optimizer:  # not in a step with NaN or Inf
+            spans.append(("optimizer", self.optimizer[0], self.optimizer[-1]))
+        return spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """A layer in one step: values of its own weights, seconds and floating-point operations, forward and backward."""
+
+    name: str
+    kind: str
+    weights: int
+    forward_s: float
+    backward_s: float
+    forward_flop: float
+    backward_flop: float
+
+
+@dataclass(slots=True)
+class LayerRecorder:
+    """When each layer's forward and backward pass began and ended."""
+
+    forwards: list[Span] = field(default_factory=list)
+    gradients: list[tuple[str, float]] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
+    flop: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _began: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def attached(self, network: nn.Module) -> Iterator[None]:
+        """Record the layers of a network: its modules without children."""
+        handles = []
+        for name, module in network.named_modules():
+            if not list(module.children()) and not isinstance(module, nn.Identity):
+                self.kinds[name] = type(module).__name__
+                self.weights[name] = sum(weight.numel() for weight in module.parameters())
+                handles.append(module.register_forward_pre_hook(self._begin(name)))
+                handles.append(module.register_forward_hook(self._end(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, name: str) -> Any:
+        def begin(*_: Any) -> None:
+            self._began[name] = time.perf_counter()
+
+        return begin
+
+    def _end(self, name: str) -> Any:
+        def end(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            self.forwards.append((name, self._began[name], time.perf_counter()))
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._gradient(name))  # type: ignore[no-untyped-call]
+            forward, backward = flop_of(module, inputs, output)
+            before = self.flop.get(name, (0.0, 0.0))
+            self.flop[name] = (before[0] + forward, before[1] + backward)
+
+        return end
+
+    def _gradient(self, name: str) -> Any:
+        def ready(_gradient: Tensor) -> None:
+            self.gradients.append((name, time.perf_counter()))
+
+        return ready
+
+    def backwards(self, end: float) -> list[Span]:
+        """The backward passes: a layer's begins when the gradient of its output is ready, and ends when that of the
+        next layer is; the last one ends at `end`."""
+        ends = [*(at for _, at in self.gradients[1:]), max(end, self.gradients[-1][1])] if self.gradients else []
+        return [(name, began, done) for (name, began), done in zip(self.gradients, ends, strict=True)]
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self.forwards.clear()
+        self.gradients.clear()
+        self.flop.clear()
+
+    def times(self, end: float) -> list[LayerTime]:
+        """Each layer's times in the step whose backward pass ended at `end`, in the order of the forward pass."""
+        forward, backward = _totals(self.forwards), _totals(self.backwards(end))
+        return [
+            LayerTime(
+                name=name,
+                kind=self.kinds[name],
+                weights=self.weights[name],
+                forward_s=seconds,
+                backward_s=backward.get(name, 0.0),
+                forward_flop=self.flop[name][0],
+                backward_flop=self.flop[name][1],
+            )
+            for name, seconds in forward.items()
+        ]
+
+
+def _totals(spans: list[Span]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for name, began, done in spans:
+        total[name] = total.get(name, 0.0) + done - began
+    return total
+
+
+def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[float, float]:
+    """Floating-point operations of a convolution or linear layer, forward and backward; 0 of others.
+
+    The backward pass computes the gradients of weights and input, only that of the weights where the input has none.
+    """
+    if not isinstance(module, nn.Conv2d | nn.Linear) or not isinstance(output, Tensor):
+        return 0.0, 0.0
+    places = output.shape[2] * output.shape[3] if isinstance(module, nn.Conv2d) else 1
+    forward = 2.0 * module.weight.numel() * output.shape[0] * places
+    return forward, forward * (module.weight.requires_grad + bool(inputs[0].requires_grad))

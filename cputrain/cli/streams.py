@@ -1,0 +1,75 @@
+"""Standard streams that are closed or full: a job goes on with its logs, any other command ends and says why."""
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from affinity.terminal import redraws
+from mpi.supervise.output import discard
+
+NAMES = ("stdin", "stdout", "stderr")
+
+
+def open_streams() -> None:
+    """Let standard streams that are closed (`>&-`) lead nowhere: a file that is opened would get their number, and what
+    is printed."""
+    for number, name in enumerate(NAMES):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115  for good
+
+
+def say(text: str) -> None:
+    """Print a line of a command that starts a job, which goes on where stdout is closed or full."""
+    try:
+        click.echo(text)
+    except OSError as error:
+        discard(sys.stdout)
+        click.echo(f"cputrain: stdout: {error.strerror}: the job goes on, and its output is in its logs", err=True)
+
+
+def shows_bars() -> bool:
+    """Whether progress bars are drawn: where stderr is a terminal on which they can be drawn again in their place."""
+    return redraws(sys.stderr, os.environ)
+
+
+def is_closed() -> bool:
+    """Whether nobody reads stdout any more, as after `| head`."""
+    watched = select.poll()
+    watched.register(1, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in watched.poll(0))
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error of the operating system has come from stdout, which is then said."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    try:
+        os.write(1, b"\n")
+    except OSError:
+        discard(sys.stdout)
+        click.echo(f"cputrain: stdout: {error.strerror}", err=True)
+        return True
+    return False
+
+
+def finished(status: int) -> int:
+    """The exit status of a command once all that it has printed is written. Where nobody reads it that is not said, as
+    with other programs: the status is that of SIGPIPE."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return status or 128 + signal.SIGPIPE
+    except OSError as error:
+        discard(sys.stdout)
+        click.echo(f"cputrain: stdout: {error.strerror}", err=True)
+        return status or 1
+    return status

@@ -1,0 +1,107 @@
+"""The columns of a table of images: which one has the images, which one the labels, and the classes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from affinity.errors import InputError
+
+IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
+LABEL_NAMES = ("label", "labels", "class", "category", "target", "cls", "y")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classes:
+    """The names of the classes, and the number of each value that a label may have."""
+
+    names: tuple[str, ...]
+    numbers: dict[Any, int]
+
+
+def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str]:
+    """The names of the image column and of the label column, `label` if that is given.
+
+    Columns that Hugging Face's metadata call Image and ClassLabel come first, then those of usual names, then the only
+    one of a fitting type. Raises InputError where that leaves none, or several.
+    """
+    types = {name: _type_of(schema.field(name).type) for name in schema.names}
+    features = {name: _feature(schema, name).get("_type") for name in schema.names}
+    image = _choose(path, "image", [n for n in types if types[n] == "image"], features, "Image", IMAGE_NAMES)
+    candidates = [name for name in types if types[name] == "label"]
+    if label is not None:
+        if label not in candidates:
+            named = ", ".join(candidates) or "none"
+            raise InputError(f"{path} has no column {label!r} of labels, which are numbers or texts: it has {named}")
+        return image, label
+    return image, _choose(path, "label", candidates, features, "ClassLabel", LABEL_NAMES)
+
+
+def _choose(
+    path: Path, what: str, fitting: list[str], features: dict[str, Any], feature: str, usual: Sequence[str]
+) -> str:
+    for chosen in (
+        [name for name in fitting if features[name] == feature],
+        [name for name in fitting if name.lower() in usual],
+        fitting,
+    ):
+        if len(chosen) == 1:
+            return chosen[0]
+        if chosen and what == "label":
+            raise InputError(
+                f"{path} has several columns of labels: set data.label_column to one of {', '.join(chosen)}"
+            )
+        if chosen:
+            return chosen[0]
+    raise InputError(f"{path} has no column of {what}s, only {', '.join(features)}")
+
+
+def _type_of(kind: Any) -> str:
+    """ "image" for bytes and structs with bytes, "label" for texts and numbers, else ""."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return "image" if kind.get_field_index("bytes") >= 0 else ""
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return "image"
+    texts = types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind)
+    return "label" if texts or types.is_integer(kind) or types.is_boolean(kind) else ""
+
+
+def _feature(schema: Any, name: str) -> dict[str, Any]:
+    """What Hugging Face's metadata in a schema say of a column; empty where there are none."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        found = features.get(name, {})
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def class_names_of(schema: Any, label: str, columns: Sequence[Any]) -> Classes:
+    """The classes of a label column: a ClassLabel's names, or else the sorted values of the training files."""
+    names = _feature(schema, label).get("names")
+    if isinstance(names, list) and names:
+        return Classes(names=tuple(map(str, names)), numbers={number: number for number in range(len(names))})
+    values = sorted({value for column in columns for value in column.unique().to_pylist() if value is not None})
+    return Classes(names=tuple(map(str, values)), numbers={value: number for number, value in enumerate(values)})
+
+
+def labels_of(where: str, columns: Sequence[Any], classes: Classes, *, may_lack: bool) -> NDArray[np.int64] | None:
+    """The class number of each row, shape (n,); None where `may_lack` and no row has a label (null or -1).
+
+    Raises InputError for a label that is no class.
+    """
+    values = [value for column in columns for value in column.to_pylist()]
+    if may_lack and all(value in (None, -1) and value not in classes.numbers for value in values):
+        return None
+    wrong = next((row for row, value in enumerate(values) if value not in classes.numbers), None)
+    if wrong is not None:
+        raise InputError(
+            f"{where}: row {wrong:,} has the label {values[wrong]!r}, which is not a class of the training files"
+        )
+    return np.array([classes.numbers[value] for value in values], dtype=np.int64)

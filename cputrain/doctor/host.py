@@ -1,0 +1,186 @@
+"""Checks of the host under a root: processor, clock, memory settings, control groups, limits of processes."""
+
+import os
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from affinity.errors import InputError
+from affinity.topology.kernel_files import text
+from affinity.topology.machine import Machine
+from affinity.topology.sysfs import read_machine, this_machine
+from affinity.units import GIB, MIB, memory_text
+from affinity.wording import counted
+from cputrain.doctor.check import Check, error, ok, warning
+from mpi.fabric import fabric_here
+
+SHM_BYTES = GIB  # DataLoader processes and MPI's shared memory; Docker gives 64 MiB
+LEAST_FILES, LEAST_PROCESSES = 4096, 4096
+LEAST_MEMORY = 2 * GIB  # torch alone needs 0.4 GiB in each worker
+RDMA = ("opa", "psm3", "ib", "efa", "slingshot")
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """The soft limits of this process: locked memory and address space in bytes, open files, processes; -1: none."""
+
+    locked_bytes: int
+    address_bytes: int
+    files: int
+    processes: int
+
+
+def own_limits() -> ProcessLimits:
+    """The limits of this process."""
+    names = ("MEMLOCK", "AS", "NOFILE", "NPROC")
+    locked, address, files, processes = (resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in names)
+    return ProcessLimits(locked_bytes=locked, address_bytes=address, files=files, processes=processes)
+
+
+def host_checks(root: Path, limits: ProcessLimits, shm_bytes: int | None) -> Iterator[Check]:
+    """All checks of the host under root; `shm_bytes` is the size of its /dev/shm, None without one."""
+    try:
+        machine = this_machine() if root == Path("/") else read_machine(root)
+    except InputError as refused:
+        yield error("processor", str(refused), "name the files in a bug report: cputrain machine save")
+    else:
+        yield processor(machine, virtual=is_virtual(root))
+        yield from control_groups(machine)
+    yield governor(root)
+    yield transparent_huge_pages(root)
+    yield reserved_huge_pages(root)
+    yield locked_memory(limits, fabric_here(root))
+    yield from process_limits(limits)
+    yield shared_memory(shm_bytes)
+
+
+def shm_size(path: Path = Path("/dev/shm")) -> int | None:
+    """The size of the file system for shared memory; None without one."""
+    if not path.is_dir():
+        return None
+    found = os.statvfs(path)
+    return found.f_blocks * found.f_frsize
+
+
+def is_virtual(root: Path) -> bool:
+    """Whether the host is a virtual machine, as its processor tells."""
+    cpuinfo = root / "proc/cpuinfo"
+    return cpuinfo.is_file() and re.search(r"^flags\s*:.*\bhypervisor\b", text(cpuinfo), re.MULTILINE) is not None
+
+
+def processor(machine: Machine, *, virtual: bool) -> Check:
+    """The instructions that oneDNN's kernels need."""
+    known = set(machine.isa)
+    found = f"{machine.model}: {', '.join(machine.isa) or 'none of the instructions that oneDNN is fast with'}"
+    if known & {"avx512f", "sve", "asimd"}:
+        return ok("processor", found)
+    hidden = "if the host has AVX-512, give the virtual machine its processor (QEMU: -cpu host)"
+    if "avx2" in known:
+        remedy = hidden if virtual else "convolutions run at half the speed of AVX-512; bf16 is emulated, keep float32"
+        return ok("processor", found) if not virtual else warning("processor", f"{found}, no AVX-512", remedy)
+    return error("processor", found, hidden if virtual else "use a host with AVX2 or AVX-512")
+
+
+def control_groups(machine: Machine) -> Iterator[Check]:
+    """Limits of CPUs, CPU time and memory."""
+    cores, allowed = len(machine.cores), len(machine.allowed_cores)
+    found, quota = f"{allowed} of {counted(cores, 'core')}", machine.cpu_quota
+    if quota is not None and quota < allowed:
+        yield warning(
+            "CPUs allowed",
+            f"{found}, and CPU time for {quota:g} of them (cgroup quota)",
+            "give it whole CPUs (Kubernetes: Guaranteed pods, static CPU manager; Docker: --cpuset-cpus, not --cpus)",
+        )
+    else:
+        yield ok("CPUs allowed", found)
+    total = sum(node.memory_bytes for node in machine.numa_nodes)
+    limit = machine.memory_limit_bytes
+    found = memory_text(total) + ("" if limit is None else f", of which the control group allows {memory_text(limit)}")
+    if min(total, limit or total) < LEAST_MEMORY:
+        yield warning("memory", found, f"a worker needs 1 GiB and more: raise the limit to {memory_text(LEAST_MEMORY)}")
+    else:
+        yield ok("memory", found)
+
+
+def governor(root: Path) -> Check:
+    """How the kernel chooses the clock."""
+    folder = root / "sys/devices/system/cpu"
+    names = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    wishes = {text(path) for path in folder.glob("cpu[0-9]*/cpufreq/energy_performance_preference")}
+    if not names:
+        return ok("clock governor", "not visible here: a virtual machine, or the firmware decides")
+    found = ", ".join(sorted(names)) + (f" ({', '.join(sorted(wishes))})" if wishes else "")
+    if names <= {"performance", "schedutil"} or wishes == {"performance"}:
+        return ok("clock governor", found)
+    return warning("clock governor", found, "cpupower frequency-set -g performance")
+
+
+def transparent_huge_pages(root: Path) -> Check:
+    """Whether large tensors get pages of 2 MiB."""
+    path = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    if not path.is_file():
+        return ok("transparent huge pages", "not in this kernel")
+    chosen = re.search(r"\[(\w+)\]", text(path))
+    found = chosen[1] if chosen else text(path)
+    if found == "never":
+        return warning("transparent huge pages", found, f"echo madvise > /{path.relative_to(root)}")
+    return ok("transparent huge pages", found)
+
+
+def reserved_huge_pages(root: Path) -> Check:
+    """Memory that is set aside as huge pages, which torch's tensors cannot use."""
+    values = _meminfo(root)
+    size = values.get("HugePages_Total", 0) * values.get("Hugepagesize", 0) * 1024
+    free = values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) * 1024
+    total = values.get("MemTotal", 0) * 1024
+    if free > total / 20:
+        found = f"{memory_text(size)} reserved, {memory_text(free)} of them unused"
+        return warning("reserved huge pages", found, "torch cannot use them: sysctl vm.nr_hugepages=0")
+    return ok("reserved huge pages", memory_text(size) if size else "none")
+
+
+def locked_memory(limits: ProcessLimits, fabric: str) -> Check:
+    """Memory that a network card may pin."""
+    limit = limits.locked_bytes
+    found = "unlimited" if limit == UNLIMITED else memory_text(limit)
+    if limit != UNLIMITED and fabric in RDMA:
+        remedy = "the network here pins memory: `* soft memlock unlimited` and hard in limits.conf, or Slurm's "
+        return error("locked memory", f"{found} (ulimit -l)", f"{remedy}PropagateResourceLimitsExcept=MEMLOCK")
+    return ok("locked memory", f"{found} (ulimit -l)")
+
+
+def process_limits(limits: ProcessLimits) -> Iterator[Check]:
+    """Open files, processes, address space."""
+    for name, limit, least, flag in (
+        ("open files", limits.files, LEAST_FILES, "-n"),
+        ("processes", limits.processes, LEAST_PROCESSES, "-u"),
+    ):
+        found = "unlimited" if limit == UNLIMITED else f"{limit:,}"
+        if limit != UNLIMITED and limit < least:
+            yield warning(name, f"{found} (ulimit {flag})", f"ulimit {flag} {least}, or more")
+        else:
+            yield ok(name, f"{found} (ulimit {flag})")
+    if limits.address_bytes != UNLIMITED:
+        found = f"{memory_text(limits.address_bytes)} (ulimit -v)"
+        yield warning("address space", found, "torch maps far more than it uses: ulimit -v unlimited")
+
+
+def shared_memory(size: int | None) -> Check:
+    """/dev/shm, for processes that load images and for MPI inside a host."""
+    if size is None:
+        return error("/dev/shm", "missing", "mount -t tmpfs tmpfs /dev/shm")
+    if size < SHM_BYTES:
+        remedy = "Docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm"
+        return warning("/dev/shm", f"{size / MIB:,.0f} MiB", remedy)
+    return ok("/dev/shm", memory_text(size))
+
+
+def _meminfo(root: Path) -> Mapping[str, int]:
+    """/proc/meminfo: KiB, or numbers of pages; empty where a tree has none."""
+    path = root / "proc/meminfo"
+    lines = text(path).splitlines() if path.is_file() else []
+    found = (re.match(r"(\w+):\s+(\d+)", line) for line in lines)
+    return {each[1]: int(each[2]) for each in found if each}

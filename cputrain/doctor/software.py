@@ -1,0 +1,172 @@
+"""Checks of what is installed: torch, torchvision, allocator, decoder, compiler, oneCCL, MPI, network."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from affinity.errors import InputError
+from affinity.kernel.running import inspect_process, planned_pids
+from affinity.planner.runtime import Runtime, find_runtime, target_of
+from cputrain.doctor.check import Check, error, ok, warning
+from cputrain.native_build import compiler
+from mpi.fabric import FABRICS, fabric_here
+from mpi.preflight.checks import missing_provider
+
+CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
+Probed = Mapping[str, Mapping[str, Any]]
+
+
+def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
+    """All checks of what is installed for this Python; `probe` is what the imports have found."""
+    yield torch_check(probe["torch"])
+    yield torchvision_check(probe["torchvision"], probe["torch"])
+    try:
+        runtime = find_runtime(target_of(()), env)
+    except InputError as refused:
+        yield error("OpenMP", str(refused), "unset LD_PRELOAD")
+    else:
+        yield from runtime_checks(runtime)
+    yield decoder_check(probe["decoder"])
+    yield compiler_check(compiler(env))
+    yield oneccl_check(probe["oneccl"])
+    yield launcher_check(probe["launcher"])
+    yield fabric_check(fabric_here(), env)
+    yield binding_check()
+
+
+def torch_check(torch: Mapping[str, Any]) -> Check:
+    """Whether torch can be imported, and is a release that cputrain is tested with."""
+    wanted = required("torch", by="cputrain")
+    if torch.get("late"):
+        return warning("torch", f"{installed('torch')}: {torch['error']}", "run the command again")
+    if "error" in torch:
+        remedy = f"pip install --force-reinstall '{wanted}' {CPU_INDEX}"
+        return error("torch", f"{installed('torch')} cannot be imported: {torch['error']}", remedy)
+    build = f"CUDA {torch['cuda']} build" if torch["cuda"] else "CPU build"
+    found = f"{torch['version']} ({build}, {torch['capability']}), imported in {torch['import_s']:g} s"
+    if not torch["onednn"]:
+        return error("torch", f"{found}, without oneDNN", f"pip install --force-reinstall '{wanted}' {CPU_INDEX}")
+    return ok("torch", found)
+
+
+def torchvision_check(torchvision: Mapping[str, Any], torch: Mapping[str, Any]) -> Check:
+    """Whether torchvision can be imported with this torch."""
+    if "error" not in torchvision:
+        return ok("torchvision", str(torchvision["version"]))
+    if "error" in torch and not torch.get("late"):
+        return error("torchvision", "not tried: torch cannot be imported", "repair torch first")
+    found, cure = f"{installed('torchvision')}: {torchvision['error']}", matching_torchvision(installed("torch"))
+    builds = {name: built_for(name) for name in ("torch", "torchvision")}
+    if "torchvision::" in torchvision["error"] or len({*builds.values()} - {""}) > 1:
+        differ = ", ".join(f"{name} is built for {build}" for name, build in builds.items() if build)
+        if not torchvision.get("late"):
+            differ = f"{torchvision['error']}: {differ}"
+        return warning(
+            "torchvision",
+            f"{installed('torchvision')}: {differ}",
+            f"{cure}; cputrain works around it, other programs fail with `operator torchvision::nms does not exist`",
+        )
+    if torchvision.get("late"):
+        return ok("torchvision", found)
+    return error("torchvision", found, cure)
+
+
+def built_for(package: str) -> str:
+    """What torch or torchvision was built for, read without importing it: "cpu", "cu130"; "" where it does not tell."""
+    spec = importlib.util.find_spec(package)
+    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    source = path.read_text() if path is not None and path.is_file() else ""
+    tag = re.search(r"^__version__ = '[^'+]*\+(\w+)'", source, re.MULTILINE)
+    return tag[1] if tag else ""
+
+
+def matching_torchvision(torch: str) -> str:
+    """The command that installs the torchvision of a torch release: 0.23 goes with 2.8, 0.28 with 2.13."""
+    numbers = re.search(r"\b2\.(\d+)", torch)
+    release = f"torchvision==0.{int(numbers[1]) + 15}.*" if numbers else "torchvision"
+    return f"pip install --force-reinstall --no-deps '{release}' {CPU_INDEX}"
+
+
+def runtime_checks(runtime: Runtime) -> Iterator[Check]:
+    """The OpenMP runtime, the memory allocator, and what LD_PRELOAD names."""
+    yield ok("OpenMP", f"{runtime.openmp}: {runtime.origin}")
+    if runtime.allocator == "glibc":
+        yield warning("memory allocator", "glibc", "5 to 15 % faster: apt install libtcmalloc-minimal4, or jemalloc")
+    else:
+        yield ok("memory allocator", runtime.allocator)
+    if runtime.missing:
+        yield warning("LD_PRELOAD", f"not there: {', '.join(runtime.missing)}", "correct or unset LD_PRELOAD")
+
+
+def decoder_check(decoder: Mapping[str, Any]) -> Check:
+    """libjpeg-turbo 3, or Pillow instead."""
+    if "error" in decoder:
+        return warning("libjpeg-turbo", "Pillow decodes, at a third of the speed", "pip install 'cputrain[turbo]'")
+    return ok("libjpeg-turbo", str(decoder["library"]))
+
+
+def compiler_check(found: str | None) -> Check:
+    """The compiler of the native parts."""
+    if found is None:
+        return warning("C++ compiler", "none: no oneCCL, no native kernels", "apt install g++, or module load gcc")
+    return ok("C++ compiler", found)
+
+
+def oneccl_check(found: Mapping[str, Any]) -> Check:
+    """oneCCL and the MPI that it loads."""
+    if "error" in found:
+        why = str(found["error"]).partition("comm.backend=ccl: ")[2] or str(found["error"])
+        return warning("oneCCL", f"gloo communicates: {why}", 'pip install "cputrain[ccl]"')
+    compiled = "compiled" if found["compiled"] else "not compiled yet, which cputrain doctor ccl does"
+    return ok("oneCCL", f"{found['version']}, {compiled}: {found['library']}")
+
+
+def launcher_check(found: Mapping[str, Any]) -> Check:
+    """What starts ranks on several hosts."""
+    if "error" in found:
+        why = str(found["error"]).removeprefix("InputError: ")
+        return warning("launcher", why, "only several hosts need one: module load an MPI, or work inside Slurm")
+    return ok("launcher", " ".join(filter(None, (found["name"], found["version"], found["program"]))))
+
+
+def fabric_check(fabric: str, env: Mapping[str, str]) -> Check:
+    """The network between hosts, and whether libfabric has its provider."""
+    settings = {name: value for name, value, _ in FABRICS[fabric].settings}
+    provider = env.get("FI_PROVIDER", settings.get("FI_PROVIDER"))
+    missing = missing_provider(provider)
+    if missing:
+        remedy = "install that provider, or choose another network with --fabric; Intel MPI brings its own"
+        return warning("network", f"{fabric}, but fi_info lists no provider {missing}", remedy)
+    return ok("network", f"{fabric} (libfabric provider {provider})")
+
+
+def binding_check() -> Check:
+    """Running processes that a plan has bound."""
+    processes = [inspect_process(pid) for pid in planned_pids()]
+    differing = [str(process.pid) for process in processes if process.differs]
+    if differing:
+        found = f"not where planned: pid {', '.join(differing[:8])}"
+        return error("bound processes", found, "cputrain doctor affinity tells how")
+    running = len(processes)
+    return ok("bound processes", f"{running} as planned" if running else "none is running")
+
+
+def installed(package: str) -> str:
+    """A package with its version."""
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} (not installed in {sys.prefix})"
+
+
+def required(package: str, *, by: str) -> str:
+    """A package with the versions that another one requires."""
+    try:
+        listed = metadata.requires(by) or []
+    except metadata.PackageNotFoundError:
+        listed = []
+    return next((each for each in listed if re.match(rf"{package}\b(?!-)", each)), package)

@@ -1,0 +1,231 @@
+"""A job in pods -> the manifests of an Indexed Job, a JobSet or an MPIJob, as plain values for YAML.
+
+Each pod is Guaranteed (requests equal limits) with whole CPUs: the kubelet's static CPU manager then gives it CPUs of
+its own as a cpuset, which the planner reads.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from affinity.errors import InputError
+from affinity.ranks.pods import COUNT
+from affinity.ranks.rank import MASTER_PORT
+from cputrain.runs.attempt import ATTEMPT, JOB
+from mpi.launchers.table import LAUNCHERS
+from mpi.supervise.connection import TOKEN_VARIABLE
+from mpi.supervise.signals import SAVE_S
+
+KINDS = ("job", "jobset", "mpijob")
+NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # RFC 1123's labels, which Kubernetes takes
+LONGEST_NAME = 40  # of 63 characters of a pod's host name, which ends with the names that the controllers add
+MEMORY = re.compile("[1-9][0-9]{0,5}(Mi|Gi|Ti)")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,500}")
+MOUNT = re.compile(r"(/[A-Za-z0-9._-]+)+")
+MOST_PODS, MOST_CPUS, MOST_RECIPE = 10_000, 4096, 900_000  # a ConfigMap holds 1 MiB
+RECIPE_FOLDER, RECIPE_FILE = "/etc/cputrain", "recipe.yaml"
+WORKERS = "workers"  # the JobSet's one replicated job
+MPI_HOSTS = "/etc/mpi/hostfile"  # written by the MPI operator
+MPI = {one.name: one.mpi_operator_name for one in LAUNCHERS.values() if one.mpi_operator_name}
+GRACE_S = round(SAVE_S) + 30
+TOKEN_KEY = "token"
+WRONG_INPUT = 2  # our exit status, which no restart mends
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodJob:
+    """A job in `pods` pods of `cpus` CPUs and `memory` ("64Gi") each, with `ppn` workers in each.
+
+    `launch` are the options of `cputrain launch`, `command` what it starts. `recipe` is the text of a recipe that the
+    command trains into the folder `output`, None for any other command. `volumes` are claims and where they are
+    mounted; the first is the working folder. `restarts`: how often all of it may start again after a failure.
+    `token` is the secret by which the ranks of several pods know each other.
+    """
+
+    name: str
+    kind: str
+    image: str
+    pods: int
+    cpus: int
+    memory: str
+    ppn: int
+    launch: tuple[str, ...]
+    command: tuple[str, ...]
+    recipe: str | None = None
+    output: str | None = None
+    volumes: tuple[tuple[str, str], ...] = ()
+    restarts: int = 3
+    namespace: str | None = None
+    limit_s: int | None = None
+    mpi: str = "openmpi"
+    token: str = field(default="", repr=False)
+
+
+def label_of(text: str) -> str:
+    """A name in the characters that Kubernetes takes: "resnet50_8K" -> "resnet50-8k"."""
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:LONGEST_NAME].strip("-") or "cputrain"
+
+
+def check_pod_job(job: PodJob) -> None:
+    """Raise InputError for values that Kubernetes would refuse."""
+    for what, name in (("name", job.name), ("namespace", job.namespace)):
+        if name is not None and not (NAME.fullmatch(name) and len(name) <= LONGEST_NAME):
+            raise InputError(
+                f"--{what} {name[:60]!r}: use a-z, 0-9 and - within it, {LONGEST_NAME} characters at most, as in "
+                f"{label_of(name)}"
+            )
+    if not MEMORY.fullmatch(job.memory):
+        raise InputError(f"--memory {job.memory[:30]!r} is not a size: give it as in 64Gi or 500Mi")
+    if not IMAGE.fullmatch(job.image):
+        raise InputError(f"--image {job.image[:60]!r} is not an image: give it as in registry/cputrain:1")
+    for claim, path in job.volumes:
+        if not NAME.fullmatch(claim) or len(claim) > 63 or not MOUNT.fullmatch(path):
+            raise InputError(f"--volume {claim[:63]}:{path[:60]}: give CLAIM:PATH, as in runs:/runs")
+    if job.recipe is not None and not job.volumes:
+        raise InputError("a training keeps its checkpoints in a volume: give --volume CLAIM:PATH, as in runs:/runs")
+    if job.recipe is not None and len(job.recipe) > MOST_RECIPE:
+        raise InputError(f"the recipe has more than {MOST_RECIPE:,} characters, which no ConfigMap holds: shorten it")
+
+
+def manifests(job: PodJob) -> list[Manifest]:
+    """The manifests to apply. Raises InputError for values that Kubernetes would refuse."""
+    check_pod_job(job)
+    config = [] if job.recipe is None else [_object(job, "v1", "ConfigMap", data={RECIPE_FILE: job.recipe})]
+    if job.kind == "mpijob":
+        return [*config, _mpijob(job)]
+    if job.pods > 1:
+        config.append(_object(job, "v1", "Secret", stringData={TOKEN_KEY: job.token}))
+    if job.kind == "jobset":
+        return [*config, _jobset(job)]
+    service = {"clusterIP": "None", "selector": _labels(job), "publishNotReadyAddresses": True}
+    several = [_object(job, "v1", "Service", spec=service)] if job.pods > 1 else []
+    return [*config, *several, _object(job, "batch/v1", "Job", spec=_indexed_job(job, job.restarts * job.pods))]
+
+
+def _object(job: PodJob, version: str, kind: str, **fields: Any) -> Manifest:
+    namespace = {} if job.namespace is None else {"namespace": job.namespace}
+    metadata = {"name": job.name, **namespace, "labels": _labels(job)}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
+
+
+def _labels(job: PodJob) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "cputrain", "app.kubernetes.io/instance": job.name}
+
+
+def _indexed_job(job: PodJob, backoff: int) -> Manifest:
+    """The spec of an Indexed Job: a failed pod starts again, but for wrong input; evictions do not count."""
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [WRONG_INPUT]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    return {
+        "completions": job.pods,
+        "parallelism": job.pods,
+        "completionMode": "Indexed",
+        "backoffLimit": backoff,
+        "podFailurePolicy": {"rules": rules},
+        **({} if job.limit_s is None else {"activeDeadlineSeconds": job.limit_s}),
+        "template": {"metadata": {"labels": _labels(job)}, "spec": _pod(job)},
+    }
+
+
+def _jobset(job: PodJob) -> Manifest:
+    """A JobSet starts all pods again after a failure of one."""
+    spec = {
+        "failurePolicy": {"maxRestarts": job.restarts},
+        "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
+        "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": _indexed_job(job, 0)}}],
+    }
+    return _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=spec)
+
+
+def _mpijob(job: PodJob) -> Manifest:
+    """An MPIJob: its launcher's pod starts the ranks in the workers' pods, which run sshd."""
+    hosts = ("--hostfile", MPI_HOSTS, "--launcher", job.mpi, "--machine", f"pack:1 core:{job.cpus} pu:1")
+    small = {"cpu": "1", "memory": "2Gi"}
+    launcher = _container(job, "launcher", _shell(job, (*hosts, "--plan-on-host")), small)
+    worker = _container(job, "worker", ("/usr/sbin/sshd", "-De"), _resources(job))
+    spec = {
+        "slotsPerWorker": job.ppn,
+        "mpiImplementation": MPI[job.mpi],
+        "runPolicy": {
+            "cleanPodPolicy": "Running",
+            "backoffLimit": job.restarts,
+            **({} if job.limit_s is None else {"activeDeadlineSeconds": job.limit_s}),
+        },
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "template": {"spec": {"containers": [launcher], "volumes": _volumes(job)}}},
+            "Worker": {
+                "replicas": job.pods,
+                "template": {"spec": {"containers": [worker], "volumes": _volumes(job)}},
+            },
+        },
+    }
+    return _object(job, "kubeflow.org/v2beta1", "MPIJob", spec=spec)
+
+
+def _pod(job: PodJob) -> Manifest:
+    """The pod's spec: it meets the others at the first pod's name in the subdomain."""
+    first = f"{job.name}-{WORKERS}-0-0" if job.kind == "jobset" else f"{job.name}-0"
+    meeting = {COUNT: str(job.pods), "MASTER_ADDR": f"{first}.{job.name}", "MASTER_PORT": str(MASTER_PORT)}
+    container = _container(job, "cputrain", _shell(job, ()), _resources(job))
+    env = {**(meeting if job.pods > 1 else {}), "TQDM_MININTERVAL": "30"}
+    secret = {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": {"name": job.name, "key": TOKEN_KEY}}}
+    container["env"] = [{"name": name, "value": value} for name, value in env.items()]
+    container["env"] += [secret] if job.pods > 1 else []
+    return {
+        **({"subdomain": job.name} if job.pods > 1 else {}),
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_S,
+        "containers": [container],
+        "volumes": _volumes(job),
+    }
+
+
+def _container(job: PodJob, name: str, command: tuple[str, ...], resources: dict[str, str]) -> Manifest:
+    """A container; requests that equal limits make its pod Guaranteed."""
+    mounts = [{"name": f"volume-{i}", "mountPath": path} for i, (_, path) in enumerate(job.volumes)]
+    recipe = [] if job.recipe is None else [{"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True}]
+    return {
+        "name": name,
+        "image": job.image,
+        "command": [word.replace("$(", "$$(") for word in command],  # Kubernetes reads $(NAME) as a variable
+        **({"workingDir": job.volumes[0][1]} if job.volumes else {}),
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}, *recipe, *mounts],
+    }
+
+
+def _resources(job: PodJob) -> dict[str, str]:
+    return {"cpu": str(job.cpus), "memory": job.memory}
+
+
+def _volumes(job: PodJob) -> list[Manifest]:
+    """The claims, the recipe, and shared memory, of which a container has 64 MiB otherwise: too little for oneCCL and
+    for data loaders."""
+    claims = [
+        {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
+        for i, (claim, _) in enumerate(job.volumes)
+    ]
+    recipe = [] if job.recipe is None else [{"name": "recipe", "configMap": {"name": job.name}}]
+    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *recipe, *claims]
+
+
+def _shell(job: PodJob, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """The container's command. A training continues the run that its folder holds; rank 0's pod decides."""
+    launch = ("python", "-m", "cputrain", "launch", *hosts, "--ppn", str(job.ppn), *job.launch, "--")
+    if job.recipe is None or job.output is None:
+        return (*launch, *job.command)
+    output = shlex.quote(job.output)
+    lines = (
+        f"export {JOB}={shlex.quote(job.name)}",
+        "resume=",
+        f"if [ -e {output}/.cputrain-run ] && [ -e {output}/recipe.yaml ]; then",
+        f"    resume=--resume; export {ATTEMPT}=1",
+        "fi",
+        f"exec {shlex.join((*launch, *job.command))} $resume",
+    )
+    return ("sh", "-c", "\n".join(lines))

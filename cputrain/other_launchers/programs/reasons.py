@@ -1,0 +1,11 @@
+"""Why options that several launchers have are not needed here."""
+
+BINDING = "the plan binds the ranks: cputrain plan shows how"
+ONE_CALL = "launch is called once, for all hosts"
+MEETING = "the ranks meet on the first host: export MASTER_ADDR to choose another address"
+PORT = "launch chooses a free port: export MASTER_PORT to fix it"
+LOGS = "each rank has a log of its own, logs/rank-N.log in the launch's folder"
+LABELS = "the output of each rank is labeled with its number"
+FABRIC = "the network decides which variables are set: give --fabric to choose another"
+ENVIRONMENT = "the ranks inherit the environment"
+TOOLS = "start the tool in front of the command: -- TOOL CMD"

@@ -1,0 +1,210 @@
+"""`cputrain.train`: a user's own network, loss and samples, trained as a recipe's are."""
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import default_collate
+
+from affinity.errors import InputError
+from affinity.kernel.binding import bind_process
+from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, bound_worker, plan_in_memory
+from affinity.kernel.observe import Observed, observe, verify
+from affinity.kernel.rank_plan import plan_for_rank
+from affinity.planner.plan import WorkerPlan
+from affinity.ranks.rank import Rank, discover
+from cputrain.data.formats.dataset import Dataset
+from cputrain.data.formats.own_samples import Collate, OwnSamples
+from cputrain.launch.rank_process import run_rank
+from cputrain.launch.recipe_request import request_of
+from cputrain.launch.startup import startup_of
+from cputrain.recipe.loading import load_recipe, recipe_of
+from cputrain.recipe.schema import DataSection, ModelSection, Recipe
+from cputrain.recipe.schema.data import OWN
+from cputrain.runs.attempt import continues_run
+from cputrain.runs.folder import with_same_global_batch
+from cputrain.training.entry import train_rank
+from cputrain.training.loop import TrainResult
+from cputrain.training.task import Loss, OwnTask
+from mpi.supervise.local import free_port
+from mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
+
+ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
+OWN_SECTIONS = ("model.", "data.", "loss", "label_smoothing")  # keys that are of no use here, but these:
+USED_KEYS = ("data.last_batch", "data.images_per_epoch")
+
+
+def train(
+    network: nn.Module,
+    loss: Loss,
+    train_data: Any,
+    val_data: Any = (),
+    *,
+    test_data: Any = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    recipe: str | None = None,
+    classes: Sequence[str] | None = None,
+    collate: Collate = default_collate,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train a network of your own, with the plan, DDP, optimizers, schedules, checkpoints and report of a recipe.
+
+    The same script works in one process and on many ranks: `cputrain launch -- python mine.py`, torchrun, mpirun, srun.
+    Every rank calls this with the same arguments, from its main thread.
+
+    network: trained in place; called with the inputs of a batch. Rank 0's initial weights count: call
+        torch.manual_seed before you make it, for the same ones in every run.
+    loss: called with the outputs and the targets of N samples; returns their losses, shape (N,), or the mean, ().
+    train_data, val_data, test_data: objects with a length whose items are pairs (input, target), such as map-style
+        torch Datasets, the same on all ranks. Samples are read in a thread, in the order of a permutation by seed and
+        epoch. Let random changes depend on sample and epoch (`set_epoch(epoch)` is called where it exists), or a
+        resumed training sees other ones. Without val_data nothing is evaluated.
+    settings: keys of a recipe, {"epochs": 3, "optim.name": "lars"} or ["epochs=3"]; `output` is the run's folder.
+        Those of model and of images, loss and label_smoothing are your code's and cannot be set.
+    recipe: a recipe's file or shipped name, whose optimizer, schedule and sizes are used beneath the settings.
+    classes: names of the classes where targets are class numbers (N,) int64 and outputs logits (N, len(classes)):
+        top-1 and top-5 are counted then.
+    collate: makes the inputs and targets of a batch from a list of samples; torch's default stacks them.
+    resume: continue from the newest checkpoint of the run in `output`. A rank that torchrun or cputrain launch has
+        restarted does so in any case.
+    overwrite: delete the run in `output` first. quiet: print warnings and the summary only.
+
+    Returns the result, the same on all ranks: `step`, `accuracy.loss`, `accuracy.top1` in percent (None without
+    classes), `test`; `accuracy` is None where a signal has stopped the training.
+    Raises InputError where arguments do not fit, RunError where the training fails. On several ranks the process that
+    fails prints its error and ends, with status 2 or 1, so that the launcher ends the others.
+    """
+    _check_main_thread()
+    training = _recipe(recipe, settings)
+    own = OwnTask(
+        network=network,
+        loss=loss,
+        dataset=_dataset(train_data, val_data, test_data, classes, collate),
+        classifies=classes is not None,
+    )
+    with _restored():
+        return _train(training, own, resume=resume, overwrite=overwrite, quiet=quiet)
+
+
+def _check_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("train is called in a thread, where signals cannot stop it: call it in the main thread")
+
+
+def _dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, collate: Collate) -> Dataset:
+    return Dataset(
+        classes=tuple(classes or ()),
+        train=OwnSamples(train, collate, "training"),
+        val=OwnSamples(val, collate, "validation"),
+        test=None if test is None else OwnSamples(test, collate, "test"),
+    )
+
+
+def _train(training: Recipe, own: OwnTask, *, resume: bool, overwrite: bool, quiet: bool) -> TrainResult:
+    """Train as the rank that this process is, or alone."""
+    rank = discover(os.environ)
+    if rank is None:
+        rank = ALONE
+        os.environ["MASTER_PORT"] = str(free_port())
+    if continues_run(training.folder, os.environ, overwrite=overwrite):
+        resume, overwrite = True, False
+        training = with_same_global_batch(training, rank.world_size)
+    worker, observed, check = _bind(training, rank)
+    found: list[TrainResult] = []
+
+    def work() -> None:
+        result = train_rank(
+            training,
+            rank,
+            worker,
+            observed,
+            os.environ,
+            resume=resume,
+            overwrite=overwrite,
+            prepared=False,
+            check=check,
+            quiet=quiet,
+            startup=startup_of(rank, os.environ, shown=not quiet),
+            own=own,
+        )
+        assert result is not None, "only a recipe's run is left alone when it is finished"
+        found.append(result)
+
+    if rank.world_size > 1:
+        run_rank(rank, work)
+        return found[0]
+    try:
+        work()
+    finally:
+        if dist.is_initialized():  # where it has failed: a notebook may try again
+            dist.destroy_process_group()
+    return found[0]
+
+
+def _recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Recipe:
+    """The recipe of the settings; of a `base`, which has a network and images of its own, the rest. Raises InputError
+    for a setting that own code replaces."""
+    if isinstance(settings, Mapping):
+        settings = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if key.startswith(OWN_SECTIONS) and key not in USED_KEYS:
+            raise InputError(f"setting {key}: your own network, loss and data decide it: remove it")
+    settings = (*settings, f"data.path={OWN}")
+    recipe = load_recipe(base, settings) if base else recipe_of({}, Path("settings"), settings=settings)
+    data = {key.removeprefix("data."): getattr(recipe.data, key.removeprefix("data.")) for key in USED_KEYS}
+    without_images = {"crop": None, "train_crop": None}
+    return recipe.model_copy(
+        update={
+            "model": ModelSection(),
+            "data": DataSection().model_copy(update={"path": OWN, **data}),
+            "phases": tuple(phase.model_copy(update=without_images) for phase in recipe.phases),
+            "loss": "cross_entropy",
+            "label_smoothing": 0.0,
+        }
+    )
+
+
+def _bind(recipe: Recipe, rank: Rank) -> tuple[WorkerPlan, Observed, bool]:
+    """The worker that this process is bound as, the binding as read back, and whether threads can be checked.
+
+    A process that no plan has bound is bound here, as one of this host's ranks. Its libraries are loaded already: the
+    plan's allocator and the pinning of each thread need `cputrain launch`.
+    """
+    worker = bound_worker(os.environ)
+    if worker is not None:
+        verify(worker)
+        return worker, observe(), True
+    request = replace(request_of(recipe), workload=None, allocator="glibc")
+    plan, index = plan_for_rank(request, rank, (), os.environ)
+    worker = plan.workers[index]
+    bind_process(worker)
+    os.environ[PLAN_VARIABLE], os.environ[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
+    return worker, observe(), False
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Afterwards environment and signal handlers are as before, and the process may go on for as long as it likes."""
+    variables = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (PREEMPTION_SIGNAL, *stop_signals())}
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.environ.clear()
+        os.environ.update(variables)
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -1,0 +1,134 @@
+"""What `--format json` of each command prints; the tests compare SHAPES with what is printed."""
+
+from site_pages.text import code, plain, table
+
+INTRODUCTION = """# JSON of commands
+
+`--format json` prints one object on stdout and nothing else there: progress and warnings go to stderr. The exit status
+is that of the text ([exit status](exit-status.md)). A field may be added in a later version; none changes its meaning
+without a line in the [changelog](../changelog.md).
+
+`cputrain plan --format json` is described in [plan.json](plan-json.md), a run's log in [events](events.md). bench,
+simulate and tune also take `--format json`, predict and export print JSON as their `--help` says.
+"""
+Shape = list[tuple[str, str]]
+CATALOG_RECIPE: Shape = [
+    ("name", "name for `cputrain train`"),
+    ("summary", "what it trains, in a sentence"),
+    ("file", "path of the recipe"),
+    ("network", "model.name"),
+    ("optimizer", "optim.name"),
+    ("epochs", "passes over the images"),
+    ("data", "data.path, or null"),
+]
+CATALOG_MACHINE: Shape = [
+    ("name", "name for `--machine`"),
+    ("model", "the processor"),
+    ("features", "instruction sets that oneDNN distinguishes"),
+    ("packages", "number of packages"),
+    ("cores", "number of cores"),
+    ("cpus", "number of hardware threads"),
+    ("numa_nodes", "list of id, kind (dram, hbm, slow), memory_bytes, memory_assumed, cpus, near"),
+]
+SHAPES: dict[str, Shape] = {
+    "recipes": [("recipes", "list; each as `cputrain recipes show`, without text")],
+    "recipes show": [*CATALOG_RECIPE, ("text", "the file")],
+    "machines": [("machines", "list; each as `cputrain machines show`")],
+    "machines show": CATALOG_MACHINE,
+    "keys": [
+        ("sections", "list of name, description, keys; each key has key, values, default, description"),
+    ],
+    "env": [
+        ("cputrain", "version, folder"),
+        ("python", "version, program, prefix"),
+        ("system", "host, os, kernel, libc, architecture"),
+        ("cpu", "model, features, packages, numa_nodes, cores, cpus, allowed_cpus, cpu_quota, memory_limit_bytes"),
+        ("memory", "total_bytes, available_bytes, shm_bytes"),
+        ("packages", "package -> version, null where it is not installed"),
+        (
+            "libraries",
+            "openmp, allocator, compiler, fabric; launcher, decoder, torch, oneccl, torchvision: objects, with `error` "
+            "where one is missing or cannot be imported",
+        ),
+        ("variables", "name -> value of those that matter; values of secrets are not shown"),
+        ("problems", "list of sentences about imports that fail, each with its remedy"),
+    ],
+    "doctor": [
+        ("status", "0, or 1 where a check is an error: the exit status"),
+        ("checks", "list of name, status (ok, warning, error), found, remedy"),
+    ],
+    "doctor affinity": [
+        (
+            "processes",
+            "list of pid, command, worker, planned_cpus, cpus, threads, memory_bytes by NUMA node, misplaced_threads, "
+            "remote_bytes, differs",
+        ),
+    ],
+    "doctor ccl": [
+        ("version", "of oneCCL"),
+        ("oneccl", "path of its library"),
+        ("mpi", "path of Intel MPI's library"),
+        ("fabric", "path of libfabric"),
+        ("backend", "path of the compiled backend"),
+        ("all_reduce", "list of transport, bytes, seconds: medians of two ranks on this host"),
+        ("problems", "list of sentences about transports that do not run"),
+        ("problems", "a line about each transport that does not run here"),
+    ],
+    "job": [
+        ("scheduler", "slurm or pbs"),
+        ("name", "name of the job"),
+        ("script", "the whole script"),
+        ("submitted", "ids of the submitted jobs; empty without --submit"),
+    ],
+    "data info": [
+        ("classes", "names of the classes"),
+        ("window", "images in a row, for the mixing"),
+        (
+            "splits",
+            "split -> images, bytes, images_of_class, classes_in_window, expected_classes_in_window, shards, damaged, "
+            "unusual",
+        ),
+        ("prepared_with", "options of cputrain prepare, null for other folders"),
+    ],
+    "data verify": [
+        ("folder", "the data folder"),
+        ("samples", "number of samples"),
+        ("damaged", "list of sentences, one for each damaged sample"),
+    ],
+    "data show": [
+        ("file", "the picture"),
+        ("split", "the split that it shows"),
+        ("images", "number of images in it"),
+    ],
+    "eval": [
+        ("workers", "number of workers"),
+        ("batch", "images of one worker's forward pass"),
+        (
+            "results",
+            "list, one for each checkpoint: checkpoint, step, top1 and top5 in percent, loss, images, damaged, "
+            "seconds, classes (accuracy of each), confused (the most frequent pairs)",
+        ),
+    ],
+    "sweep": [
+        ("folder", "of the trainings and results"),
+        ("recipe", "its name"),
+        ("runs", "list, one for each training: as in sweep.json"),
+    ],
+    "sweep --dry-run": [
+        ("trainings", "list of settings, global_batch, steps, refused (why it cannot start here, or null)"),
+    ],
+    "sweep --find-batch": [
+        ("folder", "of the trials"),
+        ("largest", "the largest local batch that trains"),
+        ("trials", "list of local_batch, status, peak_bytes and others"),
+    ],
+}
+
+
+def json_output() -> str:
+    """A table of the fields of each command."""
+    parts = [
+        f"## cputrain {name}\n\n{table(['field', 'value'], [[code(field), plain(text)] for field, text in shape])}\n"
+        for name, shape in SHAPES.items()
+    ]
+    return "\n".join([INTRODUCTION, *parts])

@@ -1,0 +1,31 @@
+"""bfloat16 trains to the accuracy of float32: the benchmark's judgment, and a small training of the digits."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bf16_accuracy import Result, Study, trained
+from tests.support.commands import cputrain
+
+SMALL = ["model.name=resnet18", "data.crop=32", "data.resize=32", "epochs=6"]
+LEARNED, DIFFERS = 80.0, 4.0  # percent; points, as two seeds' range says little
+
+
+def test_bf16_passes_within_the_range_of_float32_s_seeds_and_not_outside() -> None:
+    same = Result(float32=(98.0, 99.0, 98.5), bf16=(98.5, 98.0, 98.7))
+    assert same.allowed == 1.0 and same.is_within
+    assert same.difference == pytest.approx(-0.1)
+    for shift in (-1.01, 1.01):
+        assert not Result(float32=(98.0, 99.0), bf16=(98.0 + shift, 99.0 + shift)).is_within
+    assert Result(float32=(97.9, 98.2), bf16=(97.6, 97.9)).is_within, "as far as the range, but for rounding"
+
+
+@pytest.mark.long
+def test_the_digits_are_learned_as_well_in_bf16(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'cputrain[demo]'")
+    prepared = cputrain("prepare", "digits", "folder", "digits", cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    study = Study(name="digits", recipe="demo-digits", data=tmp_path / "digits")
+    result = trained(study, tmp_path, 2, SMALL)
+    assert min(*result.float32, *result.bf16) > LEARNED, result
+    assert abs(result.difference) < DIFFERS, result

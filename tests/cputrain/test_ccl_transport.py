@@ -1,0 +1,181 @@
+"""oneCCL's transport: what decides it, measured and kept figures, and that all ranks of a job use the same one."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from affinity.errors import InputError, RunError
+from affinity.planner.plan import Request, plan_machine
+from affinity.planner.runtime import Runtime
+from affinity.ranks.rank import Rank
+from affinity.ranks.rendezvous import with_rank
+from affinity.topology.machine import narrowed
+from affinity.topology.sysfs import this_machine
+from cputrain import transports
+from cputrain.comm.ccl import check
+from cputrain.comm.ccl.transport import Transport, agree, choose_transport
+from cputrain.comm.store import SignedKeys
+from cputrain.launch.first_measurement import is_due
+from cputrain.measurements import keep
+from cputrain.transports import kept_seconds, transport_records
+from mpi.hosts.groups import HostGroup
+from mpi.launchers.intelmpi import INTEL_MPI
+from mpi.launchers.job import Job
+from mpi.launchers.openmpi import OPEN_MPI
+from mpi.supervise.local import free_port
+from tests.support.ccl_jobs import command, ended, lines_of, unmeasured_cache
+from tests.support.commands import cputrain, mpi_path
+
+RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="env")
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "11"}
+FASTER_MPI = {"mpi": 0.0108, "ofi": 0.0389}
+FASTER_LIBFABRIC = {"mpi": 0.0389, "ofi": 0.0108}
+
+
+@pytest.mark.parametrize(
+    ("env", "transport"),
+    [
+        (HYDRA, "mpi"),
+        ({}, "ofi"),
+        ({**HYDRA, "PMI_SIZE": "1"}, "ofi"),  # PMI's variables of something around this job
+        ({**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}, "ofi"),
+        (with_rank(RANK, {}), "ofi"),  # the names that scripts read, given to ranks that no MPI has started
+        ({**HYDRA, "CCL_ATL_TRANSPORT": "ofi"}, "ofi"),
+    ],
+)
+def test_the_transport_follows_the_launcher_where_nothing_was_measured(env: dict[str, str], transport: str) -> None:
+    assert choose_transport(env, RANK, dict).name == transport
+
+
+@pytest.mark.parametrize("env", [with_rank(RANK, {}), {**HYDRA, "OMPI_UNIVERSE_SIZE": "4"}])
+def test_mpi_is_refused_where_it_cannot_connect_the_ranks(env: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=r"CCL_ATL_TRANSPORT=mpi, but this rank was started by .*: start it with"):
+        choose_transport({**env, "CCL_ATL_TRANSPORT": "mpi"}, RANK, dict)
+
+
+def test_the_faster_one_is_taken_where_both_can_be_used_and_were_measured() -> None:
+    measured = choose_transport(HYDRA, RANK, lambda: FASTER_MPI)
+    assert str(measured) == "MPI (measured: 25 MiB all-reduce 10.8 ms over MPI, 38.9 ms over libfabric)"
+    assert choose_transport(HYDRA, RANK, lambda: FASTER_LIBFABRIC).name == "ofi"
+    assert choose_transport({}, RANK, lambda: FASTER_MPI).name == "ofi"
+    assert choose_transport({**HYDRA, "CCL_ATL_TRANSPORT": "mpi"}, RANK, lambda: FASTER_LIBFABRIC).name == "mpi"
+    half = choose_transport(HYDRA, RANK, lambda: {"ofi": 0.01})
+    assert half.name == "mpi" and "`cputrain doctor ccl` measures" in half.why
+    several = choose_transport(HYDRA, replace(RANK, local_world_size=2), lambda: FASTER_LIBFABRIC)
+    assert several.name == "mpi" and "several hosts" in several.why
+    # MPI starts with all ranks of the job, and a group of some of them is made without the others.
+    assert choose_transport(HYDRA, RANK, lambda: FASTER_MPI, whole=False).name == "ofi"
+
+
+def keep_seconds(env: dict[str, str], seconds: dict[str, float]) -> None:
+    """Keep figures as a measurement does."""
+    for record in transport_records({name: (s, 0.9 * s, 1.1 * s) for name, s in seconds.items()}, command="a test"):
+        keep(record, env)
+
+
+def test_figures_are_kept_for_the_host_whatever_cores_a_rank_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"CPUTRAIN_CACHE": str(tmp_path)}
+    assert kept_seconds(env) == {}
+    keep_seconds(env, FASTER_LIBFABRIC)
+    whole = this_machine()
+    part = replace(narrowed(whole, frozenset(whole.pus[:1]), None), cpu_quota=0.5, memory_limit_bytes=1 << 30)
+    monkeypatch.setattr(transports, "this_machine", lambda: part)
+    assert kept_seconds(env) == pytest.approx(FASTER_LIBFABRIC)
+
+
+def agreed(own: list[Transport], is_set: list[bool]) -> list[str]:
+    """What each of three ranks uses, or its error."""
+    keys = SignedKeys(dist.HashStore(), "token")
+
+    def one(number: int) -> str:
+        rank = replace(RANK, rank=number, world_size=3, local_world_size=3)
+        try:
+            return agree(rank, keys, lambda: own[number], is_set=is_set[number]).name
+        except InputError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(one, range(3)))
+
+
+def test_all_ranks_use_what_rank_0_has_chosen_or_say_that_they_cannot() -> None:
+    over_mpi, over_libfabric = Transport(name="mpi", why="measured"), Transport(name="ofi", why="it is set")
+    assert agreed([over_mpi, over_libfabric, over_mpi], [False] * 3) == ["mpi"] * 3
+    first, refusal, third = agreed([over_mpi, over_libfabric, over_mpi], [False, True, False])
+    assert (first, third) == ("mpi", "mpi")
+    assert refusal.startswith("rank 1 uses libfabric (it is set), rank 0 MPI (measured): set CCL_ATL_TRANSPORT alike")
+
+
+def test_two_ranks_are_measured_over_both_and_the_figures_kept(tmp_path: Path) -> None:
+    mpi_path("intelmpi")
+    cache = unmeasured_cache(tmp_path / "cache")
+    printed = cputrain("doctor", "ccl", **cache)
+    assert printed.returncode == 0, printed.stderr
+    assert "oneCCL 2021.13" in printed.stdout
+    for title in ("MPI", "libfabric"):
+        assert f"25,600 KiB over 2 ranks and {title}" in printed.stdout, printed.stdout
+    seconds = kept_seconds(cache)
+    assert set(seconds) == {"mpi", "ofi"} and all(1e-4 < each < 10 for each in seconds.values())
+
+
+@pytest.mark.parametrize("seconds", [FASTER_MPI, FASTER_LIBFABRIC])
+def test_ranks_under_mpirun_take_what_was_measured_to_be_faster(seconds: dict[str, float], tmp_path: Path) -> None:
+    cache = unmeasured_cache(tmp_path / "cache")
+    keep_seconds(cache, seconds)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = ("mpirun", "-np", "2", sys.executable, "-m", "tests.support.ccl_rank", "meet")
+    with command(*argv, **mpi_path("intelmpi"), **meeting, **cache) as process:
+        end = ended(process, 120)
+    assert end.status == 0, end.err
+    faster = min(seconds, key=lambda name: seconds[name])
+    assert [(line["sum"], line["transport"]) for line in lines_of(end.out)] == [(2.0, faster)] * 2
+
+
+def test_a_launch_measures_only_where_both_transports_may_be_used_and_nothing_decides(tmp_path: Path) -> None:
+    env = {"CPUTRAIN_CACHE": str(tmp_path)}
+    plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
+    here = Job(
+        groups=(HostGroup(hosts=("localhost",), plan=plan),),
+        command=("/usr/bin/python3", "train.py"),
+        plan_path=tmp_path / "plan.json",
+        log_dir=tmp_path,
+    )
+    assert not is_due(here, INTEL_MPI, env)  # the backend was never compiled, so perhaps nothing uses it
+    (tmp_path / "ccl-torch2.13").mkdir()
+    (tmp_path / "ccl-torch2.13/cputrain_ccl.so").touch()
+    assert is_due(here, INTEL_MPI, env)
+    assert not is_due(here, OPEN_MPI, env)
+    assert not is_due(here, INTEL_MPI, {**env, "CCL_ATL_TRANSPORT": "mpi"})
+    assert not is_due(replace(here, command=("./solver",)), INTEL_MPI, env)
+    elsewhere = replace(here, groups=(HostGroup(hosts=("n1", "n2"), plan=plan),))
+    assert not is_due(elsewhere, INTEL_MPI, env)
+    keep_seconds(env, FASTER_MPI)
+    assert not is_due(here, INTEL_MPI, env)
+
+
+def test_a_launch_measures_before_the_first_job_that_can_choose(tmp_path: Path) -> None:
+    cache = unmeasured_cache(tmp_path / "cache")
+    intel = mpi_path("intelmpi")
+    launch = ("launch", "--launcher", "intelmpi", "--ppn", "1", "--output", str(tmp_path / "run"), "--")
+    code = "import os; print('transport', os.environ.get('CCL_ATL_TRANSPORT'))"
+    first = cputrain(*launch, "python", "-c", code, **intel, **cache)
+    assert first.returncode == 0 and "transport None" in first.stdout, first.stderr
+    assert "measured: 25 MiB all-reduce" in first.stderr and set(kept_seconds(cache)) == {"mpi", "ofi"}
+
+
+def test_the_check_tells_wrong_input_from_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error, status in ((InputError("no library"), 2), (RunError("no room"), 1)):
+
+        def fails(_env: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(check, "find_libraries", fails)
+        assert check.main() == status and capsys.readouterr().out == f"{error}\n"

@@ -1,0 +1,87 @@
+"""Image folders without validation images: CLASS/* alone, or train/CLASS/* alone."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from cputrain.cli import main
+from cputrain.data import ImageLoader
+from cputrain.data.formats.dataset import Dataset, Images
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.survey import survey
+from tests.support.images import write_images
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> Path:
+    """A folder CLASS/*, of 3 classes with 20 images each."""
+    return write_images(tmp_path / "made", train=20).joinpath("train").rename(tmp_path / "photos")
+
+
+def names(images: Images) -> list[str]:
+    return [Path(images.name(i)).parent.name + "/" + Path(images.name(i)).name for i in range(len(images))]
+
+
+def contents(dataset: Dataset) -> list[list[bytes]]:
+    return [sorted(images.read(i) for i in range(len(images))) for images in dataset.splits.values()]
+
+
+def test_a_folder_of_classes_is_split_alike_wherever_it_is_read(classes: Path, tmp_path: Path) -> None:
+    dataset, counted = open_dataset(str(classes)), survey(str(classes))
+    assert dataset.classes == counted.classes == ("class0", "class1", "class2")
+    assert (len(dataset.train), len(dataset.val)) == (counted.train, counted.val) == (48, 12)
+    assert Counter(dataset.val.labels.tolist()) == {0: 4, 1: 4, 2: 4}, "in proportion to the classes"
+    assert not set(names(dataset.train)) & set(names(dataset.val))
+    assert "12 images drawn" in dataset.note and dataset.note == counted.note
+    moved = shutil.copytree(classes, tmp_path / "elsewhere/train")  # files are listed in another order there
+    assert names(open_dataset(str(moved.parent)).val) == names(dataset.val), "train/CLASS/* alone is the same"
+    loader = ImageLoader.open(classes, split="val", batch_size=12, image_size=8, decoder="pillow")
+    assert [labels.tolist() for _, labels in loader] == [[0] * 4 + [1] * 4 + [2] * 4]
+
+
+def test_prepare_and_a_training_draw_the_same_images(
+    classes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fraction, flags in ((None, []), (0.1, ["--val-fraction", "0.1"])):
+        out = tmp_path / f"out-{fraction}"
+        assert main(["prepare", "imagefolder", str(classes), str(out), *flags]) == 0
+        assert "drawn from its classes" in capsys.readouterr().out
+        assert contents(open_dataset(str(out))) == contents(open_dataset(str(classes), val_fraction=fraction))
+
+
+def test_a_fraction_keeps_a_folder_s_own_validation_images_for_the_test(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=20)
+    dataset, counted = (read(str(folder), val_fraction=0.25) for read in (open_dataset, survey))
+    sizes = [len(images) for images in dataset.splits.values()]
+    assert sizes == [counted.train, counted.val, counted.test] == [45, 15, 15] and not dataset.note
+    shutil.copytree(folder / "val", folder / "test")
+    for read in (open_dataset, survey):
+        with pytest.raises(InputError, match=r"validation and test images of its own: remove data\.val_fraction"):
+            read(str(folder), val_fraction=0.25)
+    assert main(["prepare", "imagefolder", str(folder), str(tmp_path / "out")]) == 0
+    for read in (open_dataset, survey):
+        with pytest.raises(InputError, match=r"is prepared: remove data\.val_fraction, or prepare again"):
+            read(str(tmp_path / "out"), val_fraction=0.25)
+
+
+def test_a_class_may_be_called_train_and_one_image_is_too_few(classes: Path) -> None:
+    (classes / "class0").rename(classes / "train")
+    assert survey(str(classes)).classes == open_dataset(str(classes)).classes == ("class1", "class2", "train")
+    for path in sorted((classes / "train").iterdir())[1:]:
+        path.unlink()
+    for read in (open_dataset, survey):
+        with pytest.raises(InputError, match=r"class train has 1 image: too few to split off 0\.2"):
+            read(str(classes))
+
+
+def test_a_training_of_class_folders_says_where_its_validation_images_are_from(
+    classes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"data.path={classes}", "data.crop=32", "plan.ppn=1", "batch.local=8"]
+    assert main(["train", "imagefolder", *settings, "data.val_fraction=0.1", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "54 training and 6 validation images" in out
+    assert f"{classes} has no validation images of its own: 6 images drawn" in out

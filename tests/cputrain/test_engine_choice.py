@@ -1,0 +1,102 @@
+"""Which engine and backend a training takes: pairs of releases that fit, what was measured, what is refused."""
+
+import re
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from affinity.errors import InputError
+from affinity.planner.measured import BF16
+from affinity.planner.plan import plan_machine
+from affinity.planner.records import ENGINE, Records, measured_of
+from affinity.ranks.rank import Rank
+from affinity.topology.catalog import find_machine
+from cputrain.cli.precision import precision_lines
+from cputrain.comm.choice import choose_backend
+from cputrain.comm.store import SignedKeys
+from cputrain.launch.recipe_request import request_of
+from cputrain.measurements import new_record, rate_record
+from cputrain.recipe.loading import load_recipe
+from cputrain.training.ipex import check_pair
+from cputrain.training.measured_engine import measured_engine
+from tests.support.commands import cputrain, refused
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_extension_goes_with_the_torch_of_its_own_number_only() -> None:
+    check_pair("2.8.0", "2.8.0+cpu")
+    for extension, torch in (("2.8.0", "2.13.0"), ("2.7.0", "2.8.0")):
+        with pytest.raises(InputError) as refusal:
+            check_pair(extension, torch)
+        assert f"{extension} does not work with torch {torch}: torch 2.8 and " in str(refusal.value)
+    with pytest.raises(InputError, match=r"is not installed: torch 2.8 and intel-extension-for-pytorch 2.8 fit: pip"):
+        check_pair(None, "2.8.0")
+
+
+def test_engine_ipex_is_refused_in_a_line_before_anything_starts(tmp_path: Path) -> None:
+    line = refused(cputrain("train", "imagefolder", "engine=ipex", "data.path=none", cwd=tmp_path))
+    assert line.startswith("cputrain: engine=ipex: intel-extension-for-pytorch ") and "cputrain[ipex]" in line
+
+
+def test_backend_mpi_is_refused_by_a_torch_without_it() -> None:
+    keys = SignedKeys(HashStore(), "token")
+    with pytest.raises(InputError, match=r"comm\.backend=mpi: this torch is built without MPI.*set comm\.backend=ccl"):
+        choose_backend("mpi", Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="torchrun"), keys)
+
+
+def test_auto_takes_the_engine_that_was_measured_for_this_network_precision_and_batch() -> None:
+    recipe = load_recipe("resnet50-small", ("batch.local=16", "data.path=synthetic"))
+    machine = find_machine("skx-8160-2s")
+    name = "resnet50 at 224 x 224, float32, libjpeg-turbo, batch of 16 a worker"
+    values = {"engine": "eager", "why": "measured: eager is 1.10 (1.05-1.15) times as fast as native"}
+    record = new_record(machine, ENGINE, name, values, command="cputrain tune resnet50-small")
+    found = measured_engine(recipe, Records(usable=(record,)))
+    assert found is not None and found[0] == "eager"
+    assert found[1] == f"{values['why']} (cputrain tune resnet50-small, {record.date})"
+    for other in ("batch.local=8", "precision=bf16", "data.crop=96"):
+        changed = load_recipe("resnet50-small", ("batch.local=16", "data.path=synthetic", other))
+        assert measured_engine(changed, Records(usable=(record,))) is None
+    damaged = replace(record, values={"engine": "none such", "why": "x"})
+    assert measured_engine(recipe, Records(usable=(damaged,))) is None
+
+
+def test_plan_names_bf16_where_the_processor_has_it_and_by_how_much_once_that_is_measured() -> None:
+    recipe = load_recipe("imagefolder", ("data.path=synthetic",))
+
+    def lines(machine: str, precision: str = "float32", gain: float | None = None) -> list[str]:
+        plan = plan_machine(find_machine(machine), request_of(recipe))
+        if gain is not None:
+            kept = rate_record(plan.machine, BF16, (gain, gain, gain), command="cputrain train")
+            plan = replace(plan, measured=measured_of((kept,)))
+        return precision_lines(recipe.model_copy(update={"precision": precision}), plan)
+
+    assert lines("skx-8160-2s") == []
+    assert lines("spr-8480plus-2s", "bf16") == []
+    (unmeasured,) = lines("spr-8480plus-2s")
+    assert unmeasured.startswith("precision=bf16 may be faster") and "amx_bf16" in unmeasured
+    (measured,) = lines("spr-8480plus-2s", gain=2.13)
+    assert "a convolution is 2.1 times as fast on this CPU" in measured and "(measured on 20" in measured
+    assert lines("spr-8480plus-2s", gain=1.1) == []
+
+
+def test_only_one_file_knows_that_releases_of_torch_differ() -> None:
+    asked = re.compile(r"torch\.__version__ *[<>=]|TORCH_VERSION|[Vv]ersion\(torch|version\.parse|signature\(Dist")
+    files = [path for part in ("affinity", "mpi", "cputrain") for path in (ROOT / part).rglob("*")]
+    files = [path for path in files if path.suffix in (".py", ".cpp", ".hpp")]
+    assert len(files) > 300
+    found = [path.name for path in files if asked.search(path.read_text())]
+    assert found == ["torch_releases.py"]
+
+
+def test_the_tested_sets_are_what_the_extras_and_the_makefile_install() -> None:
+    project, sets = (ROOT / "pyproject.toml").read_text(), ROOT / "constraints"
+    (ipex,) = re.findall(r"^ipex = \[(.*?)\]", project, re.MULTILINE)
+    lines = [line for line in (sets / "torch-2.8-ipex.txt").read_text().splitlines() if not line.startswith("#")]
+    assert sorted(re.findall(r'"([^"]+)"', ipex)) == sorted(lines)
+    newest = (sets / "torch-2.13.txt").read_text()
+    assert f"torch=={version('torch').partition('+')[0]}\n" in newest or find_spec("intel_extension_for_pytorch")

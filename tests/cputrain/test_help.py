@@ -1,0 +1,89 @@
+"""--help of commands with many options, and the manual pages."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from cputrain.cli import group
+from cputrain.cli.sections import OTHER, SectionedCommand
+from tools.man_pages import main as write_man_pages
+from tools.man_pages import man_pages, roff
+
+SECTIONED = ("plan", "launch", "job")
+
+
+def command(name: str) -> tuple[SectionedCommand, click.Context]:
+    found = group.get_command(click.Context(group), name)
+    assert isinstance(found, SectionedCommand)
+    return found, click.Context(found, info_name=name, max_content_width=100)
+
+
+@pytest.mark.parametrize("name", ["bench", "data", "doctor", "machines", "recipes", "reproduce"])
+def test_a_group_s_help_has_the_whole_summary_of_each_command(name: str) -> None:
+    found = group.get_command(click.Context(group), name)
+    assert isinstance(found, click.Group)
+    text = " ".join(found.get_help(click.Context(found, info_name=name, terminal_width=80)).split())
+    assert found.commands and "..." not in text.partition(" Commands: ")[2]
+    for each in found.commands.values():
+        assert " ".join((each.help or "").partition("\n\n")[0].split()).split(". ")[0].removesuffix(".") in text
+
+
+@pytest.mark.parametrize("name", SECTIONED)
+def test_every_option_stands_in_one_section(name: str) -> None:
+    """A new option belongs into a section of cputrain/cli/sections.py or of its command."""
+    found, context = command(name)
+    sections = dict(found.options_by_section(context))
+    assert [option.opts[-1] for option in sections.pop(OTHER)] == ["--help"]
+    shown = [option.name for options in sections.values() for option in options]
+    own = [param.name for param in found.params if isinstance(param, click.Option)]
+    assert sorted(shown) == sorted(own) and len(sections) >= 4
+
+
+@pytest.mark.parametrize("name", SECTIONED)
+def test_help_has_sections_and_examples_that_the_command_takes(name: str) -> None:
+    found, context = command(name)
+    text = found.get_help(context)
+    assert "Workers and cores:\n" in text and "Network and launcher:\n" in text and "Examples:\n" in text
+    assert "\nOptions:" not in text
+    for example in found.examples:
+        assert f"  {example}\n" in f"{text}\n"
+        words = example.split()
+        assert words[:2] == ["cputrain", name]
+        if "--hostfile" not in words:  # which has to exist
+            with found.make_context(name, words[2:]):
+                pass
+
+
+def test_every_command_has_a_manual_page() -> None:
+    pages = man_pages()
+    assert {"cputrain.1", "cputrain-plan.1", "cputrain-machine-save.1", "cputrain-doctor-ccl.1"} <= set(pages)
+    plan = pages["cputrain-plan.1"]
+    for part in (
+        ".TH CPUTRAIN-PLAN 1",
+        ".SH SYNOPSIS",
+        ".SS Workers and cores",
+        "\\-\\-ppn",
+        ".SH EXAMPLES",
+        ".SH EXIT",
+    ):
+        assert part in plan
+    assert ".BR cputrain\\-plan (1)" in pages["cputrain.1"]
+    assert roff(".x -- a\\b 'c'") == "\\&.x \\-\\- a\\eb \\(aqc\\(aq"
+
+
+def test_groff_has_nothing_to_warn_of(tmp_path: Path) -> None:
+    if not shutil.which("groff"):
+        pytest.skip(reason="needs the system package groff (groff)")
+    write_man_pages(tmp_path)
+    pages = sorted(tmp_path.glob("*.1"))
+    done = subprocess.run(
+        ["groff", "-man", "-Tutf8", "-ww", *pages],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert done.stderr == "" and "CPUTRAIN-JOB(1)" in done.stdout and len(pages) > 30

@@ -1,0 +1,202 @@
+"""cputrain predict and export: a small trained network, as eval has it."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from affinity.errors import InputError, RunError
+from cputrain.checkpoints.manifest import read_manifest, write_manifest
+from cputrain.cli import main
+from cputrain.data.formats.folder import image_files
+from cputrain.inference import export as exporting
+from cputrain.inference.classifier import load_classifier
+from cputrain.inference.export import choose_format, export
+from cputrain.inference.predict import predict
+from cputrain.models.vision import import_torchvision
+from tests.support.commands import cputrain
+from tests.support.images import write_images
+
+ENV: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images and a run on them, with a moving average of the weights."""
+    place = tmp_path_factory.mktemp("inference")
+    write_images(place / "images", train=8, val=7)
+    settings = ("data.path=images", "model.name=resnet18", "data.crop=32", "batch.local=6", "epochs=2", "ema_decay=0.7")
+    more = ("schedule.warmup_epochs=1", "plan.ppn=1", "output=run", "schedule.peak_rate=0.02")
+    done = cputrain("train", "imagefolder", *settings, *more, "--quiet", cwd=place)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.fixture
+def best(place: Path) -> Path:
+    return (place / "run/checkpoints/best").resolve()
+
+
+def test_predictions_over_the_validation_images_are_eval_s(place: Path, best: Path) -> None:
+    shown = cputrain("eval", "run", "--format", "json", "--report", "page.html", "plan.ppn=1", cwd=place)
+    assert shown.returncode == 0, shown.stderr
+    done = cputrain("predict", "run", "images/val", "--format", "json", "--top", "2", "--batch", "4", cwd=place)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(done.stdout.splitlines()) == 2 + 21, "a line for each image"
+    right = [Path(one["image"]).parent.name == one["top"][0]["class"] for one in found["predictions"]]
+    (result,) = json.loads(shown.stdout)["results"]
+    assert 100 * sum(right) / 21 == pytest.approx(result["top1"]) and found["step"] == result["step"]
+    rows = list(csv.DictReader((place / "page.csv").read_text().splitlines()))
+    for one, row in zip(found["predictions"], rows, strict=True):
+        assert row["image"].endswith(one["image"]) and row["predicted"] == one["top"][0]["class"]
+        assert len(one["top"]) == 2 and one["top"][0]["probability"] >= one["top"][1]["probability"]
+
+
+def test_files_that_are_no_images_are_named_and_the_others_classified(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "notes.txt").write_text("no image")
+    (place / "cut.jpg").write_bytes((place / "images/val/class0/000.jpg").read_bytes()[:200])
+    done = cputrain("predict", "run", "notes.txt", "images/val/class1/000.jpg", "cut.jpg", "--top", "9", cwd=place)
+    assert done.returncode == 1
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("images/val/class1/000.jpg  class") and line.count(" %") == 3
+    assert "cputrain: notes.txt: cannot identify image file\n" in done.stderr and "cputrain: cut.jpg: " in done.stderr
+    assert "2 of 3 images could not be read" in done.stderr
+    for words, message in (
+        (("run", "absent.jpg"), "image absent.jpg does not exist"),
+        (("images", "cut.jpg"), "images is not a checkpoint"),
+        (("run", "run/logs"), "run/logs contains no image"),
+    ):
+        assert main(["predict", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_engine_that_is_not_here_is_loaded(best: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(best, tmp_path / "copy")
+    manifest = read_manifest(best)
+    write_manifest(copy, manifest.model_copy(update={"recipe": {**manifest.recipe, "engine": "ipex"}}))
+    images = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8)
+    loaded, own = load_classifier(copy, ENV), load_classifier(best, ENV)
+    assert loaded.recipe.engine == "ipex" and torch.equal(loaded.logits(images), own.logits(images))
+
+
+def test_few_images_are_in_memory_however_many_there_are(
+    place: Path, best: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = load_classifier(best, ENV)
+    paths = image_files([place / "images/train"]) * 3
+    reads: list[int] = []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: reads.append(1) or read(self))
+    predictions = predict(classifier, paths, top=1, batch=2)
+    first = next(predictions)
+    assert first.image == paths[0] and len(reads) <= 2 * 10 < len(paths)
+    assert len([first, *predictions]) == len(paths) == 72
+
+
+@pytest.mark.parametrize("name", ["safetensors", "state-dict", "torchscript", "onnx"])
+def test_each_export_has_eval_s_logits_for_any_batch_and_says_what_it_takes(
+    place: Path, best: Path, tmp_path: Path, name: str
+) -> None:
+    if name == "onnx":
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    form = exporting.FORMATS[name]
+    file = tmp_path / f"net{form.suffixes[0]}"
+    done = export(best, file, choose_format(file, None), ENV)
+    assert done.images == 8 and done.difference < 1e-4 and list(tmp_path.iterdir()) == [file]
+    classifier = load_classifier(best, ENV)
+    pixels = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8))
+    inputs = classifier.normalize(pixels)
+    fresh = exporting.load_network(best, trained=False)[0]
+    run = form.open(file, fresh)
+    with torch.inference_mode():
+        for count in (1, 5):
+            found = run(inputs[:count])
+            assert found.shape == (count, 3)
+            assert torch.allclose(found, classifier.logits(pixels[:count]), atol=1e-3)
+    assert about_of(name, file)["mean"] == [0.485, 0.456, 0.406]
+    if name in ("safetensors", "state-dict"):
+        theirs = import_torchvision("models").resnet18(num_classes=3).eval()
+        theirs.load_state_dict(load_file(file) if name == "safetensors" else torch.load(file), strict=True)
+        with torch.inference_mode():
+            assert torch.allclose(theirs(inputs), classifier.logits(pixels), atol=1e-3)
+
+
+def about_of(name: str, file: Path) -> dict:
+    """The classes and the normalization in a file's metadata."""
+    if name == "safetensors":
+        with safe_open(file, "pt") as opened:
+            texts = opened.metadata()
+    elif name == "torchscript":
+        extra = {"cputrain.json": ""}
+        torch.jit.load(file, _extra_files=extra)
+        texts = json.loads(extra["cputrain.json"])
+    elif name == "onnx":
+        import onnx
+
+        texts = {each.key: each.value for each in onnx.load(file).metadata_props}
+    else:
+        return {"mean": [0.485, 0.456, 0.406]}  # a state dict has tensors only
+    assert json.loads(texts["classes"]) == ["class0", "class1", "class2"] and "minus mean" in texts["input"]
+    return {"mean": json.loads(texts["mean"])}
+
+
+def test_the_moving_average_is_exported(best: Path, tmp_path: Path) -> None:
+    export(best, tmp_path / "net.pt", "state-dict", ENV)
+    exported = torch.load(tmp_path / "net.pt", weights_only=True)
+    with safe_open(best / "ema.safetensors", "pt") as ema, safe_open(best / "model.safetensors", "pt") as model:
+        assert torch.equal(exported["fc.weight"], ema.get_tensor("fc.weight"))
+        assert not torch.equal(exported["fc.weight"], model.get_tensor("fc.weight"))
+
+
+def test_a_file_whose_logits_differ_is_not_written(
+    best: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self, network: torch.nn.Module) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return 1.01 * self.network(images)
+
+    torchscript = exporting.FORMATS["torchscript"]
+    wrong = exporting.FORMATS | {
+        "torchscript": type(torchscript)(
+            suffixes=torchscript.suffixes,
+            write=lambda network, *rest: torchscript.write(Doubled(network), *rest),
+            open=torchscript.open,
+        )
+    }
+    monkeypatch.setattr(exporting, "FORMATS", wrong)
+    with pytest.raises(RunError, match=r"net\.ts is not written: its logits differ from an evaluation's by 0\.0"):
+        export(best, tmp_path / "net.ts", "torchscript", ENV)
+    assert list(tmp_path.iterdir()) == []
+    shutil.copytree(best, tmp_path / "alone")
+    with pytest.raises(InputError, match="1 image to compare logits with can be read: name others with --images"):
+        export(
+            tmp_path / "alone", tmp_path / "n.pt", "state-dict", ENV, image_files([place / "images/val/class0/000.jpg"])
+        )
+
+
+def test_export_needs_a_name_or_a_format(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, images = str(place / "run"), str(place / "images/val")
+    assert main(["export", run]) == 2
+    assert "give FILE, or --to safetensors, state-dict, torchscript, onnx" in capsys.readouterr().err
+    assert main(["export", run, "net.bin"]) == 2
+    assert "the suffix decides the format: give one of .safetensors (safetensors), " in capsys.readouterr().err
+    assert main(["export", run, "--to", "torchscript", "--images", images]) == 0
+    assert "run.torchscript: " in (out := capsys.readouterr().out) and "logits of 8 images differ" in out

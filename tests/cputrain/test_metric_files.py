@@ -1,0 +1,105 @@
+"""A run's measures in the formats of other programs."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from affinity.errors import InputError
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import Recipe
+from cputrain.runs import metric_files
+from cputrain.runs.events import read_events
+from cputrain.runs.metric_files import check_log_formats, open_logs
+
+START = {"workers": 2, "global_batch": 64, "train_images": 640, "bindings": []}
+STEP = {"epoch": 0.5, "rate": 0.1, "images_per_s": 90.0, "data_wait_s": 0.01, "comm_wait_s": 0.02}
+EPOCH = {"train_loss": 1.5, "train_top1": 40.0, "val_loss": None, "val_top5": None, "seconds": 2.0, "images_per_s": 9.0}
+END = {"top1": 50.0, "top5": 90.0, "steps": 2, "images": 128, "time_to_train_s": 1.0, "status": "done"}
+
+
+def logged(folder: Path, *formats: str) -> Path:
+    """A run of two steps, started twice, logged in these formats."""
+    recipe = Recipe(name="demo", output=str(folder), log=formats)  # type: ignore[arg-type]
+    folder.mkdir(exist_ok=True)
+    for first in (1, 2):
+        with open_logs(recipe) as events:
+            events.write("start", **START)
+            events.write("step", step=first, loss=float("nan") if first == 2 else 2.0, **STEP)
+            events.write("epoch", step=first, epoch=first, val_top1=50.0, **EPOCH)
+            events.write("end", step=first, trained_until=5.0, **END)
+    return folder / "metrics"
+
+
+def test_csv_files_have_one_heading_however_often_the_run_is_resumed(tmp_path: Path) -> None:
+    metrics = logged(tmp_path / "run", "csv")
+    steps = list(csv.DictReader((metrics / "steps.csv").open()))
+    assert [(row["step"], row["loss"], row["rate"]) for row in steps] == [("1", "2.0", "0.1"), ("2", "", "0.1")]
+    epochs = list(csv.DictReader((metrics / "epochs.csv").open()))
+    assert [(row["epoch"], row["val_top1"], row["val_loss"]) for row in epochs] == [
+        ("1", "50.0", ""),
+        ("2", "50.0", ""),
+    ]
+    assert len(read_events(tmp_path / "run")) == 8
+
+
+def test_mlperf_lines_are_an_interval_of_the_run_with_its_evaluations(tmp_path: Path) -> None:
+    lines = (logged(tmp_path / "run", "mlperf") / "mlperf.log").read_text().splitlines()
+    assert all(line.startswith(":::MLLOG {") for line in lines)
+    found = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    assert all({"namespace", "time_ms", "event_type", "key", "value", "metadata"} == set(line) for line in found)
+    by_key = {line["key"]: line for line in found}
+    assert by_key["eval_accuracy"]["value"] == 0.5 and by_key["eval_accuracy"]["metadata"]["epoch_num"] == 2
+    assert by_key["global_batch_size"]["value"] == 64 and by_key["run_stop"]["metadata"]["status"] == "success"
+    kinds = {line["key"]: line["event_type"] for line in found}
+    assert (kinds["run_start"], kinds["run_stop"]) == ("INTERVAL_START", "INTERVAL_END")
+
+
+@pytest.mark.parametrize("end", ["killed", "killed in a line", "stopped"])
+def test_an_mlperf_log_has_one_interval_of_the_run_over_all_its_starts(end: str, tmp_path: Path) -> None:
+    """MLPerf's compliance checker wants run_start, run_stop and each parameter exactly once."""
+    recipe = Recipe(name="demo", output=str(tmp_path), log=("mlperf",))
+    path = tmp_path / "metrics/mlperf.log"
+    for start in (1, 2, 3):
+        with open_logs(recipe) as events:
+            events.write("start", **START)
+            events.write("epoch", step=start, epoch=start, val_top1=50.0, **EPOCH)
+            if start == 3 or end == "stopped":
+                status = {"status": "done" if start == 3 else "stopped"}
+                events.write("end", step=start, trained_until=5.0, **{**END, **status})
+        if end == "killed in a line" and start < 3:
+            path.write_bytes(path.read_bytes() + b':::MLLOG {"namesp')
+    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in path.read_text().splitlines()]
+    keys = [line["key"] for line in lines]
+    once = ("run_start", "run_stop", "submission_platform", "submission_benchmark", "train_samples", "seed")
+    assert all(keys.count(key) == 1 for key in once) and keys.count("epoch_stop") == 3
+    assert keys[-1] == "run_stop" and lines[-1]["metadata"]["status"] == "success"
+    assert keys.index("run_start") < keys.index("epoch_start")
+
+
+@pytest.mark.parametrize(("file", "kind"), [("steps.csv", "csv"), ("epochs.csv", "csv"), ("mlperf.log", "mlperf")])
+def test_a_full_disk_names_its_file(file: str, kind: str, tmp_path: Path) -> None:
+    metrics = tmp_path / "run/metrics"
+    metrics.mkdir(parents=True)
+    (metrics / file).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"No space left on device: .*run/metrics/{file}"):
+        logged(tmp_path / "run", kind)
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(logged(tmp_path / "run", "tensorboard") / "tensorboard"))
+    found.Reload()
+    assert [(scalar.step, scalar.value) for scalar in found.Scalars("train/loss")] == [(1, 2.0)]
+    assert [scalar.value for scalar in found.Scalars("epoch/val_top1")] == [50.0, 50.0]
+
+
+def test_a_format_without_its_package_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_files, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r'pip install "cputrain\[tensorboard\]"'):
+        check_log_formats(load_recipe("demo-digits", ["log=[csv,tensorboard]"]))
+    check_log_formats(load_recipe("demo-digits", ["log=[csv]"]))
+    with pytest.raises(InputError, match="log"):
+        load_recipe("demo-digits", ["log=[xml]"])

@@ -1,0 +1,356 @@
+"""Command lines of other launchers in our words: every option of theirs is known, and what is printed runs."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from site_pages.other_launchers import other_launchers
+from site_pages.text import plain
+
+from affinity.errors import InputError
+from cputrain.cli import group
+from cputrain.other_launchers.option import Program
+from cputrain.other_launchers.ours import Translation, translated
+from cputrain.other_launchers.programs import PROGRAMS
+from cputrain.other_launchers.read import option_named, read, words_of
+from mpi.launchers.detect import find_launcher
+from tests.support.commands import cputrain, here, mpi_path, refused
+
+# Of Horovod 0.28's parser, which needs Horovod to be built.
+HOROVODRUN = """
+-np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces --network-interface
+--output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms
+--cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --autotune
+--no-hierarchical-allgather --no-autotune --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample
+--autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc
+--slots-per-host --elastic-timeout --reset-limit --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles
+--no-timeline-mark-cycles --no-stall-check --stall-check --stall-check-warning-time-seconds --mpi-args --tcp
+--stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --binding-args --num-nccl-streams
+--thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp -prefix-timestamp
+--prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile --gloo
+--host-discovery-script --mpi --jsrun"""
+# Of the parser in the wheel of intel-extension-for-pytorch 2.8.0, which needs torch 2.8, with the deprecated ones.
+IPEXRUN = """
+-m --module --no-python --log-dir --log-file-prefix --ncores-per-instance --nodes-list --use-e-cores --strategy
+--memory-allocator --omp-runtime --nnodes --nprocs-per-node --ccl-worker-count --logical-cores-for-ccl --master-addr
+--master-port --hostfile --extra-mpi-params --ninstances --instance-idx --use-logical-cores --bind-numa-node
+--multi-task-manager --latency-mode --throughput-mode --cores-list --benchmark --auto-ipex --dtype --auto-ipex-verbose
+--disable-ipex-graph-mode --skip-cross-node-cores --nproc_per_node --more_mpi_params --ncore_per_instance --node_id
+--core_list --logical_core_for_ccl --enable_tcmalloc --enable_jemalloc --use_default_allocator --use_logical_core
+--disable_numactl --disable_taskset --disable_iomp --log_path --multi_instance --distributed"""
+
+
+OF_HELP = ("-h", "--help", "--usage", "-V", "--version", "-help")
+
+
+# Each line of another launcher, then what follows `cputrain launch`.
+LINES = r"""
+torchrun --standalone --nproc-per-node 4 x.py --lr 1
+    --ppn 4 x.py --lr 1
+torchrun --nproc_per_node=4 -m pkg.train a
+    --ppn 4 -m pkg.train a
+python3 -u -m torch.distributed.run --nnodes 1:4 --nproc-per-node auto x.py
+    --nodes 4 x.py
+torchrun --no-python --nproc-per-node 2 ./x
+    --ppn 2 -- ./x
+torchrun --max-restarts 3 -t 3 --nproc-per-node 2 x.py
+    --ppn 2 --restarts 3 x.py
+ipexrun x.py
+    --instances 1 x.py
+ipexrun --nnodes 1 --nprocs-per-node 2 --ccl-worker-count 4 x.py
+    --ppn 2 --comm-cores 4 x.py
+ipexrun --nnodes 2 --nprocs-per-node 2 x.py
+    --hostfile hostfile --ppn 2 x.py
+ipexrun --latency-mode x.py
+    --instances latency x.py
+ipexrun --throughput_mode --memory-allocator jemalloc x.py
+    --instances throughput --allocator jemalloc x.py
+ipexrun --ninstances 2 --instance-idx 1 --ncore_per_instance 4 x.py
+    --instances 2 --instance 1 --threads 4 x.py
+ipexrun --ncores-per-instance 4 --cores-list '0-3, 8' x.py
+    --instances 2 --threads 4 --cores 0-3,8 x.py
+python -m torch.backends.xeon.run_cpu --ninstances 2 --enable-tcmalloc x.py
+    --instances 2 --allocator tcmalloc x.py
+horovodrun -np 4 -H h1:2,h2:2 python x.py
+    --hosts h1,h2 --ppn 2 -- python x.py
+horovodrun -np 4 -H localhost:4 python x.py
+    --ppn 4 -- python x.py
+mpirun -np 4 -ppn 2 -f hosts -genv FI_PROVIDER tcp python x.py
+    --hostfile hosts --ppn 2 -- env FI_PROVIDER=tcp python x.py
+OMP_NUM_THREADS=4 mpirun -n 2 -genv I_MPI_PIN_DOMAIN=socket ./a
+    --ppn 2 --threads 4 -- ./a
+mpirun --host n1,n1,n2,n2 -np 4 -x A=b --bind-to none ./a
+    --hosts n1,n2 --ppn 2 -- env A=b ./a
+mpirun -np 8 --hostfile hosts -mca btl tcp,self ./a
+    --hostfile hosts --ppn 4 -- ./a
+accelerate launch --cpu --num_processes 4 --num_machines 1 x.py
+    --ppn 4 -- env ACCELERATE_USE_CPU=true python x.py
+mpirun -np 4 -map-by ppr:2:node:PE=4 ./a
+    --nodes 2 --ppn 2 --threads 4 -- ./a
+mpirun --map-by ppr:3:NODE -H n1,n2 ./a
+    --hosts n1,n2 --ppn 3 -- ./a
+mpirun -n 4 --map-by slot:PE=2 ./a
+    --ppn 4 --threads 2 -- ./a
+srun -lN2-4 -t10:00 -pdebug --ntasks-per-node 2 -K0 -vvv -D/data ./a
+    --nodes 4 --ppn 2 -- ./a
+srun -n2 -lu -c 2 ./a
+    --ppn 2 --threads 2 -- ./a
+srun -w ./hosts.txt -n 4 ./a
+    --hostfile ./hosts.txt --ppn 2 -- ./a
+srun -wn1,n2 -n 4 --hint=multithread ./a
+    --hosts n1,n2 --ppn 2 --smt on -- ./a
+srun -n 2 --export=ALL,OMP_NUM_THREADS=4,A=b,C= ./a
+    --ppn 2 --threads 4 -- env A=b C= ./a
+srun -N2 -n 8 -c4 --cpu-bind=cores --exclusive python x.py
+    --nodes 2 --ppn 4 --threads 4 -- python x.py
+srun --ntasks-per-node=4 --ntasks 8 -D /data -w n[01-02] ./a
+    --hosts 'n[01-02]' --ppn 4 -- ./a
+srun --nodes=2-4 --ntasks-per-node 2 --threads-per-core=2 ./a
+    --nodes 4 --ppn 2 --smt on -- ./a
+MASTER_PORT=3 torchrun --nproc-per-node 2 x.py
+    --ppn 2 x.py
+"""
+
+
+def pairs(text: str) -> list[tuple[str, str]]:
+    """The lines of a text, two and two."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return list(zip(lines[::2], lines[1::2], strict=True))
+
+
+def unknown(program: Program, names: list[str]) -> list[str]:
+    """The names that a program's table lacks."""
+    lacking = []
+    for name in names:
+        try:
+            option_named(program, name)
+        except InputError:
+            lacking.append(name)
+    return lacking
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """A launcher's own parser."""
+    if name == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        return get_args_parser()
+    if name == "run_cpu":
+        from torch.backends.xeon.run_cpu import create_args
+
+        parser = argparse.ArgumentParser()
+        create_args(parser)
+        return parser
+    return pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+
+
+@pytest.mark.parametrize("name", ["torchrun", "run_cpu", "accelerate"])
+def test_every_option_of_an_installed_launcher_is_known_with_its_number_of_words(name: str) -> None:
+    for action in parser_of(name)._actions:
+        for option in action.option_strings:
+            if option not in ("-h", "--help"):
+                takes = 0 if action.nargs == 0 else 1
+                assert option_named(PROGRAMS[name], option).takes == takes, option
+
+
+@pytest.mark.parametrize(("name", "options"), [("horovodrun", HOROVODRUN), ("ipexrun", IPEXRUN)])
+def test_every_option_of_a_launcher_that_is_not_installed_is_known(name: str, options: str) -> None:
+    assert unknown(PROGRAMS[name], options.split()) == []
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "mpich", "openmpi4"])
+def test_every_option_of_an_mpirun_s_help_is_known(name: str) -> None:
+    path = {**os.environ, **mpi_path(name)}
+    launcher = name.removesuffix("4")
+    env = path | dict(find_launcher(launcher, path).variables)
+    root = ["--allow-run-as-root"] if launcher == "openmpi" else []
+    program = "mpirun.openmpi" if name == "openmpi4" else "mpirun"
+    argv = [program, *root, "--help", *(["full"] if launcher == "openmpi" else [])]
+    text = subprocess.run(argv, env=env, capture_output=True, text=True).stdout
+    lines = [line.split("  ")[0] for line in (line.strip() for line in text.splitlines()) if line.startswith("-")]
+    names = [word for line in lines for word in re.split(r"[|/ ]", line) if re.fullmatch(r"--?[a-zA-Z][\w-]*", word)]
+    assert len(names) > 25
+    assert unknown(PROGRAMS[launcher], [each for each in names if each not in OF_HELP]) == []
+
+
+def test_a_table_names_each_option_once_and_says_what_becomes_of_it() -> None:
+    for program in PROGRAMS.values():
+        names = [name.lstrip("-") for option in program.options for name in option.names]
+        assert len(names) == len(set(names)), program.name
+        assert all(option.ours or option.why for option in program.options), program.name
+
+
+def test_every_option_of_srun_s_help_is_known(tmp_path: Path) -> None:
+    if shutil.which("srun") is None:
+        pytest.skip(reason="needs the system package slurm-client (srun)")
+    settings = tmp_path / "slurm.conf"
+    settings.write_text("ClusterName=c\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=ALL\n")
+    env = {**os.environ, "SLURM_CONF": str(settings)}
+    text = subprocess.run(["srun", "--help"], env=env, capture_output=True, text=True, check=True).stdout
+    lines = (line.strip() for line in text.splitlines())
+    names = [word for line in lines for word in re.findall(r"(?:^|^-\w, +|^-\w +)(--?\w[\w-]*)", line)]
+    assert len(names) > 100
+    assert unknown(PROGRAMS["srun"], [each for each in names if each not in OF_HELP]) == []
+
+
+def ours(line: str, name: str | None = None, hosts: int | None = 2, launcher: str | None = None) -> Translation:
+    return translated(read(words_of(line), name, lambda program: launcher), cores=8, hosts_in=lambda path: hosts)
+
+
+@pytest.mark.parametrize(("theirs", "expected"), pairs(LINES))
+def test_a_command_line_in_our_words(theirs: str, expected: str) -> None:
+    assert ours(theirs).line.partition("cputrain launch ")[2] == expected
+
+
+def test_what_has_no_counterpart_is_named_with_the_reason() -> None:
+    found = ours("torchrun --nnodes 2 --node-rank 0 --rdzv-endpoint n1:29500 --nproc-per-node 2 x.py")
+    assert [option for option, _ in found.without] == ["--node-rank 0", "--rdzv-endpoint n1:29500"]
+    assert all(why for _, why in found.without)
+    assert found.line == "cputrain launch --nodes 2 --ppn 2 x.py" and any(
+        "--hosts n1,n2" in note for note in found.notes
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc-per-node 4 x.py",
+        "mpirun -np 4 -H n1:2,n2:2 -x A=b ./a",
+        "mpirun -np 4 -ppn 2 -f hosts ./a",
+        "ipexrun --nnodes 1 --nprocs-per-node 2 --memory-allocator jemalloc --omp-runtime auto x.py",
+    ],
+)
+def test_nothing_is_noted_that_the_line_does_not_ask(line: str) -> None:
+    of_all = {PROGRAMS["ipexrun"].remark}
+    assert set(ours(line).notes) <= of_all
+
+
+def test_values_that_mean_something_else_here_are_noted() -> None:
+    assert "of MIN:MAX the most" in ours("torchrun --nnodes 1:4 --nproc-per-node 2 x.py").notes[0]
+    assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: auto, cpu: the plan decides",)
+
+
+@pytest.mark.parametrize("name", ["intelmpi", "openmpi", "mpich", None])
+def test_an_mpirun_that_could_be_any_is_that_of_its_launcher(name: str | None) -> None:
+    (note,) = ours("mpirun -np 2 ./a", launcher=name).notes
+    assert f"(--launcher {name or 'intelmpi'})" in note
+    (note,) = ours("mpirun -np 2 -ppn 2 ./a", launcher="openmpi").notes
+    assert "(--launcher intelmpi)" in note, "Open MPI has no -ppn"
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_the_mpirun_of_a_line_is_asked_what_it_is_also_in_a_job_of_slurm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = mpi_path(name)["PATH"]
+    (tmp_path / "srun").symlink_to(shutil.which("true") or "")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{found}")
+    assert f"(--launcher {name})" in here("import", "mpirun -np 2 ./a").stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"(--launcher {name})" in here("import", f"{found.partition(':')[0]}/mpirun -np 2 ./a").stderr
+
+
+@pytest.mark.parametrize(
+    ("placement", "threads"),
+    [("ppr:1:package", None), ("ppr:2:socket:PE=4", "4"), ("socket:PE=4", "4"), ("ppr:2:numa:pe=3", "3")],
+)
+def test_a_placement_that_is_not_by_host_is_named_with_what_to_give(placement: str, threads: str | None) -> None:
+    found = ours(f"mpirun --map-by {placement} ./a")
+    ((option, why),) = found.without
+    assert option == f"--map-by {placement}" and "give --ppn, N times their number on a host" in why
+    assert found.line == f"cputrain launch {f'--threads {threads} ' if threads else ''}-- ./a"
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--hint=nomultithread", "one hardware thread of each core computes, on all cores"),
+        ("--export=NONE", "the ranks inherit the environment"),
+        ("--export=A,B=c", "the ranks inherit the environment"),
+        ("--export=ALL,B='c,d'", "the ranks inherit the environment"),
+        ("-pdebug", "cputrain job slurm -- CMD writes a job script, with --partition, --time and the rest"),
+    ],
+)
+def test_an_option_of_srun_without_counterpart_has_a_true_reason(option: str, why: str) -> None:
+    ((_, said),) = ours(f'srun -n 2 "{option}" ./a').without
+    assert said == why
+
+
+def test_variables_that_srun_gives_alone_stand_beside_the_inherited_ones() -> None:
+    assert any("the ranks inherit the environment" in note for note in ours("srun -n 2 --export=A=b ./a").notes)
+    assert not any("the ranks inherit" in note for note in ours("srun -n 2 --export=ALL,A=b ./a").notes)
+
+
+def test_the_page_of_options_has_every_remark() -> None:
+    page = other_launchers()
+    remarks = [each for one in PROGRAMS.values() for each in (one.remark, one.remark_on_one_host) if each]
+    assert len(remarks) >= 6 and all(plain(each) in page for each in remarks)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ("./x", "calls no launcher that is known here: give a command line of ipexrun, torchrun"),
+        (
+            "python x.py --lr 1",
+            "known here: cputrain launch x.py --lr 1 starts it once for each planned",
+        ),
+        ("python -m pkg", "cputrain launch -- python -m pkg starts it"),
+        (f"python x.py {'--long 1 ' * 20}'a b'", f"launch x.py {'--long 1 ' * 20}'a b' starts it once for each"),
+        ("srun -lz2 ./a", "srun has no option -z"),
+        ("torchrun --nproc-per-nod=2", "ends before what it starts"),
+        ("torchrun --frobnicate x.py", "torchrun has no option --frobnicate"),
+        ("torchrun --nnodes two x.py", "'two' is not a number of hosts"),
+        ("horovodrun -np 3 -H h1:2,h2:2 ./a", "3 ranks on 2 hosts: cputrain starts as many workers on every host"),
+        ("horovodrun -np 3 -H h1:2,h2:1 ./a", "different numbers of slots"),
+        ("mpirun -np 1 ./a : -np 1 ./b", "several programs in one job"),
+        ("mpirun -np", "-np needs a value"),
+        ("ipexrun --memory-allocator mine x.py", "'mine' is unknown: give default, glibc, tcmalloc"),
+        ("torchrun 'x.py", "No closing quotation"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(theirs: str, expected: str) -> None:
+    line = refused(here("import", theirs))
+    assert expected in line
+
+
+def test_what_is_printed_runs(tmp_path: Path) -> None:
+    """Ranks of torchrun, then independent copies of run_cpu; the command line parses every line above, too."""
+    (tmp_path / "x.py").write_text(
+        "import json, os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'A')\n"
+        "os.write(1, json.dumps([sys.argv[1:], *map(os.environ.get, names)]).encode() + b'\\n')\n"
+    )
+    lines = {
+        "torchrun --standalone --nproc-per-node 2 x.py --lr 1": [[["--lr", "1"], str(i), "2", None] for i in range(2)],
+        "python -m torch.backends.xeon.run_cpu --ninstances 2 --rank 1 x.py": [[[], None, None, None]],
+        "mpirun -n 2 -env A b python x.py": [[[], str(i), "2", "b"] for i in range(2)],
+    }
+    for theirs, expected in lines.items():
+        made = here("import", theirs)
+        assert made.returncode == 0, made.stderr
+        words = shlex.split(made.stdout)
+        assert words[:2] == ["cputrain", "launch"]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        ran = cputrain(*words[1:2], "--oversubscribe", *words[2:], cwd=tmp_path, PATH=path)
+        assert ran.returncode == 0, ran.stderr
+        printed = [json.loads(line.partition("] ")[2]) for line in ran.stdout.splitlines() if line.startswith("[")]
+        assert sorted(printed, key=str) == expected
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_our_launch_has_the_options_that_the_tables_name(name: str) -> None:
+    command = group.get_command(click.Context(group), "launch")
+    assert command is not None
+    known = {each for param in command.params for each in param.opts}
+    named = {option.ours.split()[0] for option in PROGRAMS[name].options if option.ours.startswith("-")}
+    assert named <= known

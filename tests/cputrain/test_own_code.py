@@ -1,0 +1,126 @@
+"""cputrain.train: a network, loss and data of one's own, alone and on several ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from affinity.errors import InputError
+from affinity.topology.sysfs import this_machine
+from cputrain.cli import main
+from cputrain.training.own import _recipe
+from tests.support.commands import cputrain
+
+EXAMPLES = Path(__file__).parents[2] / "docs/examples"
+ROOT = Path(__file__).parents[2]
+PPN = min(2, len(this_machine().allowed_cores))
+OF_RANKS = ("launch", "--ppn", "2", "--threads", "1", *(() if PPN == 2 else ("--oversubscribe",)), "--", sys.executable)
+
+
+def raw(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def final(folder: Path) -> dict[str, Tensor]:
+    checkpoint = max((folder / "checkpoints").glob("step-*"))
+    return load_file(checkpoint / "model.safetensors")
+
+
+def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(EXAMPLES / "waveforms.py")
+    whole = cputrain(*OF_RANKS, script, "output=whole", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert whole.returncode == 0, whole.stderr + whole.stdout
+    assert "72 steps, top-1 " in whole.stdout and "300 samples, each once" in whole.stdout
+    events = raw(tmp_path / "whole")
+    assert events[-1]["top1"] > 90 and events[0]["workers"] == 2 and events[0]["data"] == "samples"
+    assert {event["event"] for event in events} >= {"start", "step", "epoch", "checkpoint", "ranks", "end"}
+    assert (tmp_path / "whole/report.html").is_file() and (tmp_path / "whole/plan.json").is_file()
+    for words, message in (
+        (("eval", "whole"), "a script that calls cputrain.train: run it"),
+        (("export", "whole", "w.pt"), "is of a network of your own code: load model.safetensors in it"),
+    ):
+        assert main([str(tmp_path / word) if word == "whole" else word for word in words]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "launch"])
+def test_a_training_that_was_interrupted_has_the_weights_of_the_unbroken_one(tmp_path: Path, launcher: str) -> None:
+    """Three starts of two ranks; those of torchrun stop after an epoch, those of cputrain within one."""
+    script, steps = str(EXAMPLES / "waveforms.py"), {"torchrun": 6, "launch": 30}[launcher]
+    short = ("epochs=2", "batch.global=256") if launcher == "torchrun" else ()
+    for words in (("output=whole",), ("output=parts", f"max_steps={steps}"), ("output=parts", "--resume")):
+        if launcher == "launch":
+            done = cputrain(*OF_RANKS, script, *words, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        else:
+            torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script)
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            argv = (*torchrun, *words, *short)
+            done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    a, b = final(tmp_path / "whole"), final(tmp_path / "parts")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_notebook_s_cells_run_one_after_another(tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "own_network.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) == 5
+    again = cells[2].replace("runs/surface", "runs/again")  # a second training in the same process
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*cells, again])], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("validation loss  ")]
+    assert len(losses) == 2 and losses[0] < 0.2, done.stdout
+    assert not (tmp_path / "runs/surface/logs").exists() and (tmp_path / "runs/again/report.html").is_file()
+
+
+def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> None:
+    for key in ("model.name=lenet", "data.crop=32", "label_smoothing=0.1", "loss=mse", "data.path=x"):
+        with pytest.raises(InputError, match=f"setting {key.partition('=')[0]}: your own network, loss and data"):
+            _recipe(None, [key])
+    with pytest.raises(InputError, match="unknown key"):
+        _recipe(None, {"optim.nam": "lars"})
+    recipe = _recipe("resnet50-mlperf-8192", {"epochs": 3, "schedule.warmup_epochs": 1, "optim.momentum": 0.5})
+    assert (recipe.optim.name, recipe.optim.momentum, recipe.epochs) == ("lars", 0.5, 3)
+    assert recipe.data.path == "own" and recipe.data.kind == "samples" and recipe.label_smoothing == 0
+
+
+def own_task(loss: Any, batch: Any) -> Any:
+    from cputrain.data.batches import own_batch
+    from cputrain.data.formats.dataset import Dataset
+    from cputrain.data.formats.own_samples import OwnSamples
+    from cputrain.recipe.schema import Recipe
+    from cputrain.training.task import OwnTask
+
+    samples = OwnSamples(batch, torch.utils.data.default_collate, "train")
+    own = OwnTask(
+        network=nn.Linear(2, 1), loss=loss, dataset=Dataset(classes=(), train=samples, val=samples), classifies=False
+    )
+    return own.task(Recipe(precision="float64")), own_batch(samples, [0, 2])
+
+
+def test_inputs_may_be_nested_and_losses_one_value_or_many() -> None:
+    rows = [({"a": torch.tensor([i, 1.0]), "n": i}, torch.tensor([float(i)])) for i in range(3)]
+    task, batch = own_task(nn.MSELoss(reduction="none"), rows)
+    inputs = task.inputs(batch)
+    assert inputs["a"].dtype == torch.float64 and inputs["n"].tolist() == [0, 2] and batch.labels.tolist() == [[0], [2]]
+    assert task.example(4)["a"].shape == (4, 2)
+    with pytest.raises(InputError, match=r"shape \(2, 1\): return one value for each sample, or their mean"):
+        task.losses(batch.labels, batch.labels + 1, 0.0)
+    assert float(own_task(nn.MSELoss(), rows)[0].losses(batch.labels, batch.labels + 1, 0.0)) == 1
+
+
+def test_data_that_is_no_pairs_by_number_is_refused() -> None:
+    with pytest.raises(InputError, match="whose samples cannot be read by number"):
+        own_task(nn.MSELoss(), iter([(1, 2)]))
+    with pytest.raises(InputError, match="not a pair of inputs and targets"):
+        own_task(nn.MSELoss(), torch.arange(3))

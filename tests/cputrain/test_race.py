@@ -1,0 +1,119 @@
+"""The race of a tuning, over costs that are known and noisy: what it finds, in how many trials, how surely."""
+
+import math
+import random
+
+import pytest
+
+from cputrain.tune.race import Race, Ratio, run_race, t_quantile
+
+CANDIDATES = 200
+
+
+class NoisyCost:
+    """Known costs, with noise on each trial and a drift of the machine that all trials share."""
+
+    def __init__(self, true: list[float], *, noise: float, seed: int) -> None:
+        self.true, self.noise, self.rng = true, noise, random.Random(seed)
+        self.trials, self.drift = 0, 0.0
+
+    def __call__(self, candidate: int) -> float:
+        self.trials += 1
+        self.drift += self.rng.gauss(0, 0.005)
+        return self.true[candidate] * math.exp(self.drift + self.rng.gauss(0, self.noise))
+
+
+def costs(seed: int, *, gap: float) -> list[float]:
+    """The best one is `gap` faster than the second; the others take up to twice as long."""
+    rng = random.Random(seed)
+    true = [1.0, *(math.exp(rng.uniform(gap, 0.7)) for _ in range(CANDIDATES - 1))]
+    rng.shuffle(true)
+    return true
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05])
+def test_the_best_of_200_is_found_in_fewer_trials_than_a_grid_of_three_repeats(noise: float) -> None:
+    found = 0
+    for seed in range(10):
+        true = costs(seed, gap=0.06)
+        cost = NoisyCost(true, noise=noise, seed=seed)
+        race = run_race(CANDIDATES, cost, seed=seed, resolution=0.02)
+        found += true[race.winner()] == 1.0
+        assert cost.trials < 3 * CANDIDATES and len(race.running) == 1
+    assert found == 10
+
+
+def test_a_grid_of_as_many_trials_is_deceived_by_the_noise() -> None:
+    """The comparison that justifies the race: the same trials spread evenly over all candidates."""
+    right = 0
+    for seed in range(10):
+        true = costs(seed, gap=0.06)
+        cost = NoisyCost(true, noise=0.05, seed=seed)
+        race = run_race(CANDIDATES, cost, seed=seed, resolution=0.02)
+        grid, repeats = NoisyCost(true, noise=0.05, seed=seed), race.trials // CANDIDATES
+        means = [sum(math.log(grid(i)) for _ in range(repeats)) for i in range(CANDIDATES)]
+        right += true[means.index(min(means))] == 1.0
+    assert right < 8
+
+
+def test_five_races_on_a_noisy_machine_pick_the_same_winner() -> None:
+    true = [1.0, 1.31, 1.08, 1.4]
+    winners = {
+        run_race(4, NoisyCost(true, noise=0.06, seed=seed), seed=seed, resolution=0.02).winner() for seed in range(5)
+    }
+    assert winners == {0}
+
+
+def test_the_same_seed_makes_the_same_race() -> None:
+    def race(seed: int) -> Race:
+        return run_race(20, NoisyCost(costs(1, gap=0.1)[:20], noise=0.05, seed=3), seed=seed, resolution=0.02)
+
+    assert race(1).costs == race(1).costs != race(2).costs
+
+
+def test_of_equally_fast_candidates_the_first_wins() -> None:
+    race = run_race(3, lambda i: (1.004, 1.0, 1.5)[i], seed=1, resolution=0.02)
+    assert race.winner() == 0
+
+
+def test_failed_candidates_are_left_out() -> None:
+    race = run_race(3, lambda i: (None, 2.0, 3.0)[i], seed=1, resolution=0.02)
+    assert race.winner() == 1 and race.failed == [0] and race.costs[0] == []
+    assert not run_race(2, lambda i: None, seed=1, resolution=0.02).running
+
+
+def test_a_race_ends_when_its_time_is_over_and_a_round_that_is_cut_does_not_count() -> None:
+    left = iter([False] * 5)
+    race = run_race(3, lambda i: 1.0 + i / 100, seed=1, resolution=0.001, stop=lambda: next(left, True))
+    assert [len(each) for each in race.costs] == [1, 1, 1] and len(race.running) > 1
+
+
+def test_confidence_intervals_hold_the_true_ratio_nearly_always() -> None:
+    inside = 0
+    for seed in range(100):
+        cost = NoisyCost([1.0, 1.02], noise=0.05, seed=seed)
+        race = run_race(2, cost, seed=seed, resolution=0.0, stop=lambda cost=cost: cost.trials == 12)
+        ratio = race.ratio(0, 1)
+        inside += ratio.low <= 1.02 <= ratio.high
+    assert inside >= 90
+
+
+def test_what_is_left_is_estimated_and_shrinks() -> None:
+    left: list[int] = []
+    run_race(
+        6,
+        NoisyCost([1.0, 1.05, 1.1, 1.3, 1.6, 2.0], noise=0.02, seed=1),
+        seed=1,
+        resolution=0.02,
+        watch=lambda race: left.append(race.trials_left()),
+    )
+    assert left[-1] == 0 and all(0 <= each < 6 * 64 for each in left)
+
+
+@pytest.mark.parametrize(("share", "freedom", "value"), [(0.975, 4, 2.776), (0.975, 100, 1.984), (0.9995, 12, 4.318)])
+def test_quantiles_are_student_s(share: float, freedom: int, value: float) -> None:
+    assert t_quantile(share, freedom) == pytest.approx(value, rel=0.01)
+
+
+def test_a_ratio_reads_as_in_a_reason() -> None:
+    assert str(Ratio(value=1.312, low=1.27, high=1.359)) == "1.31 (1.27-1.36)"

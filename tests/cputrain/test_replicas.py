@@ -1,0 +1,167 @@
+"""The comparison of the ranks' weights: one changed bit is found, and the rank that differs is named."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cputrain.training.replicas import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
+from tests.support.by_hand import ranks_of_code
+from tests.support.commands import cputrain
+from tests.support.images import write_images
+from tests.support.trainings import PPN, SMALL
+
+INJECTED = Path(__file__).parents[1] / "faults/injected"
+
+HOSTS = ("n1", "n1", "n2", "n2")
+
+
+@dataclass
+class State:
+    """What of a TrainState is compared."""
+
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema_model: Any = field(default=None)
+
+
+def trained() -> State:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5 * 36, 3))
+    network.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    network(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    return State(network, optimizer)
+
+
+def tensors_of(state: State) -> list[torch.Tensor]:
+    return replica_tensors(state.network, state.optimizer)
+
+
+def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
+    words = in_memory_order(tensor).view(torch.int32)
+    words[place] ^= 1 << bit
+
+
+def test_one_flipped_bit_of_weights_or_momentum_changes_the_sum() -> None:
+    state = trained()
+    before = bit_sum(tensors_of(state))
+    assert bit_sum(tensors_of(trained())) == before
+    for tensor in tensors_of(state):
+        for bit in (0, 22, 30):
+            flip(tensor, tensor.numel() - 1, bit)
+            assert bit_sum(tensors_of(state)) != before
+            flip(tensor, tensor.numel() - 1, bit)
+    assert bit_sum(tensors_of(state)) == before
+
+
+def test_statistics_of_batch_norm_do_not_count() -> None:
+    state = trained()
+    before = bit_sum(tensors_of(state))
+    state.network[1].running_mean.add_(1.0)
+    assert bit_sum(tensors_of(state)) == before
+
+
+def test_the_sum_depends_on_the_order_of_tensors_and_not_on_the_number_of_threads() -> None:
+    a, b = torch.randn(3_000_001), torch.randn(7).double()
+    one = bit_sum([a, b])
+    assert bit_sum([b, a]) != one
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert bit_sum([a, b]) == one
+    finally:
+        torch.set_num_threads(threads)
+    assert bit_sum([a[1:]]) == bit_sum([a[1:].clone()]), "at any place in memory"
+
+
+@pytest.mark.parametrize(
+    ("sums", "odd"),
+    [([7, 7, 3, 7], [2]), ([3, 7], [0, 1]), ([7, 7, 3, 3], [0, 1, 2, 3]), ([1, 2, 1, 1], [1]), ([1, 2, 3], [0, 1, 2])],
+)
+def test_the_minority_is_odd_and_without_a_majority_all_are(sums: list[int], odd: list[int]) -> None:
+    assert odd_ranks(sums) == odd
+
+
+def test_the_message_names_rank_host_and_steps() -> None:
+    assert describe_difference([2], HOSTS, 1200, 1100) == (
+        "rank 2 on n2 differs from the 3 other ranks in its weights after step 1,200; after step 1,100 they were the "
+        "same: memory or processor of this host may be faulty: leave it out and continue with --resume"
+    )
+    assert describe_difference([0, 1], HOSTS[:2], 20, 10).startswith(
+        "ranks 0 on n1, 1 on n1 have different weights after step 20; after step 10 they were the same: memory or "
+        "processor of one of them may be faulty: test them"
+    )
+    assert "differ from the 2 other ranks" in (line := describe_difference([1, 3], HOSTS, 20, 10))
+    assert line.endswith("of these hosts may be faulty: leave them out and continue with --resume")
+
+
+ROUNDING = """
+import json, torch, torch.distributed as dist
+from affinity.errors import RunError
+from cputrain.training.replicas import ReplicaCheck, bit_sum, replica_tensors
+
+dist.init_process_group("gloo")
+rank, warned = dist.get_rank(), []
+torch.set_num_threads(1 + rank)
+torch.manual_seed(0)
+network = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+check = ReplicaCheck(
+    network=network,
+    optimizer=optimizer,
+    every=5,
+    warn=lambda step, what: warned.append((step, what)),
+    wait=lambda: None,
+    same_after=0,
+)
+check.hosts = ("n1", "n2")
+
+def sums():
+    both = [None, None]
+    dist.all_gather_object(both, bit_sum(replica_tensors(network, optimizer)))
+    return both
+
+for step in (5, 10):
+    with torch.no_grad():
+        network.weight.mul_(1 + rank * 1e-6)
+    before = sums()
+    check.after_step(step)
+    print(step, before[0] != before[1], len(set(sums())))
+with torch.no_grad():
+    network.weight.mul_(1 + rank)
+try:
+    check.after_step(14)
+    check.compare(15)
+except RunError as error:
+    print(json.dumps({"error": str(error), "warned": warned, "same_after": check.same_after}), flush=True)
+except RuntimeError:
+    print(json.dumps({"error": "", "warned": warned, "same_after": check.same_after}), flush=True)
+"""
+
+
+def test_ranks_that_round_differently_take_rank_0_s_weights_and_larger_differences_end_the_run() -> None:
+    """Ranks of one and of two threads; the second one waits until the first has ended."""
+    first, second = ranks_of_code(ROUNDING)
+    for one in (first, second):
+        assert one["same_after"] == 10
+        assert [step for step, _ in one["warned"]] == [5]
+        assert "round differently (0 on n1, 1 on n2 from the others): all take rank 0's weights" in one["warned"][0][1]
+    assert first["error"].startswith("ranks 0 on n1, 1 on n2 have different weights after step 15; after step 10 they")
+    assert second["error"] == ""
+
+
+@pytest.mark.skipif(PPN < 2, reason="needs two cores")
+def test_a_flipped_bit_ends_a_training_and_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", train=9, val=2)
+    network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "comm.backend=gloo", "epochs=20")
+    flip = {"PYTHONPATH": str(INJECTED), "FAULT_RANK": "1", "FAULT_FLIP": "4"}
+    result = cputrain("train", "imagefolder", *SMALL, *network, "compare_weights_every_steps=2", cwd=tmp_path, **flip)
+    assert result.returncode == 1
+    message = r"ranks 0 on \S+, 1 on \S+ have different weights after step 4; after step 2 they were the same"
+    assert re.search(message, result.stderr), result.stderr

@@ -1,0 +1,174 @@
+"""The page of a run: what it says, that it shows runs in any state, and that no name of a run becomes markup."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cputrain.cli import main
+from cputrain.report.history import faults_of, warnings_of
+from cputrain.report.page import write_report
+from cputrain.report.run import DONE, INTERRUPTED, NOT_STARTED, RUNNING, STOPPED, read_run
+from cputrain.report.step_times import rank_times, time_heat, trust_heat
+from cputrain.report.summary import duration, figures, particulars
+from tests.support.run_folders import BEGUN, write_run
+
+EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&{{7*7}}'
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+def data_of(html: str) -> Any:
+    """The data that the page's program draws."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, flags=re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def test_the_page_names_what_ran_where_and_how_well(run: Path) -> None:
+    html = write_report(run).read_text()
+    read = read_run(run)
+    shown = dict(figures(read)) | dict(particulars(read))
+    assert shown["workers"] == "4 on 1 host" and shown["global batch"] == "128" and shown["started"].endswith("UTC")
+    assert "Platinum 8160" in shown["CPU"] and shown["torch"] == "2.13.0+cpu" and shown["backend"].startswith("ccl")
+    assert all(f"<dd>{value}</dd>" in html for value in (shown["time to train"], shown["images/s"], "4 on 1 host"))
+    data = data_of(html)
+    assert [chart["id"] for chart in data["charts"]] == [
+        *("loss", "accuracy", "rate", "throughput", "parts", "cpu", "memory", "network")
+    ]
+    assert [heat["id"] for heat in data["heats"]] == ["ranks", "trust"]
+    assert "put 4 ranks where the plan wants them" in html
+
+
+def test_the_page_loads_nothing_and_runs_its_own_program_only(run: Path) -> None:
+    html = write_report(run).read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy and "default-src 'none'" in policy[1] and "'sha256-" in policy[1]
+    without_program = re.sub(r"<script.*?</script>|<style>.*?</style>|<svg.*?</svg>", "", html, flags=re.DOTALL)
+    assert not re.search(r"\b(?:src|href)=|https?:|\son\w+=", without_program)
+
+
+def test_every_curve_is_also_described_in_words(run: Path) -> None:
+    html = write_report(run).read_text()
+    labels = dict(re.findall(r'aria-label="([^:"]+): ([^"]*)"', html))
+    assert re.search(r"each step: 240 values, first [\d.]+, last [\d.]+, lowest [\d.]+ at step \d+", labels["Loss"])
+    assert "rank 2 computes longest" in labels["Seconds of a step, by rank"]
+    assert labels["rank 0"].startswith("compute ")
+
+
+def test_what_differs_from_the_defaults_comes_before_the_folded_recipe(run: Path) -> None:
+    html = write_report(run).read_text()
+    settings = html[html.index("<h2>Settings</h2>") :]
+    assert "<td>log_norms_every_steps</td>" in settings and "<td>schedule.peak_rate</td>" not in settings
+    assert settings.index("log_norms_every_steps") < settings.index("<summary>The whole recipe</summary>")
+
+
+def test_the_times_of_all_ranks_show_which_one_the_others_wait_for(run: Path) -> None:
+    read = read_run(run)
+    times = rank_times(read)
+    assert [each.rank for each in times] == [0, 1, 2, 3]
+    assert max(times, key=lambda each: each.compute_s).rank == 2 == min(times, key=lambda each: each.comm_s).rank
+    assert all(sum(each.percents) == pytest.approx(100) for each in times)
+    heat = time_heat(read)
+    assert heat is not None and heat.measures["compute"].shape == (4, 24) and heat.at[-1] == 240
+    trust = trust_heat(read)
+    assert trust is not None and trust.rows[-1] == "fc.weight" and "fc.weight" in trust.words
+
+
+def test_a_run_without_times_of_its_ranks_shows_rank_0(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "old", usage=False) / "events.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"event": "ranks"' not in line]
+    path.write_text("\n".join(lines) + "\n")
+    read = read_run(tmp_path / "old")
+    (only,) = rank_times(read)
+    assert only.seconds == pytest.approx(0.8, abs=0.1) and only.percents[1] == pytest.approx(15, abs=4)
+    assert time_heat(read) is None and "rank 0" in write_report(tmp_path / "old").read_text()
+
+
+def test_the_status_of_a_run_in_every_state(tmp_path: Path) -> None:
+    going_on = read_run(write_run(tmp_path / "a", end=False))
+    last = going_on.log.written[-1]["time"]
+    assert going_on.status(now=last + 60) == RUNNING and going_on.status(now=last + 600) == INTERRUPTED
+    assert read_run(write_run(tmp_path / "b")).status() == DONE
+    start = {"event": "start", "time": BEGUN + 9000, "bindings": []}
+    assert read_run(write_run(tmp_path / "c", events=[start])).status(now=BEGUN + 9001) == RUNNING
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/recipe.yaml").write_text("name: x\n")
+    assert read_run(tmp_path / "d").status() == NOT_STARTED
+    assert "not started" in write_report(tmp_path / "d").read_text()
+    end = {**read_run(tmp_path / "b").end, "status": "stopped"}  # type: ignore[dict-item]
+    assert read_run(write_run(tmp_path / "e", events=[end])).status() == STOPPED
+    html = write_report(tmp_path / "e").read_text()
+    assert "--resume continues" in html and "of 240" in html and "best top-1" in html
+
+
+def test_faults_that_a_run_survived_are_told(tmp_path: Path) -> None:
+    begin = {"event": "start", "time": BEGUN + 1000.0, "bindings": []}
+    step = {"event": "step", "time": BEGUN + 1001.0, "step": 230, "epoch": 5.75, "loss": 1.0, "rate": 0.1}
+    again = [
+        begin,
+        {**step, "images_per_s": 10.0},
+        *({"event": "warning", "time": BEGUN + 1002, "what": "w", "step": s} for s in (5, 9)),
+    ]
+    read = read_run(write_run(tmp_path / "run", end=False, events=again))
+    (line,) = faults_of(read)
+    assert line.startswith("interrupted after step 240, started again 13 min") and line.endswith("11 steps done again")
+    (warned,) = warnings_of(read)
+    assert (warned.what, warned.times, warned.first, warned.last) == ("w", 2, 5, 9)
+    html = write_report(tmp_path / "run").read_text()
+    assert "w (2 times, steps 5 to 9)" in html and "over 2 starts" in html
+
+
+def test_no_name_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    begin = {
+        **{"event": "start", "time": BEGUN, "data": EVIL, "backend": EVIL, "workers": 1, "global_batch": 8},
+        "bindings": [{"rank": 0, "host": EVIL, "planned_pus": [0], "pus": [1], "memory_policy": EVIL}],
+    }
+    layer = {"layer": EVIL, "weights": 1.0, "gradients": 1.0, "ratio": 1.0, "trust": 0.5}
+    ratios = {"event": "ratios", "time": BEGUN + 1, "step": 1, "rate": 1.0, "layers": [layer]}
+    warning = {"event": "warning", "time": BEGUN + 2, "what": EVIL, "images": [EVIL]}
+    run = write_run(tmp_path / "run<b>", events=[begin, ratios, warning], recipe=f"name: {json.dumps(EVIL)}\n")
+    (run / "environment.json").write_text(json.dumps({"torch": EVIL, "decoder": [EVIL], "kernel": {"a": EVIL}}))
+    html = write_report(run).read_text()
+    assert "<script>alert" not in html and "<img" not in html and html.count("{{7*7}}") > 5
+    assert html.count("</script>") == 2 and "<b>" not in html.split("<main>")[1].split("</h1>")[0]
+    assert data_of(html)["heats"][1]["rows"] == [EVIL]
+
+
+def test_what_is_damaged_or_of_another_version_is_left_out_and_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", recipe="name: x\nretired_key: 3\n")
+    for name in ("plan.json", "environment.json"):
+        (run / name).write_text("{")
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "step", "ti\n{"event": "of a later version", "time": 1.0}\n')
+    html = write_report(run).read_text()
+    assert "1 damaged line of events.jsonl, left out" in html and "retired_key" in html
+    assert "plan.json is damaged or of another version" in html and "environment.json is damaged" in html
+    assert '"chart-loss"' in html and "of another version, shown as it is" in html
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "contains no run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--output", "x.pdf"]) == 2
+    assert "does not end in .html" in capsys.readouterr().err
+
+
+def test_durations_read_as_people_say_them() -> None:
+    seconds = (0.41, 52.0, 200.0, 18_420.0, 183_600.0)
+    assert [duration(each) for each in seconds] == ["0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"]
+
+
+def test_a_rank_that_the_kernel_put_elsewhere_is_named(run: Path) -> None:
+    read = read_run(run)
+    start = {**read.start, "bindings": [{**each, "pus": [0]} for each in read.start["bindings"]]}
+    moved = replace(read, log=replace(read.log, written=(start, *read.log.written[1:])))
+    from cputrain.report.page import report_html
+
+    assert "Not where planned: rank 0, 1, 2, 3" in report_html(moved)

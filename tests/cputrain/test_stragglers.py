@@ -1,0 +1,146 @@
+"""Slow ranks: who is slow, why, and what the kernel's counters say of a rank's cores."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cputrain.training import stragglers
+from cputrain.training.core_usage import CoreUsage
+from cputrain.training.metrics import EpochMetrics, StepResult
+from cputrain.training.stragglers import EVERY_STEPS, Pace, StragglerWatch, find_stragglers
+
+TYPICAL = Pace(
+    step_s=0.4,
+    data_wait_s=0.01,
+    total_s=20.0,
+    steal=0.0,
+    others=0.01,
+    mhz=2500.0,
+    faults_per_s=0.0,
+    read_s=0.02,
+    threads=8.0,
+)
+
+
+def slow(**fields: float) -> Pace:
+    return TYPICAL._replace(**{"step_s": 0.5, **fields})
+
+
+@pytest.mark.parametrize(
+    ("pace", "kind"),
+    [
+        (slow(data_wait_s=0.1), "loader"),
+        (slow(data_wait_s=0.05, steal=0.2), "steal"),
+        (slow(others=0.3), "others"),
+        (slow(faults_per_s=400.0), "memory"),
+        (slow(mhz=1800.0), "clock"),
+        (slow(threads=6.0), "threads"),
+        (slow(read_s=0.05), "bandwidth"),
+        (slow(), "unknown"),
+    ],
+)
+def test_the_cause_is_what_distinguishes_a_slow_rank_from_the_median_one(pace: Pace, kind: str) -> None:
+    found = find_stragglers([TYPICAL, TYPICAL, pace, TYPICAL])
+    assert [(one.rank, one.kind) for one in found] == [(2, kind)]
+    assert found[0].factor == pytest.approx(1.25)
+
+
+def test_of_two_ranks_the_slower_one_is_named_and_a_slow_half_of_four() -> None:
+    assert [one.rank for one in find_stragglers([slow(), TYPICAL])] == [0]
+    assert [one.rank for one in find_stragglers([slow(), TYPICAL, slow(), TYPICAL])] == [0, 2]
+    assert find_stragglers([TYPICAL._replace(step_s=0.45), TYPICAL]) == []
+    assert find_stragglers([slow()] * 4) == []
+
+
+class Log:
+    """Takes what is reported."""
+
+    def __init__(self) -> None:
+        self.named: list[tuple[int, int]] = []
+
+    def warn_of_straggler(self, step: int, rank: int, host: str, factor: float, cause: str) -> None:
+        self.named.append((step, rank))
+
+
+def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[Pace] = [TYPICAL]
+    monkeypatch.setattr(stragglers, "gathered", lambda own: [own, *others])
+    log: Any = Log()
+    watch = StragglerWatch(hosts=("n1", "n2"), log=log, pus=(0,))
+    watch.usage = CoreUsage((0,), tmp_path)
+    result = StepResult(
+        loss=1.0,
+        data_wait_s=0.01,
+        comm_wait_s=1.0,
+        metrics=EpochMetrics(),
+        finite=True,
+        non_finite="",
+        layer_ratios=(),
+    )
+
+    def window(first: int, other: Pace, step_s: float = 0.4) -> None:
+        others[:] = [other]
+        for step in range(first, first + EVERY_STEPS):
+            watch.add(result, step_s + 1.0, step + 1, 0.02)
+
+    window(0, slow(others=0.5))
+    window(50, slow(others=0.5))
+    assert log.named == [(50, 1)]
+    window(100, slow(steal=0.5))
+    assert log.named[1:] == [(150, 1)], "another cause"
+    window(150, TYPICAL)
+    window(200, slow(steal=0.5))
+    assert log.named[2:] == [(250, 1)], "slow again"
+    window(250, slow(steal=0.5, total_s=0.1))
+    assert len(log.named) == 3, "steps that are too short to tell are counted with the next ones"
+
+
+def made_root(root: Path, busy: int, steal: int) -> Path:
+    """A host of two cores with two threads each, 0 and 2, 1 and 3; the ticks of PUs 0 and 2."""
+    lines = ["cpu  1 1 1 1 1 1 1 1 0 0"]
+    lines += [f"cpu{pu} {busy if pu in (0, 2) else 9999} 0 0 70 5 0 0 {steal} 0 0" for pu in range(4)]
+    (root / "proc").mkdir(parents=True, exist_ok=True)
+    (root / "proc/stat").write_text("\n".join([*lines, "intr 1", ""]))
+    for pu in range(4):
+        folder = root / f"sys/devices/system/cpu/cpu{pu}"
+        for part in ("topology", "cpufreq"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / "topology/thread_siblings_list").write_text(f"{pu % 2},{pu % 2 + 2}\n")
+        (folder / "cpufreq/scaling_cur_freq").write_text(f"{2_000_000 + pu * 100_000}\n")
+    return root
+
+
+def test_counters_of_a_core_include_its_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"monotonic": 0.0, "process_time": 0.0}
+    for name in clock:
+        monkeypatch.setattr(time, name, lambda name=name: clock[name])
+    usage = CoreUsage((0,), made_root(tmp_path, busy=100, steal=0))
+    clock.update(monotonic=10.0, process_time=4.0)
+    made_root(tmp_path, busy=100 + 300, steal=50)  # 3 s on each thread of the core, and 0.5 s stolen
+    used = usage.since_restart()
+    assert used.others == pytest.approx((6.0 - 4.0) / 10.0) and used.steal == pytest.approx(0.1)
+    assert used.mhz == 2000.0
+
+
+def test_a_host_without_these_counters_is_no_error(tmp_path: Path) -> None:
+    used = CoreUsage((0, 1), tmp_path).since_restart()
+    assert (used.steal, used.others, used.mhz) == (0.0, 0.0, 0.0)
+
+
+def test_another_process_on_the_same_core_is_seen() -> None:
+    pu = max(os.sched_getaffinity(0))
+    usage = CoreUsage((pu,))
+    code = f"import os\nos.sched_setaffinity(0, [{pu}])\nprint(1, flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        usage.restart()
+        time.sleep(1.0)
+        used = usage.since_restart()
+        process.kill()
+    assert used.others > 0.3

@@ -1,0 +1,217 @@
+"""Habits from other launchers and trainers: understood, or answered with our word for it in one line."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from affinity.errors import InputError
+from cputrain.cli import COMMANDS, group
+from cputrain.cli.planning_command import in_our_words, own_words
+from cputrain.cli.suggestions import COMMAND_MEANINGS, OPTION_MEANINGS, _has, missing_argument, no_such_command
+from cputrain.recipe.keys import OTHER_NAMES, all_keys
+from tests.support.commands import cputrain, here, refused
+from tests.support.images import write_images
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("run x.py", "No such command 'run': did you mean cputrain launch or cputrain train? See cputrain --help"),
+        ("validate r", "did you mean cputrain eval?"),
+        ("torchrun x.py", "did you mean cputrain import or cputrain launch?"),
+        ("kubernetes r", "did you mean cputrain job kubernetes?"),
+        ("trian r", "did you mean cputrain train?"),
+        ("xyzzy", "No such command 'xyzzy': See cputrain --help"),
+        ("launch --batch-size 4 x.py", "No such option --batch-size: did you mean --local-batch?"),
+        ("launch --lr 0.1 x.py", "did you mean cputrain train RECIPE schedule.peak_rate=VALUE?"),
+        ("launch --gpus 4 x.py", "did you mean --ppn?"),
+        ("launch --bind-to core x.py", "No such option --bind-to: the plan binds each rank to cores of its own"),
+        ("launch --map-by socket x.py", "--bind launcher leaves that to the launcher; none is not offered"),
+        ("launch --hepl", "No such option --hepl: did you mean --help? See cputrain launch --help"),
+        ("plan --svg", "did you mean --format svg?"),
+        ("plan --json", "did you mean --format json?"),
+        ("recipes --csv", "No such option --csv: See cputrain recipes --help"),
+        ("train imagefolder --data photos", "did you mean data.path=VALUE?"),
+        ("train", "Missing argument 'RECIPE': cputrain recipes lists those included. See cputrain train --help"),
+        ("launch", "give a program, as in cputrain launch x.py. See cputrain launch --help"),
+        ("watch", "Missing argument 'RUN': give the folder that a training has written. See cputrain watch --help"),
+        ("job slurm", "Missing option '--time': give the longest duration, as in --time 2:00:00."),
+        ("recipes serach", "contains 'serach': did you mean cputrain recipes search?"),
+        ("recipes serach resnet", "No such command 'serach'. Did you mean 'search'?"),
+        ("job", "Missing argument '{slurm|pbs}': give slurm, pbs or kubernetes. See cputrain job --help"),
+        ("predict runs/a", "Missing argument 'IMAGE...|FOLDER...': give images, or folders of them. See cputrain"),
+        ("eval", "'RECIPE|RUN|CHECKPOINT': give the folder that a training has written, or one of its checkpoints; a"),
+        (
+            "prepare imagefolder",
+            "'SRC': give a folder or an archive of images, and OUT, a new folder.",
+        ),
+        ("prepare imagefolder a", "Missing argument 'OUT': give a new folder. See cputrain prepare --help"),
+        ("launch --hostfile none x.py", "hostfile none: No such file or directory: give a file with one host per line"),
+        ("job kubernetes linear-regression", "Missing option '--image': give the container's image, as in --image "),
+        ("plan --machine zzz", "machine 'zzz' is not in the catalog: cputrain machines lists all of them; or give a"),
+        ("launch --standalone x.py", "torchrun has it; here: one host is the default. See cputrain launch --help"),
+        ("launch --rdzv-backend c10d x.py", "torchrun has it; here: launch is called once, for all hosts."),
+        ("launch --memory-allocator jemalloc x.py", "did you mean --allocator?"),
+        ("launch -np 4 --hosts n1,n2 x.py", "-np is the number of all ranks in other launchers"),
+        ("launch --instance 0 x.py", "--instance chooses among several copies"),
+        ("launch --instances 2 --ppn 2 x.py", "--instances is a number of workers itself: remove --ppn"),
+        ("launch --cores 9000 x.py", "has no CPU 9000 for this process"),
+        ("launch --cores x x.py", "give CPUs as in 0-15,32"),
+        ("train demo-digits --batch-size 4", "did you mean batch.local=VALUE or batch.global=VALUE?"),
+        ("train demo-digits --gpus 4", "did you mean plan.ppn=VALUE?"),
+        ("train demo-digits --lr 1", "did you mean schedule.peak_rate=VALUE?"),
+        ("train demo-digits lr=1", "did you mean 'schedule.peak_rate'?"),
+        ("train demo-digits num_workers=1", "did you mean 'plan.ppn' or 'plan.loader_cores'?"),
+        ("train demo-digits plan.cores=a", "bad range 'a' in CPU list 'a'"),
+        ("job slurm demo-digits --time 1 --walltime 1", "did you mean --time?"),
+    ],
+)
+def test_a_word_of_other_programs_is_answered_with_ours(words: str, expected: str) -> None:
+    line = refused(here(*words.split()))
+    assert expected in line and "\n" not in line
+
+
+def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "photos")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/recipe.yaml").write_text("epochs: 1\n")
+    for words, expected in {
+        "plan x.py": "x.py is a Python script, not a recipe: cputrain launch x.py starts it",
+        "plan run": "run is the folder of a run: give its recipe, run/recipe.yaml",
+        "plan nowhere/x.yaml": "recipe file nowhere/x.yaml not found: give an existing file, or a name that cputrain",
+        "plan zzz": "unknown recipe 'zzz': cputrain recipes lists all of them; or give a .yaml file",
+        "plan mnist": "the nearest names are mnist-sgd",
+        "train photos": "cputrain train imagefolder data.path=photos trains on the images in it",
+        "eval nonesuch": "'nonesuch' is neither a run's folder nor a recipe: cputrain recipes lists all of them",
+        "eval runs/nonesuch": "'runs/nonesuch' is neither a run's folder nor a recipe",
+        "train imagefolder data.path=nophotos": "exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*",
+        "data verify photos": "as in cputrain prepare imagefolder photos OUT; cputrain data info photos describes it",
+        "data verify nophotos": "data folder nophotos does not exist: give the output of cputrain prepare",
+    }.items():
+        assert expected in refused(here(*words.split())), words
+
+
+def test_a_name_that_is_too_long_for_a_file_or_empty_is_refused_in_a_line() -> None:
+    for name in ("plan", "train", "eval", "simulate", "sweep"):
+        line = refused(here(name, "x" * 300))
+        assert "cputrain recipes lists all of them" in line, name
+        assert "recipe '' is empty" in refused(here(name, "")), name
+        assert "x.yaml not found: give an existing file" in refused(here(name, f"{'x' * 300}.yaml")), name
+    for words in (("report",), ("watch",), ("data", "info")):
+        assert "xxx... is too long for a file's name: give a shorter one" in refused(here(*words, "x" * 300)), words
+
+
+def test_a_folder_is_offered_as_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "run/checkpoints/step-0000001"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-0000001/checkpoint.json").write_text("{}")
+    (tmp_path / "run/recipe.yaml").write_text("epochs: 1\n")
+    write_images(tmp_path / "photos")
+    expected = "is a folder, not a recipe: cputrain recipes lists those included"
+    assert f"empty {expected}" in refused(here("plan", "empty")) and f". {expected}" in refused(here("plan", "."))
+    for words in ("photos", "photos/train"):
+        assert f"data.path={words} trains on the images" in refused(here("plan", words))
+    said = "step-0000001 is a checkpoint: give the recipe of its run, run/recipe.yaml"
+    assert said in refused(here("plan", "run/checkpoints/step-0000001"))
+
+
+def all_commands() -> dict[str, click.Command]:
+    """Each command by its words, those of groups among them."""
+    found: dict[str, click.Command] = {}
+
+    def add(words: str, command: click.Command) -> None:
+        found[words] = command
+        for name in command.list_commands(click.Context(command)) if isinstance(command, click.Group) else ():
+            inner = command.get_command(click.Context(command), name)
+            assert inner is not None
+            add(f"{words} {name}".strip(), inner)
+
+    add("", group)
+    return found
+
+
+def test_a_missing_argument_of_every_command_is_answered_with_what_to_give() -> None:
+    for words, command in all_commands().items():
+        for param in command.params:
+            if param.required:
+                context = click.Context(command, info_name=f"cputrain {words}")
+                line = missing_argument(click.MissingParameter(ctx=context, param=param))
+                assert re.search(r"^Missing (argument|option) '[^']+': .+[.] See ", line), line
+
+
+def test_what_is_suggested_exists() -> None:
+    every = [param for command in all_commands().values() for param in command.params]
+    for name, meant in OPTION_MEANINGS.items():
+        assert [each for each in meant if not _has(every, each)] == [], name
+    shown = {word for meant in COMMAND_MEANINGS.values() for word in meant} - {"--help", "--version"}
+    assert {word for word in shown if no_such_command(word, COMMANDS)} and shown <= set(COMMANDS)
+    assert {key for keys in OTHER_NAMES.values() for key in keys} <= set(all_keys())
+
+
+def test_only_a_command_s_own_words_are_read_as_other_launchers_options() -> None:
+    takes = {"--output": 1, "--dry-run": 0}
+    words = ["--output", "d", "-np", "2", "python", "-np", "3"]
+    assert own_words(words, takes, interspersed=False) == 4
+    assert own_words(["a", "--nnodes=2", "--", "-np", "3"], takes, interspersed=True) == 2
+    assert in_our_words(words[:4], {}) == ["--output", "d", "--ppn", "2"]
+    assert in_our_words(["--nproc_per_node=4", "-H", "a"], {}) == ["--ppn=4", "--hosts", "a"]
+    with pytest.raises(InputError, match="number of all ranks"):
+        in_our_words(["-n", "2"], {"SLURM_JOB_NODELIST": "n[1-2]"})
+
+
+PRINT = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK")
+shown = [sys.argv[1:], sys.executable, *map(os.environ.get, names), len(os.sched_getaffinity(0))]
+os.write(1, json.dumps(shown).encode() + b"\\n")
+"""
+
+
+def printed(*words: str, cwd: Path) -> list[list[object]]:
+    ran = cputrain("launch", *words, cwd=cwd)
+    assert ran.returncode == 0, ran.stderr
+    return sorted(json.loads(line.partition("] ")[2]) for line in ran.stdout.splitlines() if line.startswith("["))
+
+
+def test_a_python_file_and_a_module_run_under_this_python(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(PRINT)
+    expected = [["--lr", "1"], sys.executable, "0", "1", "0", "0"]
+    assert printed("--nproc-per-node", "1", "x.py", "--lr", "1", cwd=tmp_path)[0][:6] == expected
+    assert printed("-np", "1", "-m", "x", "--lr", "1", cwd=tmp_path)[0][:6] == expected
+
+
+def test_instances_know_nothing_of_each_other_and_have_cores_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(PRINT)
+    cpu = str(min(os.sched_getaffinity(0)))
+    assert printed("--instances", "latency", "--cores", cpu, "x.py", cwd=tmp_path) == [
+        [[], sys.executable, None, None, None, None, 1]
+    ]
+    cores = len(json.loads(cputrain("plan", "--ppn", "1", "--format", "json").stdout)["machine"]["core_list"])
+    if cores < 2:
+        pytest.skip(reason="needs two cores")
+    both = printed("--instances", "2", "x.py", cwd=tmp_path)
+    assert [line[2:6] for line in both] == [[None] * 4] * 2
+    shown = cputrain("launch", "--instances", "2", "--instance", "1", "--dry-run", "x.py", cwd=tmp_path)
+    assert shown.returncode == 0 and "--local-rank 1" in shown.stdout and "--local-rank 0" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--hosts", "n1:2,n2:2"),
+        ("-H", "n1:2,n2:2"),
+        ("--hosts", "n1,n2", "-ppn", "2"),
+        ("--nnodes", "2", "--nproc-per-node", "2"),
+    ],
+    ids=" ".join,
+)
+def test_the_sizes_of_other_launchers_are_those_of_ours(words: tuple[str, ...]) -> None:
+    planned = here("plan", "--machine", "skx-8160-2s", *words, "--format", "command")
+    assert planned.returncode == 0 and "mpirun -np 4 -ppn 2 " in planned.stdout, planned.stderr

@@ -1,0 +1,162 @@
+"""Parquet and Arrow files of images, as Hugging Face `datasets` writes them."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from affinity.errors import InputError
+from cputrain.cli import main
+from cputrain.data import ImageLoader
+from cputrain.data.formats import tables
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.survey import survey
+from cputrain.data.formats.table_files import tables_by_split
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+NAMES = ["cat", "dog", "owl"]
+
+
+def png(i: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.full((10, 12, 3), i, dtype=np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def table_of(first: int, count: int, **columns: Any) -> Any:
+    """Rows as the Hub has them: images of brightness `first`, `first` + 1, ..., labels with names in the metadata."""
+    image = pyarrow.array([{"bytes": png(i), "path": f"{i}.png"} for i in range(first, first + count)])
+    label = pyarrow.array([i % 3 for i in range(first, first + count)], pyarrow.int64())
+    table = pyarrow.table({"image": image, "label": label} | columns)
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": NAMES}}
+    return table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A folder as downloaded from the Hub: two training files of 20 rows in groups of 6, one for validation, and test
+    images without labels."""
+    data = tmp_path / "hub/data"
+    data.mkdir(parents=True)
+    for number in range(2):
+        file = data / f"train-0000{number}-of-00002.parquet"
+        parquet.write_table(table_of(20 * number, 20), file, row_group_size=6)
+    parquet.write_table(table_of(40, 9), data / "validation-00000-of-00001.parquet")
+    parquet.write_table(table_of(50, 3, label=pyarrow.array([-1] * 3)), data / "test-00000-of-00001.parquet")
+    return tmp_path / "hub"
+
+
+def test_files_from_the_hub_are_read_with_their_classes_and_splits(hub: Path) -> None:
+    dataset, counted = open_dataset(str(hub)), survey(str(hub))
+    assert dataset.classes == counted.classes == tuple(NAMES)
+    assert (counted.train, counted.val, counted.test) == (40, 9, 0), "test images without labels are left out"
+    assert dataset.train.labels.tolist() == [i % 3 for i in range(40)]
+    assert [dataset.train.read(i) for i in (0, 5, 6, 19, 20, 39)] == [png(i) for i in (0, 5, 6, 19, 20, 39)]
+    assert dataset.train.name(27).endswith("train-00001-of-00002.parquet:7")
+    assert [dataset.val.read(i) for i in range(9)] == [png(i) for i in range(40, 49)]
+    assert main(["data", "info", str(hub)]) == 0
+
+
+def test_large_files_are_read_in_blocks_of_neighbors_and_never_as_a_whole(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def epoch(fraction: float | None) -> list[tuple[int, int]]:
+        loader = ImageLoader.open(
+            hub, batch_size=4, image_size=4, augment=False, decoder="pillow", mean=(0, 0, 0), val_fraction=fraction
+        )
+        return [
+            (round(float(image.mean() * 255 * 0.226)), int(label))
+            for images, labels in loader
+            for image, label in zip(images, labels, strict=True)
+        ]
+
+    small = epoch(None)
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1)
+    images = open_dataset(str(hub)).train
+    assert isinstance(images, tables.TableImages) and images.usual_block == 6
+    large = epoch(None)
+    assert sorted(label for _, label in small) == sorted(label for _, label in large) and small != large
+    assert [label for _, label in large] == [value % 3 for value, _ in large], "each image has its own label"
+    assert len(images._loaded) <= 1
+    assert len(epoch(0.25)) == 28, "30 images are left, and 28 of them fill batches"
+
+
+@pytest.mark.parametrize("wanted", [None, "fine"])
+def test_texts_numbers_and_several_label_columns(tmp_path: Path, wanted: str | None) -> None:
+    (tmp_path / "train").mkdir()
+    images = pyarrow.array([png(i) for i in range(20)], pyarrow.binary())
+    texts, numbers = [f"c{i % 2}" for i in range(20)], [5 * (i % 4) for i in range(20)]
+    parquet.write_table(
+        pyarrow.table({"picture": images, "coarse": texts, "fine": numbers}), tmp_path / "train/0000.parquet"
+    )
+    if wanted is None:
+        with pytest.raises(InputError, match=r"set data\.label_column to one of coarse, fine"):
+            open_dataset(str(tmp_path))
+        assert open_dataset(str(tmp_path), label_column="coarse").classes == ("c0", "c1")
+        with pytest.raises(InputError, match=r"no column 'picture' of labels.*it has coarse, fine"):
+            open_dataset(str(tmp_path), label_column="picture")
+        return
+    dataset = open_dataset(str(tmp_path), label_column=wanted)
+    assert dataset.classes == ("0", "5", "10", "15") and (len(dataset.train), len(dataset.val)) == (16, 4)
+    assert dataset.note and sorted(dataset.val.labels.tolist()) == [0, 1, 2, 3]
+
+
+def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) -> None:
+    for split, first in (("train", 0), ("test", 30)):
+        (tmp_path / split).mkdir()
+        rows = table_of(first, 10)
+        path = str(tmp_path / split / "data-00000-of-00001.arrow")
+        with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, rows.schema) as stream:
+            stream.write_table(rows, max_chunksize=4)
+    dataset = open_dataset(str(tmp_path))
+    assert (len(dataset.train), len(dataset.val)) == (10, 10) and dataset.val.read(7) == png(37)
+    (tmp_path / "a.png").write_bytes(png(99))
+    cells = [{"bytes": None, "path": path} for path in ("a.png", "../outside.png", None)]
+    images = pyarrow.array(cells, pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+    parquet.write_table(table_of(0, 3, image=images), tmp_path / "only.parquet")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "only.parquet").rename(tmp_path / "alone/only.parquet")
+    (tmp_path / "a.png").rename(tmp_path / "alone/a.png")
+    train = tables.open_tables(tmp_path / "alone").train
+    assert train.read(0) == png(99)
+    for i, problem in ((1, "which is outside"), (2, "the row has no image")):
+        with pytest.raises(OSError, match=problem):
+            train.read(i)
+
+
+def test_splits_are_known_by_names(tmp_path: Path) -> None:
+    for name in ("train-0.parquet", "dev.parquet", "my_test.parquet", "constraint.parquet", "valid/0.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = {split: [path.name for path in paths] for split, paths in tables_by_split(tmp_path).items()}
+    assert found == {
+        "train": ["constraint.parquet", "train-0.parquet"],
+        "val": ["dev.parquet", "0.parquet"],
+        "test": ["my_test.parquet"],
+    }
+
+
+def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
+    last = hub / "data/validation-00000-of-00001.parquet"
+    parquet.write_table(table_of(0, 3, label=pyarrow.array([0, 7, 1])), last)
+    with pytest.raises(InputError, match=r"validation.*row 1 has the label 7, which is not a class"):
+        open_dataset(str(hub))
+    last.write_bytes(b"PAR1 and no more")
+    with pytest.raises(InputError, match=r"cannot read .*validation.*: is the download complete"):
+        survey(str(hub))
+    parquet.write_table(pyarrow.table({"label": [1, 2]}), last)
+    with pytest.raises(InputError, match="no column"):
+        open_dataset(str(hub))
+
+
+def test_parquet_becomes_shards(hub: Path, tmp_path: Path) -> None:
+    assert main(["prepare", "parquet", str(hub), str(tmp_path / "out")]) == 0
+    packed, plain = open_dataset(str(tmp_path / "out")), open_dataset(str(hub))
+    assert packed.classes == plain.classes
+    for a, b in ((packed.train, plain.train), (packed.val, plain.val)):
+        assert sorted(a.read(i) for i in range(len(a))) == sorted(b.read(i) for i in range(len(b)))

@@ -1,0 +1,320 @@
+"""Which rank keeps the others waiting: judged from what each does, and found in real jobs within 15 seconds."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.topology.sysfs import this_machine
+from mpi.supervise.activity import READ_S, Activity, ActivityMeter, tree
+from mpi.supervise.clock import RunningClock
+from mpi.supervise.exits import RankExit
+from mpi.supervise.stacks import STACK_VARIABLE, frames, read_stack, stack_file
+from mpi.supervise.stalls import (
+    STARTING_S,
+    WAITING_S,
+    WITHOUT_STACK_S,
+    Stall,
+    StallWatch,
+    Standing,
+    awaited_ranks,
+    describe_failure,
+    stopped_rank,
+)
+from tests.support.commands import mpi_path
+
+IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)
+WORKING = Activity(busy_s=1.0)  # a moment ago it waited for something
+SAYS_WHETHER_IT_CATCHES = "from affinity.process_stat import catches; print(catches(os.getpid(), STACK_SIGNAL))"
+
+
+def exited(rank: int, status: int, at: float = 0.0) -> RankExit:
+    return RankExit(rank=rank, host="h1", status=status, time=at, log="l", tail=())
+
+
+def standings(*doing: Activity | RankExit) -> tuple[Standing, ...]:
+    return tuple(
+        Standing(rank=rank, host="h1", exit=one)
+        if isinstance(one, RankExit)
+        else Standing(rank=rank, host="h1", activity=one)
+        for rank, one in enumerate(doing)
+    )
+
+
+@pytest.mark.parametrize(
+    ("doing", "awaited"),
+    [
+        ((IDLE, BUSY), (1,)),
+        ((IDLE, IDLE, BUSY, IDLE), (2,)),
+        ((IDLE, exited(1, 0)), (1,)),
+        ((IDLE, WORKING), ()),
+        ((IDLE, WORKING, BUSY, IDLE), ()),
+        ((IDLE, BUSY, BUSY), ()),  # most of them compute: the idle one is another matter
+        ((IDLE, IDLE), ()),
+        ((BUSY, BUSY), ()),
+        ((BUSY, exited(1, 0)), ()),  # rank 0 finishes its work alone
+        ((IDLE, BUSY, exited(2, 0)), (1,)),
+        ((IDLE, exited(1, 0), exited(2, 0)), ()),  # all but one have ended: so does the job
+    ],
+)
+def test_the_few_that_the_others_wait_for_are_named(doing: tuple[Activity | RankExit, ...], awaited: tuple) -> None:
+    assert tuple(one.rank for one in awaited_ranks(standings(*doing))) == awaited
+
+
+def test_a_stopped_rank_is_named_unless_the_whole_job_is_suspended() -> None:
+    found = stopped_rank(standings(IDLE, STOPPED, BUSY))
+    assert found is not None and found.rank == 1
+    assert stopped_rank(standings(STOPPED, STOPPED)) is None
+    assert stopped_rank(standings(STOPPED, STOPPED, exited(2, 0))) is None
+    assert stopped_rank(standings(IDLE, Activity(stopped_s=7.0))) is None
+
+
+def test_a_failure_names_the_rank_that_was_waited_for() -> None:
+    now, gave_up = standings(exited(0, 1, 30.0), BUSY), exited(0, 1, 30.0)
+    before = standings(IDLE, BUSY)
+    stall = Stall(awaited=before[1:], standings=before)
+    told = describe_failure(gave_up, now, stall, {1: ("train.py:3 in forever",)})
+    assert told.splitlines() == [
+        "rank 0 has waited 9 s for rank 1 on h1, which computes",
+        "  Python stack of rank 1, innermost first:",
+        "  | train.py:3 in forever",
+        "then rank 0 on h1 exited with status 1; log l; it printed nothing",
+    ]
+    own = exited(1, 1, 30.0)
+    assert describe_failure(own, standings(IDLE, own), stall, {}).startswith("rank 1 on h1 exited with status 1")
+    found = describe_failure(gave_up, standings(gave_up, STOPPED), None, {})
+    assert found.startswith("rank 1 on h1 has been stopped for 11 s: find the sender of its SIGSTOP\nthen rank 0 on h1")
+    killed = exited(0, -9, 30.0)
+    assert describe_failure(killed, standings(killed, BUSY), stall, {}).startswith("rank 0 on h1 was ended by SIGKILL")
+
+
+def test_a_failure_names_the_rank_that_had_just_left() -> None:
+    failed = exited(0, 1, 30.0)
+    told = describe_failure(failed, standings(failed, exited(1, 0, 29.0)), None, {})
+    assert told.startswith("rank 1 on h1 exited with status 0 while 1 other still ran; then rank 0 on h1 exited with ")
+    for others in ((exited(1, 0, 5.0),), (exited(1, 0, 29.0), exited(2, 0, 29.0))):  # long ago; nearly all of them
+        assert describe_failure(failed, standings(failed, *others), None, {}).startswith("rank 0 on h1 exited with")
+
+
+def test_a_stall_is_said_once_and_the_next_one_later() -> None:
+    watch, stalled = StallWatch(), standings(IDLE, BUSY)
+    stack = ("/usr/lib/python3.11/selectors.py:415 in select", "/a/lib/python3.11/site-packages/b.py:7 in c")
+    assert watch.take(stalled, 1.0, lambda stall: {1: stack}) == (
+        "rank 0 has waited 9 s for rank 1 on h1, which computes "
+        "(rank 1 is at /a/lib/python3.11/site-packages/b.py:7 in c)"
+    )
+    assert watch.take(stalled, 3.0, lambda stall: {1: stack}) is None
+    assert watch.take(standings(WORKING, BUSY), 5.0, lambda stall: {1: stack}) is None
+    assert watch.before(12.0) == Stall(awaited=stalled[1:], standings=stalled) and watch.before(20.0) is None
+    assert watch.take(stalled, 30.0, lambda stall: {1: stack}) is None, "it has to last twice as long"
+    longer = standings(Activity(idle_s=2 * WAITING_S), Activity(busy_s=2 * WAITING_S))
+    assert watch.take(longer, 38.0, lambda stall: {1: stack}) is not None
+
+
+IMPORTS = ("/a/torch/_ops.py:9 in load", "<frozen importlib._bootstrap>:241 in _call_with_frames_removed")
+COMPILES = ("/usr/lib/python3.11/subprocess.py:550 in run", "/a/cputrain/native_build.py:128 in _compile")
+
+
+@pytest.mark.parametrize("stack", [IMPORTS, COMPILES], ids=["imports", "compiles"])
+def test_a_slow_start_is_no_stall_for_some_minutes(stack: tuple[str, ...]) -> None:
+    watch, stalled, loop = StallWatch(), standings(IDLE, BUSY), ("/a/train.py:3 in forever",)
+    assert watch.take(stalled, 1.0, lambda stall: {1: stack}) is None
+    assert watch.take(stalled, 3.0, lambda stall: {1: loop}) is not None, "the start is over"
+    watch = StallWatch()
+    assert watch.take(stalled, 1.0, lambda stall: {1: stack}) is None
+    assert watch.take(stalled, STARTING_S, lambda stall: {1: stack}) is None
+    assert watch.take(stalled, STARTING_S + 1.0, lambda stall: {1: stack}) is not None
+    assert StallWatch().take(standings(IDLE, exited(1, 0)), 1.0, lambda stall: {}) is not None, "it has left"
+
+
+def said_and_asked(stack: tuple[str, ...]) -> tuple[int, int]:
+    """The second in which a stall is told that lasts from a job's first one, and how often stacks were asked for."""
+    watch, stalled, asked = StallWatch(), standings(IDLE, BUSY), []
+
+    def stacks(stall: Stall) -> dict[int, tuple[str, ...]]:
+        asked.append(stall)
+        return {1: stack}
+
+    told = next(second for second in range(1, 1000) if watch.take(stalled, float(second), stacks))
+    return told, len(asked)
+
+
+def test_a_program_without_python_is_told_of_after_its_first_half_minute() -> None:
+    told, asked = said_and_asked(())
+    assert WITHOUT_STACK_S < told < 2 * WITHOUT_STACK_S and asked < 8
+    told, asked = said_and_asked(IMPORTS)
+    assert told == STARTING_S + 1 and asked < 10, "stacks that import are asked for ever less often"
+
+
+@given(st.lists(st.floats(0.01, 60.0), max_size=50))
+def test_pauses_of_the_process_do_not_count(steps: list[float]) -> None:
+    """Between two looks at the clock that are more than five seconds apart, the process did not run."""
+    at = [100.0]
+    clock = RunningClock(lambda: at[0])
+    start, ran = clock.now(), 0.0
+    for step in steps:
+        at[0] += step
+        ran += step if step <= 5.0 else 0.0
+        assert clock.now() - start == pytest.approx(ran)
+
+
+CHILD = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); p.wait()"
+LOOPS = "print(flush=True)\nwhile True: pass"
+STOPS = "import os; print(flush=True); os.kill(os.getpid(), 19)"
+WAITS = "import time; print(flush=True); time.sleep(60)"
+
+
+def test_the_kernel_tells_what_a_rank_does() -> None:
+    """Of five programs, each followed from its first line on: whether it is busy, idle, stopped."""
+    programs = {
+        LOOPS: (True, False, False),
+        CHILD.format(LOOPS): (True, False, False),
+        WAITS: (False, True, False),
+        STOPS: (False, True, True),
+        CHILD.format(STOPS): (False, True, True),
+    }
+    found = []
+    with ExitStack() as stack:
+        argvs = [(sys.executable, "-c", code) for code in programs]
+        started = [stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE)) for argv in argvs]
+        for process in started:
+            stack.callback(process.kill)
+            process.stdout.readline()
+        meters = [ActivityMeter(process.pid, time.monotonic()) for process in started]
+        for _ in range(3):
+            time.sleep(READ_S)
+            for meter in meters:
+                meter.read(time.monotonic())
+        found = [meter.activity for meter in meters]
+        children = [pid for process in started for pid in tree(process.pid)[1:]]
+        stack.callback(lambda: [os.kill(pid, signal.SIGKILL) for pid in children])
+    assert [(one.busy_s > 0, one.idle_s > 0, one.stopped_s > 0) for one in found] == [*programs.values()]
+
+
+SHOWING = """
+import os, sys
+from mpi.supervise.stacks import offer_stack
+if "offer" in sys.argv:
+    offer_stack(os.environ)
+def forever():
+    print(flush=True)
+    sum(x for x in iter(int, 1))  # in C and Python by turns
+forever()
+"""
+
+
+@pytest.mark.parametrize("words", [("offer",), ()])
+def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(words: tuple[str, ...]) -> None:
+    file = stack_file()
+    env = {**os.environ, STACK_VARIABLE: str(file)}
+    argv = [sys.executable, "-c", SHOWING, *words]
+    with subprocess.Popen(argv, env=env, pass_fds=(file,), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stacks = [read_stack([process.pid], file) for _ in range(2)]
+        assert process.poll() is None, "one that offers none does not get the signal, which would end it"
+        process.kill()
+    os.close(file)
+    for stack in stacks:
+        assert [frame.rpartition(" ")[2] for frame in stack][-2:] == (["forever", "<module>"] if words else [])
+
+
+def test_no_stack_is_offered_into_another_file(tmp_path: Path) -> None:
+    with (tmp_path / "mine").open("w") as file:
+        code = "import os; from mpi.supervise.stacks import STACK_SIGNAL, offer_stack; offer_stack(os.environ); "
+        argv = [sys.executable, "-c", code + SAYS_WHETHER_IT_CATCHES]
+        for number in (str(file.fileno()), "977", "x", ""):
+            env = {**os.environ, STACK_VARIABLE: number}
+            done = subprocess.run(argv, env=env, pass_fds=(file.fileno(),), capture_output=True, text=True)
+            assert done.stdout == "False\n", done.stderr
+
+
+def test_a_program_that_imports_torch_offers_its_stack() -> None:
+    file = stack_file()
+    code = "import torch, os; from mpi.supervise.stacks import STACK_SIGNAL; " + SAYS_WHETHER_IT_CATCHES
+    env = {**os.environ, STACK_VARIABLE: str(file)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, pass_fds=(file,), capture_output=True, text=True)
+    os.close(file)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_frames_are_taken_from_faulthandler_s_text() -> None:
+    text = 'Stack (most recent call first):\n  File "/a b.py", line 5 in f\n  File "<string>", line 6 in <module>\n'
+    assert frames(text) == ("/a b.py:5 in f", "<string>:6 in <module>")
+
+
+WORKERS = min(2, len(this_machine().allowed_cores))
+LOOP = """
+import os, sys, time
+from mpi.supervise.stacks import offer_stack
+offer_stack(os.environ)  # as `import torch` does
+def forever():
+    while True: pass
+if os.environ["RANK"] == "1":
+    forever()
+time.sleep(20)
+sys.exit("gave up")
+"""
+EARLY = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(20)
+    sys.exit("gave up")
+"""
+STOP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
+
+
+@pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
+def test_a_launch_names_the_rank_that_stalls_it(tmp_path: Path) -> None:
+    """Three jobs at once, as they mostly wait: rank 1 loops, has left with status 0, is stopped."""
+    argv = (sys.executable, "-m", "cputrain", "launch", "--ppn", "2", "--output")
+    jobs = {}
+    for name, code in (("loop", LOOP), ("early", EARLY), ("stop", STOP)):
+        command = (*argv, name, "--", sys.executable, "-c", code)
+        pipe = subprocess.PIPE
+        jobs[name] = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    pids = dict(jobs["stop"].stdout.readline().split(" pid ") for _ in range(2))
+    os.kill(int(pids["[1]"]), signal.SIGSTOP)
+    stopped = time.monotonic()
+    errors = {"stop": jobs["stop"].communicate(timeout=60)[1]}
+    assert time.monotonic() - stopped < 60  # 15 on a machine that is not busy
+    assert "cputrain: rank 1 on " in errors["stop"] and " has been stopped for " in errors["stop"]
+    for name in ("loop", "early"):
+        errors[name] = jobs[name].communicate(timeout=60)[1]
+    assert [job.returncode for job in jobs.values()] == [1, 1, 1]
+    for name, doing in (("loop", "which computes"), ("early", "which has exited with status 0")):
+        lines = [line for line in errors[name].splitlines() if line.startswith("cputrain: rank 0 has waited ")]
+        assert len(lines) == 2 and all(doing in line for line in lines), "while it happens, and at the end"
+        assert "\nthen rank 0 on" in errors[name] and "  | gave up" in errors[name]
+    assert " (rank 1 is at <string>:6 in forever)\n" in errors["loop"], "while it happens"
+    assert errors["loop"].count("  | <string>:6 in forever\n") == 1, "and at the end all of it"
+
+
+@pytest.mark.skipif(WORKERS < 2, reason="needs two cores")
+def test_a_monitor_names_the_rank_that_stalls_a_job(tmp_path: Path) -> None:
+    """As on several hosts: each rank behind an agent. Rank 1 loops, and in another job is stopped."""
+    env = {**os.environ, **mpi_path("mpich")}
+    argv = (sys.executable, "-m", "cputrain", "launch", "--launcher", "mpich", "--ppn", "2", "--output")
+    pipe = subprocess.PIPE
+    loop, stop = (
+        subprocess.Popen(
+            (*argv, name, "--", sys.executable, "-c", code), cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True
+        )
+        for name, code in (("loop", LOOP), ("stop", STOP))
+    )
+    pids = dict(stop.stdout.readline().split(" pid ") for _ in range(2))
+    os.kill(int(next(pid for label, pid in pids.items() if label.endswith(":1]"))), signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert "cputrain: rank 1 on " in (error := stop.communicate(timeout=60)[1]) and " has been stopped for " in error
+    assert time.monotonic() - stopped < 60, "with the end of all agents"
+    error = loop.communicate(timeout=60)[1]
+    assert loop.returncode == stop.returncode == 1
+    assert "(rank 1 is at <string>:6 in forever)\n" in error and "  | <string>:6 in forever\n" in error
+    assert "rank 0 has waited " in error and ", which computes" in error and "\nthen rank 0 on" in error

@@ -1,0 +1,252 @@
+"""How jobs stop: time to save, a second signal, suspension, and outputs that nobody reads. Under every launcher, and
+without one; jobs run side by side, as they mostly wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from affinity.topology.sysfs import this_machine
+from mpi.supervise import ranks, signals
+from mpi.supervise.activity import tree
+from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S
+from mpi.supervise.signals import (
+    InterruptedBySignalError,
+    interrupt,
+    interruptible,
+    stop_signals,
+    stopped_again,
+    undivided,
+    until_interrupted,
+)
+from tests.support.commands import mpi_path
+
+WORKERS = min(2, len(this_machine().allowed_cores))
+STARTERS = ("local", "openmpi", "mpich", "intelmpi")
+SAVES = """
+import os, signal, sys, time
+def save(number, frame):
+    time.sleep(7)  # longer than ranks have after a failure
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(300)
+"""
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(300)
+"""
+WAITS = "import time; print('up', flush=True); time.sleep({}); print('done', flush=True)"
+
+
+def without_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def launched(stack: ExitStack, name: str, place: Path, code: str, **pipes: int) -> subprocess.Popen[str]:
+    """`cputrain launch` of WORKERS ranks that run a program, all of which have printed their first line."""
+    env = {**os.environ, **({} if name == "local" else mpi_path(name))}
+    command = (sys.executable, "-m", "cputrain", "launch", "--launcher", name, "--ppn", str(WORKERS))
+    argv = (*command, "--output", name, "--", sys.executable, "-c", code)
+    all_pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **pipes}
+    process = stack.enter_context(
+        subprocess.Popen(argv, cwd=place, env=env, text=True, preexec_fn=without_nohup, **all_pipes)  # noqa: PLW1509
+    )
+    stack.callback(lambda: process.kill() if process.poll() is None else None)
+    return process
+
+
+def await_first_lines(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        for _ in range(WORKERS):
+            assert process.stdout.readline().endswith("up\n")
+
+
+def test_ranks_have_time_to_save_when_the_job_is_told_to_stop(tmp_path: Path) -> None:
+    """By a batch system, or because its terminal is closed."""
+    sent = dict(zip(STARTERS, (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM), strict=True))
+    with ExitStack() as stack:
+        jobs = {name: launched(stack, name, tmp_path, SAVES) for name in STARTERS}
+        await_first_lines(list(jobs.values()))
+        for name, job in jobs.items():
+            job.send_signal(sent[name])
+        for name, job in jobs.items():
+            _, err = job.communicate(timeout=60)
+            assert job.returncode == 128 + sent[name] and f"({sent[name].name}) within {signals.SAVE_S:g} s" in err
+            logs = [(tmp_path / name / f"logs/rank-{rank}.log").read_text() for rank in range(WORKERS)]
+            assert logs == ["up\nsaved\n"] * WORKERS, name
+
+
+def test_a_second_signal_ends_the_job_at_once_and_nothing_is_a_bug(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        errors = {name: stack.enter_context((tmp_path / f"{name}.err").open("w+")) for name in STARTERS}
+        jobs = {name: launched(stack, name, tmp_path, STUBBORN, stderr=errors[name].fileno()) for name in STARTERS}
+        await_first_lines(list(jobs.values()))
+        ranks = [pid for job in jobs.values() for pid in tree(job.pid)]
+        for job in jobs.values():
+            job.send_signal(signal.SIGTERM)
+        for name, job in jobs.items():  # one that has not taken the first signal yet would see both as one
+            while "(SIGTERM)" not in (tmp_path / f"{name}.err").read_text():
+                assert job.poll() is None
+                time.sleep(0.05)
+        stopped = time.monotonic()
+        for job in jobs.values():
+            job.send_signal(signal.SIGTERM)
+        for name, job in jobs.items():
+            job.communicate(timeout=60)
+            err = (tmp_path / f"{name}.err").read_text()
+            assert job.returncode == 143 and "Traceback" not in err, f"{name}: {err}"
+        assert time.monotonic() - stopped < 60, "not the time that ranks have to save"
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_two_signals_to_mpirun_end_ranks_of_launch_without_a_traceback(tmp_path: Path) -> None:
+    argv = ("mpirun", "-n", str(WORKERS), sys.executable, "-m", "cputrain", "launch", "--", sys.executable, "-c")
+    code = "import time; print('up', flush=True); time.sleep(300)"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        (*argv, code), cwd=tmp_path, env={**os.environ, **mpi_path("mpich")}, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        await_first_lines([process])
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and "Traceback" not in err
+
+
+def test_a_stop_signal_raises_once_and_only_where_work_is_done() -> None:
+    with interruptible():
+        interrupt(signal.SIGTERM)
+        assert stopped_again()
+    with interruptible():
+        with pytest.raises(InterruptedBySignalError), until_interrupted():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        assert not stopped_again()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped_again()
+
+
+def test_a_stop_signal_divides_no_message() -> None:
+    done = []
+
+    @undivided()
+    def send() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        done.append("sent")
+
+    with interruptible():
+        with pytest.raises(InterruptedBySignalError, match=str(int(signal.SIGTERM))), until_interrupted():
+            send()
+            done.append("went on")
+        send()
+        assert done == ["sent", "sent"] and stopped_again()
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """For longer than any silence may last: launchers, agents, ranks are stopped, and go on one after another."""
+    away_s = HEARTBEAT_TIMEOUT_S + 3
+    with ExitStack() as stack:
+        jobs = {name: launched(stack, name, tmp_path, WAITS.format(away_s + 8)) for name in STARTERS}
+        await_first_lines(list(jobs.values()))
+        processes = [pid for job in jobs.values() for pid in tree(job.pid)]
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(away_s)
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.02)
+        for name, job in jobs.items():
+            out, err = job.communicate(timeout=60)
+            assert job.returncode == 0 and out.count("done\n") == WORKERS, f"{name}: {err}"
+
+
+def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
+    """`| head`, a full disk, an output that was closed before the start."""
+    code = "import time; print('one', flush=True); time.sleep(1.5); print('two', flush=True); print(3 * 'x' * 99999)"
+    with ExitStack() as stack:
+        jobs = {}
+        for name in ("local", "mpich"):
+            folder = tmp_path / name
+            folder.mkdir()
+            full = stack.enter_context(Path("/dev/full").open("w"))
+            jobs[name, "full"] = launched(stack, name, folder, code, stdout=full.fileno())
+            (folder / "head").mkdir()
+            jobs[name, "head"] = head = launched(stack, name, folder / "head", code)
+        for head in (jobs["local", "head"], jobs["mpich", "head"]):
+            assert head.stdout.readline().endswith("one\n")
+            head.stdout.close()
+        for (name, how), job in jobs.items():
+            err = job.stderr.read()
+            assert job.wait(60) == 0, err
+            why = {"full": "No space left on device", "head": "Broken pipe"}[how]
+            assert f"cputrain: stdout: {why}: the job goes on, and its output is in " in err
+            logs = tmp_path / name / ("head" if how == "head" else "") / name / "logs"
+            assert all((logs / f"rank-{rank}.log").read_text().startswith("one\ntwo\nxxx") for rank in range(WORKERS))
+    (tmp_path / "closed").mkdir()
+    closed = f"{sys.executable} -m cputrain launch --output out -- echo one >&-"
+    done = subprocess.run(("sh", "-c", closed), cwd=tmp_path / "closed", stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "closed/out/logs/rank-0.log").read_text() == "one\n"
+
+
+def test_a_command_whose_output_nobody_takes_ends_and_says_why() -> None:
+    argv = (sys.executable, "-m", "cputrain", "plan", "--machine", "skx-8160-2s", "--explain")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "cputrain: stdout: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, ""), "as other programs end at SIGPIPE"
+
+
+def test_a_job_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert stop_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+HANDLES_LATE = """
+import signal, sys, time
+time.sleep(1)
+signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(7))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "patience_s", "status"), [(HANDLES_LATE, 30.0, 7), ("time.sleep(60)", 0.5, -signal.SIGUSR1)]
+)
+def test_a_preemption_waits_until_a_rank_can_take_it(
+    code: str, patience_s: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a program that only starts the signal would be the end; one that never takes it gets it in the end."""
+    monkeypatch.setattr(ranks, "PREEMPT_S", patience_s)
+    with (tmp_path / "out").open("w") as out:
+        supervisor = ranks.RankSupervisor(tmp_path / "logs", out, out)
+        try:
+            supervisor.start(0, (sys.executable, "-c", f"import time\n{code}"), os.environ, label="")
+            supervisor.preempt()
+            deadline = time.monotonic() + 60
+            while not supervisor.all_exited and time.monotonic() < deadline:
+                supervisor.poll(0.05)
+            assert supervisor.ranks[0].process.returncode == status, (tmp_path / "out").read_text()
+        finally:
+            supervisor.stop(0.1)
+            supervisor.close()

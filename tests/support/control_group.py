@@ -1,0 +1,34 @@
+"""A control group that limits memory."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+LIMITS = {Path("/sys/fs/cgroup"): "memory.max", Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes"}  # v2, v1
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """The folder of a new control group of so much memory; skips where none can be made."""
+    for root, name in LIMITS.items():
+        group = root / f"cputrain-oom-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / name).is_file():
+                (group / name).write_text(str(limit_bytes))
+                yield group
+                return
+        finally:
+            group.rmdir()
+    pytest.skip(reason="needs a control group that limits memory: root, and the memory controller")
+
+
+def inside(group: Path, *argv: str) -> list[str]:
+    """Tokens that run a command in the group."""
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *argv]

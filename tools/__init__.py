@@ -1,0 +1,1 @@
+"""Programs for those who work on cputrain; none of them is installed."""

@@ -1,0 +1,166 @@
+"""Make a release: python -m tools.release [--untagged]
+
+Checks the version, writes the manual pages, builds wheel and sdist into dist/, checks their contents, installs the
+wheel into an environment of its own and runs it there, builds the documentation. --untagged tries it at any commit.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+from cputrain import __version__
+from tools.man_pages import main as write_man_pages
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("affinity", "mpi", "cputrain")
+HEAVY = ("torch", "torchvision")  # gigabytes: nothing that is tried after the installation needs them
+IN_WHEEL = {"configs/machines": "affinity/machines", "configs/recipes": "cputrain/recipes"}
+TRIED = (
+    ("--version",),
+    ("plan",),
+    ("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"),
+    ("recipes",),
+    ("keys", "optim"),
+    ("launch", "--dry-run", "--", "true"),
+    ("job", "slurm", "imagefolder", "data.path=synthetic", "--nodes", "2", "--time", "1:00:00"),
+)
+
+
+class ReleaseError(Exception):
+    """Why there is no release."""
+
+
+def main(arguments: list[str]) -> int:
+    """Make the release; 1 with a line where something is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
+    parser.add_argument("--untagged", action="store_true", help="try it at any commit")
+    options = parser.parse_args(arguments)
+    try:
+        check_version(ROOT)
+        if not options.untagged:
+            check_tag(ROOT)
+        release()
+    except (ReleaseError, subprocess.CalledProcessError) as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_version(root: Path) -> None:
+    """Raise ReleaseError where a file has another version than the code."""
+    found = {
+        "CITATION.cff": r"^version: (.+)$",
+        "compat/pyproject.toml": r'^version = "(.+)"$',
+        "pyproject.toml": r'^compat = \["cputrain-compat==(.+)"\]$',
+    }
+    for name, pattern in found.items():
+        match = re.search(pattern, (root / name).read_text(), re.MULTILINE)
+        if match is None or match[1] != __version__:
+            raise ReleaseError(
+                f"{name} has version {match and match[1]}, cputrain/__init__.py {__version__}: make them equal"
+            )
+
+
+def check_tag(root: Path) -> None:
+    """Raise ReleaseError unless the commit is clean, its tag is the version, and the changelog has its date."""
+    if changed := _git(root, "status", "--porcelain"):
+        raise ReleaseError(f"{changed.splitlines()[0].strip()} is not committed: commit it, or remove it")
+    tags = _git(root, "tag", "--points-at", "HEAD").split()
+    if f"v{__version__}" not in tags:
+        raise ReleaseError(f"this commit has the tags {tags}: git tag v{__version__}, or set __version__")
+    if not re.search(
+        rf"^## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)$", (root / "CHANGELOG.md").read_text(), re.M
+    ):
+        raise ReleaseError(f"CHANGELOG.md has no heading `## {__version__} (YYYY-MM-DD)`: write the date")
+
+
+def release() -> None:
+    """Build, check, install and document."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    write_man_pages(ROOT / "man")
+    for source in (ROOT, ROOT / "compat"):
+        _run(sys.executable, "-m", "build", "--outdir", str(dist), str(source))
+    built = sorted(dist.iterdir())
+    _run(sys.executable, "-m", "twine", "check", "--strict", *map(str, built))
+    wheel = next(path for path in built if path.name.startswith("cputrain-") and path.suffix == ".whl")
+    sdist = next(path for path in built if path.name == f"cputrain-{__version__}.tar.gz")
+    check_contents(wheel, sdist, _git(ROOT, "ls-files").splitlines())
+    with tempfile.TemporaryDirectory(prefix="cputrain-release-") as folder:
+        try_wheel(wheel, Path(folder))
+    _run(sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "docs", "docs/_build/html")
+    print("\n".join(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1e6:.2f} MB" for path in built))
+    print(f"upload with: twine upload dist/*{__version__}*")
+
+
+def check_contents(wheel: Path, sdist: Path, tracked: list[str]) -> None:
+    """Raise ReleaseError where a tracked file is missing in wheel or sdist, or the wheel has something else."""
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {name for name in tracked if name.partition("/")[0] in PACKAGES}
+    for name in tracked:
+        for folder, inside in IN_WHEEL.items():
+            if name.startswith(f"{folder}/"):
+                wanted.add(f"{inside}/{name.removeprefix(f'{folder}/')}")
+    if missing := sorted(wanted - in_wheel):
+        raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
+    allowed = (*(f"{name}/" for name in PACKAGES), f"cputrain-{__version__}.data/data/share/man/man1/")
+    if foreign := sorted(name for name in in_wheel if not name.startswith(allowed)):
+        raise ReleaseError(f"{wheel.name} also has {', '.join(foreign[:5])}")
+    if not any(name.endswith("/man1/cputrain-plan.1") for name in in_wheel):
+        raise ReleaseError(f"{wheel.name} has no manual pages: python -m tools.man_pages man")
+    if missing := sorted({name for name in tracked if not name.startswith(".git")} - in_sdist):
+        raise ReleaseError(f"{sdist.name} lacks {', '.join(missing[:5])}")
+
+
+def try_wheel(wheel: Path, folder: Path) -> None:
+    """Install the wheel with its dependencies but torch and torchvision, and run commands in an empty folder. Raises
+    CalledProcessError where one fails, ReleaseError where it prints another version."""
+    environment, here = folder / "venv", folder / "here"
+    here.mkdir()
+    venv.create(environment, with_pip=True)
+    python = environment / "bin/python"
+    light = [each for each in requirements(wheel) if re.split(r"[^\w-]", each)[0] not in HEAVY]
+    _run(str(python), "-m", "pip", "install", "--quiet", *light)
+    _run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
+    for words in TRIED:
+        done = subprocess.run(
+            [environment / "bin/cputrain", *words], cwd=here, check=True, stdout=subprocess.PIPE, text=True
+        )
+        if words == ("--version",) and __version__ not in done.stdout:
+            raise ReleaseError(f"the installed cputrain --version prints {done.stdout!r}")
+        print(f"cputrain {' '.join(words)}: ok")
+    if left := sorted(path.name for path in here.iterdir()):
+        raise ReleaseError(f"the commands have left {', '.join(left)} in their folder")
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What a wheel requires without extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    return [each for each in metadata.get_all("Requires-Dist") or [] if "extra ==" not in each]
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _run(*words: str) -> None:
+    print("$", *words, flush=True)
+    subprocess.run(words, cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
