@@ -39,7 +39,8 @@ from mpi.supervise.stalls import (
 )
 
 POLL_S = 0.05
-PORTS, PORTS_TRIED = range(20_000, 32_000), 100  # below net.ipv4.ip_local_port_range as Linux has it
+# Below those of mpirun's jobs (affinity/ranks/rendezvous.py) and those that Linux gives to outgoing connections.
+PORTS, PORTS_TRIED = range(10_000, 20_000), 100
 logger = logging.getLogger(__name__)
 
 

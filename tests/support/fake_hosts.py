@@ -31,7 +31,7 @@ SSH = """Host *
  UserKnownHostsFile /dev/null
  LogLevel ERROR
  BatchMode yes
- ConnectTimeout 5
+ ConnectTimeout 30
 """
 
 
