@@ -6,7 +6,7 @@ from itertools import chain
 from affinity.errors import PlanOfAnotherMachineError
 from affinity.planner.plan import Plan
 from affinity.topology.cpuset import format_list
-from affinity.topology.machine import Core, Machine
+from affinity.topology.machine import Core, Machine, NumaNode
 from affinity.units import GIB
 
 OTHER_LAYOUT_VARIABLE = "AFFINITY_ALLOW_OTHER_LAYOUT"  # "1" allows what check_layout refuses, whatever the launcher
@@ -75,7 +75,7 @@ def _together(
 
 
 def _memory(plan: Plan, host: Machine) -> Iterator[str]:
-    """Nodes that are missing though workers use them, are of another kind, or have less memory than planned."""
+    """Nodes that workers use and that are missing or of another kind, and nodes with less memory than planned."""
     here = {node.id: node for node in host.numa_nodes}
     used = {node for worker in plan.workers for node in worker.memory_nodes}
     for planned in plan.machine.numa_nodes:
@@ -83,8 +83,16 @@ def _memory(plan: Plan, host: Machine) -> Iterator[str]:
         if node is None:
             if planned.id in used:
                 yield f"it uses NUMA node {planned.id}, this host has nodes {format_list(here)}"
-        elif node.kind != planned.kind:
+        elif planned.id in used and _other_kind(planned, node):
             yield f"NUMA node {node.id} is {planned.kind} in the plan, {node.kind} here"
         elif not planned.memory_assumed and node.memory_bytes < (1 - MISSING_MEMORY) * planned.memory_bytes:
             sizes = f"{planned.memory_bytes / GIB:.1f} GiB in the plan, {node.memory_bytes / GIB:.1f} GiB here"
             yield f"NUMA node {node.id} has {sizes}"
+
+
+def _other_kind(planned: NumaNode, here: NumaNode) -> bool:
+    """Whether both sides know a node's kind and differ: no kernel tells it of memory next to PUs (Xeon Max without DRAM
+    is "dram" to it), and of other memory only where firmware has figures, which a description may have from elsewhere.
+    """
+    known = "unknown" not in (planned.kind, here.kind) and not planned.pus and not here.pus
+    return known and planned.kind != here.kind

@@ -97,6 +97,22 @@ def test_kinds_of_memory_and_missing_nodes_are_differences() -> None:
     assert found == "NUMA node 1 is hbm in the plan, slow here"
 
 
+def with_kinds(machine: Machine, kind: str, *, cpus: bool) -> Machine:
+    """The machine with another kind of the nodes that have CPUs, or of those that have none."""
+    nodes = (replace(node, kind=kind) if bool(node.pus) == cpus else node for node in machine.numa_nodes)
+    return replace(machine, numa_nodes=tuple(nodes))
+
+
+def test_kinds_of_memory_that_one_side_does_not_know_are_no_difference() -> None:
+    """Kernels call all memory next to CPUs DRAM, and know of no HBM whose figures the firmware lacks."""
+    hbm, flat = find_machine("max-9480-2s-quad-hbm"), find_machine("max-9480-2s-quad-flat")
+    unknown = with_kinds(flat, "unknown", cpus=False)
+    for described, kernel in ((hbm, with_kinds(hbm, "dram", cpus=True)), (flat, unknown), (unknown, flat)):
+        assert layout_difference(planned(described), kernel) is None
+    unused = planned(with_kinds(flat, "slow", cpus=False))
+    assert layout_difference(unused, flat) is None
+
+
 def test_what_a_container_or_an_offline_cpu_hides_is_no_difference() -> None:
     hidden = without(HOST, {5, 24, 30})
     assert layout_difference(planned(HOST), hidden) is None
