@@ -9,7 +9,7 @@ from affinity.topology.memory_kinds import with_kinds
 
 # hwloc's names of kinds of memory -> ours; for others (SPM) nothing is known.
 KINDS = {
-    **{"MCDRAM": "hbm", "HBM": "hbm"},
+    **{"DRAM": "dram", "MCDRAM": "hbm", "HBM": "hbm"},
     **{"NVM": "slow", "CXL-DRAM": "slow", "CXL-NVM": "slow", "GPUMemory": "slow"},
 }
 # Where several memories are next to the same PUs, the first of these is the PUs' own.

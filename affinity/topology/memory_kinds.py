@@ -26,8 +26,8 @@ def with_kinds(
 ) -> tuple[NumaNode, ...]:
     """The nodes with the kind of each that has no PUs.
 
-    Decided by the first of these that is known and tells memories apart: bandwidth and latency (HMAT), the kind in
-    `named`, an HBM processor (`on_package_memory`), the kernel's tiers. Kernels before 6.8 have all memory in one tier,
+    Decided by the first of these that is known and tells memories apart: "slow" in `named`, latency and bandwidth
+    (HMAT), another kind in `named`, an HBM processor (`on_package_memory`), the kernel's tiers. Kernels before 6.8 have all memory in one tier,
     and later ones put memory that a driver adds into a low one, so that tiers come last, and equal ones tell nothing.
     """
     return tuple(
@@ -37,6 +37,8 @@ def with_kinds(
 
 
 def _kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None, *, on_package: bool) -> str:
+    if named == "slow":
+        return named
     own = tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
     if node.near and not own:
         return _beside_empty_nodes(node, nodes)
@@ -52,19 +54,20 @@ def _kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None, *, on_
 
 
 def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str | None:
-    """None where neither tells the node from the memory of the PUs next to it, unless both have equal bandwidths."""
-    ratio = None
-    bandwidths = [other.bandwidth_mb_s for other in own if other.bandwidth_mb_s]
-    if node.bandwidth_mb_s and bandwidths:
-        ratio = node.bandwidth_mb_s / max(bandwidths)
-        if ratio > BANDWIDTH_MARGIN:
-            return "hbm"
-        if ratio < 1 / BANDWIDTH_MARGIN:
-            return "slow"
+    """None where neither tells the node from the memory of the PUs next to it, unless both have equal bandwidths.
+
+    Pools of CXL memory have the bandwidth of many links together, and the latency of one: that goes first.
+    """
     latencies = [other.latency_ns for other in own if other.latency_ns]
     if node.latency_ns and latencies and node.latency_ns > LATENCY_MARGIN * min(latencies):
         return "slow"
-    return None if ratio is None else "dram"
+    bandwidths = [other.bandwidth_mb_s for other in own if other.bandwidth_mb_s]
+    if not node.bandwidth_mb_s or not bandwidths:
+        return None
+    ratio = node.bandwidth_mb_s / max(bandwidths)
+    if 1 / BANDWIDTH_MARGIN <= ratio <= BANDWIDTH_MARGIN:
+        return "dram"
+    return "hbm" if ratio > 1 else "slow"
 
 
 def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:

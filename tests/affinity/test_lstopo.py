@@ -30,7 +30,13 @@ FLAT = """<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd">
 
 
 @pytest.mark.parametrize("version", ["2.0", "3.0"])
-@pytest.mark.parametrize(("subtype", "kind"), [('subtype="MCDRAM"', "hbm"), ('subtype="HBM"', "hbm"), ("", "unknown")])
+@pytest.mark.parametrize(
+    ("subtype", "kind"),
+    [
+        *(('subtype="MCDRAM"', "hbm"), ('subtype="HBM"', "hbm"), ('subtype="DRAM"', "dram")),
+        *(('subtype="GPUMemory"', "slow"), ("", "unknown")),
+    ],
+)
 def test_both_versions_are_read(tmp_path: Path, version: str, subtype: str, kind: str) -> None:
     (tmp_path / "n1.xml").write_text(FLAT.format(version=version, subtype=subtype))
     machine = find_machine(str(tmp_path / "n1.xml"))
@@ -41,6 +47,21 @@ def test_both_versions_are_read(tmp_path: Path, version: str, subtype: str, kind
         ((0, 1, 2, 3), "dram", (0,)),
         ((), kind, (0,)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("subtype", "kind"), [("GPUMemory", "slow"), ("DRAM", "hbm"), ("MCDRAM", "hbm"), ("SPM", "hbm")]
+)
+def test_memory_that_is_named_slow_is_slow_whatever_its_bandwidth(tmp_path: Path, subtype: str, kind: str) -> None:
+    figures = "".join(
+        f'<memattr_value target_obj_gp_index="{node + 7}" value="{value}"/>' for node, value in enumerate((100, 400))
+    )
+    text = FLAT.format(version="2.0", subtype=f'subtype="{subtype}"')
+    for node in (0, 1):
+        text = text.replace(f'"NUMANode" os_index="{node}"', f'"NUMANode" os_index="{node}" gp_index="{node + 7}"')
+    text = text.replace("</topology>", f'<memattr name="Bandwidth">{figures}</memattr></topology>')
+    (tmp_path / "x.xml").write_text(text)
+    assert [node.kind for node in read_lstopo(tmp_path / "x.xml").numa_nodes] == ["dram", kind]
 
 
 def with_core_types(path: Path, *kinds: str) -> Machine:

@@ -72,6 +72,8 @@ def hmat(folder: Path, initiator: int, figure: str, value: int) -> None:
         ({"tier": 4, "bandwidth": (200, 195)}, "dram"),
         ({"tier": 4, "latency": (100, 250)}, "slow"),
         ({"bandwidth": (100, 100), "latency": (100, 300)}, "slow"),
+        ({"bandwidth": (100, 140), "latency": (100, 300)}, "slow"),  # many CXL links together
+        ({"bandwidth": (100, 400), "latency": (100, 130)}, "hbm"),
         ({"latency": (100, 110)}, "unknown"),
         ({"bandwidth": (100, 0)}, "unknown"),  # 0: the firmware gives no figure
         ({"bandwidth": (100, 400)}, "hbm"),
