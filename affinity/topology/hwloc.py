@@ -20,17 +20,21 @@ TOKEN = re.compile(
 )
 LOOPS = re.compile(r"[1-9]\d{0,5}\*[1-9]\d{0,5}(:[1-9]\d{0,5}\*[1-9]\d{0,5})*")
 LISTED = re.compile(r"\d{1,6}(,\d{1,6})*")
-SIZE = re.compile(r"(\d{1,18})([KMGT]?)I?B?")
+SIZE = re.compile(r"(\d{1,18})(?:([KMGT])(I?B)?)?")
+UNITS = {"B": 1000, "IB": 1024}  # kB and KiB, as hwloc 2 reads them; K alone, which it does not read, is KiB
 IGNORED = ("size", "memorysidecachesize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Levels:
     """(type, children per parent) from the outside in; the level that has the NUMA nodes, -1 for the whole host; the
-    sizes of the nodes of one of its objects, the first of which has the PUs; the PUs' and nodes' numbering."""
+    sizes of the nodes of one of its objects; the PUs' and nodes' numbering.
+
+    The nodes of one object have consecutive places in the numbering.
+    """
 
     counts: tuple[tuple[str, int], ...]
-    node_level: int | None
+    node_level: int
     memory_bytes: tuple[int | None, ...]
     indexes: str | None
     node_indexes: str | None
@@ -41,8 +45,8 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
 
     Types are pack, die, numa, l3, l2, core and pu, each at most once, core always, pu last; others of hwloc's only
     multiply. `[numa]` after a level gives each of its objects a NUMA node, a second one memory without PUs; without
-    either each package is one. The PU level takes hwloc's numbering, a list or loops step*count from the innermost
-    number out, `pu:2(indexes=2*48:1*2)`; numa takes `(memory=64GB)`, else a node has `memory_bytes`. Reads what
+    either each package is one. Levels pu and numa take hwloc's numbering, a list or loops step*count from the innermost
+    number out, `pu:2(indexes=2*48:1*2)`; numa takes `(memory=64GB)` or GiB, else a node has `memory_bytes`. Reads what
     `lstopo --of synthetic` writes. Raises InputError on any other text.
     """
     levels = _levels(text)
@@ -51,8 +55,8 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
     smt, total = prod(counts[core_levels:]), prod(counts)
     if total > MOST_IDS:
         raise InputError(f"machine {text!r} has {total:,} PUs: no host has more than {MOST_IDS:,}")
-    number = _numbering(levels.indexes, total, text)
-    node_number = _numbering(levels.node_indexes, prod(counts[: (levels.node_level or 0) + 1]), text)
+    number = _numbering(levels.indexes, total, "PUs", text)
+    node_ids = _node_ids(levels, text)
     shares: dict[tuple[str, int], list[int]] = {}
     places = []
     for core in range(total // smt):
@@ -62,7 +66,7 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
             kind, ordinal = levels.counts[depth][0], core // prod(counts[depth + 1 : core_levels])
             place[kind] = ordinal
             if depth == levels.node_level:
-                place["numa"] = node_number[ordinal]
+                place["numa"] = min(node_ids[ordinal])
         places.append((pus, place))
         for key in place.items():
             shares.setdefault(key, []).extend(pus)
@@ -71,14 +75,14 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
         Core(
             pus=pus,
             package=place.get("pack", 0),
-            numa_node=place.get("numa", 0),
+            numa_node=place.get("numa", min(node_ids[0])),
             die=place["die"] % dies_per_package if dies_per_package > 1 else None,
             l3=min(shares["l3", place["l3"]]) if "l3" in place else None,
             l2=min(shares["l2", place["l2"]]) if "l2" in place else None,
         )
         for pus, place in places
     ]
-    nodes = _nodes(cores, levels, memory_bytes)
+    nodes = _nodes(cores, levels, node_ids, memory_bytes)
     return Machine(
         name=name,
         model=model,
@@ -90,22 +94,32 @@ def read_synthetic(text: str, *, name: str, model: str, isa: tuple[str, ...], me
     )
 
 
-def _nodes(cores: list[Core], levels: _Levels, memory_bytes: int) -> tuple[NumaNode, ...]:
-    """Each node with PUs, then the memories without PUs next to each."""
-    owners = sorted({core.numa_node for core in cores if core.numa_node is not None})
-    sizes = levels.memory_bytes or (None,)
-    return tuple(
+def _node_ids(levels: _Levels, text: str) -> list[tuple[int, ...]]:
+    """The ids of the nodes of each object that has some, as hwloc numbers them: those of one object side by side. The
+    node of the lowest number has the object's PUs."""
+    objects, each = prod(count for _, count in levels.counts[: levels.node_level + 1]), len(levels.memory_bytes)
+    number = _numbering(levels.node_indexes, objects * each, "NUMA nodes", text)
+    return [number[i * each : (i + 1) * each] for i in range(objects)]
+
+
+def _nodes(cores: list[Core], levels: _Levels, ids: list[tuple[int, ...]], memory_bytes: int) -> tuple[NumaNode, ...]:
+    """By id; those without PUs are memory next to the PUs of their object."""
+    pus: dict[int | None, list[int]] = {}
+    for core in cores:
+        pus.setdefault(core.numa_node, []).extend(core.pus)
+    nodes = [
         NumaNode(
-            id=owner + i * len(owners),
-            pus=tuple(sorted(pu for core in cores if core.numa_node == owner for pu in core.pus)) if i == 0 else (),
+            id=node,
+            pus=tuple(sorted(pus.get(node, ()))),
             memory_bytes=memory_bytes if size is None else size,
             memory_assumed=size is None,
-            kind="dram" if i == 0 else "unknown",
-            near=(owner,),
+            kind="dram" if node == min(together) else "unknown",
+            near=(min(together),),
         )
-        for i, size in enumerate(sizes)
-        for owner in owners
-    )
+        for together in ids
+        for node, size in zip(together, levels.memory_bytes, strict=True)
+    ]
+    return tuple(sorted(nodes, key=lambda node: node.id))
 
 
 def _levels(text: str) -> _Levels:
@@ -131,18 +145,18 @@ def _levels(text: str) -> _Levels:
         if kind == "numa":
             if node_level not in (None, level):
                 raise InputError(f"machine {text!r} has NUMA nodes at two levels: name one")
-            node_level, node_indexes = level, attributes.get("indexes") if not sizes else None
+            node_level, node_indexes = level, attributes.get("indexes", node_indexes)
             sizes.append(_bytes(attributes["memory"], text) if "memory" in attributes else None)
         elif kind == "pu":
             indexes = attributes.get("indexes")
     if "core" not in dict(counts):
         raise InputError(f"machine {text!r} has no core:N level: add one, as in 'pack:2 core:24 pu:2'")
     if node_level is None:  # hwloc would give the whole host one NUMA node; no host of several packages is like that
-        node_level = next((i for i, (kind, _) in enumerate(counts) if kind == "pack"), None)
+        node_level = next((i for i, (kind, _) in enumerate(counts) if kind == "pack"), -1)
     return _Levels(
         counts=tuple(counts),
         node_level=node_level,
-        memory_bytes=tuple(sizes),
+        memory_bytes=tuple(sizes) or (None,),
         indexes=indexes,
         node_indexes=node_indexes,
     )
@@ -169,24 +183,26 @@ def _bytes(size: str, text: str) -> int:
     match = SIZE.fullmatch(size.upper())
     if match is None:
         raise InputError(f"machine {text!r}: memory={size} is not a size: write 64GB")
-    return int(match.group(1)) << " KMGT".index(match.group(2) or " ") * 10
+    return int(match.group(1)) * UNITS[match.group(3) or "IB"] ** " KMGT".index(match.group(2) or " ")
 
 
-def _numbering(indexes: str | None, pus: int, text: str) -> tuple[int, ...]:
-    """OS number of each PU in logical order; a permutation of 0..pus-1."""
+def _numbering(indexes: str | None, count: int, what: str, text: str) -> tuple[int, ...]:
+    """OS number of each object in logical order; a permutation of 0..count-1."""
     if indexes is None:
-        return tuple(range(pus))
+        return tuple(range(count))
     if LOOPS.fullmatch(indexes):
         loops = [tuple(map(int, loop.split("*"))) for loop in indexes.split(":")]
         innermost = min(step for step, _ in loops)
-        numbers, stride = [0] * pus, 1
-        for step, count in (*loops, *([(1, innermost)] if innermost > 1 else [])):
-            numbers = [number + logical // step % count * stride for logical, number in enumerate(numbers)]
-            stride *= count
+        numbers, stride = [0] * count, 1
+        for step, length in (*loops, *([(1, innermost)] if innermost > 1 else [])):
+            numbers = [number + logical // step % length * stride for logical, number in enumerate(numbers)]
+            stride *= length
     elif LISTED.fullmatch(indexes):
         numbers = [int(number) for number in indexes.split(",")]
     else:
         raise InputError(f"machine {text!r}: indexes={indexes} is neither step*count:step*count... nor a list")
-    if sorted(numbers) != list(range(pus)):
-        raise InputError(f"machine {text!r}: indexes={indexes} does not number its {pus} PUs from 0 to {pus - 1}")
+    if sorted(numbers) != list(range(count)):
+        raise InputError(
+            f"machine {text!r}: indexes={indexes} does not number its {count} {what} from 0 to {count - 1}"
+        )
     return tuple(numbers)

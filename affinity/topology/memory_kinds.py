@@ -27,8 +27,9 @@ def with_kinds(
     """The nodes with the kind of each that has no PUs.
 
     Decided by the first of these that is known and tells memories apart: "slow" in `named`, latency and bandwidth
-    (HMAT), another kind in `named`, an HBM processor (`on_package_memory`), the kernel's tiers. Kernels before 6.8 have all memory in one tier,
-    and later ones put memory that a driver adds into a low one, so that tiers come last, and equal ones tell nothing.
+    (HMAT), another kind in `named`, an HBM processor (`on_package_memory`), the kernel's tiers. Kernels before 6.8
+    have all memory in one tier, and later ones put memory that a driver adds into a low one, so that tiers come last,
+    and equal ones tell nothing.
     """
     return tuple(
         node if node.pus else replace(node, kind=_kind(node, nodes, named.get(node.id), on_package=on_package_memory))

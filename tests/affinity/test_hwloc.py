@@ -1,9 +1,11 @@
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from affinity.errors import InputError
 from affinity.topology.hwloc import read_synthetic
+from affinity.topology.lstopo import read_lstopo
 from affinity.topology.machine import Machine
 from tests.support.commands import need
 
@@ -39,7 +41,7 @@ def test_dies_caches_and_attached_nodes() -> None:
 
 def test_levels_nest_in_any_order_and_nodes_have_sizes() -> None:
     machine = synthetic("numa:2(memory=16GB) pack:1 core:2")
-    assert [node.memory_bytes for node in machine.numa_nodes] == [16 << 30] * 2
+    assert [node.memory_bytes for node in machine.numa_nodes] == [16_000_000_000] * 2
     assert [(core.package, core.numa_node) for core in machine.cores] == [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 
@@ -88,10 +90,36 @@ def test_what_lstopo_writes_is_read() -> None:
 
 
 def test_a_second_memory_has_no_pus() -> None:
-    machine = synthetic("pack:2 [numa(memory=64GB)][numa(memory=16GB)] core:2")
+    machine = synthetic("pack:2 [numa(memory=64GiB)][numa(memory=16GiB)] core:2")
     assert [(node.id, node.pus, node.memory_bytes >> 30, node.kind, node.near) for node in machine.numa_nodes] == [
         (0, (0, 1), 64, "dram", (0,)),
-        (1, (2, 3), 64, "dram", (1,)),
-        (2, (), 16, "unknown", (0,)),
-        (3, (), 16, "unknown", (1,)),
+        (1, (), 16, "unknown", (0,)),
+        (2, (2, 3), 64, "dram", (2,)),
+        (3, (), 16, "unknown", (2,)),
     ]
+
+
+def test_without_packages_and_nodes_the_host_is_one_of_each() -> None:
+    machine = synthetic("l3:2 core:4")
+    assert [(node.id, len(node.pus)) for node in machine.numa_nodes] == [(0, 8)]
+
+
+@pytest.mark.parametrize(
+    "memories",
+    [
+        *("pack:2 [numa][numa] core:2", "pack:2 [numa(memory=3GB)][numa(memory=1GiB)] core:2", "pack:2 numa:3 core:2"),
+        *("pack:2 [numa(indexes=3,1,0,2)][numa] core:2", "pack:2 [numa][numa(indexes=2*2:1*2)] core:2"),
+        *("[numa][numa] pack:2 core:2", "[numa(indexes=1,0)][numa] pack:2 core:2", "numa:4(indexes=2,3,0,1) core:2"),
+        "pack:2 l3:2 [numa(memory=5kB)][numa(memory=7)][numa(memory=1TiB)] core:2",
+    ],
+)
+def test_memories_are_numbered_and_sized_as_by_hwloc(memories: str, tmp_path: Path) -> None:
+    need("hwloc-nox", "lstopo-no-graphics")
+    argv = ["lstopo-no-graphics", "-i", f"{memories} pu:1", "--of", "xml", str(tmp_path / "x.xml")]
+    subprocess.run(argv, check=True, capture_output=True)
+
+    def nodes(machine: Machine) -> list[tuple[object, ...]]:
+        sizes = [node.memory_bytes for node in machine.numa_nodes] if "memory=" in memories else []
+        return [*((node.id, node.pus, node.near) for node in machine.numa_nodes), *sizes]
+
+    assert nodes(synthetic(memories)) == nodes(read_lstopo(tmp_path / "x.xml"))

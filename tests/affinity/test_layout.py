@@ -132,7 +132,7 @@ def test_memory_that_a_description_only_assumes_is_no_difference(described: str)
 
 
 def test_memory_that_a_description_states_is_compared() -> None:
-    stated = find_machine("numa:1(memory=64GB) core:8")
+    stated = find_machine("numa:1(memory=64GiB) core:8")
     assert layout_difference(planned(stated), with_memory(stated, 0.5)) == (
         "NUMA node 0 has 64.0 GiB in the plan, 32.0 GiB here"
     )
