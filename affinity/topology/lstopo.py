@@ -115,14 +115,15 @@ def _kind(element: ElementTree.Element) -> str:
 
 
 def _memory(element: ElementTree.Element, around: tuple[ElementTree.Element, ...]) -> MemoryObject:
-    """With the PUs next to it: its own, or those of the innermost object around it that has any."""
-    pus = parse_mask(element.get("cpuset", "0")) or next(filter(None, map(_pus_inside, reversed(around))), ())
+    """With the PUs next to it, its own and those of the innermost object around it that has any."""
+    inside = next(filter(None, map(_pus_inside, (element, *reversed(around)))), ())
     return MemoryObject(
         id=_number(element, None),
         gp_index=element.get("gp_index"),
         memory_bytes=_plain_number(element.get("local_memory", "0")),
         subtype=element.get("subtype") or _info(element).get("Type"),
-        pus=pus,
+        pus=parse_mask(element.get("cpuset", "0")) or inside,
+        inside=inside,
     )
 
 

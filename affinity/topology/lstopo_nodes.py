@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from affinity.topology.cpuset import format_list
 from affinity.topology.machine import NumaNode
 from affinity.topology.memory_kinds import with_kinds
 
@@ -12,19 +13,23 @@ KINDS = {
     **{"DRAM": "dram", "MCDRAM": "hbm", "HBM": "hbm"},
     **{"NVM": "slow", "CXL-DRAM": "slow", "CXL-NVM": "slow", "GPUMemory": "slow"},
 }
+# The sizes of equal memories differ by what the kernel keeps for itself of one.
+NEARLY_EQUAL = 0.1
 # Where several memories are next to the same PUs, the first of these is the PUs' own.
 ORDER = {"dram": 0, "hbm": 1, "slow": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryObject:
-    """A NUMANode as written: `pus` are those next to it, `gp_index` its name in the file's tables of figures."""
+    """A NUMANode as written: `pus` are those that it lists as next to it, `inside` those of the object that it is in,
+    `gp_index` its name in the file's tables of figures."""
 
     id: int
     gp_index: str | None
     memory_bytes: int
     subtype: str | None
     pus: tuple[int, ...]
+    inside: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,8 @@ def machine_nodes(
     """The nodes by id.
 
     hwloc gives every memory the PUs next to it; only one memory of a PU is its own NUMA node: that which has the fewest
-    PUs next to it, DRAM before others. Raises ValueError where two nodes have the same number.
+    PUs next to it, DRAM before others. Raises ValueError where two nodes have the same number, where a node lists other
+    PUs than the object that it is in, or where nothing tells which PUs are whose.
     """
     every = frozenset(pus)
     owner: dict[int, int] = {}
@@ -70,6 +76,9 @@ def machine_nodes(
         if memory.id in nodes:
             raise ValueError(f"NUMA node {memory.id} is there twice")
         near = tuple(pu for pu in memory.pus if pu in every)
+        if {*near} != every.intersection(memory.inside):
+            listed, inside = format_list(memory.pus), format_list(memory.inside) or "none"
+            raise ValueError(f"NUMA node {memory.id} lists CPUs {listed}, the object that it is in has {inside}")
         own = () if any(pu in owner for pu in near) else near
         owner |= dict.fromkeys(own, memory.id)
         nodes[memory.id] = NumaNode(
@@ -80,5 +89,20 @@ def machine_nodes(
             bandwidth_mb_s=figures.bandwidth.get(memory.gp_index or "") or None,
             latency_ns=figures.latency.get(memory.gp_index or "") or None,
         )
-    listed = tuple(nodes[i] for i in sorted(nodes))
-    return with_kinds(listed, kinds, on_package_memory=on_package_memory)
+    by_id = tuple(nodes[i] for i in sorted(nodes))
+    _refuse_twins(with_kinds(by_id, kinds, on_package_memory=False))
+    return with_kinds(by_id, kinds, on_package_memory=on_package_memory)
+
+
+def _refuse_twins(nodes: tuple[NumaNode, ...]) -> None:
+    """Raise ValueError where nodes of one size are next to the same PUs and nothing tells their kinds: lstopo without
+    groups (--filter group:none) writes the nodes of a package so, each with a part of its PUs in truth."""
+    by_id = {node.id: node for node in nodes}
+    for node in nodes:
+        owners = [by_id[i] for i in node.near if node.kind == "unknown" and node.memory_bytes]
+        for own in owners:
+            if abs(node.memory_bytes - own.memory_bytes) < NEARLY_EQUAL * own.memory_bytes:
+                raise ValueError(
+                    f"NUMA nodes {own.id} and {node.id} list the same CPUs {format_list(own.pus)} and equal memory, as "
+                    "lstopo does without groups"
+                )

@@ -1,12 +1,15 @@
 """lstopo XML: written here, written by the real lstopo, and that of real hosts where it lies beside the checkout."""
 
 import subprocess
+import tarfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from affinity.errors import InputError
+from affinity.topology.archive import tree_root
 from affinity.topology.catalog import find_machine
 from affinity.topology.lstopo import read_lstopo
 from affinity.topology.machine import Machine
@@ -16,6 +19,7 @@ from tests.support.commands import need
 pytestmark = pytest.mark.slow
 
 XML = Path(__file__).parents[3] / "shared" / "hwloc" / "xml"
+MACHINES = Path(__file__).parents[1] / "machines"
 FLAT = """<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd">
 <topology version="{version}">
 <object type="Machine" os_index="0" allowed_cpuset="0x0000000e" allowed_nodeset="0x00000003">
@@ -144,6 +148,10 @@ DAMAGED = {
     FLAT.format(version="2.0", subtype="").replace(
         '"NUMANode" os_index="1"', '"NUMANode" os_index="0"'
     ): "is there twice",
+    FLAT.format(version="2.0", subtype="").replace('"0x0000000f" local', '"0x00000003" local'): (
+        "NUMA node 0 lists CPUs 0-1, the object that it is in has 0-3"
+    ),
+    FLAT.format(version="2.0", subtype="").replace('"1024"', '"4000"'): "NUMA nodes 0 and 1 list the same CPUs 0-3",
     '<topology><object type="Machine">'
     + '<object type="Group">' * 5000
     + "</object>" * 5001
@@ -169,6 +177,19 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         read_lstopo(tmp_path / "x.xml")
     with pytest.raises(InputError, match="absent"):
         read_lstopo(tmp_path / "absent.xml")
+
+
+@pytest.mark.parametrize("tarball", ["gen-epyc-corona", "gen-knl-snc4-flat"])
+def test_nodes_without_the_groups_that_tell_their_cpus_are_refused(tmp_path: Path, tarball: str) -> None:
+    need("hwloc-nox", "lstopo-no-graphics")
+    with tarfile.open(MACHINES / f"{tarball}.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    env = {"PATH": "/usr/bin:/bin", "HWLOC_FSROOT": str(tree_root(tmp_path)), "HWLOC_COMPONENTS": "linux,stop"}
+    for options, refused in (((), False), (("--filter", "group:none"), True)):
+        argv = ["lstopo-no-graphics", *options, "-f", str(tmp_path / "x.xml")]
+        subprocess.run(argv, check=True, env=env, capture_output=True)
+        with pytest.raises(InputError, match="list the same CPUs") if refused else nullcontext():
+            assert len(read_lstopo(tmp_path / "x.xml").numa_nodes) == 8
 
 
 def comparable(machine: Machine) -> Machine:
