@@ -50,7 +50,7 @@ def choose_layout(
     workers. `headroom` is the least ratio of a worker's memory to its need; where the layout lacks memory, fewer
     workers have more. `most`: the most workers.
     """
-    suited = _suited(cores, headroom, proportional=proportional)
+    suited = _suited(cores, proportional=proportional)
     why = _why(cores, suited)
     if most is not None and most < len(suited.parts):
         suited = best_layout(cores, most, headroom, proportional=proportional)
@@ -67,10 +67,13 @@ def choose_layout(
     return ChosenLayout(layout=chosen, why="no number of workers fits in the memory; this one comes nearest")
 
 
-def _suited(cores: Cores, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
-    """The layout that suits the cores, whatever memory there is."""
+def _suited(cores: Cores, *, proportional: bool) -> Layout:
+    """The layout that suits the cores, whatever memory there is. A few cores have a worker each, except slow ones whose
+    worker all others would wait for."""
     if len(cores) <= SMALL_HOST_CORES:
-        return best_layout(cores, len(cores), headroom, proportional=proportional)
+        fastest = [[core for core in cores if core.speed >= speed] for speed in {core.speed for core in cores}]
+        single = [Layout(parts=tuple((core,) for core in kept)) for kept in fastest]
+        return max(single, key=lambda one: (one.pace(proportional=proportional), len(one.parts)))
     groups = uniform_groups(cores)
     fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
     every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]
@@ -96,13 +99,17 @@ def _why(cores: Cores, layout: Layout) -> str:
     """Why the cores alone suggest these workers."""
     count, groups = len(layout.parts), uniform_groups(layout.used)
     nodes = len({core.numa_node for core in layout.used})
+    if len(cores) == 1:
+        return "one for the only core"
     if len(cores) <= SMALL_HOST_CORES:
+        which = "each core" if count == len(cores) else f"each of the {count} fastest of {len(cores)} cores"
         return (
-            f"one for each core: on a host of {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
+            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
             "(measured on two cores: 1.2-1.35x over one worker of two threads)"
         )
     if count == len(groups) == 1:
-        return f"one for the host: its {counted(len(layout.used), 'core')} suit a single worker"
+        some = "" if len(layout.used) == len(cores) else f"{len(layout.used)} of "
+        return f"one for the host: {some}its {len(cores)} cores suit a single worker"
     if count == len(groups) == nodes:
         return f"one for each of {nodes} NUMA nodes: no worker spans two"
     if count == len(groups):

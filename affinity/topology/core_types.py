@@ -25,7 +25,7 @@ def core_speeds(devices: Path, pus: tuple[int, ...]) -> dict[int, float]:
     """PU -> speed of its core's type, 1.0 for the fastest; empty where all cores are of one type.
 
     `devices` is sys/devices, `pus` one PU of each core. Clocks alone do not tell types apart: the favored cores of one
-    type have higher clocks, too.
+    type have higher clocks, too. One name may stand for two types: Meteor Lake's low-power cores are cpu_atom, too.
     """
     named = _intel_types(devices, pus)
     types = list(named.values()) or _types(devices, pus)
@@ -35,7 +35,7 @@ def core_speeds(devices: Path, pus: tuple[int, ...]) -> dict[int, float]:
         values = _values(devices, pus, measure)
         if values and measure.startswith("cpufreq"):
             values = {pu: clock * work_per_clock(named, pu) for pu, clock in values.items()}
-        if values and (speeds := relative_speeds(types, values)):
+        if values and (speeds := relative_speeds(split_by_speed(types, values), values)):
             return speeds
     return {pu: ASSUMED[name] for name, members in named.items() for pu in members}
 
@@ -57,6 +57,11 @@ def nearly_equal(values: Mapping[int, float]) -> Types:
         else:
             groups.append((pu,))
     return groups
+
+
+def split_by_speed(types: Types, values: Mapping[int, float]) -> Types:
+    """The types, each divided into those of nearly equal speed."""
+    return [group for members in types for group in nearly_equal({pu: values[pu] for pu in members})]
 
 
 def work_per_clock(named: Mapping[str, tuple[int, ...]], pu: int) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from xml.etree import ElementTree
 
-from affinity.topology.core_types import ASSUMED, nearly_equal, relative_speeds, work_per_clock
+from affinity.topology.core_types import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
 from affinity.topology.cpuset import parse_mask
 
 Speeds = dict[int, float]
@@ -59,7 +59,7 @@ def _by_clock(vendor: str | None) -> Callable[[Figures], Speeds | None]:
             slow = tuple(pu for group in groups[:-1] for pu in group)
             named = {"IntelAtom": slow} if vendor == "GenuineIntel" else {}
         else:
-            groups = list(named.values())
+            groups = split_by_speed(list(named.values()), clocks)
         return relative_speeds(groups, {pu: clock * work_per_clock(named, pu) for pu, clock in clocks.items()})
 
     return speeds

@@ -60,6 +60,23 @@ def test_intel_s_lists_give_the_core_types_and_clocks_their_speed(tmp_path: Path
     assert speeds(tmp_path) == pytest.approx([1.0, 1.0, 0.787 * 3.6 / 5.0, 0.787 * 3.6 / 5.0])
 
 
+@pytest.mark.parametrize(
+    ("measure", "figures"), [("acpi_cppc/highest_perf", (64, 39, 24)), ("cpufreq/cpuinfo_max_freq", (5000, 3600, 2100))]
+)
+def test_slow_cores_among_those_of_one_name_are_a_type_of_their_own(tmp_path: Path, measure: str, figures) -> None:
+    """Meteor Lake: kernels count its two low-power cores to cpu_atom; two of the fast ones are favored."""
+    write_sysfs(build_machine(1, 1, 10, 1), tmp_path)
+    put(tmp_path, "cpu_core/cpus", "0-3")
+    put(tmp_path, "cpu_atom/cpus", "4-9")
+    for pu in range(10):
+        figure = figures[(pu >= 4) + (pu >= 8)] * (1.05 if pu < 2 else 1)
+        put(tmp_path, f"system/cpu/cpu{pu}/{measure}", str(round(figure)))
+    fast, slow, slowest = figures
+    work = 0.787 if measure.startswith("cpufreq") else 1.0
+    expected = [1.0] * 4 + [work * slow / fast] * 4 + [work * slowest / fast] * 2
+    assert speeds(tmp_path) == pytest.approx(expected)
+
+
 def test_the_scheduler_s_capacities_come_first(tmp_path: Path) -> None:
     write_sysfs(hybrid(), tmp_path)
     for pu in range(16):

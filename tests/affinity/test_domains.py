@@ -100,6 +100,17 @@ def test_every_core_of_a_hybrid_processor_has_work() -> None:
     assert sum(len(worker.pus) for worker in made.workers) == 14
 
 
+@pytest.mark.parametrize(
+    ("speeds", "workers"),
+    [((1.0, 1.0, 1.0, 0.4), 3), ((1.0, 1.0, 0.4, 0.4), 2), ((1.0, 0.6, 0.6, 0.6), 4), ((1.0, 1.0), 2), ((1.0,), 1)],
+)
+def test_few_cores_have_a_worker_each_unless_all_would_wait_for_a_slow_one(speeds: tuple, workers: int) -> None:
+    machine = build_machine(1, 1, len(speeds), 1)
+    cores = tuple(replace(core, speed=speed) for core, speed in zip(machine.cores, speeds, strict=True))
+    made = plan(replace(machine, cores=cores))
+    assert [worker.compute_pus for worker in made.workers] == [(i,) for i in range(workers)]
+
+
 def test_balanced_batches_are_in_proportion_and_add_up() -> None:
     made = plan(find_machine("knl-7250-snc4-flat"), balance="batch", local_batch=32)
     assert [(w.intra_op, w.local_batch) for w in made.workers] == [(17, 34), (17, 34), (15, 30), (15, 30)]

@@ -94,6 +94,7 @@ def with_core_types(path: Path, *kinds: str) -> Machine:
             ("|CoreType=IntelCore FrequencyMaxMHz=5000", "|CoreType=IntelAtom FrequencyMaxMHz=4000"),
             [1.0, 0.787 * 0.8],
         ),
+        (("|CoreType=IntelAtom FrequencyMaxMHz=3600", "|CoreType=IntelAtom FrequencyMaxMHz=2100"), [1.0, 2100 / 3600]),
         (('forced_efficiency="0"|', 'forced_efficiency="1"|'), [0.61, 1.0]),
         (('efficiency="0"|', 'efficiency="0"|'), [1.0, 1.0]),
     ],

@@ -23,6 +23,7 @@ from tests.support.plan_facts import GIB, Facts, every, workers_with_plenty_of_m
 PUBLISHED = rf"(?:{'|'.join(re.escape(f'profile {name}: {one.source}') for name, one in PROFILES.items())})"
 Pattern = tuple[str, Callable[[Facts], tuple[object, ...]]]
 N, RANGE, REAL = r"([\d,]+)", r"(\d+(?:-\d+)?)", r"([\d.]+)"
+FEW_CORES = r"with 4 cores or fewer \D* \(measured on two cores: 1.2-1.35x \D*"
 
 
 def memory_parts(facts: Facts) -> tuple[object, ...]:
@@ -40,11 +41,14 @@ REASONS: dict[str, list[Pattern]] = {
     "workers per host": [
         (rf"{N}: (?:set by the recipe or an option|{PUBLISHED})", lambda f: (f.ranks,)),
         (rf"{N}: set by the recipe or an option, more than the {N} cores? \D*", lambda f: (f.ranks, len(f.kept))),
+        (rf"{N}: one for the only core", lambda f: (len(f.kept),)),
+        (rf"{N}: one for each core: {FEW_CORES}", lambda f: (len(f.kept),)),
         (
-            rf"{N}: one for each core: on a host of 4 cores or fewer \D* \(measured on two cores: 1.2-1.35x \D*",
-            lambda f: (len(f.kept),),
+            rf"{N}: one for each of the {N} fastest of {N} cores: {FEW_CORES}",
+            lambda f: (f.ranks, len(f.sizes), len(f.kept)),
         ),
-        (rf"{N}: one for the host: its {N} cores? \D*", lambda f: (1, len(f.own))),
+        (rf"{N}: one for the host: its {N} cores \D*", lambda f: (1, len(f.kept))),
+        (rf"{N}: one for the host: {N} of its {N} cores \D*", lambda f: (1, len(f.own), len(f.kept))),
         (rf"{N}: one for each of {N} NUMA nodes: \D*", lambda f: (f.ranks, f.nodes)),
         (rf"{N}: one for each core type of a NUMA node: \D*", lambda f: (len(f.groups),)),
         (
