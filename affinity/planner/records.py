@@ -85,7 +85,7 @@ def machine_name(machine: Machine) -> str:
         # of modules: kernels keep some of it, and not always the same
         f"{MODULE_GIB * ceil(memory / GIB / MODULE_GIB)} GiB",
         *(() if limit is None or limit >= memory else (f"{limit // GIB} GiB of them",)),
-        *(() if machine.cpu_quota is None else (f"the time of {machine.cpu_quota:g} cores",)),
+        *(() if machine.cpu_quota is None else (f"the time of {machine.cpu_quota:g} CPUs",)),
     )
     return ", ".join(parts)
 

@@ -1,7 +1,7 @@
 """The cores of a host that a plan may use: those that are requested, not those of other plans' processes, nor more than
 the CPU quota feeds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from affinity.errors import RequestError
 from affinity.planner.core_groups import uniform_groups
@@ -78,13 +78,24 @@ def _without_occupied(machine: Machine, request: Request) -> UsableCores:
     return _narrowed(machine, kept, why, unused_why="on cores of processes that other plans have bound")
 
 
-def _within_quota(machine: Machine, _: Request) -> UsableCores:
-    """Leave out the cores beyond the control groups' quota of CPU time."""
+def _within_quota(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the PUs beyond the control groups' quota of CPU time: as many remain as may run all the time.
+
+    Whole cores with `smt`, else one PU of each core, so that no second thread takes time from a compute core's.
+    """
     cores, quota = machine.allowed_cores, machine.cpu_quota
-    if quota is None or max(1, int(quota)) >= len(cores):
+    running = len(machine.allowed_pus) if quota is None else max(1, int(quota))
+    if quota is None or running >= len(machine.allowed_pus):
         return UsableCores(machine=machine)
-    why = f"the control group's quota is {quota:g} cores' worth of CPU time: with more threads, all would be throttled"
-    return _narrowed(machine, _kept(machine, cores, max(1, int(quota))), why, unused_why="beyond the CPU quota")
+    each = min(running, max(len(core.pus) for core in cores)) if request.smt else 1
+    best = _kept(machine, cores, running // each)
+    kept = tuple(replace(core, pus=core.pus[:each]) for core in best)
+    why = f"the control group's quota is the time of {quota:g} CPUs: with more threads, all would be throttled"
+    step = _narrowed(machine, kept, why, unused_why="beyond the CPU quota")
+    second = tuple(sorted(pu for core in best for pu in core.pus[each:]))
+    beyond = Unused(pus=tuple(pu for pu in step.unused[0].pus if pu not in second), why=step.unused[0].why)
+    others = Unused(pus=second, why="further threads of their cores: the CPU quota does not feed all threads")
+    return replace(step, unused=tuple(item for item in (beyond, others) if item.pus))
 
 
 def _kept(machine: Machine, cores: tuple[Core, ...], count: int) -> tuple[Core, ...]:

@@ -29,7 +29,7 @@ NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """PUs, NUMA nodes, cores' worth of CPU time, bytes of memory; None where there is no limit."""
+    """PUs, NUMA nodes, CPU time in PUs' worth, bytes of memory; None where there is no limit."""
 
     pus: tuple[int, ...] | None
     nodes: tuple[int, ...] | None
@@ -143,7 +143,7 @@ def _innermost(cpusets: list[tuple[Path, str]], names: dict[str, str]) -> tuple[
 
 
 def _quota(folder: Path) -> float | None:
-    """This group's CPU time in cores' worth: quota / period."""
+    """This group's CPU time in PUs' worth: quota / period."""
     v2, v1 = folder / "cpu.max", folder / "cpu.cfs_quota_us"
     if v2.is_file():
         quota, period = (*text(v2).split(), "100000", "")[:2]

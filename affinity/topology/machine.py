@@ -51,7 +51,7 @@ class Machine:
 
     `cores` are ordered by package, NUMA node, die, caches and first PU. `allowed_pus` is a subset of all PUs,
     `allowed_nodes` of all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology
-    alone. `cpu_quota` is the control groups' limit of CPU time, in cores' worth; None without a limit, like
+    alone. `cpu_quota` is the control groups' limit of CPU time, in PUs' worth; None without a limit, like
     `memory_limit_bytes`. `warnings` tell what is wrong or missing in the description that the machine was read from.
     """
 

@@ -91,7 +91,7 @@ def control_groups(machine: Machine) -> Iterator[Check]:
     if quota is not None and quota < allowed:
         yield warning(
             "CPUs allowed",
-            f"{found}, and CPU time for {quota:g} of them (cgroup quota)",
+            f"{found}, with the time of {quota:g} CPUs (cgroup quota)",
             "give it whole CPUs (Kubernetes: Guaranteed pods, static CPU manager; Docker: --cpuset-cpus, not --cpus)",
         )
     else:

@@ -234,10 +234,28 @@ def test_a_cpu_quota_limits_the_cores() -> None:
     plan = plan_machine(machine, Request(), RUNTIME)
     assert [worker.compute_pus for worker in plan.workers] == [(0,), (1,)]
     assert {item.why: len(item.pus) for item in plan.unused}["beyond the CPU quota"] == 28
-    assert any("2.5 cores' worth" in reason.why for reason in plan.reasons)
+    assert any("the time of 2.5 CPUs" in reason.why for reason in plan.reasons)
     with pytest.raises(InputError, match="ppn=3 needs 3 cores"):
         plan_machine(machine, Request(ppn=3), RUNTIME)
     assert len(plan_machine(replace(machine, cpu_quota=64.0), Request(ppn=16), RUNTIME).workers) == 16
+
+
+@pytest.mark.parametrize(
+    ("quota", "smt", "cores", "threads"),
+    [
+        *((4.0, False, 4, 4), (8.0, False, 8, 8), (12.0, False, 8, 8), (16.0, False, 8, 8)),
+        *((4.0, True, 2, 4), (8.0, True, 4, 8), (13.0, True, 6, 12), (16.0, True, 8, 16), (1.0, True, 1, 1)),
+    ],
+)
+def test_a_cpu_quota_counts_threads(quota: float, smt: bool, cores: int, threads: int) -> None:
+    """Eight cores of two threads: no more threads than the quota feeds, those that load and communicate included."""
+    machine = replace(build_machine(1, 1, 8, 2), cpu_quota=quota)
+    plan = plan_machine(machine, Request(smt=smt, loader_cores=0), RUNTIME)
+    core_of = {pu: core for core in machine.cores for pu in core.pus}
+    busy = [pu for worker in plan.workers for pu in worker.pus]
+    assert (len({core_of[pu] for pu in busy}), len(busy)) == (cores, threads)
+    reserved = plan_machine(machine, Request(ppn=1, smt=smt, loader_cores=min(1, cores - 1)), RUNTIME)
+    assert sum(len(worker.pus) for worker in reserved.workers) <= quota
 
 
 @pytest.mark.parametrize(("allowed", "kept"), [((0, 1), {0, 1, 2, 3}), ((1,), {4, 5, 6, 7})])

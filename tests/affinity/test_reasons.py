@@ -91,7 +91,7 @@ REASONS: dict[str, list[Pattern]] = {
     ],
     "cores used": [
         (
-            rf"{N} of {N}: \D* quota is {REAL} cores' worth \D*",
+            rf"{N} of {N}: \D* quota is the time of {REAL} CPUs: \D*",
             lambda f: (len(f.kept), len(f.usable), f"{f.plan.machine.cpu_quota:g}"),
         ),
         (rf"{N} of {N}: running processes \D*", lambda f: (len(f.usable), len(f.plan.machine.allowed_cores))),

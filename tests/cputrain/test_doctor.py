@@ -73,7 +73,7 @@ def with_limits(**limits: object) -> Machine:
 def test_limits_of_control_groups() -> None:
     assert {check.status for check in host.control_groups(with_limits())} == {OK}
     cpus, memory = host.control_groups(with_limits(cpu_quota=2.5, memory_limit_bytes=1 << 30))
-    assert cpus.status == WARNING and "CPU time for 2.5 of them" in cpus.found
+    assert cpus.status == WARNING and "24 of 24 cores, with the time of 2.5 CPUs" in cpus.found
     assert memory.status == WARNING and "allows 1 GiB" in memory.found
 
 

@@ -34,7 +34,7 @@ class Facts:
     def kept(self) -> list[Core]:
         """Those of them that the quota feeds: the ones that the plan did not put beyond it."""
         beyond = {pu for item in self.plan.unused if item.why == "beyond the CPU quota" for pu in item.pus}
-        return [core for core in self.usable if not beyond & {*core.pus}]
+        return [core for core in self.usable if not beyond >= {*core.pus}]
 
     def cores(self, worker: WorkerPlan) -> list[Core]:
         """The worker's own cores: those of the type that computes."""
