@@ -8,7 +8,7 @@ from affinity.errors import DoesNotFitError
 from affinity.planner.domains import Domain
 from affinity.planner.profiles import is_phi
 from affinity.planner.reasons import Reason
-from affinity.planner.workload import Workload, footprint, largest_batch
+from affinity.planner.workload import PROCESS_BYTES, Workload, footprint, largest_batch
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import Machine, NumaNode
 from affinity.units import GIB
@@ -152,25 +152,29 @@ def _without_near(machine: Machine, memory: _HostMemory) -> str:
     return "the process may use no memory next to the worker: the kernel takes the nearest"
 
 
-def left_out_reasons(machine: Machine) -> list[Reason]:
-    """The memory without PUs that workers are kept off, and why."""
-    why = {
+def left_out_reasons(machine: Machine, domains: tuple[Domain, ...], memories: tuple[Memory, ...]) -> list[Reason]:
+    """The memory without PUs that no worker uses, and why."""
+    beside = {core.numa_node for domain in domains for core in domain.cores}
+    used = {node for memory in memories for node in memory.nodes}
+    left_out: dict[str, list[int]] = {}
+    for node in machine.numa_nodes:
+        if node.memory_bytes and not node.pus and node.id in machine.allowed_nodes and node.id not in used:
+            left_out.setdefault(_why_left_out(node, beside), []).append(node.id)
+    found = ((why, f"NUMA node {format_list(nodes)}") for why, nodes in left_out.items() if why)
+    return [Reason(what="memory left out", value=value, why=why) for why, value in found]
+
+
+def _why_left_out(node: NumaNode, beside: set[int | None]) -> str:
+    """Of a node that no worker uses; `beside` are the nodes of the workers' cores. Empty of DRAM without PUs."""
+    if node.kind == "hbm" and beside.isdisjoint(node.near):
+        return "high-bandwidth memory, but next to no worker"
+    return {
         "slow": "slower than the DRAM next to the PUs: a worker's pages would wait for it",
-        "unknown": "no PUs are next to it and nothing tells how fast it is",
-    }
-    left_out = [
-        node
-        for node in machine.numa_nodes
-        if node.memory_bytes and not node.pus and node.kind in why and node.id in machine.allowed_nodes
-    ]
-    return [
-        Reason(
-            what="memory left out",
-            value=f"NUMA node {format_list(tuple(node.id for node in left_out if node.kind == kind))}",
-            why=why[kind],
-        )
-        for kind in dict.fromkeys(node.kind for node in left_out)
-    ]
+        "unknown": "it has no PUs of its own, and nothing tells how fast it is",
+        "hbm": "high-bandwidth memory that holds too little for a worker on several NUMA nodes: only one node can be "
+        "preferred to DRAM, so that more workers, of one node each ({ppn}), would use it",
+        "dram": "",
+    }[node.kind]
 
 
 def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tuple[int, ...]) -> str:
@@ -188,10 +192,10 @@ def memory_name(machine: Machine, policy: str, nodes: tuple[int, ...], pus: tupl
 def check_fit(
     workload: Workload | None, batches: tuple[int | None, ...], memories: tuple[Memory, ...]
 ) -> tuple[str, ...]:
-    """A warning where an assumed workload does not fit. Raises DoesNotFitError where a known one does not, naming the
-    largest batch that does."""
+    """A warning where an assumed workload does not fit, or of an unknown one not even a Python with torch. Raises
+    DoesNotFitError where a known one does not fit, naming the largest batch that does."""
     if workload is None:
-        return ()
+        return _unknown_misfit(memories)
     for worker, (batch, memory) in enumerate(zip(batches, memories, strict=True)):
         peak = peak_bytes(workload, batch)
         if peak is None or peak <= memory.room_bytes:
@@ -205,6 +209,17 @@ def check_fit(
             raise DoesNotFitError(misfit, largest=most)
         return (f"a typical training would not fit in memory: {misfit}",)
     return ()
+
+
+def _unknown_misfit(memories: tuple[Memory, ...]) -> tuple[str, ...]:
+    tight = [worker for worker, memory in enumerate(memories) if memory.room_bytes < PROCESS_BYTES]
+    if not tight:
+        return ()
+    remedy = "use fewer workers" if len(memories) > 1 else "raise its limit of memory, or use another host"
+    return (
+        f"a training would not fit in memory: a Python with torch alone needs {PROCESS_BYTES / GIB:.1f} GiB; worker "
+        f"{tight[0]} has {memories[tight[0]].room_bytes / GIB:.1f} GiB: {remedy}",
+    )
 
 
 def _remedy(most: int, workers: int) -> str:

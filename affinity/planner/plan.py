@@ -109,7 +109,7 @@ def plan_machine(
             *partition.reasons,
             *worker_costs(full, workers),
             *_once(sizes, memories),
-            *left_out_reasons(usable.machine),
+            *left_out_reasons(usable.machine, partition.domains, memories),
             *batch_reasons(machine, full, workers, memories),
             *ccl_reasons(workers[0].env, default_why.get("comm_threads")),
             *runtime_reasons(

@@ -88,6 +88,29 @@ def test_memory_of_which_nothing_is_known_is_left_out_and_the_plan_says_so() -> 
         assert words in why(made, "memory left out")
 
 
+def test_high_bandwidth_memory_that_no_worker_uses_is_named_with_the_reason() -> None:
+    for ppn, batch, nodes, words in (
+        (2, 128, "4-7", "more workers, of one node each"),
+        (2, 32, "", ""),
+        (4, 128, "", ""),
+    ):
+        made = plan(find_machine("knl-7250-snc4-flat"), batch, ppn=ppn)
+        found = [(reason.value, words in reason.why) for reason in made.reasons if reason.what == "memory left out"]
+        assert found == ([(f"NUMA node {nodes}", True)] if nodes else [])
+    part = find_machine("knl-7250-snc4-flat")
+    first = tuple(pu for core in part.cores if core.numa_node == 0 for pu in core.pus)
+    made = plan(replace(part, allowed_pus=first), 16)
+    assert "next to no worker" in why(made, "memory left out")
+
+
+@pytest.mark.parametrize(("mib", "ppn", "warned"), [(300, 4, True), (300, 1, True), (1024, 1, False), (8192, 4, False)])
+def test_a_plan_for_an_unknown_program_warns_where_torch_alone_would_not_fit(mib: int, ppn: int, warned: bool) -> None:
+    machine = build_machine(1, 1, 8, 1, memory_bytes=mib << 20)
+    found = [text for text in plan_machine(machine, Request(ppn=ppn)).warnings if "would not fit in memory" in text]
+    assert len(found) == warned
+    assert all(("use fewer workers" in text) == (ppn > 1) for text in found)
+
+
 def test_memory_next_to_no_worker_helps_where_the_worker_s_own_is_too_small() -> None:
     machine = replace(build_machine(2, 1, 8, 1, memory_bytes=4 * GIB), allowed_pus=tuple(range(8)))
     made = plan(machine, 32)

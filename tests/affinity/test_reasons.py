@@ -149,9 +149,10 @@ REASONS: dict[str, list[Pattern]] = {
     ],
     "memory left out": [
         (
-            r"NUMA node (\S+): \D*",
+            r"NUMA node (\S+): (?!high)\D*",
             lambda f: (format_list(n.id for n in f.plan.machine.numa_nodes if n.kind in ("slow", "unknown")),),
-        )
+        ),
+        (r"NUMA node (\S+): high-bandwidth memory\D*", lambda f: (format_list(f.unused_hbm),)),
     ],
     "local batch": [
         (rf"{RANGE}: (?:set by the recipe or an option|a typical value, \D*)", lambda f: (spread(f.images),)),
@@ -178,6 +179,10 @@ REASONS: dict[str, list[Pattern]] = {
     "allocator": [(r"\D*", lambda f: ())],
 }
 WARNINGS: list[Pattern] = [
+    (
+        rf"a training would not fit in memory: \D* alone needs 0.6 GiB; worker {N} has {REAL} GiB: \D*",
+        lambda f: (f.worker.local_rank, f"{f.room / GIB:.1f}"),
+    ),
     (rf"the worker spans {N} NUMA nodes: \D*", lambda f: (f.nodes,)),
     (rf"{N} of {N} workers span several of the {N} NUMA nodes: \D*", lambda f: (f.spanning, f.ranks, f.nodes)),
     (rf"domains of {RANGE} cores: \D*", lambda f: (spread(f.sizes),)),

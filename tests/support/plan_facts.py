@@ -49,6 +49,11 @@ class Facts:
     def loader_cores(self) -> int:
         return self.cores_of(self.worker.loader_pus)
 
+    @property
+    def unused_hbm(self) -> list[int]:
+        used = {node for worker in self.plan.workers for node in worker.memory_nodes}
+        return [node.id for node in self.plan.machine.numa_nodes if node.kind == "hbm" and node.id not in used]
+
     def cores_of(self, pus: tuple[int, ...]) -> int:
         return sum(not {*core.pus}.isdisjoint(pus) for core in self.usable)
 
