@@ -60,7 +60,8 @@ def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[
     if _to_spare(domain):
         count = min(max(1, ceil(rate / rates.decoded_per_s)), _to_spare(domain))
         why = (
-            f"{workload.name} trains at most {rate:,.0f} images/s on {counted(cores, 'core')}{rates.since(TRAINING)}; "
+            f"{workload.name} trains at most {rate:,.0f} images/s{_in(workload)} on {counted(cores, 'core')}"
+            f"{rates.since(TRAINING)}; "
             f"one core decodes about {rates.decoded_per_s:,.0f} images/s by {workload.decoder}{rates.since(DECODED)}"
         )
     else:
@@ -69,6 +70,10 @@ def loader_cores(domain: Domain, rates: CoreRates, workload: Workload) -> tuple[
             f"a domain of {counted(cores, 'core')} is too small to spare one; decoding shares the compute cores",
         )
     return count, Reason(what="loader cores per worker", value=str(count), why=why)
+
+
+def _in(workload: Workload) -> str:
+    return "" if workload.precision == "float32" else f" in {workload.precision}"
 
 
 def _to_spare(domain: Domain) -> int:

@@ -23,6 +23,7 @@ from affinity.planner.records import (
     record_path,
 )
 from affinity.planner.workload import RESNET50, Workload
+from affinity.topology.catalog import find_machine
 from affinity.views.text import plan_to_text
 from tests.support.machines import build_machine
 
@@ -90,6 +91,22 @@ def test_a_training_rate_counts_for_its_network_and_precision_and_resnet_50_s_fo
     bf16 = replace(WORKLOAD, precision="bf16")
     assert (gflops(bf16), gflops(replace(bf16, name="lenet")), gflops(replace(bf16, name="vgg"))) == (200, 3, 200)
     assert gflops(WORKLOAD) == gflops(RESNET50) != 200
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        *(("spr-8480plus-2s", "float32", 90), ("spr-8480plus-2s", "bf16", 150), ("cpx-8376h-8s", "bf16", 150)),
+        *(("skx-8160-2s", "bf16", 90), ("bdw-e5-2699v4-2s", "bf16", 50)),
+    ],
+)
+def test_training_is_faster_in_bf16_where_there_are_instructions_for_it(name: str, precision: str, expected) -> None:
+    machine, workload = find_machine(name), replace(WORKLOAD, precision=precision)
+    rates = core_rates(machine, workload, Measured())
+    assert rates.gflops == expected
+    plan = plan_machine(machine, replace(REQUEST, workload=workload))
+    text, cores = reason(plan, "loader cores per worker"), len(machine.cores) / len(plan.workers)
+    assert f"{cores * expected / workload.gflop:,.0f} images/s" in text and ("in bf16" in text) == (precision == "bf16")
 
 
 def test_the_explanation_shows_what_was_measured_beside_what_is_cited() -> None:
