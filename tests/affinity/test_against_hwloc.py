@@ -22,6 +22,7 @@ from affinity.topology.catalog import find_machine
 from affinity.topology.cpuset import parse_mask
 from affinity.topology.lstopo import read_lstopo
 from affinity.topology.machine import Machine
+from affinity.topology.save import save_machine
 from tests.support.commands import need
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -128,6 +129,25 @@ def test_machines_are_read_as_by_hwloc_in_every_form(tarball: Path, tmp_path: Pa
     told = {"2.xml": set(expected), "1.xml": version_1, "synthetic": {"cores", "packages"}}
     for form, found in forms.items():
         assert {what for what in told[form] if found[what] != expected[what]} <= differing, form
+
+
+@pytest.mark.parametrize("source", ["this host", "20em64t-hybrid-1p6c2t+2ca4co1t", "fakeheteromemtiers"])
+def test_a_saved_machine_is_the_same_to_lstopo(source: str, tmp_path: Path) -> None:
+    need("hwloc-nox", "lstopo-no-graphics")
+    root = Path("/")
+    if source != "this host":
+        with tarfile.open(MACHINES[0].parent / f"{source}.tar.xz") as tar:
+            tar.extractall(tmp_path / "source", filter="data")
+        root = tree_root(tmp_path / "source")
+    save_machine(root, tmp_path / "saved.tar")
+    with tarfile.open(tmp_path / "saved.tar") as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    read = []
+    for tree in (root, tree_root(tmp_path / "unpacked")):
+        assert lstopo(tree, tmp_path / f"{len(read)}.xml").returncode == 0
+        read.append(of_hwloc(tmp_path / f"{len(read)}.xml"))
+    assert read[0]["cores"] and read[0]["memory"]
+    assert read[1] == read[0]
 
 
 @settings(max_examples=25, deadline=None)

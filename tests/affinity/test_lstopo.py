@@ -1,4 +1,4 @@
-"""lstopo XML: written here, written by the real lstopo, and that of real hosts where it lies beside the checkout."""
+"""lstopo XML: written here, written by the real lstopo, and that of real hosts in tests/machines."""
 
 import subprocess
 import tarfile
@@ -18,7 +18,6 @@ from tests.support.commands import need
 
 pytestmark = pytest.mark.slow
 
-XML = Path(__file__).parents[3] / "shared" / "hwloc" / "xml"
 MACHINES = Path(__file__).parents[1] / "machines"
 FLAT = """<?xml version="1.0"?><!DOCTYPE topology SYSTEM "hwloc2.dtd">
 <topology version="{version}">
@@ -207,8 +206,10 @@ def test_this_machine_is_the_same_through_the_real_lstopo(tmp_path: Path) -> Non
 
 
 def test_real_hosts_are_the_same_from_xml_and_from_sys() -> None:
-    for xml in sorted(XML.glob("*.v2.xml")):
-        tree = XML.parent / f"gen-{xml.name.removesuffix('.v2.xml')}.tar.bz2"
+    files = sorted(MACHINES.glob("*.v2.xml"))
+    assert len(files) == 5
+    for xml in files:
+        tree = MACHINES / f"gen-{xml.name.removesuffix('.v2.xml')}.tar.xz"
         assert comparable(read_lstopo(xml)) == comparable(find_machine(str(tree))), xml.name
 
 
@@ -219,6 +220,11 @@ def test_version_3_of_real_processors() -> None:
         "Intel-Skylake-2xXeon6140": (2, 36, 72),
     }
     for name, shape in shapes.items():
-        if (XML / f"{name}.xml").is_file():
-            machine = read_lstopo(XML / f"{name}.xml")
-            assert (len(machine.packages), len(machine.cores), len(machine.pus)) == shape
+        machine = read_lstopo(MACHINES / f"{name}.xml")
+        assert (len(machine.packages), len(machine.cores), len(machine.pus)) == shape
+
+
+def test_version_1_of_real_hosts_is_the_same_as_version_2() -> None:
+    for name in ("epyc-corona", "knl-snc4-flat"):
+        old, new = (comparable(read_lstopo(MACHINES / f"{name}{form}.xml")) for form in ("-hwloc1", ".v2"))
+        assert old == new, name
