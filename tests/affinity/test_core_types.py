@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from affinity.planner.plan import Request, plan_machine
+from affinity.topology.catalog import find_machine
 from affinity.topology.hwloc import read_synthetic
 from affinity.topology.machine import Machine, ordered
 from affinity.topology.sysfs import read_machine
 from tests.support.machines import build_machine, write_sysfs
+
+MACHINES = Path(__file__).parents[1] / "machines"
 
 
 def hybrid() -> Machine:
@@ -82,6 +86,17 @@ def test_the_scheduler_s_capacities_come_first(tmp_path: Path) -> None:
     for pu in range(16):
         put(tmp_path, f"system/cpu/cpu{pu}/cpu_capacity", "1024" if pu < 8 else "512")
     assert speeds(tmp_path) == [1.0] * 4 + [0.5] * 8
+
+
+@pytest.mark.parametrize("description", ["nvidia-dgx-gb10.tar.xz", "linux__nvidia-dgx-gb10.xml"])
+@pytest.mark.parametrize(("ppn", "threads"), [(None, [9, 9]), (2, [9, 9]), (4, [5, 5, 5, 5])])
+def test_all_cores_of_a_gb10_have_work_and_each_worker_cores_of_one_type(description: str, ppn, threads) -> None:
+    machine = find_machine(str(MACHINES / description))
+    speed = {pu: core.speed for core in machine.cores for pu in core.pus}
+    made = plan_machine(machine, Request(ppn=ppn))
+    assert [worker.intra_op for worker in made.workers] == threads
+    assert all(len({speed[pu] for pu in worker.compute_pus}) == 1 for worker in made.workers)
+    assert sum(len(worker.pus) for worker in made.workers) == 20
 
 
 def test_nearly_equal_capacities_are_one_type(tmp_path: Path) -> None:

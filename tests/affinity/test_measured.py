@@ -82,6 +82,24 @@ def test_measured_rates_decide_the_cores_and_the_reasons_say_so() -> None:
     assert plan_from_dict(json.loads(plan_to_json(measured))) == measured
 
 
+@pytest.mark.parametrize(
+    ("decoder", "pixels", "per_core", "loaders"),
+    [
+        *(("libjpeg-turbo", 204_000, "700", 1), ("libjpeg-turbo", 60_000, "2,381", 1)),
+        *(("Pillow", 204_000, "272", 1), ("Pillow", 2_000_000, "28", 2)),
+    ],
+)
+def test_loader_cores_are_as_many_as_the_decoder_and_the_images_need(
+    decoder: str, pixels: int, per_core: str, loaders: int
+) -> None:
+    """24 cores train 49 images/s."""
+    workload = replace(WORKLOAD, decoder=decoder, image_pixels=pixels)
+    plan = plan_machine(MACHINE, replace(REQUEST, ppn=2, workload=workload))
+    assert f"one core decodes about {per_core} images/s by {decoder}" in reason(plan, "loader cores per worker")
+    core_of = {pu: core for core in MACHINE.cores for pu in core.pus}
+    assert [len({core_of[pu] for pu in worker.loader_pus}) for worker in plan.workers] == [loaders] * 2
+
+
 def test_a_training_rate_counts_for_its_network_and_precision_and_resnet_50_s_for_others() -> None:
     measured = Measured(rates=(rate("training resnet50 at 224 x 224, bf16", 200.0), rate("training lenet, bf16", 3.0)))
 

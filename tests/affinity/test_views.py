@@ -14,6 +14,8 @@ from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.topology.catalog import find_machine
+from affinity.topology.machine import NumaNode
+from affinity.units import memory_text
 from affinity.views.picture import Picture
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import WIDTH, plan_to_text
@@ -77,6 +79,16 @@ def test_svg_is_xml_with_a_stripe_for_every_pu(name: str) -> None:
     assert len(titles) == len(plan.machine.pus)
     assert {int(t.split()[1].rstrip(":")) for t in titles} == set(plan.machine.pus)
     assert Picture(plan)._repr_svg_() == plan_to_svg(plan)
+
+
+@pytest.mark.parametrize(("mib", "shown"), [(231, "231 MiB"), (511, "511 MiB"), (2970, "2.9 GiB"), (4096, "4 GiB")])
+def test_small_nodes_are_not_shown_without_memory(mib: int, shown: str) -> None:
+    machine = build_machine(1, 1, 4, 1, memory_bytes=mib << 20)
+    extra = NumaNode(id=1, pus=(), memory_bytes=(mib // 2) << 20, kind="hbm", near=(0,))
+    plan = plan_machine(replace(machine, numa_nodes=(*machine.numa_nodes, extra), allowed_nodes=(0, 1)))
+    for drawn in (plan_to_text(plan), plan_to_svg(plan)):
+        assert f"NUMA node 0, {shown}" in drawn and " 0 GiB" not in drawn
+        assert f"{memory_text((mib // 2) << 20)} of hbm memory" in drawn
 
 
 def test_names_are_escaped_in_svg() -> None:
