@@ -183,7 +183,8 @@ def _bytes(size: str, text: str) -> int:
     match = SIZE.fullmatch(size.upper())
     if match is None:
         raise InputError(f"machine {text!r}: memory={size} is not a size: write 64GB")
-    return int(match.group(1)) * UNITS[match.group(3) or "IB"] ** " KMGT".index(match.group(2) or " ")
+    factor: int = UNITS[match.group(3) or "IB"] ** " KMGT".index(match.group(2) or " ")
+    return int(match.group(1)) * factor
 
 
 def _numbering(indexes: str | None, count: int, what: str, text: str) -> tuple[int, ...]:
