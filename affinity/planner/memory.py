@@ -171,8 +171,8 @@ def _why_left_out(node: NumaNode, beside: set[int | None]) -> str:
     return {
         "slow": "slower than the DRAM next to the PUs: a worker's pages would wait for it",
         "unknown": "it has no PUs of its own, and nothing tells how fast it is",
-        "hbm": "high-bandwidth memory that holds too little for a worker on several NUMA nodes: only one node can be "
-        "preferred to DRAM, so that more workers, of one node each ({ppn}), would use it",
+        "hbm": "high-bandwidth memory in several NUMA nodes, next to a worker that may need more than all of it: only "
+        "one node can be preferred to DRAM, so that more workers, of one node each ({ppn}), would use it",
         "dram": "",
     }[node.kind]
 

@@ -113,7 +113,7 @@ def _why(cores: Cores, layout: Layout) -> str:
     if count == len(groups) == nodes:
         return f"one for each of {nodes} NUMA nodes: no worker spans two"
     if count == len(groups):
-        return "one for each core type of a NUMA node: no worker waits for slow cores of its own"
+        return "one for each core type that computes in a NUMA node: no worker waits for slow cores of its own"
     sizes, each = spread([len(group) for group in groups], "core"), spread(layout.sizes, "core")
     where = "its cores are divided" if nodes == 1 else "no worker spans two"
     what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{len(groups)} groups of equal cores"

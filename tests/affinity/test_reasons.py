@@ -50,7 +50,7 @@ REASONS: dict[str, list[Pattern]] = {
         (rf"{N}: one for the host: its {N} cores \D*", lambda f: (1, len(f.kept))),
         (rf"{N}: one for the host: {N} of its {N} cores \D*", lambda f: (1, len(f.own), len(f.kept))),
         (rf"{N}: one for each of {N} NUMA nodes: \D*", lambda f: (f.ranks, f.nodes)),
-        (rf"{N}: one for each core type of a NUMA node: \D*", lambda f: (len(f.groups),)),
+        (rf"{N}: one for each core type that computes in a NUMA node: \D*", lambda f: (len(f.groups),)),
         (
             rf"{N}: {N} (?:NUMA nodes?|groups of [a-z ]+) of {RANGE} cores?: \D* have {RANGE} cores? each, and 24\D*",
             lambda f: (f.ranks, len(f.groups), spread(f.groups.values()), spread(f.sizes)),
