@@ -72,7 +72,10 @@ def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str 
 
 
 def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
-    """The nodes of the PUs next to it have no memory: the fastest memory next to them is their DRAM."""
+    """The nodes of the PUs next to it have no memory: the fastest memory next to them is their DRAM, but for that with
+    a high latency."""
     rivals = [o for o in nodes if o.memory_bytes and not o.pus and set(o.near) & set(node.near)]
-    fastest = max((other.bandwidth_mb_s or 0 for other in rivals), default=0)
-    return "dram" if (node.bandwidth_mb_s or 0) == fastest else "slow"
+    least = min((other.latency_ns for other in rivals if other.latency_ns), default=0)
+    quick = [other for other in rivals if (other.latency_ns or least) <= LATENCY_MARGIN * least]
+    fastest = max((other.bandwidth_mb_s or 0 for other in quick), default=0)
+    return "dram" if node in quick and (node.bandwidth_mb_s or 0) == fastest else "slow"

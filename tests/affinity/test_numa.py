@@ -126,6 +126,18 @@ def test_a_node_without_memory_uses_the_memory_near_it(tmp_path: Path) -> None:
     assert [w.memory_nodes for w in plan.workers] == [(13,), (12,)]
 
 
+def test_beside_empty_nodes_a_pool_of_cxl_memory_is_not_taken_for_their_own(tmp_path: Path) -> None:
+    with_memories(tmp_path, bandwidth=(100, 100), latency=(100, 100))
+    nodes = tmp_path / "sys/devices/system/node"
+    for node in (0, 1):
+        (nodes / f"node{node}/meminfo").write_text(f"Node {node} MemTotal: 0 kB\n")
+    shutil.copytree(nodes / "node13", nodes / "node14")
+    hmat(nodes / "node14", 0, "read_bandwidth", 140)
+    hmat(nodes / "node14", 0, "read_latency", 300)
+    kinds = {node.id: node.kind for node in read_machine(tmp_path).numa_nodes if not node.pus}
+    assert kinds == {12: "dram", 13: "dram", 14: "slow"}
+
+
 @pytest.mark.parametrize(
     ("listed", "pus", "near"),
     [
