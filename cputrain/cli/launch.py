@@ -1,7 +1,9 @@
 """cputrain launch: run any command under a plan."""
 
 import os
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from affinity.kernel.layout import OTHER_LAYOUT_VARIABLE
 from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import Request
 from affinity.ranks.rank import MASTER_PORT, Rank, discover
+from affinity.terminal import redraws
 from affinity.topology.sysfs import this_machine
 from affinity.views.text import plan_to_text
 from affinity.wording import counted
@@ -138,19 +141,21 @@ def command(
     base = Request(pin_threads=pin_threads)
     if instance is not None and instances is None:
         raise InputError("--instance chooses among several copies: give their number with --instances")
-    rank = discover(os.environ)
+    env = os.environ
+    rank = discover(env)
     if rank is not None:
-        _become_rank(rank, options, base, cmd, check=not no_verify, keep_env=keep_env)
-    options = with_allocated_hosts(with_host_groups(options, host_groups), os.environ)
-    options = with_pods(options, os.environ)
+        _become_rank(rank, options, base, cmd, env, check=not no_verify, keep_env=keep_env)
+    options = with_allocated_hosts(with_host_groups(options, host_groups), env)
+    options = with_pods(options, env)
     check_launch(options, plan_on_host=plan_on_host)
     if instances is not None:
         options = with_instances(options, instances, this_machine())
-    launcher = find_launcher(options.launcher, os.environ) if uses_launcher(options) else None
+    launcher = find_launcher(options.launcher, env) if uses_launcher(options) else None
     if launcher is not None and (note := converted_hostfile(options, launcher)):
         click.echo(note, err=True)
     launch = _Launch(
         cmd=cmd,
+        env=env,
         options=options,
         base=base,
         launcher=launcher,
@@ -166,7 +171,7 @@ def command(
     )
     job, cluster = launch.planned(options)
     if dry_run:
-        _show(job, launcher, launch.folder)
+        _show(job, launcher, launch.folder, env)
         return 0
     check_writable(launch.folder, "--output")
     launch = replace(launch, folder=new_folder(launch.folder, named=output is not None))
@@ -178,6 +183,7 @@ class _Launch:
     """A command line's job, at its first start and at its restarts."""
 
     cmd: tuple[str, ...]
+    env: Mapping[str, str]
     options: PlanningOptions
     base: Request
     launcher: InstalledLauncher | None
@@ -188,8 +194,8 @@ class _Launch:
 
     def planned(self, options: PlanningOptions) -> tuple[Job, Cluster]:
         """The job and its hosts' plans."""
-        cluster = plan_hosts(options, self.base, os.environ, self.cmd)
-        job = in_pods(command_job(options, cluster, self.cmd, self.folder, os.environ, **self.switches), os.environ)
+        cluster = plan_hosts(options, self.base, self.env, self.cmd)
+        job = in_pods(command_job(options, cluster, self.cmd, self.folder, self.env, **self.switches), self.env)
         return (job if self.instances is None else replace(job, instances=chosen(self.instance, job.ppn))), cluster
 
     def run(self, first: Job, cluster: Cluster, *, restarts: int, preflight: bool | None) -> int:
@@ -204,7 +210,7 @@ class _Launch:
                 job, hosts = self.planned(on_hosts(self.options, left.after(failure)))
             variables = (*job.variables, *restart_variables(attempt, restarts, name))
             try:
-                return _run(replace(job, variables=variables), hosts, self.launcher, self.folder, preflight)
+                return _run(replace(job, variables=variables), hosts, self.launcher, self.folder, preflight, self.env)
             except JobFailedError as error:
                 if error.shortage is None:
                     raise
@@ -215,7 +221,14 @@ class _Launch:
         return with_restarts(start, restarts)
 
 
-def _run(job: Job, cluster: Cluster, launcher: InstalledLauncher | None, folder: Path, preflight: bool | None) -> int:
+def _run(
+    job: Job,
+    cluster: Cluster,
+    launcher: InstalledLauncher | None,
+    folder: Path,
+    preflight: bool | None,
+    env: Mapping[str, str],
+) -> int:
     """Print warnings, check the hosts where that is wanted, run the job; returns its exit status."""
     for warning in (
         *cluster.warnings,
@@ -225,17 +238,17 @@ def _run(job: Job, cluster: Cluster, launcher: InstalledLauncher | None, folder:
     if launcher is None:
         wait_for_name(job.master_addr or "", job.pods)
         write_plan(job.plan_path, job.plan)
-        return run_local(job, os.environ)
+        return run_local(job, env)
     if preflight or (preflight is None and len(job.hosts) > 1):
-        _preflight(job, launcher, folder)
-    measure_transports(job, launcher.launcher, os.environ, partial(click.echo, err=True))
-    return run_remote(job, launcher, folder, os.environ)
+        _preflight(job, launcher, folder, env)
+    measure_transports(job, launcher.launcher, env, partial(click.echo, err=True))
+    return run_remote(job, launcher, folder, env)
 
 
-def _preflight(job: Job, launcher: InstalledLauncher, folder: Path) -> None:
+def _preflight(job: Job, launcher: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> None:
     """Check the hosts and print the warnings. Raises RunError with all errors."""
     started = time.monotonic()
-    findings = run_preflight(job, launcher, folder / "preflight", os.environ)
+    findings = run_preflight(job, launcher, folder / "preflight", env)
     for warning in findings.warnings:
         click.echo(f"pre-flight: {warning}", err=True)
     if findings.errors:
@@ -246,7 +259,14 @@ def _preflight(job: Job, launcher: InstalledLauncher, folder: Path) -> None:
 
 
 def _become_rank(
-    rank: Rank, options: PlanningOptions, base: Request, cmd: tuple[str, ...], *, check: bool, keep_env: bool
+    rank: Rank,
+    options: PlanningOptions,
+    base: Request,
+    cmd: tuple[str, ...],
+    env: Mapping[str, str],
+    *,
+    check: bool,
+    keep_env: bool,
 ) -> NoReturn:
     """Be the rank that mpirun, srun or torchrun has started: bind to its share of this host and become the command."""
     context = click.get_current_context()
@@ -262,18 +282,18 @@ def _become_rank(
             f"--ppn {options.ppn}, but {rank.local_world_size} ranks were started on this host: remove --ppn, or "
             f"set it to {rank.local_world_size}"
         )
-    plan, index = plan_for_rank(request_of_options(options, base), rank, cmd, os.environ)
+    plan, index = plan_for_rank(request_of_options(options, base), rank, cmd, env)
     for warning in plan.worded(as_option).warnings if rank.local_rank == 0 else ():
         click.echo(f"warning: {warning}", err=True)
-    exec_bound(plan.workers[index], plan_in_memory(plan), cmd, os.environ, rank=rank, check=check, keep_env=keep_env)
+    exec_bound(plan.workers[index], plan_in_memory(plan), cmd, env, rank=rank, check=check, keep_env=keep_env)
 
 
-def _show(job: Job, launcher: InstalledLauncher | None, folder: Path) -> None:
+def _show(job: Job, launcher: InstalledLauncher | None, folder: Path, env: Mapping[str, str]) -> None:
     """Print the plan, and the command that would run."""
     for group in job.groups:
         click.echo(plan_to_text(group.plan, wording=as_option) + "\n")
     if launcher is not None:
-        start = remote_command(job, launcher, folder, "ADDRESS", "PORT", "TOKEN")
+        start = remote_command(job, launcher, folder, "ADDRESS", "PORT", "TOKEN", live=redraws(sys.stdout, env))
         click.echo(f"command\n  {shell_line(start)}")
         click.echo(
             "mpi.supervise.agent reports to this host's ADDRESS and PORT, with the TOKEN of the launch. To start the "

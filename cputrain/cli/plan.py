@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,8 +132,9 @@ def command(
         options = replace(options, share=options.share or training.plan.share)
     if machines is not None:
         return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
+    env = os.environ
     options = with_host_groups(options, host_groups)
-    cluster = plan_hosts(options, base, os.environ)
+    cluster = plan_hosts(options, base, env)
     job = Job(
         groups=cluster.groups,
         command=_train_command(options, recipe, settings, training) if recipe else ("CMD...",),
@@ -143,9 +144,9 @@ def command(
         variables=tuple((name, value) for name, value, _ in network_settings(options)),
     )
     if write is not None:
-        _write(job, options, write, training)
+        _write(job, options, write, training, env)
     elif output_format == "command":
-        start, hint = start_command(job, options, os.environ)
+        start, hint = start_command(job, options, env)
         click.echo(start)
         if hint:
             click.echo(hint, err=True)
@@ -156,7 +157,7 @@ def command(
             f"--format {output_format} shows one group of hosts: use text, json or command, or plan each group alone"
         )
     else:
-        _show(cluster, job, options, training, explained=explained, with_curve=with_curve)
+        _show(cluster, job, options, training, env, explained=explained, with_curve=with_curve)
     return None
 
 
@@ -197,14 +198,14 @@ def _train_command(
     return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
 
 
-def _write(job: Job, options: PlanningOptions, folder: Path, recipe: "Recipe | None") -> None:
+def _write(job: Job, options: PlanningOptions, folder: Path, recipe: "Recipe | None", env: Mapping[str, str]) -> None:
     """Write the plan's files into a new folder, and print how to start from them."""
     check_writable(folder, "--write")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"--write {folder} already exists: name another folder")
     if options.launcher == "local":
         raise InputError("--write makes files for a launcher: name it with --launcher")
-    launcher = planned_launcher(options, os.environ)
+    launcher = planned_launcher(options, env)
     if note := converted_hostfile(options, launcher):
         click.echo(note, err=True)
     if guess := assumed(options, launcher):
@@ -220,12 +221,13 @@ def _show(
     job: Job,
     options: PlanningOptions,
     recipe: "Recipe | None",
+    env: Mapping[str, str],
     *,
     explained: bool,
     with_curve: bool,
 ) -> None:
-    started = start_command(job, options, os.environ) if recipe is not None or len(job.hosts) > 1 else None
-    _show_plans(cluster, job, explained=explained)
+    started = start_command(job, options, env) if recipe is not None or len(job.hosts) > 1 else None
+    _show_plans(cluster, job, colored=shows_color(sys.stdout, env), explained=explained)
     for warning in cluster.warnings:
         click.echo(f"warning: {warning}")
     settings = network_settings(options)
@@ -238,7 +240,7 @@ def _show(
         from cputrain.cli.predicted import predicted
 
         click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
-        for line in predicted(recipe, cluster.groups[0].plan, options):
+        for line in predicted(recipe, cluster.groups[0].plan, options, env):
             click.echo(line)
         for line in precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ():
             click.echo(line)
@@ -247,8 +249,7 @@ def _show(
         click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
 
 
-def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
-    colored = shows_color(sys.stdout, os.environ)
+def _show_plans(cluster: Cluster, job: Job, *, colored: bool, explained: bool) -> None:
     several = len(cluster.groups) > 1
     for group in cluster.groups:
         if several:

@@ -67,29 +67,25 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
     each optimizer and batch. A repeated call continues. Name the folder of the images with data.path=DIR.
     """
     name = f"large-batch-{scale}"
-    folder = output or Path(f"runs/{name}")
+    folder, env = output or Path(f"runs/{name}"), os.environ
 
     def plan(variant: Variant) -> PlannedTraining:
         recipe = load_recipe(name, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
-        return plan_training(recipe.model_copy(update={"sweep": SweepSection()}), os.environ)
+        return plan_training(recipe.model_copy(update={"sweep": SweepSection()}), env)
 
     every = [with_seed(variant.settings, 1) for variant in variants(load_recipe(name, settings).sweep, (), ())]
     first = [(variant, plan(variant)) for variant in every]
     click.echo(
         f"{len(first)} trainings with the first seed, then the best rates with {counted(seeds - 1, 'more seed')}"
     )
-    tried = train_all(first, os.environ)
+    tried = train_all(first, env)
     found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
     if not found[0].best.top1:
         raise RunError(f"the baseline with global batch {found[0].batch} did not finish: see its logs in {folder}")
     best = [(entry, [with_seed(entry.best.settings, seed) for seed in range(2, seeds + 1)]) for entry in found]
     full = []
     for entry, others in best:
-        more = (
-            train_all([(variant, plan(variant)) for variant in others], os.environ)
-            if entry.best.top1 is not None
-            else []
-        )
+        more = train_all([(variant, plan(variant)) for variant in others], env) if entry.best.top1 is not None else []
         full.append(with_all_seeds(entry, more))
     write_results(folder, name, [result for entry in full for result in (*entry.tried, *entry.results[1:])])
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -82,7 +83,7 @@ def _digest(path: Path) -> str:
     return f"{size:,} bytes" if size > MAX_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Check one host: report, then send to the next host of the ring for RING_S; the one before sends here before or
     after it."""
     parser = argparse.ArgumentParser(prog="python -m mpi.preflight.checks", description=__doc__)
@@ -90,7 +91,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
-    token, rank = os.environ.get(TOKEN_VARIABLE, ""), discover(os.environ)
+    token, rank = env.get(TOKEN_VARIABLE, ""), discover(env)
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
     connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
     if not isinstance(answer[0], Clock):  # this host does not fit the job
@@ -99,9 +100,7 @@ def main(arguments: list[str]) -> int:
     address = connection.socket.getsockname()[0]
     server = socket.create_server((address, 0), family=connection.socket.family)
     threading.Thread(target=_receive_all, args=(server, token), daemon=True).start()
-    report = inspect_host(
-        tuple(options.files), options.scratch, this_machine(), clock.now_s, os.environ.get("FI_PROVIDER")
-    )
+    report = inspect_host(tuple(options.files), options.scratch, this_machine(), clock.now_s, env.get("FI_PROVIDER"))
     connection.send(report)
     connection.send(Listening(address=address, port=server.getsockname()[1]))
     neighbor = _next(connection, LinkPeer)
@@ -164,4 +163,4 @@ def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from affinity.ranks.rank import LOOPBACK
+from affinity.terminal import redraws
 from affinity.wording import counted
 from mpi.launchers.job import Job
 from mpi.launchers.local import local_commands
@@ -74,7 +75,7 @@ def run_local(
     out, err = out or sys.stdout, err or sys.stderr
     port = job.master_port or free_port()
     secret = {TOKEN_VARIABLE: new_token(), **dict(job.secrets)}
-    supervisor = RankSupervisor(job.log_dir, out, err)
+    supervisor = RankSupervisor(job.log_dir, out, err, live=(redraws(out, env), redraws(err, env)))
     stop = SavedStop()
     grace_s = FAILURE_GRACE_S
 

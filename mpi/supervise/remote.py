@@ -1,7 +1,6 @@
 """Run a job through a launcher: start it, watch its ranks on all hosts, end all when one fails."""
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -52,13 +51,13 @@ logger = logging.getLogger(__name__)
 
 
 def remote_command(
-    job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str
+    job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str, *, live: bool
 ) -> LaunchCommand:
-    """What starts the job's ranks, each behind an agent that reports to this host's address and port."""
+    """What starts the job's ranks, each behind an agent that reports to this host's address and port; with `live`
+    progress bars are redrawn, for a person who watches."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
-    live = ("--live",) if redraws(sys.stdout, os.environ) else ()
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
-    agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *live, "--")
+    agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *(["--live"] if live else ()), "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
     with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
     return launch_command(with_token, installed, (*agent, *bound), folder.resolve())
@@ -73,7 +72,8 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
     """
     address = own_address(job.hosts)
     monitor = Monitor(new_token(), job.host_of_ranks, address)
-    command = remote_command(job, installed, folder, address, monitor.port, monitor.token)
+    live = redraws(sys.stdout, env)
+    command = remote_command(job, installed, folder, address, monitor.port, monitor.token, live=live)
     write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
     grace_s = FAILURE_GRACE_S
     with interruptible(monitor.preempt):

@@ -126,7 +126,7 @@ from affinity.ranks.rank import Rank
 import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
-group = start_group(rank, worker, sys.argv[1], 60.0)
+group = start_group(rank, worker, sys.argv[1], 60.0, os.environ)
 model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3, 32))
 model(torch.zeros(2, 3, 32, 32)).sum().backward()
 all_gather(1)

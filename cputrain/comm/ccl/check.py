@@ -122,12 +122,13 @@ def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...
 
 def main() -> int:
     """Measure the transports, keep the figures, and print a line about them, or why there are none."""
+    env = os.environ
     try:
-        libraries = find_libraries(os.environ)
-        ensure_built(libraries, os.environ)
-        found, problems = time_transports(libraries, os.environ)
+        libraries = find_libraries(env)
+        ensure_built(libraries, env)
+        found, problems = time_transports(libraries, env)
         for record in records_of(found, command="cputrain doctor ccl"):
-            keep(record, os.environ)
+            keep(record, env)
     except (InputError, RunError) as error:
         print(error)
         return 2 if isinstance(error, InputError) else 1
