@@ -22,6 +22,7 @@ from cputrain.launch.hosts import uses_launcher, with_allocated_hosts, with_host
 from cputrain.launch.instances import chosen, with_instances
 from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
 from cputrain.launch.pods import in_pods, wait_for_name, with_pods
+from cputrain.launch.rank_software import COMPARED_PACKAGES, with_absent_module
 from cputrain.launch.restarts import HostsLeft, keep_logs, on_hosts, with_restarts
 from cputrain.runs.attempt import restart_variables
 from cputrain.runs.folder import LOGS, PLAN, write_plan
@@ -144,7 +145,7 @@ def run_launch(
             return _run(job, launch, preflight, report)
         except JobFailedError as error:
             if error.shortage is None:
-                raise
+                raise with_absent_module(error) from None
             from cputrain.launch.shortage import with_remedy  # the recipes: only where one may have failed
 
             raise with_remedy(error, job) from None
@@ -198,7 +199,7 @@ def _run(job: Job, launch: Launch, preflight: bool | None, report: Callable[[str
 def _check_hosts(job: Job, launch: Launch, launcher: InstalledLauncher, report: Callable[[str], None]) -> None:
     """Check the hosts and report the warnings. Raises RunError with all errors."""
     started = time.monotonic()
-    findings = run_preflight(job, launcher, launch.folder / "preflight", launch.env)
+    findings = run_preflight(job, launcher, launch.folder / "preflight", launch.env, COMPARED_PACKAGES)
     for warning in findings.warnings:
         report(f"pre-flight: {warning}")
     if findings.errors:

@@ -35,8 +35,6 @@ from mpi.supervise.stalls import (
     StallWatch,
     able_to_show,
     describe_failure,
-    describe_stopped,
-    stopped_rank,
 )
 
 POLL_S = 0.05
@@ -120,7 +118,7 @@ def free_port() -> int:
 def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -> int:
     """Wait for all workers, or for the first failure; the exit status of the job. Raises InterruptedBySignalError where
     the workers take too long to save."""
-    stalls = StallWatch()
+    stalls = StallWatch(job.starting)
     together = job.instances is None  # they wait for each other: one that is stopped stops all
     while not any(rank.failed for rank in supervisor.ranks):
         if stop.untold:  # not by the signal's handler, which may interrupt another message
@@ -132,7 +130,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -
         if time.monotonic() > stop.deadline:
             interrupt(stop.number)
         if supervisor.poll(POLL_S) and together:
-            _watch_stalls(supervisor, stalls)
+            stalls.check(supervisor.standings(), supervisor.clock.now(), lambda stall: _stacks(supervisor, stall))
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(POLL_S)
@@ -149,16 +147,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
     cause = first_cause(rank.exit() for rank in failed)
-    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage)
-
-
-def _watch_stalls(supervisor: RankSupervisor, stalls: StallWatch) -> None:
-    """Say which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
-    standings = supervisor.standings()
-    if stopped := stopped_rank(standings):
-        raise JobFailedError(describe_stopped(stopped))
-    if told := stalls.take(standings, supervisor.clock.now(), lambda stall: _stacks(supervisor, stall)):
-        logger.warning("cputrain: %s", told)
+    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage, tail=cause.tail)
 
 
 def _stacks(supervisor: RankSupervisor, stall: Stall | None) -> Stacks:

@@ -35,8 +35,6 @@ from mpi.supervise.stalls import (
     Stall,
     StallWatch,
     able_to_show,
-    describe_stopped,
-    stopped_rank,
 )
 
 POLL_S = 0.1
@@ -107,7 +105,7 @@ class _Running:
 def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
     arrived, arrived_at = 0, monitor.clock.now()
     judged = arrived_at
-    stalls = StallWatch()
+    stalls = StallWatch(job.starting)
     while True:
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else POLL_S)
@@ -138,7 +136,7 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
             )
         if now - judged >= STALL_CHECK_S:
             judged = now
-            _watch_stalls(monitor, stalls)
+            stalls.check(monitor.standings(), now, lambda stall: _stacks(monitor, stall))
 
 
 def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
@@ -147,16 +145,7 @@ def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
     if cause is None:
         hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in monitor.failed()))
         return JobFailedError(monitor.cause(), hosts=hosts)
-    return JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), shortage=cause.shortage)
-
-
-def _watch_stalls(monitor: Monitor, stalls: StallWatch) -> None:
-    """Say which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
-    standings = monitor.standings()
-    if stopped := stopped_rank(standings):
-        raise JobFailedError(describe_stopped(stopped))
-    if told := stalls.take(standings, monitor.clock.now(), lambda stall: _stacks(monitor, stall)):
-        logger.warning("cputrain: %s", told)
+    return JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), shortage=cause.shortage, tail=cause.tail)
 
 
 def _stacks(monitor: Monitor, stall: Stall | None) -> Stacks:
