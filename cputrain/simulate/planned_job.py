@@ -14,7 +14,7 @@ from cputrain.simulate.measured import find, unreadable
 from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
 from cputrain.simulate.published import starting_run
 from cputrain.simulate.scaling import Row, check_global_batch, model_of, rows_of
-from cputrain.simulate.tables import duration
+from cputrain.simulate.tables import rough_duration
 
 WORTHWHILE = 0.5  # of a host: what one more should add at least
 
@@ -59,7 +59,7 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping
 
 
 def _line(row: Row, epochs: int) -> str:
-    time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {duration(row.time_to_train_s)}"
+    time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {rough_duration(row.time_to_train_s)}"
     return (
         f"predicted: {row.images_per_s:,.0f} images/s ({row.low:,.0f} to {row.high:,.0f}), "
         f"{100 * row.efficiency:.0f} % of {counted(row.nodes, 'single host')}{time} (cputrain simulate)"

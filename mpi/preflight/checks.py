@@ -14,10 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from affinity.packages import installed_version
 from affinity.ranks.rank import discover
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
@@ -49,7 +49,7 @@ def inspect_host(
     return HostReport(
         host=socket.gethostname(),
         python=sys.version.split()[0],
-        packages=tuple((name, version) for name in packages if (version := _version(name))),
+        packages=tuple((name, version) for name in packages if (version := installed_version(name))),
         files=tuple((path, _digest(Path(path))) for path in files),
         clock_s=round(time.time() - now_s, 3),
         memory_bytes=free_kib * 1024,
@@ -70,13 +70,6 @@ def missing_provider(wanted: str | None) -> str | None:
     listed = subprocess.run([program, "-l"], capture_output=True, text=True, check=False).stdout
     offered = {line.removesuffix(":") for line in listed.splitlines() if line.endswith(":")}
     return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _digest(path: Path) -> str:
