@@ -90,13 +90,13 @@ def run_local(
                 # Held back so far: no rank could take it before.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
                 supervisor.sample(whole_host=True)
-                status = _watch(supervisor, stop, job, err)
+                status = _watch(supervisor, stop, job)
             return 128 + stop.number if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
             grace_s = FAILURE_GRACE_S if save_first else SAVE_S
             workers, name = counted(len(supervisor.ranks), "worker"), signal.Signals(number).name
-            print(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once", file=err)
+            supervisor.say(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once")
             return 128 + int(number)
         finally:
             supervisor.stop(grace_s)
@@ -115,7 +115,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -> int:
+def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
     """Wait for all workers, or for the first failure; the exit status of the job. Raises InterruptedBySignalError where
     the workers take too long to save."""
     stalls = StallWatch(job.starting)
@@ -124,7 +124,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -
         if stop.untold:  # not by the signal's handler, which may interrupt another message
             stop.untold = False
             name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
-            print(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once", file=err)
+            supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
         if supervisor.all_exited:
             return 0
         if time.monotonic() > stop.deadline:

@@ -219,6 +219,11 @@ class RankSupervisor:
             rank.process.wait()
             self._note_exits()  # one at a time: the sampler counts the CPU time of each as it is reaped
 
+    def say(self, text: str) -> None:
+        """Show a line of the supervisor's own on `err`, which may be closed or full by now."""
+        self._terminals[1].write(f"{text}\n")
+        self._terminals[1].flush()
+
     def drain(self) -> None:
         """Move the output that is still in the pipes."""
         while self._open_pipes and self._dispatch(0):
