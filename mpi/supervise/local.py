@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SavedStop:
-    """The end of a job whose ranks save before they stop: the signal that asked for it, 0 for none yet, the monotonic
-    time at which the ranks are ended all the same, and whether it is still to be told."""
+    """The end of a job whose ranks save before they stop: the signal that requested it, 0 for none yet, the monotonic
+    time at which the ranks are ended all the same, and whether it is still to be reported."""
 
     number: int = 0
     deadline: float = math.inf
-    untold: bool = False
+    unreported: bool = False
 
 
 def run_local(
@@ -78,7 +78,7 @@ def run_local(
     grace_s = FAILURE_GRACE_S
 
     def preempt(number: int) -> None:
-        stop.number, stop.deadline, stop.untold = number, time.monotonic() + SAVE_S, True
+        stop.number, stop.deadline, stop.unreported = number, time.monotonic() + SAVE_S, True
         supervisor.preempt()
 
     with interruptible(supervisor.preempt, preempt if save_first else None):
@@ -121,8 +121,8 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
     stalls = StallWatch(job.starting)
     together = job.instances is None  # they wait for each other: one that is stopped stops all
     while not any(rank.failed for rank in supervisor.ranks):
-        if stop.untold:  # not by the signal's handler, which may interrupt another message
-            stop.untold = False
+        if stop.unreported:  # not by the signal's handler, which may interrupt another message
+            stop.unreported = False
             name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
             supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
         if supervisor.all_exited:

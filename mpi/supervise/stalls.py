@@ -91,7 +91,7 @@ def left_before(cause: RankExit, standings: Sequence[Standing]) -> tuple[Standin
 
 
 def able_to_show(stall: Stall) -> tuple[int, ...]:
-    """The first of the awaited ranks that can be asked for their Python stacks: they run."""
+    """The first of the awaited ranks whose Python stacks can be requested: they run."""
     running = [one.rank for one in stall.awaited if one.exit is None and not one.activity.stopped_s]
     return tuple(running[:MOST_STACKS])
 
@@ -156,7 +156,7 @@ def describe_failure(cause: RankExit, standings: Sequence[Standing], stall: Stal
 
 class StallWatch:
     """Remembers which ranks the others have waited for, and says so once each time that it happens, later each time;
-    of a start that takes its time nothing is said, and its stacks are asked for ever less often. `starting` are texts
+    a start that takes its time is not reported, and its stacks are requested ever less often. `starting` are texts
     in the stack of a rank that has not started yet."""
 
     def __init__(self, starting: Sequence[str] = ()) -> None:
@@ -164,21 +164,21 @@ class StallWatch:
         self._begun: float | None = None
         self._last: tuple[float, Stall] | None = None
         self._waiting_s = WAITING_S
-        self._told: tuple[int, ...] = ()
+        self._reported: tuple[int, ...] = ()
         self._ask_at = 0.0
         self._pause_s = ASK_AGAIN_S
 
     def take(self, standings: tuple[Standing, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> str | None:
-        """Take a reading of all ranks; the line about a stall where that is to be said now."""
+        """Take a reading of all ranks; the line about a stall where that is to be reported now."""
         self._begun = now if self._begun is None else self._begun
         awaited = awaited_ranks(standings)
         if not awaited:
-            self._told = ()
+            self._reported = ()
             return None
         stall, ranks = Stall(awaited=awaited, standings=standings), tuple(one.rank for one in awaited)
         self._last = now, stall
         running_s = now - self._begun
-        if ranks == self._told or not awaited_ranks(standings, self._waiting_s):
+        if ranks == self._reported or not awaited_ranks(standings, self._waiting_s):
             return None
         if now < self._ask_at and running_s < STARTING_S:
             return None
@@ -186,7 +186,7 @@ class StallWatch:
         if is_starting(stall, stacks, running_s, self._starting):
             self._ask_at, self._pause_s = now + self._pause_s, 2 * self._pause_s
             return None
-        self._told, self._waiting_s = ranks, 2 * self._waiting_s
+        self._reported, self._waiting_s = ranks, 2 * self._waiting_s
         return describe_stall(stall, stacks)
 
     def check(self, standings: tuple[Standing, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> None:

@@ -80,8 +80,8 @@ def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
 
 
 def test_a_third_party_script_runs_bound_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(THEIRS)
-    result = cputrain("launch", "--ppn", str(PPN), "--output", "out", "--", sys.executable, "theirs.py", cwd=tmp_path)
+    (tmp_path / "train.py").write_text(THEIRS)
+    result = cputrain("launch", "--ppn", str(PPN), "--output", "out", "--", sys.executable, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     for rank in range(PPN):

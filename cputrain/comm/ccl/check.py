@@ -64,11 +64,11 @@ def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str])
         meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
         commands = [((str(mpirun), "-n", "2", *PROGRAM), {**clean, **meeting, **_for_mpirun(libraries, clean)})]
     lines, failed = _run(commands)
-    said = next((line for line in lines if line.startswith("{")), None)
-    if failed or said is None:
+    result = next((line for line in lines if line.startswith("{")), None)
+    if failed or result is None:
         errors = [line for line in lines if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
         raise RunError(f"all-reduces of two ranks over oneCCL and {TITLES[transport]} failed: {errors[0].strip()}")
-    return {int(size): seconds for size, seconds in json.loads(said).items()}
+    return {int(size): seconds for size, seconds in json.loads(result).items()}
 
 
 def _for_mpirun(libraries: Libraries, env: Mapping[str, str]) -> dict[str, str]:
