@@ -27,10 +27,10 @@ from affinity.views.text import plan_to_text
 FORMATS = ("text", "json", "svg")
 
 
-def main(arguments: list[str], env: Mapping[str, str] = os.environ) -> int:
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Exit status: 0 done; 2 the input is wrong; 1 a running process differs from its plan."""
     if arguments[:1] == ["bind"]:
-        return bind.main(arguments[1:])
+        return bind.main(arguments[1:], env)
     options = vars(_parser().parse_args(arguments))
     try:
         return COMMANDS[options.pop("command")](options, env)
@@ -93,11 +93,11 @@ def _plan(options: dict[str, Any], env: Mapping[str, str]) -> int:
         raise RequestError(NOT_SHARED)
     else:
         plan = plan_machine(find_machine(spec), request)
-    _print(plan, output_format, explained=explain)
+    _print(plan, output_format, env, explained=explain)
     return 0
 
 
-def _show(options: dict[str, Any], _env: Mapping[str, str]) -> int:
+def _show(options: dict[str, Any], env: Mapping[str, str]) -> int:
     paths: list[Path] = options["plans"]
     if len(paths) > 2:
         raise InputError(f"{len(paths)} plans given: give one to show or two to compare")
@@ -109,20 +109,20 @@ def _show(options: dict[str, Any], _env: Mapping[str, str]) -> int:
     if len(plans) == 2:
         print("\n".join(plan_differences(*plans)) or "the plans are the same")
     else:
-        _print(plans[0], options["format"])
+        _print(plans[0], options["format"], env)
     return 0
 
 
-def _print(plan: Plan, output_format: str, *, explained: bool = False) -> None:
+def _print(plan: Plan, output_format: str, env: Mapping[str, str], *, explained: bool = False) -> None:
     if output_format == "json":
         print(plan_to_json(plan))
     elif output_format == "svg":
         print(plan_to_svg(plan, wording=as_option))
     else:
-        print(plan_to_text(plan, colored=shows_color(sys.stdout, os.environ), explained=explained, wording=as_option))
+        print(plan_to_text(plan, colored=shows_color(sys.stdout, env), explained=explained, wording=as_option))
 
 
 COMMANDS: dict[str, Callable[[dict[str, Any], Mapping[str, str]], int]] = {"read": _read, "plan": _plan, "show": _show}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -21,12 +21,12 @@ from affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
 from affinity.topology.sysfs import this_machine
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Command line of `python -m affinity.bind`; returns only where the command cannot be started."""
     logging.basicConfig(format="affinity: %(message)s")
     options = _parser().parse_args(arguments)
     try:
-        _bind(options, os.environ)
+        _bind(options, env)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, "affinity.bind", as_option)
     return 0
@@ -78,4 +78,4 @@ def _bind(options: argparse.Namespace, env: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -92,8 +92,8 @@ def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env
     while not path.is_file() and lock.exists():
         time.sleep(POLL_S)
         if waited < QUIET_S <= waited + POLL_S:
-            told = logger.warning if _tells(env) else logger.debug
-            told("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
+            log_line = logger.warning if _tells(env) else logger.debug
+            log_line("cputrain: waiting for %s to compile %s", _owner(lock), extension.title)
         waited += POLL_S
         now = _mtime(lock)
         if now != seen:
@@ -123,27 +123,27 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
         raise InputError(f"{extension.requested_by}: no C++ compiler on PATH: install g++, or {extension.alternative}")
     output = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
     parts, last = extension.parts(cxx, output), extension.argv(cxx, output)
-    told = logger.warning if _tells(env) else logger.debug
-    told("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
+    log_line = logger.warning if _tells(env) else logger.debug
+    log_line("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
     started = time.monotonic()
     try:
         with tempfile.TemporaryFile() as printed:
-            failed = _run(parts, printed, lock, told) or _run((last,), printed, lock, told)
+            failed = _run(parts, printed, lock, log_line) or _run((last,), printed, lock, log_line)
             printed.seek(0)
-            said = printed.read().decode(errors="replace")
+            messages = printed.read().decode(errors="replace")
     finally:
         for number in range(len(parts)):
             object_file(output, number).unlink(missing_ok=True)
     if failed:
         log = path.with_suffix(".log")
-        log.write_text(f"{shlex.join(failed)}\n{said}")
-        first = next((line for line in said.splitlines() if "error" in line), "it printed no error")
+        log.write_text(f"{shlex.join(failed)}\n{messages}")
+        first = next((line for line in messages.splitlines() if "error" in line), "it printed no error")
         raise RunError(
             f"{extension.requested_by}: {cxx} cannot compile {extension.title}: {first[:300]}; its whole output is in "
             f"{log}"
         )
     output.rename(path)
-    told("cputrain: compiled in %.0f s", time.monotonic() - started)
+    log_line("cputrain: compiled in %.0f s", time.monotonic() - started)
 
 
 def _tells(env: Mapping[str, str]) -> bool:
@@ -152,7 +152,7 @@ def _tells(env: Mapping[str, str]) -> bool:
 
 
 def _run(
-    commands: tuple[tuple[str, ...], ...], printed: IO[bytes], lock: Path, told: Callable[..., None]
+    commands: tuple[tuple[str, ...], ...], printed: IO[bytes], lock: Path, log_line: Callable[..., None]
 ) -> tuple[str, ...]:
     """Run commands side by side, and touch the lock meanwhile; the first one that fails, none where all succeed."""
     with ExitStack() as stack:
@@ -172,6 +172,6 @@ def _run(
                 touched = now
             if now - spoken > PROGRESS_S:
                 left = counted(statuses.count(None), "part")
-                told("cputrain: has been compiling for %.0f s: %s of %d to go", now - started, left, len(commands))
+                log_line("cputrain: has been compiling for %.0f s: %s of %d to go", now - started, left, len(commands))
                 spoken = now
     return next((argv for argv, status in zip(commands, statuses, strict=True) if status), ())

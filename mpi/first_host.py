@@ -71,7 +71,7 @@ def shell_lines(command: LaunchCommand) -> str:
     return "\n".join([*exports, NEW_TOKEN, f"launch=({shlex.join(command.argv)})"]) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Command line of `python -m mpi.first_host`."""
     parser = argparse.ArgumentParser(prog="python -m mpi.first_host", description="plan a job on its first host")
     parser.add_argument("folder", type=Path, help="holds nodes and plan.json")
@@ -86,12 +86,12 @@ def main(arguments: list[str]) -> int:
         fabric = fabric_between(len(hosts), options.fabric)
         if options.request is not None:
             program = () if options.program is None else (options.program,)
-            plan = plan_here(options.request, fabric, program, os.environ)
+            plan = plan_here(options.request, fabric, program, env)
             (options.folder / PLAN).write_text(plan_to_json(plan))
         else:
             plan = read_plan(options.folder / PLAN)
         settings = fabric.settings if len(hosts) > 1 else ()
-        variables = tuple((name, os.environ.get(name, value)) for name, value, _ in settings)  # the user's own wins
+        variables = tuple((name, env.get(name, value)) for name, value, _ in settings)  # the user's own wins
         command = command_of_ranks(plan, hosts, options.launcher, variables, options.port, options.folder)
         write_files(command.files)
     except Exception as error:  # noqa: BLE001  bugs are raised again
@@ -105,4 +105,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

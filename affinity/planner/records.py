@@ -8,13 +8,13 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from affinity.errors import RunError
 from affinity.filesystem import cache_folder
+from affinity.packages import installed_version
 from affinity.planner.defaults import tuning_name
 from affinity.planner.measured import Measured, Rate, Tuned
 from affinity.planner.request import ALLOCATOR, Request
@@ -94,15 +94,8 @@ def current_versions(root: Path = Path("/")) -> tuple[str, ...]:
     """What a measurement depends on besides the machine: "torch 2.13.0", the kernel's clock governor."""
     governor = root / GOVERNOR
     clock = governor.read_text().strip() if governor.is_file() else "unknown"
-    packages = (f"{title} {_version(name)}" for title, name in PACKAGES.items())
+    packages = (f"{title} {installed_version(name) or 'none'}" for title, name in PACKAGES.items())
     return (*packages, f"Python {platform.python_version()}", f"clock governor {clock}")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def records_folder(machine: str, env: Mapping[str, str]) -> Path:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from affinity.kernel.bound_plan import bound_worker
@@ -19,7 +19,9 @@ TIMEOUT_S = 300.0
 FLOAT = 4
 
 
-def measure(rank: Rank, worker: WorkerPlan, backend: str, rounds: int, file: Path, sizes: list[int]) -> None:
+def measure(
+    rank: Rank, worker: WorkerPlan, backend: str, rounds: int, file: Path, sizes: list[int], env: Mapping[str, str]
+) -> None:
     """Time all-reduces and copies of float32 values of each size."""
     import torch
     import torch.distributed as dist
@@ -27,7 +29,7 @@ def measure(rank: Rank, worker: WorkerPlan, backend: str, rounds: int, file: Pat
     from cputrain.comm.group import end_group, start_group
 
     torch.set_num_threads(1)
-    group = start_group(rank, worker, backend, TIMEOUT_S)
+    group = start_group(rank, worker, backend, TIMEOUT_S, env)
     found: dict[int, dict[str, list[float]]] = {}
     for size in sizes:
         values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
@@ -60,9 +62,10 @@ def _timed(act: Callable[[], None], rounds: int) -> list[float]:
 def main() -> None:
     """Run one rank."""
     backend, rounds, file, *sizes = sys.argv[1:]
-    rank, worker = discover(os.environ), bound_worker(os.environ)
+    env = os.environ
+    rank, worker = discover(env), bound_worker(env)
     assert rank is not None and worker is not None, "started by `cputrain bench comm`"
-    run_rank(rank, lambda: measure(rank, worker, backend, int(rounds), Path(file), list(map(int, sizes))))
+    run_rank(rank, lambda: measure(rank, worker, backend, int(rounds), Path(file), list(map(int, sizes)), env))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -57,15 +57,17 @@ def result_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def measure(recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, spec: Spec) -> None:
+def measure(
+    recipe: Recipe, rank: Rank, worker: WorkerPlan, observed: Observed, spec: Spec, env: Mapping[str, str]
+) -> None:
     """Train as one rank, and write what was measured."""
     from cputrain.bench.recorder import LayerRecorder, StepRecorder
     from cputrain.comm.group import end_group
     from cputrain.training.measured_engine import with_measured_engine
     from cputrain.training.session import start_session
 
-    session = start_session(recipe, rank, worker, observed, os.environ, check=True, phase=lambda _what: None)
-    session = with_measured_engine(session, os.environ)
+    session = start_session(recipe, rank, worker, observed, env, check=True, phase=lambda _what: None)
+    session = with_measured_engine(session, env)
     state = _state(session)
     recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), _batches(session)
     gc.freeze()  # as in a training
@@ -190,11 +192,12 @@ def _limits(session: "Session", spec: Spec) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run one rank."""
-    recipe, rank = load_recipe(sys.argv[1]), discover(os.environ)
+    env = os.environ
+    recipe, rank = load_recipe(sys.argv[1]), discover(env)
     assert rank is not None, "started by `cputrain bench model` or `cputrain tune`"
     spec = Spec(**json.loads((recipe.folder / SPEC).read_text()))
-    worker, observed = bind_rank(recipe, rank, os.environ, check=True)
-    run_rank(rank, lambda: measure(recipe, rank, worker, observed, spec))
+    worker, observed = bind_rank(recipe, rank, env, check=True)
+    run_rank(rank, lambda: measure(recipe, rank, worker, observed, spec, env))
 
 
 if __name__ == "__main__":

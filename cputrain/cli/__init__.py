@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -96,22 +97,23 @@ def group() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 done, 2 wrong input, 1 failed while running, 128 + n ended by signal n."""
     open_streams()
-    if instruction := os.environ.get(COMPLETE):
-        return _complete(instruction)
+    env = os.environ
+    if instruction := env.get(COMPLETE):
+        return _complete(instruction, env)
     _log_to_stderr()
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] != ["train"]:
         return finished(_run(words))
-    with signals_held(os.environ, prepared="--prepared" in words):
+    with signals_held(env, prepared="--prepared" in words):
         return finished(_run(words))
 
 
-def _complete(instruction: str) -> int:
+def _complete(instruction: str, env: Mapping[str, str]) -> int:
     """Answer a shell that completes a command line."""
     from cputrain.cli.complete import answer
     from cputrain.cli.completion_table import make_table, read_table
 
-    return answer(instruction, read_table(os.environ, lambda: make_table(group)))
+    return answer(instruction, read_table(env, lambda: make_table(group)))
 
 
 def _run(words: list[str]) -> int:

@@ -1,7 +1,7 @@
 """cputrain bench: measurements of this host, each beside its limit; and norms that a run has recorded."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +74,8 @@ def model(
     spec = Spec(
         warm_up=1 if quick else 2, steps=counted, profiled=2, limits=precisions(this_machine().isa), quick=quick
     )
-    found = measure_model(recipe, settings, spec, os.environ)
+    env = os.environ
+    found = measure_model(recipe, settings, spec, env)
     _show(model_report(found), output_format)
     if trace is not None:
         trace.write_text(trace_json(found.ranks))
@@ -82,7 +83,7 @@ def model(
     records = model_records(found)
     if not records:
         click.echo("not kept: simulate uses only rates with generated images, of networks that it knows", err=True)
-    _keep(records, quick=quick)
+    _keep(records, env, quick=quick)
 
 
 @command.command("memory")
@@ -94,7 +95,7 @@ def memory(repeats: int | None, quick: bool, output_format: str) -> None:
 
     report, records = bench_memory(this_machine(), repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
-    _keep(records, quick=quick)
+    _keep(records, os.environ, quick=quick)
 
 
 @command.command("data")
@@ -108,9 +109,10 @@ def data(folder: Path | None, repeats: int | None, quick: bool, output_format: s
     """
     from cputrain.bench.decoding import bench_decoding
 
-    report, records = bench_decoding(this_machine(), folder, os.environ, repeats=_repeats(repeats, quick), quick=quick)
+    env = os.environ
+    report, records = bench_decoding(this_machine(), folder, env, repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
-    _keep(records, quick=quick)
+    _keep(records, env, quick=quick)
 
 
 @command.command("comm")
@@ -124,9 +126,10 @@ def comm(repeats: int | None, quick: bool, output_format: str) -> None:
     """
     from cputrain.bench.all_reduce import bench_all_reduce
 
-    report, records = bench_all_reduce(this_machine(), os.environ, repeats=_repeats(repeats, quick), quick=quick)
+    env = os.environ
+    report, records = bench_all_reduce(this_machine(), env, repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
-    _keep(records, quick=quick)
+    _keep(records, env, quick=quick)
 
 
 @command.command("optimizer")
@@ -169,11 +172,11 @@ def _show(report: Report, output_format: str) -> None:
         click.echo(report_text(report))
 
 
-def _keep(records: Sequence[Any], *, quick: bool) -> None:
+def _keep(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> None:
     """Keep what was measured, and tell where."""
     from cputrain.measurements import keep
 
-    for path in [] if quick else [keep(record, os.environ) for record in records]:
+    for path in [] if quick else [keep(record, env) for record in records]:
         click.echo(f"kept in {path}", err=True)
 
 

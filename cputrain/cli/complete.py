@@ -41,8 +41,9 @@ class Bash(BashComplete):
 
     def get_completion_args(self) -> tuple[list[str], str]:
         """The words before the one that is completed, and that one."""
-        number = int(os.environ["COMP_CWORD"])
-        words = split_arg_string(os.environ["COMP_WORDS"])[1 : number + 1]
+        env = os.environ
+        number = int(env["COMP_CWORD"])
+        words = split_arg_string(env["COMP_WORDS"])[1 : number + 1]
         words += [""] * (number - len(words))
         joined: list[str] = []
         for i, word in enumerate(words):

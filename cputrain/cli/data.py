@@ -170,12 +170,13 @@ def show(
         raise InputError(f"{folder} has no {split} split: it has {', '.join(dataset.splits)}")
     images = dataset.splits[split]
     out = io.BytesIO()
+    env = os.environ
     if recipe is None:
-        squares = transformed(images, choose_decoder("auto", os.environ)[0], PLAIN)
+        squares = transformed(images, choose_decoder("auto", env)[0], PLAIN)
         sheet = contact_sheet(images, dataset.classes, squares, count=count)
     else:
         training = load_training(recipe, settings)
-        decode, _ = choose_decoder(training.data.decoder, os.environ)
+        decode, _ = choose_decoder(training.data.decoder, env)
         transform = training_transform(training, epoch - 1)
         squares = transformed(images, decode, transform, seed=training.seed, epoch=epoch - 1)
         sheet = contact_sheet(images, dataset.classes, squares, count=count, side=transform.image_size)

@@ -30,9 +30,10 @@ def command(context: click.Context, output_format: str) -> int:
     from cputrain.doctor.probe import probed, start_probe
     from cputrain.doctor.software import software_checks
 
-    probe = start_probe(os.environ)
+    env = os.environ
+    probe = start_probe(env)
     of_host = tuple(host_checks(Path("/"), own_limits(), shm_size()))
-    checks = (*of_host, *software_checks(probed(probe, PATIENCE_S), os.environ))
+    checks = (*of_host, *software_checks(probed(probe, PATIENCE_S), env))
     status = int(any(check.status == ERROR for check in checks))
     if output_format == "json":
         print_json({"status": status, "checks": [asdict(check) for check in checks]})
@@ -88,15 +89,16 @@ def ccl(output_format: str) -> None:
     from cputrain.measurements import keep
     from cputrain.transports import TITLES
 
+    env = os.environ
     with only_results_on_stdout(output_format):
-        libraries = find_libraries(os.environ)
+        libraries = find_libraries(env)
         version = ".".join(map(str, libraries.version))
         click.echo(f"oneCCL {version}  {libraries.ccl}")
         click.echo(f"Intel MPI     {libraries.mpi}")
         click.echo(f"libfabric     {libraries.fabric}")
-        backend = ensure_built(libraries, os.environ)
+        backend = ensure_built(libraries, env)
         click.echo(f"backend       {backend}")
-        found, problems = time_transports(libraries, os.environ)
+        found, problems = time_transports(libraries, env)
         measured = [
             (transport, size, median(seconds)) for transport, times in found.items() for size, seconds in times.items()
         ]
@@ -106,7 +108,7 @@ def ccl(output_format: str) -> None:
         for problem in problems:
             click.echo(f"warning: {problem}", err=True)
         for record in records_of(found, command="cputrain doctor ccl"):
-            click.echo(f"kept in       {keep(record, os.environ)}")
+            click.echo(f"kept in       {keep(record, env)}")
     if output_format == "json":
         paths = {"oneccl": libraries.ccl, "mpi": libraries.mpi, "fabric": libraries.fabric, "backend": backend}
         print_json(

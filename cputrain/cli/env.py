@@ -21,9 +21,10 @@ def command(output_format: str) -> None:
     from cputrain.doctor.probe import probed, start_probe
     from cputrain.doctor.software import torch_check, torchvision_check
 
-    probe = probed(start_probe(os.environ), PATIENCE_S)
+    env = os.environ
+    probe = probed(start_probe(env), PATIENCE_S)
     checks = (torch_check(probe["torch"]), torchvision_check(probe["torchvision"], probe["torch"]))
-    found = facts(probe, checks, os.environ)
+    found = facts(probe, checks, env)
     if output_format == "json":
         print_json(found)
     else:

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -72,10 +73,11 @@ def command(
     alone = (Path(recipe),) if is_checkpoint(Path(recipe)) and not named else named
     checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
     check_page(page, len(checkpoints))
-    rank = discover(os.environ)
+    env = os.environ
+    rank = discover(env)
     if rank is not None:
-        worker, observed = bind_rank(training, rank, os.environ, check=not no_verify)
-        startup = startup_of(rank, os.environ, shown=not as_json)
+        worker, observed = bind_rank(training, rank, env, check=not no_verify)
+        startup = startup_of(rank, env, shown=not as_json)
         startup.phase("importing PyTorch")
         from cputrain.training.eval_entry import eval_rank  # torch: after the binding is read back
 
@@ -83,7 +85,7 @@ def command(
         run_rank(
             rank,
             lambda: eval_rank(
-                training, rank, worker, observed, os.environ, checkpoints, **switches, page=page, startup=startup
+                training, rank, worker, observed, env, checkpoints, **switches, page=page, startup=startup
             ),
         )
         return 0
@@ -92,7 +94,7 @@ def command(
     given = (flag for flag, wanted in flags.items() if wanted)
     pages = ("--report", str(page)) if page else ()
     arguments = (*paths, *pages, *given, "--", recipe, *settings)
-    return _evaluate_here(training, checkpoints, arguments, verify=not no_verify)
+    return _evaluate_here(training, checkpoints, arguments, env, verify=not no_verify)
 
 
 def check_page(page: Path | None, checkpoints: int) -> None:
@@ -103,15 +105,17 @@ def check_page(page: Path | None, checkpoints: int) -> None:
         raise InputError(f"--report is the page of one checkpoint, and {checkpoints} are evaluated: name one")
 
 
-def _evaluate_here(training: Recipe, checkpoints: tuple[Path, ...], arguments: tuple[str, ...], *, verify: bool) -> int:
+def _evaluate_here(
+    training: Recipe, checkpoints: tuple[Path, ...], arguments: tuple[str, ...], env: Mapping[str, str], *, verify: bool
+) -> int:
     """Evaluate in the planned workers of this machine; `arguments` are those of each worker's `cputrain eval`."""
-    plan = plan_recipe(training, os.environ)
+    plan = plan_recipe(training, env)
     from cputrain.training.eval_entry import check_checkpoints  # torch: after everything that is refused without it
 
     check_checkpoints(checkpoints, training, survey_recipe(training))
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / PLAN, plan)
     command = (sys.executable, "-m", "cputrain", "eval", *arguments)
-    status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), os.environ)
+    status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
     shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
     return status

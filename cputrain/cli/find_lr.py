@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -74,12 +75,13 @@ def command(
     if picture is not None and picture.suffix.lower() != ".svg":
         raise InputError(f"--picture {picture} does not end in .svg: the picture is SVG")
     training = load_training(recipe, settings)
-    rank = discover(os.environ)
+    env = os.environ
+    rank = discover(env)
     if rank is not None:
         how = {"steps": steps, "low": low, "high": high}
-        _be_rank(training, rank, how, check=not no_verify, picture=picture, as_json=output == "json")
+        _be_rank(training, rank, env, how, check=not no_verify, picture=picture, as_json=output == "json")
         return 0
-    planned = plan_training(training, os.environ)
+    planned = plan_training(training, env)
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-find-lr-"))
     write_plan(scratch / PLAN, planned.plan)
     options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output)
@@ -93,16 +95,23 @@ def command(
         verify=not no_verify,
         plain_rank=0,
     )
-    status = run_local(job, os.environ)
+    status = run_local(job, env)
     shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
     return status
 
 
 def _be_rank(
-    recipe: Recipe, rank: Rank, how: dict[str, float], *, check: bool, picture: Path | None, as_json: bool
+    recipe: Recipe,
+    rank: Rank,
+    env: Mapping[str, str],
+    how: dict[str, float],
+    *,
+    check: bool,
+    picture: Path | None,
+    as_json: bool,
 ) -> None:
-    worker, observed = bind_rank(recipe, rank, os.environ, check=check)
-    startup = startup_of(rank, os.environ, shown=not as_json)
+    worker, observed = bind_rank(recipe, rank, env, check=check)
+    startup = startup_of(rank, env, shown=not as_json)
     startup.phase("importing PyTorch")
     from cputrain.rate_finder.curve import suggest  # torch: after the binding is read back
     from cputrain.rate_finder.rank import range_test
@@ -113,7 +122,7 @@ def _be_rank(
             rank,
             worker,
             observed,
-            os.environ,
+            env,
             steps=int(how["steps"]),
             low=how["low"],
             high=how["high"],

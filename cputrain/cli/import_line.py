@@ -8,9 +8,9 @@ import click
 from affinity.errors import InputError
 from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
-from cputrain.other_launchers.ours import translated
 from cputrain.other_launchers.programs import PROGRAMS
 from cputrain.other_launchers.read import read, words_of
+from cputrain.other_launchers.translation import translated
 from mpi.hosts.hostfile import read_hostfile
 from mpi.launchers.detect import identify
 

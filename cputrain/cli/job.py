@@ -263,7 +263,8 @@ def _work(
         raise click.NoSuchOption(unknown[0].partition("=")[0], ctx=context)
     if bool(words) == bool(cmd):
         raise InputError("a job runs one thing: name a RECIPE, or give --prepare KIND SRC OUT, or -- CMD...")
-    return command_work(options, cmd, os.environ) if cmd else recipe_work(options, words, array, stage, os.environ)
+    env = os.environ
+    return command_work(options, cmd, env) if cmd else recipe_work(options, words, array, stage, env)
 
 
 def _launcher(options: PlanningOptions, scheduler: str, ppn: int | None) -> str:

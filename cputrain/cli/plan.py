@@ -1,68 +1,42 @@
 """cputrain plan: Machine -> Plan, printed."""
 
-import json
 import os
-import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import yaml
 
 from affinity.errors import InputError, as_option
-from affinity.filesystem import check_writable
 from affinity.planner.plan import Request
-from affinity.planner.plan_file import PLAN_FILE, read_plan
+from affinity.planner.plan_file import read_plan
 from affinity.planner.workload import RESNET50, USUAL_BATCH
 from affinity.terminal import shows_color
 from affinity.text_table import align_columns
 from affinity.views.diff import plan_differences
-from affinity.views.svg import plan_to_svg
-from affinity.views.text import plan_to_text
-from affinity.wording import counted
 from cputrain.cli.options import host_groups_option, planning_options, settings_argument
 from cputrain.cli.planning_command import PlanningCommand
 from cputrain.cli.sections import PLANNING
-from cputrain.launch.hosts import converted_hostfile, with_host_groups
+from cputrain.launch.hosts import with_host_groups
 from cputrain.launch.options import (
+    THIS_MACHINE,
     PlanningOptions,
-    assumed,
     network_of,
     network_settings,
     plan_hosts,
-    planned_launcher,
     request_of_options,
 )
-from cputrain.launch.plan_files import cluster_json, plan_files, start_command
+from cputrain.launch.plan_files import planned_job, start_command, write_plan_files
+from cputrain.launch.plan_formats import FORMATS, cluster_text, formatted
+from cputrain.launch.training_command import training_command
 from mpi.hosts.groups import Cluster
-from mpi.hosts.nodelist import fold
 from mpi.launchers.job import Job
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
-
-
-def _yaml(cluster: Cluster) -> str:
-    return str(yaml.safe_dump(json.loads(cluster_json(cluster)), sort_keys=False)).rstrip()
-
-
-def _svg(cluster: Cluster) -> str:
-    return plan_to_svg(cluster.groups[0].plan, wording=as_option)
-
-
-def _env(cluster: Cluster) -> str:
-    """Shell assignments, one block for each worker."""
-    blocks = (
-        f"# worker {worker.local_rank}\n" + "\n".join(f"export {k}={shlex.quote(v)}" for k, v in worker.env)
-        for worker in cluster.groups[0].plan.workers
-    )
-    return "\n".join(blocks)
-
-
-FORMATS: dict[str, Callable[[Cluster], str]] = {"json": cluster_json, "yaml": _yaml, "svg": _svg, "env": _env}
 
 
 SECTIONS = {
@@ -132,31 +106,22 @@ def command(
         options = replace(options, share=options.share or training.plan.share)
     if machines is not None:
         return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
+    env = os.environ
     options = with_host_groups(options, host_groups)
-    cluster = plan_hosts(options, base, os.environ)
-    job = Job(
-        groups=cluster.groups,
-        command=_train_command(options, recipe, settings, training) if recipe else ("CMD...",),
-        plan_path=Path(PLAN_FILE),
-        log_dir=Path("logs"),
-        binder=options.bind,
-        variables=tuple((name, value) for name, value, _ in network_settings(options)),
-    )
+    cluster = plan_hosts(options, base, env)
+    here = training if options.machine == THIS_MACHINE else None
+    job = planned_job(options, cluster, training_command(recipe, settings, here) if recipe else ("CMD...",))
     if write is not None:
-        _write(job, options, write, training)
+        click.echo(write_plan_files(job, options, write, training, env, partial(click.echo, err=True)))
     elif output_format == "command":
-        start, hint = start_command(job, options, os.environ)
+        start, hint = start_command(job, options, env)
         click.echo(start)
         if hint:
             click.echo(hint, err=True)
-    elif output_format in FORMATS and (output_format == "json" or len(cluster.groups) == 1):
-        click.echo(FORMATS[output_format](cluster))
-    elif output_format != "text":
-        raise InputError(
-            f"--format {output_format} shows one group of hosts: use text, json or command, or plan each group alone"
-        )
+    elif output_format in FORMATS:
+        click.echo(formatted(cluster, output_format))
     else:
-        _show(cluster, job, options, training, explained=explained, with_curve=with_curve)
+        _show(cluster, job, options, training, env, explained=explained, with_curve=with_curve)
     return None
 
 
@@ -182,52 +147,18 @@ def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, 
     return request_of(training), training
 
 
-def _train_command(
-    options: PlanningOptions, name: str, settings: tuple[str, ...], recipe: "Recipe | None"
-) -> tuple[str, ...]:
-    """The trainer's command; for this machine one that finds the recipe and its data from any folder."""
-    command = (sys.executable, "-m", "cputrain", "train")
-    if recipe is None or options.machine != "this":
-        return (*command, name, *settings)
-    from cputrain.recipe.loading import input_settings
-
-    paths = input_settings(recipe)
-    replaced = {setting.partition("=")[0] for setting in paths}
-    kept = (setting for setting in settings if setting.partition("=")[0] not in replaced)
-    return (*command, str(Path(name).absolute()) if Path(name).is_file() else name, *kept, *paths)
-
-
-def _write(job: Job, options: PlanningOptions, folder: Path, recipe: "Recipe | None") -> None:
-    """Write the plan's files into a new folder, and print how to start from them."""
-    check_writable(folder, "--write")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"--write {folder} already exists: name another folder")
-    if options.launcher == "local":
-        raise InputError("--write makes files for a launcher: name it with --launcher")
-    launcher = planned_launcher(options, os.environ)
-    if note := converted_hostfile(options, launcher):
-        click.echo(note, err=True)
-    if guess := assumed(options, launcher):
-        click.echo(guess, err=True)
-    files = plan_files(job, launcher, recipe)
-    files.write(folder)
-    arguments = "" if recipe else " CMD..."
-    click.echo(f"{folder}: {', '.join(sorted(files.texts))}; start with {folder}/launch.sh{arguments}")
-
-
 def _show(
     cluster: Cluster,
     job: Job,
     options: PlanningOptions,
     recipe: "Recipe | None",
+    env: Mapping[str, str],
     *,
     explained: bool,
     with_curve: bool,
 ) -> None:
-    started = start_command(job, options, os.environ) if recipe is not None or len(job.hosts) > 1 else None
-    _show_plans(cluster, job, explained=explained)
-    for warning in cluster.warnings:
-        click.echo(f"warning: {warning}")
+    started = start_command(job, options, env) if recipe is not None or len(job.hosts) > 1 else None
+    click.echo(cluster_text(cluster, colored=shows_color(sys.stdout, env), explained=explained))
     settings = network_settings(options)
     if settings:
         rows = [(f"  {name}={value}", why) for name, value, why in settings]
@@ -235,25 +166,13 @@ def _show(
     if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
         from cputrain.cli.derived import derivation
         from cputrain.cli.precision import precision_lines
-        from cputrain.cli.predicted import predicted
+        from cputrain.simulate.planned_job import predicted
 
         click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
-        for line in predicted(recipe, cluster.groups[0].plan, options):
+        for line in predicted(recipe, cluster.groups[0].plan, options, env):
             click.echo(line)
         for line in precision_lines(recipe, cluster.groups[0].plan) if options.machine == "this" else ():
             click.echo(line)
     if started is not None:
         command, hint = started
         click.echo("\n".join(("\ncommand", f"  {command}", *([f"  {hint}"] if hint else []))))
-
-
-def _show_plans(cluster: Cluster, job: Job, *, explained: bool) -> None:
-    colored = shows_color(sys.stdout, os.environ)
-    several = len(cluster.groups) > 1
-    for group in cluster.groups:
-        if several:
-            click.echo(f"{counted(len(group.hosts), 'host')}: {fold(group.hosts)}")
-        shown = plan_to_text(group.plan, colored=colored, explained=explained, wording=as_option)
-        click.echo(shown + ("\n" if several else ""))
-    if several:
-        click.echo(f"{counted(len(job.hosts), 'host')}, {counted(job.world_size, 'worker')}")

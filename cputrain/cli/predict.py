@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,14 +44,15 @@ def command(checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, out
     """
     found = find_checkpoint(checkpoint, last=last)
     images = image_files(paths)
-    worker = bound_here(found)
+    env = os.environ
+    worker = bound_here(found, env)
     import torch  # after this process is bound
 
     from cputrain.inference.classifier import load_classifier
     from cputrain.inference.predict import predict
 
     torch.set_num_threads(worker.intra_op)
-    classifier = load_classifier(found, os.environ)
+    classifier = load_classifier(found, env)
     threads, cpus = len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
     predictions = predict(classifier, images, top=top, batch=batch, threads=threads, cpus=cpus)
     head = {"checkpoint": str(found), "step": classifier.step}
@@ -71,17 +72,17 @@ def find_checkpoint(named: Path, *, last: bool) -> Path:
     return found
 
 
-def bound_here(checkpoint: Path) -> WorkerPlan:
+def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
     """The worker that this process is bound as: all of this machine's cores, by a plan for the checkpoint's recipe.
 
     A process that no plan has bound starts again, bound.
     """
-    worker = bound_worker(os.environ)
+    worker = bound_worker(env)
     if worker is None:
         recipe = for_evaluation(load_training(str(checkpoint))).model_copy(update={"plan": PlanSection(ppn=1)})
-        plan = plan_this_machine(request_of(recipe), os.environ)
+        plan = plan_this_machine(request_of(recipe), env)
         again = (sys.executable, "-m", "cputrain", *sys.argv[1:])
-        exec_bound(plan.workers[0], plan_in_memory(plan), again, os.environ, rank=None, check=True)
+        exec_bound(plan.workers[0], plan_in_memory(plan), again, env, rank=None, check=True)
     assert worker is not None
     return worker
 

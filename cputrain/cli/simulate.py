@@ -117,7 +117,8 @@ def command(
     counts = numbers_of_hosts(nodes)
     training = load_recipe(recipe, (*settings, *_what_if_settings(settings, what_if)))
     found = find_machine(machine)
-    records, rates = read_records(found, os.environ), read_measured(found, request_of(training), os.environ)
+    env = os.environ
+    records, rates = read_records(found, env), read_measured(found, request_of(training), env)
     for note in (*records.notes, *unreadable(records)):
         click.echo(note, err=True)
     link = link_of(fabric, gbit=bandwidth, latency_us=latency_us)

@@ -216,5 +216,5 @@ def _of_other_launchers(name: str) -> str:
     for program in PROGRAMS.values():
         for option in program.options:
             if name in {each.lstrip("-") for each in option.names}:
-                return f"{program.title} has it; here: {option.ours or option.why}."
+                return f"{program.title} has it; here: {option.launch_option or option.why}."
     return ""

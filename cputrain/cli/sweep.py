@@ -1,7 +1,7 @@
 """cputrain sweep: one recipe with many settings, one training after another; tables and a chart of all of them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,11 @@ def command(
     go on, and the exit status is 1. The folder gets sweep.csv, sweep.md, sweep.json and sweep.svg; if the number of
     workers varies, also workers.csv, workers.md, workers.json and workers.svg.
     """
-    base = load_recipe(recipe, settings)
+    env, base = os.environ, load_recipe(recipe, settings)
     if find:
         if grids or runs or workers or limit or dry_run:
             raise InputError("--find-batch goes only with --memory and --output: remove the other options")
-        return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory, output_format)
+        return _find_batch(recipe, settings, output or Path(f"runs/{base.name}-find-batch"), memory, env, output_format)
     if memory is not None:
         raise InputError("--memory goes only with --find-batch: add it, or set a limit with the job's scheduler")
     limit_s = None if limit is None else parse_clock(limit)
@@ -95,10 +95,10 @@ def command(
     if workers:
         chosen = tuple(map(_sharing_cores, chosen))
     folder = output or Path(f"runs/{base.name}-sweep")
-    planned = [(variant, _plan(recipe, settings, variant, folder)) for variant in chosen]
+    planned = [(variant, _plan(recipe, settings, variant, folder, env)) for variant in chosen]
     with only_results_on_stdout(output_format):
         _show(planned)
-        results = [] if dry_run else train_all(planned, os.environ, limit_s)
+        results = [] if dry_run else train_all(planned, env, limit_s)
         if not dry_run:
             write_results(folder, base.name, results)
             _show_results(results, folder)
@@ -144,11 +144,13 @@ def _sharing_cores(variant: Variant) -> Variant:
     return Variant(settings=(*variant.settings, (OVERSUBSCRIBE, "true")))
 
 
-def _plan(recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path) -> PlannedTraining | InvalidTraining:
+def _plan(
+    recipe: str, settings: tuple[str, ...], variant: Variant, folder: Path, env: Mapping[str, str]
+) -> PlannedTraining | InvalidTraining:
     """A variant's training; all are planned before the first one starts."""
     training = load_recipe(recipe, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
     try:
-        return plan_training(training.model_copy(update={"sweep": SweepSection()}), os.environ)
+        return plan_training(training.model_copy(update={"sweep": SweepSection()}), env)
     except DoesNotFitError as error:
         return InvalidTraining(recipe=training, status=DOES_NOT_FIT, why=str(error))
     except InputError as error:
@@ -170,12 +172,17 @@ def _show(planned: Sequence[tuple[Variant, PlannedTraining | InvalidTraining]]) 
 
 
 def _find_batch(
-    recipe: str, settings: tuple[str, ...], folder: Path, memory_gib: float | None, output_format: str
+    recipe: str,
+    settings: tuple[str, ...],
+    folder: Path,
+    memory_gib: float | None,
+    env: Mapping[str, str],
+    output_format: str,
 ) -> int:
     """Print the largest local batch that trains, and why the next one does not. Raises RunError where none trains."""
     limit = None if memory_gib is None else round(memory_gib * GIB)
     with only_results_on_stdout(output_format):
-        found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=os.environ))
+        found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=env))
         click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
     best, larger = found.best, found.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"

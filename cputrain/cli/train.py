@@ -1,6 +1,7 @@
 """cputrain train: plan, launch and train; or be one rank of a training."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -57,7 +58,8 @@ def command(
     check_log_formats(training)
     if training.engine == "ipex":
         check_ipex()
-    rank = discover(os.environ)
+    env = os.environ
+    rank = discover(env)
     if rank is not None:
         switches = {
             "resume": resume,
@@ -66,12 +68,12 @@ def command(
             "check": not no_verify,
             "quiet": quiet,
         }
-        return _be_rank(training, rank, switches)
-    planned, name = plan_training(training, os.environ, resume=resume), uuid4().hex
+        return _be_rank(training, rank, env, switches)
+    planned, name = plan_training(training, env, resume=resume), uuid4().hex
 
     def start(attempt: int, failure: JobFailedError | None) -> int:
         again, fresh = resume or attempt > 0, overwrite and attempt == 0
-        restarted, job = is_restarted(os.environ), lock_name_in(os.environ)
+        restarted, job = is_restarted(env), lock_name_in(env)
         resumption = check_folder(training, planned.scale, resume=again, overwrite=fresh, restarted=restarted, job=job)
         if again and (message := finished(training.folder, planned.sizes.last_step(training.max_steps))):
             say(message)
@@ -87,24 +89,24 @@ def command(
             return 0
         for warning in planned.plan.worded(as_recipe_key).warnings if failure is None else ():
             say(f"warning: {warning}")
-        env = {**os.environ, **dict(restart_variables(attempt, restarts, name))}
-        return train_here(planned, env, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
+        of_attempt = {**env, **dict(restart_variables(attempt, restarts, name))}
+        return train_here(planned, of_attempt, resume=again, overwrite=fresh, verify=not no_verify, quiet=quiet)
 
     return with_restarts(start, restarts)
 
 
-def _be_rank(training: Recipe, rank: Rank, switches: dict[str, Any]) -> int:
+def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], switches: dict[str, Any]) -> int:
     """Train as the rank that mpirun, srun, torchrun or cputrain has started: after a restart of the whole job from the
     last checkpoint, with the same global batch on whatever workers are left."""
-    if not switches["prepared"] and continues_run(training.folder, os.environ, overwrite=switches["overwrite"]):
+    if not switches["prepared"] and continues_run(training.folder, env, overwrite=switches["overwrite"]):
         switches = {**switches, "resume": True, "overwrite": False}
         training = with_same_global_batch(training, rank.world_size)
-    worker, observed = bind_rank(training, rank, os.environ, check=switches["check"])
-    startup = startup_of(rank, os.environ, shown=not switches["quiet"])
+    worker, observed = bind_rank(training, rank, env, check=switches["check"])
+    startup = startup_of(rank, env, shown=not switches["quiet"])
     startup.phase("importing PyTorch")
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
-    run_rank(rank, lambda: train_rank(training, rank, worker, observed, os.environ, **switches, startup=startup))
+    run_rank(rank, lambda: train_rank(training, rank, worker, observed, env, **switches, startup=startup))
     return 0
 
 

@@ -69,21 +69,22 @@ def command(
     from cputrain.tune.result import outcome_text, result_json, result_text, suggestions, tuned_record
 
     varied = _axes(axes)
-    own = plan_training(run.tuned_recipe(recipe, settings), os.environ)
-    choices = run.choices_here(own, varied, os.environ)
-    plans = run.plans(own, choices, varied, os.environ)
+    env = os.environ
+    own = plan_training(run.tuned_recipe(recipe, settings), env)
+    choices = run.choices_here(own, varied, env)
+    plans = run.plans(own, choices, varied, env)
     if dry_run:
         _list(own, plans.tried, plans.refused)
         return
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
     how = run.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
     with _bar("plans") as progress:
-        found = run.race_here(plans, how, os.environ, progress)
-    changed = run.changes(found.winner, choices, varied, os.environ)
+        found = run.race_here(plans, how, env, progress)
+    changed = run.changes(found.winner, choices, varied, env)
     others = None
     if len(changed.tried) > 1:
         with _bar("batch and precision") as progress:
-            others = run.race_here(changed, how, os.environ, progress)
+            others = run.race_here(changed, how, env, progress)
     if output_format == "json":
         click.echo(result_json(found, others))
     else:
@@ -93,14 +94,14 @@ def command(
             click.echo(line)
     described = " ".join(("cputrain tune", recipe, *settings))
     if found.sure and (engine := engine_record(found, described)) is not None:
-        click.echo(f"{engine.values['why']}: kept for engine=auto in {keep(engine, os.environ)}", err=True)
+        click.echo(f"{engine.values['why']}: kept for engine=auto in {keep(engine, env)}", err=True)
     why = _not_kept(own, varied) or ("" if found.sure else "it is not decided")
     record = None if why else tuned_record(found, described)
     if record is None:
         why = why or f"the size of {own.recipe.model.name} is not known"
         click.echo(f"not kept for plan and train: {why}", err=True)
     else:
-        click.echo(f"kept in {keep(record, os.environ)}", err=True)
+        click.echo(f"kept in {keep(record, env)}", err=True)
 
 
 def _axes(text: str) -> tuple[str, ...]:

@@ -40,7 +40,8 @@ def command(run: Path, once: bool, interval: float) -> None:
     if not (run / FILE).is_file() and not (run / RECIPE).is_file():
         raise InputError(f"{run} contains no run ({FILE}): give the output folder of a training")
     tail, state = EventTail(run / FILE), WatchState()
-    console = Console(no_color=not shows_color(sys.stdout, os.environ))
+    env = os.environ
+    console = Console(no_color=not shows_color(sys.stdout, env))
     name = run.resolve().name
 
     def look() -> WatchState:
@@ -50,7 +51,7 @@ def command(run: Path, once: bool, interval: float) -> None:
         return known
 
     state = look()
-    if redraws(sys.stdout, os.environ) and not once:
+    if redraws(sys.stdout, env) and not once:
         with (
             keys_pressed() as pressed,
             Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live,

@@ -46,16 +46,23 @@ class CommGroup:
 
 
 def start_group(
-    rank: Rank, worker: WorkerPlan, backend: str, timeout_s: float, facts: Mapping[str, str] | None = None
+    rank: Rank,
+    worker: WorkerPlan,
+    backend: str,
+    timeout_s: float,
+    env: Mapping[str, str],
+    facts: Mapping[str, str] | None = None,
 ) -> CommGroup:
     """Join the job's process group; its threads run on the worker's comm PUs, or on its compute PUs without any.
+
+    `env` is what the launcher has set for this rank; its place among the ranks is set in this process's environment.
 
     Raises InputError where a job of several hosts has no address of rank 0 or one of the `facts` is not the same on all
     ranks, InputError or RunError where the requested backend cannot be used.
     """
-    os.environ.update(with_rank(rank, os.environ))  # torch reads them here and later
-    store = connect_store(rank, os.environ)
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    os.environ.update(with_rank(rank, env))  # where torch and its backends read them, here and later
+    store = connect_store(rank, env)
+    token = env.get(TOKEN_VARIABLE, "")
     keys = SignedKeys(store, token)
     check_same(facts or {}, rank, keys)
     chosen, why = choose_backend(backend, rank, keys)

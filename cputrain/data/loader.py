@@ -123,7 +123,7 @@ class ImageLoader:
         Raises InputError where the folder, the split or an argument does not fit.
         """
         _check_sizes(batch_size, image_size)
-        env, dataset = os.environ, _open_with_split(os.fspath(path), split, val_fraction)
+        env, dataset = os.environ, _open_with_split(os.fspath(path), split, val_fraction)  # called by users
         shuffle = split == "train" if shuffle is None else shuffle
         shuffling = _Shuffling(seed=seed, drop_last=drop_last, block_mib=block_mib) if shuffle else None
         planned_threads, planned_cpus = _planned(env)

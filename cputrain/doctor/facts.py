@@ -3,12 +3,12 @@
 import platform
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import cputrain
 from affinity.errors import InputError
+from affinity.packages import installed_version
 from affinity.planner.runtime import find_runtime, target_of
 from affinity.text_table import align_columns
 from affinity.topology.cpuset import format_list
@@ -41,7 +41,7 @@ def facts(probe: Mapping[str, Mapping[str, Any]], checks: tuple[Check, ...], env
         },
         "cpu": _cpu(),
         "memory": _memory(Path("/proc/meminfo")),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "libraries": {**_runtime(env), "compiler": compiler(env), "fabric": fabric_here(), **probe},
         "variables": shown_variables(env),
         "problems": [f"{check.name}: {check.found}: {check.remedy}" for check in checks if check.status != OK],
@@ -104,10 +104,3 @@ def _os_name(path: Path) -> str:
     lines = text(path).splitlines() if path.is_file() else []
     named = (line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME="))
     return next(named, platform.system())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -12,24 +12,25 @@ from contextlib import suppress
 from typing import Any
 
 Found = dict[str, Any]
+Env = Mapping[str, str]
 
 
-def launcher() -> Found:
+def launcher(env: Env) -> Found:
     """The launcher on PATH, by its version."""
     from mpi.launchers.detect import find_launcher
 
-    found = find_launcher("auto", os.environ)
+    found = find_launcher("auto", env)
     return {"name": found.launcher.name, "version": ".".join(map(str, found.version)), "program": found.program}
 
 
-def decoder() -> Found:
+def decoder(_env: Env) -> Found:
     """libjpeg-turbo 3."""
     from cputrain.data.pixels.turbo import find_library
 
     return {"library": find_library()}
 
 
-def torch() -> Found:
+def torch(_env: Env) -> Found:
     """torch: its build, and what its kernels may use."""
     started = time.monotonic()
     import torch
@@ -47,13 +48,13 @@ def torch() -> Found:
     }
 
 
-def oneccl() -> Found:
+def oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
     from cputrain.comm.ccl.build import built_path
     from cputrain.comm.ccl.libraries import find_libraries
 
-    found = find_libraries(os.environ)
-    built = built_path(found, os.environ)
+    found = find_libraries(env)
+    built = built_path(found, env)
     return {
         "version": ".".join(map(str, found.version)),
         "library": str(found.ccl),
@@ -63,14 +64,14 @@ def oneccl() -> Found:
     }
 
 
-def torchvision() -> Found:
+def torchvision(_env: Env) -> Found:
     """torchvision, imported as other programs do; last, as it is slow and the others do not need it."""
     import torchvision
 
     return {"version": torchvision.__version__}
 
 
-PARTS: dict[str, Callable[[], Found]] = {
+PARTS: dict[str, Callable[[Env], Found]] = {
     "launcher": launcher,
     "decoder": decoder,
     "torch": torch,
@@ -79,11 +80,11 @@ PARTS: dict[str, Callable[[], Found]] = {
 }
 
 
-def main() -> None:
+def main(env: Env) -> None:
     """Print each part: what was found, or the error that its import ended with, which is the finding then."""
     for name, part in PARTS.items():
         try:
-            found = part()
+            found = part(env)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         os.write(1, json.dumps({name: found}).encode() + b"\n")
@@ -128,4 +129,4 @@ def probed(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, F
 
 
 if __name__ == "__main__":
-    main()
+    main(os.environ)

@@ -10,6 +10,7 @@ from typing import Any
 
 from affinity.errors import InputError
 from affinity.kernel.running import inspect_process, planned_pids
+from affinity.packages import installed_version
 from affinity.planner.runtime import Runtime, find_runtime, target_of
 from cputrain.doctor.check import Check, error, ok, warning
 from cputrain.native_build import compiler
@@ -157,10 +158,7 @@ def binding_check() -> Check:
 
 def installed(package: str) -> str:
     """A package with its version."""
-    try:
-        return f"{package} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:
-        return f"{package} (not installed in {sys.prefix})"
+    return f"{package} {installed_version(package) or f'(not installed in {sys.prefix})'}"
 
 
 def required(package: str, *, by: str) -> str:

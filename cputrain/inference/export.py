@@ -36,14 +36,16 @@ class Exported:
 
 def choose_format(file: Path, name: str | None) -> str:
     """The format of that name, or else the one of the file's suffix. Raises InputError for an unknown suffix."""
-    by_suffix = {suffix: each for each, form in FORMATS.items() for suffix in form.suffixes}
+    by_suffix = {suffix: each for each, known in FORMATS.items() for suffix in known.suffixes}
     if name is None and file.suffix not in by_suffix:
-        known = ", ".join(f"{suffix} ({each})" for suffix, each in by_suffix.items())
-        raise InputError(f"{file}: the suffix decides the format: give one of {known}, or --to FORMAT")
+        suffixes = ", ".join(f"{suffix} ({each})" for suffix, each in by_suffix.items())
+        raise InputError(f"{file}: the suffix decides the format: give one of {suffixes}, or --to FORMAT")
     return name or by_suffix[file.suffix]
 
 
-def export(checkpoint: Path, file: Path, form: str, env: Mapping[str, str], images: Sequence[str] = ()) -> Exported:
+def export(
+    checkpoint: Path, file: Path, format_name: str, env: Mapping[str, str], images: Sequence[str] = ()
+) -> Exported:
     """Write the weights that an evaluation of the checkpoint uses, of the moving average if it has one.
 
     The file's logits for COMPARED images, `images` or some of the checkpoint's validation images, are compared with
@@ -55,13 +57,13 @@ def export(checkpoint: Path, file: Path, form: str, env: Mapping[str, str], imag
     pixels = _read_images(classifier, images)
     expected = classifier.logits(pixels)
     inputs = classifier.normalize(pixels)
-    if recipe.precision == "float64" and form in ("torchscript", "onnx"):
+    if recipe.precision == "float64" and format_name in ("torchscript", "onnx"):
         network = network.float()
     partial = file.with_name(f".{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        FORMATS[form].write(network, inputs.to(next(network.parameters()).dtype), about(record, step), partial)
-        difference = _difference(partial, form, checkpoint, inputs, expected)
+        FORMATS[format_name].write(network, inputs.to(next(network.parameters()).dtype), about(record, step), partial)
+        difference = _difference(partial, format_name, checkpoint, inputs, expected)
         if not difference <= TOLERANCE[recipe.precision]:
             raise RunError(
                 f"{file} is not written: its logits differ from an evaluation's by {difference:.2g} of the largest "
@@ -84,12 +86,12 @@ def about(record: NetworkRecord, step: int) -> dict[str, str]:
     }
 
 
-def _difference(path: Path, form: str, checkpoint: Path, inputs: Tensor, expected: Tensor) -> float:
+def _difference(path: Path, format_name: str, checkpoint: Path, inputs: Tensor, expected: Tensor) -> float:
     """The largest difference of a logit, relative to the largest logit; the batch is of another size than when the file
     was written, once of one image."""
     fresh = load_network(checkpoint, trained=False)[0]
-    inputs = inputs.to(next(fresh.parameters()).dtype) if form in ("safetensors", "state-dict") else inputs
-    run = FORMATS[form].open(path, fresh)
+    inputs = inputs.to(next(fresh.parameters()).dtype) if format_name in ("safetensors", "state-dict") else inputs
+    run = FORMATS[format_name].open(path, fresh)
     with torch.inference_mode():
         found = torch.cat([run(inputs[:1]), run(inputs[1:])]).float()
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))

@@ -10,6 +10,7 @@ from affinity.errors import InputError
 from affinity.ranks.rendezvous import port_of
 from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, network_of
+from cputrain.launch.rank_software import COMPILING
 from cputrain.runs.folder import LOGS, PLAN
 from mpi.hosts.groups import Cluster
 from mpi.launchers.job import Job
@@ -52,6 +53,7 @@ def command_job(
         keep_env=keep_env,
         plan_on_host=plan_on_host,
         names_errors="cputrain" in [PurePath(word).name for word in command[:3]],  # or python -m cputrain
+        starting=COMPILING,
     )
 
 

@@ -11,6 +11,7 @@ from affinity.kernel.neighbors import plan_beside
 from affinity.planner.plan import Plan
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
+from cputrain.launch.rank_software import COMPILING
 from cputrain.launch.recipe_request import request_of
 from cputrain.launch.shortage import remedy
 from cputrain.recipe.derivation import TrainingSizes, derive
@@ -95,7 +96,7 @@ def train_here(
         if error.shortage is None:
             raise
         advice = remedy(recipe, ppn=planned.ppn, nodes=1, shortage=error.shortage)
-        raise JobFailedError(f"{error}\n{advice}", shortage=error.shortage) from None
+        raise error.advised(advice) from None
 
 
 def local_job(
@@ -113,4 +114,5 @@ def local_job(
         verify=verify,
         plain_rank=plain_rank,
         names_errors=True,
+        starting=COMPILING,
     )

@@ -144,11 +144,11 @@ def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> Instal
 
 def assumed(options: PlanningOptions, launcher: InstalledLauncher) -> str:
     """What a job that is only planned takes for granted, and what to give instead; "" where nothing is."""
-    said = []
+    guesses = []
     if len(options.hosts) > 1 and not options.real_hosts:
-        said.append(f"hosts named {options.hosts[0]} to {options.hosts[-1]} (--hosts or --hostfile gives others)")
+        guesses.append(f"hosts named {options.hosts[0]} to {options.hosts[-1]} (--hosts or --hostfile gives others)")
     if options.launcher == "auto" and launcher == newest_version(launcher.launcher.name):
-        said.append(f"{launcher.launcher.title} (--launcher gives another)")
+        guesses.append(f"{launcher.launcher.title} (--launcher gives another)")
     if len(options.hosts) > 1 and options.fabric == "auto" and options.machine != THIS_MACHINE:
-        said.append(f"fabric {network_of(options).name} (--fabric gives another)")
-    return f"assumed: {', '.join(said)}" if said else ""
+        guesses.append(f"fabric {network_of(options).name} (--fabric gives another)")
+    return f"assumed: {', '.join(guesses)}" if guesses else ""

@@ -1,23 +1,34 @@
 """A planned job as text: the plan as JSON, the command that starts it, and the files of `cputrain plan --write`."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
+from affinity.errors import InputError, as_option
+from affinity.filesystem import check_writable
+from affinity.planner.plan_file import PLAN_FILE
 from affinity.ranks.rank import MASTER_PORT
 from affinity.views.svg import plan_to_svg
+from affinity.views.text import plan_to_text
 from affinity.wording import counted
 from cputrain.files import write_atomic
-from cputrain.launch.hosts import check_binder, uses_launcher
-from cputrain.launch.options import THIS_MACHINE, PlanningOptions, assumed, planned_launcher
-from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
+from cputrain.launch.hosts import check_binder, converted_hostfile, uses_launcher
+from cputrain.launch.options import (
+    THIS_MACHINE,
+    PlanningOptions,
+    assumed,
+    network_settings,
+    planned_launcher,
+)
+from mpi.hosts.groups import Cluster, job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job, bound_command
 from mpi.launchers.launcher import InstalledLauncher
+from mpi.launchers.local import local_commands
 from mpi.launchers.script import HERE, launch_script, shell_line, workers_line
+from mpi.supervise.remote import remote_command
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -36,11 +47,6 @@ class PlanFiles:
         (folder / "launch.sh").chmod(0o755)
 
 
-def cluster_json(cluster: Cluster) -> str:
-    """The plan of all hosts, or the plans of the groups of hosts that differ, as JSON."""
-    return plan_to_json(cluster.groups[0].plan) if len(cluster.groups) == 1 else dumps(cluster_to_dict(cluster))
-
-
 def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) -> tuple[str, str]:
     """The command line that starts the job from any folder, and a hint where it needs files of `plan --write`."""
     check_binder(options)
@@ -57,6 +63,42 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
     files = f"{PLAN_FILE}, hosts" if made.files else PLAN_FILE
     written = f"--write DIR writes {files} and a launch.sh with this command"
     return shell_line(made), "; ".join(filter(None, (assumed(options, launcher), written)))
+
+
+def planned_job(options: PlanningOptions, cluster: Cluster, command: tuple[str, ...]) -> Job:
+    """The job of a command that is planned, and started later or elsewhere."""
+    return Job(
+        groups=cluster.groups,
+        command=command,
+        plan_path=Path(PLAN_FILE),
+        log_dir=Path("logs"),
+        binder=options.bind,
+        variables=tuple((name, value) for name, value, _ in network_settings(options)),
+    )
+
+
+def write_plan_files(
+    job: Job,
+    options: PlanningOptions,
+    folder: Path,
+    recipe: "Recipe | None",
+    env: Mapping[str, str],
+    report: Callable[[str], None],
+) -> str:
+    """Write the plan's files into a new folder; a line that says how to start from them. `report` shows a note to the
+    user. Raises InputError where the folder has something in it, or no launcher starts the job."""
+    check_writable(folder, "--write")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--write {folder} already exists: name another folder")
+    if options.launcher == "local":
+        raise InputError("--write makes files for a launcher: name it with --launcher")
+    launcher = planned_launcher(options, env)
+    for note in filter(None, (converted_hostfile(options, launcher), assumed(options, launcher))):
+        report(note)
+    files = plan_files(job, launcher, recipe)
+    files.write(folder)
+    arguments = "" if recipe else " CMD..."
+    return f"{folder}: {', '.join(sorted(files.texts))}; start with {folder}/launch.sh{arguments}"
 
 
 def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> PlanFiles:
@@ -80,3 +122,30 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
     for i, group in enumerate(job.groups):
         texts["plan.svg" if len(job.groups) == 1 else f"plan-{i}.svg"] = plan_to_svg(group.plan)
     return PlanFiles(texts=texts)
+
+
+def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, live: bool) -> str:
+    """The plans of a launch and the command that would run; `live`: the ranks' progress bars would be redrawn."""
+    plans = (f"{plan_to_text(group.plan, wording=as_option)}\n" for group in job.groups)
+    if launcher is not None:
+        start = remote_command(job, launcher, folder, "ADDRESS", "PORT", "TOKEN", live=live)
+        return "\n".join(
+            (
+                *plans,
+                f"command\n  {shell_line(start)}",
+                "mpi.supervise.agent reports to this host's ADDRESS and PORT, with the TOKEN of the launch. To start "
+                "the ranks without it:",
+                "cputrain plan --write DIR with the same planning options, then DIR/launch.sh CMD",
+            )
+        )
+    port = job.master_port or MASTER_PORT
+    more = "; the others differ in RANK and LOCAL_RANK" if job.ppn > 1 else ""
+    return "\n".join(
+        (
+            *plans,
+            f"command of worker 0 of {job.ppn}{more}",
+            f"  {shell_line(local_commands(job, port)[0])}",
+            "to start the workers by hand, without a folder for plan and logs",
+            f"  {workers_line(replace(job, plan_on_host=True), port)}",
+        )
+    )

@@ -25,7 +25,7 @@ def with_remedy(error: JobFailedError, job: Job) -> JobFailedError:
     except (InputError, OSError):
         return error
     advice = remedy(training, ppn=job.ppn, nodes=len(job.hosts), shortage=error.shortage, workers="--ppn ")
-    return JobFailedError(f"{error}\n{advice}", shortage=error.shortage, hosts=error.hosts)
+    return error.advised(advice)
 
 
 def remedy(recipe: Recipe, *, ppn: int, nodes: int, shortage: Shortage, workers: str = "plan.ppn=") -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 # What an option sets in `Wanted` -> how `cputrain launch` has it.
-OURS = {
+LAUNCH_OPTIONS = {
     "nodes": "--nodes N",
     "ppn": "--ppn N",
     "ranks": "--ppn N",
@@ -47,13 +47,13 @@ class Option:
     understood: str = r"(?!)"
 
     @property
-    def ours(self) -> str:
+    def launch_option(self) -> str:
         """How `cputrain launch` has it; "" where it does not."""
         if self.parts:
-            return ", ".join(OURS[field] for field, _ in self.parts)
+            return ", ".join(LAUNCH_OPTIONS[field] for field, _ in self.parts)
         if "{}" in self.value or self.field in ("environment", "smt", "module", "no_python", "dry_run"):
-            return OURS.get(self.field, "")
-        return f"{OURS[self.field].split()[0]} {self.value}"
+            return LAUNCH_OPTIONS.get(self.field, "")
+        return f"{LAUNCH_OPTIONS[self.field].split()[0]} {self.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

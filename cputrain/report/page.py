@@ -14,11 +14,11 @@ from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import Chart, Heat, charts_data
 from cputrain.report.history import faults_of, warnings_of
 from cputrain.report.html import render
-from cputrain.report.run import Run, read_run
+from cputrain.report.run import Run, read_run, unit_of
 from cputrain.report.step_times import COMM, COMPUTE, DATA, rank_times, shown_bars, time_heat, trust_heat
 from cputrain.report.summary import figures, particulars, status_text
 from cputrain.report.tables import Table, rows_per_run
-from cputrain.report.training_charts import training_charts, training_tables, unit_of
+from cputrain.report.training_charts import training_charts, training_tables
 from cputrain.report.usage import Usage, host_rows, network_rows, worker_rows
 from cputrain.report.usage_charts import usage_charts
 from cputrain.runs.folder import REPORT
@@ -74,7 +74,7 @@ def report_html(run: Run) -> str:
         ranks=len(times),
         heats=heats,
         use=use,
-        unit=unit_of(run),
+        unit=unit_of(run.start),
         **_epochs(run),
         changed=_changed(run.recipe),
         pictures=[(hosts, plan_to_svg(plan)) for hosts, plan in run.plans[:MOST_PICTURES]],

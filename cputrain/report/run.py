@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -156,3 +157,9 @@ def _plans(path: Path, problems: list[str]) -> tuple[tuple[str, Plan], ...]:
     except (InputError, KeyError, TypeError) as error:
         problems.append(f"{PLAN} is damaged or of another version, left out: {error}")
         return ()
+
+
+def unit_of(start: Mapping[str, Any]) -> str:
+    """The word for samples of a run's data, by its start event."""
+    data = start.get("data")
+    return str(data) if data in ("points", "samples") else "images"

@@ -8,8 +8,7 @@ from typing import Any
 
 from affinity.units import GIB
 from affinity.wording import counted, first_named
-from cputrain.report.run import DONE, INTERRUPTED, NOT_STARTED, RUNNING, STOPPED, Run
-from cputrain.report.training_charts import unit_of
+from cputrain.report.run import DONE, INTERRUPTED, NOT_STARTED, RUNNING, STOPPED, Run, unit_of
 
 Rows = list[tuple[str, str]]
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
@@ -83,7 +82,7 @@ def figures(run: Run) -> Rows:
         rows.append(("time to train" if run.end else "trained for", duration(spent.training_s) + over))
     speeds = [event["images_per_s"] for event in run.of("epoch")] or [e["images_per_s"] for e in run.of("step")]
     if speeds:
-        rows.append((f"{unit_of(run)}/s", f"{median(speeds):,.1f}"))
+        rows.append((f"{unit_of(run.start)}/s", f"{median(speeds):,.1f}"))
     if run.start.get("workers"):
         hosts = len({binding["host"] for binding in run.start["bindings"]})
         rows.append(("workers", f"{run.start['workers']:,} on {counted(hosts, 'host')}"))
@@ -104,7 +103,7 @@ def particulars(run: Run) -> Rows:
         ("hosts", first_named(hosts)),
         ("CPU", "; ".join(dict.fromkeys(_cpu(plan) for _, plan in run.plans))),
         ("steps", f"{end['steps']:,}" if "steps" in end else ""),
-        (unit_of(run), f"{end['images']:,}" if "images" in end else ""),
+        (unit_of(run.start), f"{end['images']:,}" if "images" in end else ""),
         ("data", _data(run)),
         ("validation loss", f"{end['val_loss']:.4f}" if end.get("val_loss") is not None else ""),
         ("backend", _because(environment.get("backend") or start.get("backend"), environment.get("backend_why"))),
@@ -132,7 +131,7 @@ def _cpu(plan: Any) -> str:
 def _data(run: Run) -> str:
     kind, count, classes = (run.start.get(key) for key in ("data", "train_images", "classes"))
     parts: Iterable[str] = (
-        f"{count:,} training {unit_of(run)}" if count else "",
+        f"{count:,} training {unit_of(run.start)}" if count else "",
         f"of {counted(classes, 'class').replace('classs', 'classes')}" if classes and kind != "points" else "",
         f"({kind})" if kind and kind not in ("images", "points", "samples") else "",
     )

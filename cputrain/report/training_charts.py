@@ -5,17 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from cputrain.report.charts import FAINT, Chart, Line, drawn
-from cputrain.report.run import Run
+from cputrain.report.run import Run, unit_of
 from cputrain.report.tables import Table, table_of
 
 STEP_FIELDS = ("loss", "rate", "images_per_s")
 EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", "images_per_s")
-
-
-def unit_of(run: Run) -> str:
-    """The word for samples of a run's data."""
-    data = run.start.get("data")
-    return str(data) if data in ("points", "samples") else "images"
 
 
 def training_tables(run: Run) -> dict[str, Table]:
@@ -43,7 +37,7 @@ def _epochs(run: Run) -> tuple[list[dict[str, object]], tuple[str, ...], list[fl
 
 def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
     """The charts of a training, without those that have no values."""
-    unit = unit_of(run)
+    unit = unit_of(run.start)
 
     def step(y: str, label: str = "each step") -> Line:
         return Line(label=label, table="steps", y=y, kind=FAINT, smooths=True)

@@ -20,8 +20,8 @@ def as_measured(layers: tuple[Layer, ...], work: Work, measured: Sequence[LayerS
     weighted = [i for i, layer in enumerate(layers) if layer.weights]
     if [sum(layers[i].weights) for i in weighted] != [each.weights for each in measured]:
         return layers
-    modelled_s = sum(work.forward_s) + sum(work.backward_s)
-    scale = modelled_s / sum(each.forward + each.backward for each in measured)
+    predicted_s = sum(work.forward_s) + sum(work.backward_s)
+    scale = predicted_s / sum(each.forward + each.backward for each in measured)
     found = list(layers)
     for (start, end), each in zip(pairwise([*weighted, len(layers)]), measured, strict=True):
         slowness = (

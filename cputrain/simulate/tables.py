@@ -36,14 +36,14 @@ def _cells(row: Row, *, energy: bool) -> tuple[str, ...]:
         f"{row.step_s:.3f} s",
         f"{1e3 * row.exposed_s:.0f} ms",
         f"{1e3 * row.straggler_s:.0f} ms",
-        "-" if row.time_to_train_s is None else duration(row.time_to_train_s),
+        "-" if row.time_to_train_s is None else rough_duration(row.time_to_train_s),
         hours,
         *((kwh,) if energy else ()),
     )
 
 
-def duration(seconds: float) -> str:
-    """Seconds as "35 s", "12.4 min", "3.2 h" or "4.1 days"."""
+def rough_duration(seconds: float) -> str:
+    """Seconds of an estimate as "35 s", "12.4 min", "3.2 h" or "4.1 days"."""
     if seconds < 2 * MINUTE:
         return f"{seconds:.0f} s"
     if seconds < 3 * HOUR:
@@ -63,7 +63,7 @@ def candidates_text(candidates: Sequence[Candidate]) -> str:
             f"{each.setup.global_batch:,}",
             each.setup.algorithm,
             f"{each.images_per_s:,.0f}",
-            duration(each.time_to_train_s),
+            rough_duration(each.time_to_train_s),
             f"{first / each.time_to_train_s:.2f}",
             f"{100 * (each.time_to_train_s / best - 1):+.1f} %",
         )

@@ -10,10 +10,10 @@ import numpy as np
 from affinity.errors import InputError
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.schema import Recipe
-from cputrain.report.run import Run, read_run
+from cputrain.report.run import Run, read_run, unit_of
 from cputrain.report.step_times import rank_times
 from cputrain.report.tables import Table, thin
-from cputrain.report.training_charts import training_tables, unit_of
+from cputrain.report.training_charts import training_tables
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import RECIPE
 from cputrain.runs.resume import describe_value, values_by_key
@@ -84,7 +84,7 @@ def _read(folder: Path, most_rows: int) -> ComparedRun:
         values=values_by_key(run.recipe) if run.recipe else None,
         tables={name: thin(table, most_rows) for name, table in training_tables(run).items()},
         shares=tuple(map(float, np.mean(times, axis=0))) if times else (),
-        unit=unit_of(run),
+        unit=unit_of(run.start),
         problems=tuple(problems),
     )
 

@@ -51,19 +51,20 @@ def watch(folder: Path, rank: int) -> None:
 
 def main() -> None:
     """Run one rank of a trial."""
-    recipe, limit, rank = load_recipe(sys.argv[1]), int(sys.argv[2]), discover(os.environ)
+    env = os.environ
+    recipe, limit, rank = load_recipe(sys.argv[1]), int(sys.argv[2]), discover(env)
     assert rank is not None, "a trial is started by `cputrain sweep --find-batch`"
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError):  # some containers' /proc is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")  # short of memory, the kernel kills this process first
-    worker, observed = bind_rank(recipe, rank, os.environ, check=True)
+    worker, observed = bind_rank(recipe, rank, env, check=True)
     threading.Thread(target=watch, args=(recipe.folder, rank.rank), daemon=True).start()
 
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
     how: dict[str, Any] = {"resume": False, "overwrite": False, "prepared": True, "check": True, "quiet": False}
-    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how, startup=Startup(shown=False)))
+    run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, env, **how, startup=Startup(shown=False)))
     write_peak(peak_file(recipe.folder, rank.rank))
 
 

@@ -7,10 +7,10 @@ ends the process. So the versions are compared before.
 import importlib
 import logging
 import re
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from affinity.errors import InputError
+from affinity.packages import installed_version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +23,8 @@ INSTALL = "pip install 'cputrain[ipex]' into an environment of its own, or set e
 
 def check_ipex() -> str:
     """The extension's version. Raises InputError where it is not installed or does not fit torch."""
-    found = _version(PACKAGE)
-    check_pair(found, _version("torch") or "none")
+    found = installed_version(PACKAGE)
+    check_pair(found, installed_version("torch") or "none")
     assert found is not None
     return found
 
@@ -70,10 +70,3 @@ def optimize(network: "nn.Module", optimizer: "Optimizer") -> "tuple[nn.Module, 
 def _release(text: str) -> str:
     found = re.match(r"\d+\.\d+", text)
     return found[0] if found else text
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

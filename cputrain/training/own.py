@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -93,8 +93,9 @@ def train(
         dataset=_dataset(train_data, val_data, test_data, classes, collate),
         classifies=classes is not None,
     )
-    with _restored():
-        return _train(training, own, resume=resume, overwrite=overwrite, quiet=quiet)
+    env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
+    with _restored(env):
+        return _train(training, own, env, resume=resume, overwrite=overwrite, quiet=quiet)
 
 
 def _check_main_thread() -> None:
@@ -111,16 +112,18 @@ def _dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, col
     )
 
 
-def _train(training: Recipe, own: OwnTask, *, resume: bool, overwrite: bool, quiet: bool) -> TrainResult:
+def _train(
+    training: Recipe, own: OwnTask, env: MutableMapping[str, str], *, resume: bool, overwrite: bool, quiet: bool
+) -> TrainResult:
     """Train as the rank that this process is, or alone."""
-    rank = discover(os.environ)
+    rank = discover(env)
     if rank is None:
         rank = ALONE
-        os.environ["MASTER_PORT"] = str(free_port())
-    if continues_run(training.folder, os.environ, overwrite=overwrite):
+        env["MASTER_PORT"] = str(free_port())
+    if continues_run(training.folder, env, overwrite=overwrite):
         resume, overwrite = True, False
         training = with_same_global_batch(training, rank.world_size)
-    worker, observed, check = _bind(training, rank)
+    worker, observed, check = _bind(training, rank, env)
     found: list[TrainResult] = []
 
     def work() -> None:
@@ -129,13 +132,13 @@ def _train(training: Recipe, own: OwnTask, *, resume: bool, overwrite: bool, qui
             rank,
             worker,
             observed,
-            os.environ,
+            env,
             resume=resume,
             overwrite=overwrite,
             prepared=False,
             check=check,
             quiet=quiet,
-            startup=startup_of(rank, os.environ, shown=not quiet),
+            startup=startup_of(rank, env, shown=not quiet),
             own=own,
         )
         assert result is not None, "only a recipe's run is left alone when it is finished"
@@ -176,35 +179,35 @@ def _recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Re
     )
 
 
-def _bind(recipe: Recipe, rank: Rank) -> tuple[WorkerPlan, Observed, bool]:
+def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str]) -> tuple[WorkerPlan, Observed, bool]:
     """The worker that this process is bound as, the binding as read back, and whether threads can be checked.
 
     A process that no plan has bound is bound here, as one of this host's ranks. Its libraries are loaded already: the
     plan's allocator and the pinning of each thread need `cputrain launch`.
     """
-    worker = bound_worker(os.environ)
+    worker = bound_worker(env)
     if worker is not None:
         verify(worker)
         return worker, observe(), True
     request = replace(request_of(recipe), workload=None, allocator="glibc")
-    plan, index = plan_for_rank(request, rank, (), os.environ)
+    plan, index = plan_for_rank(request, rank, (), env)
     worker = plan.workers[index]
     bind_process(worker)
-    os.environ[PLAN_VARIABLE], os.environ[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
+    env[PLAN_VARIABLE], env[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
     return worker, observe(), False
 
 
 @contextmanager
-def _restored() -> Iterator[None]:
+def _restored(env: MutableMapping[str, str]) -> Iterator[None]:
     """Afterwards environment and signal handlers are as before, and the process may go on for as long as it likes."""
-    variables = dict(os.environ)
+    variables = dict(env)
     handlers = {number: signal.getsignal(number) for number in (PREEMPTION_SIGNAL, *stop_signals())}
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        os.environ.clear()
-        os.environ.update(variables)
+        env.clear()
+        env.update(variables)
         for number, handler in handlers.items():
             if handler is not None:
                 signal.signal(number, handler)

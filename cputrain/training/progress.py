@@ -1,12 +1,9 @@
 """Progress bars of a training and an evaluation, on rank 0."""
 
-import os
 import sys
 from typing import Any, TextIO
 
 from tqdm import tqdm
-
-from affinity.terminal import redraws
 
 REDRAW_S = 0.5
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
@@ -16,17 +13,17 @@ DECAY = 0.9  # of earlier steps in the shares of waiting
 
 
 class Progress:
-    """A bar of the images, or points, trained on; silent on other ranks, and without the bar where `quiet`."""
+    """The lines of a training, and with `bar` a bar of the images, or points, trained on; silent unless `shown`."""
 
     def __init__(
-        self, done: int, images: int, *, unit: str, shown: bool, quiet: bool = False, redraw_s: float = REDRAW_S
+        self, done: int, images: int, *, unit: str, shown: bool, bar: bool, redraw_s: float = REDRAW_S
     ) -> None:
         self.shown = shown
         self._whole_s = self._data_s = self._comm_s = 0.0
         self._bar: Any = tqdm(
             total=images,
             initial=done,
-            disable=not shown or quiet or (sys.stderr.isatty() and not redraws(sys.stderr, os.environ)),
+            disable=not (shown and bar),
             desc="first step",
             unit=unit,
             file=sys.stderr,

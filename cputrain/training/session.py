@@ -123,7 +123,7 @@ def start_session(
     data = _session_data(recipe, dataset, sizes, env)
     task = own.task(recipe) if own else recipe_task(recipe, len(dataset.classes), data.features, data.normalize)
     phase(f"connecting {counted(rank.world_size, 'rank')}")
-    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, facts_of(recipe, dataset))
+    group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, facts_of(recipe, dataset))
     if check:
         check_comm_threads(worker, rank, group.backend, env)
     ranks = Ranks(this=rank, group=group, local_batches=_local_batches(recipe, worker, sizes))

@@ -1,8 +1,10 @@
 """The start of a training: its network, optimizer and progress, new or from the run's last checkpoint."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from affinity.terminal import redraws
 from cputrain.checkpoints.folder import remove_partial
 from cputrain.comm.group import run_on_main_rank
 from cputrain.models.weights import load_initial_weights
@@ -40,7 +42,7 @@ def start_training(
         sizes.images_until(sizes.last_step(recipe.max_steps)),
         unit=" img" if recipe.data.unit == "images" else f" {recipe.data.unit}",
         shown=ranks.is_main_rank,
-        quiet=quiet,
+        bar=not quiet and (redraws(sys.stderr, env) or not sys.stderr.isatty()),
         redraw_s=float(env.get("TQDM_MININTERVAL", REDRAW_S)),
     )
     last_step = sizes.last_step(recipe.max_steps)

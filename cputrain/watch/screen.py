@@ -10,6 +10,7 @@ from rich.text import Text
 
 from affinity.topology.cpuset import format_list
 from affinity.wording import counted
+from cputrain.report.run import unit_of
 from cputrain.report.summary import date, duration
 from cputrain.watch.curve import braille_curve
 from cputrain.watch.state import Curve, WatchState
@@ -54,7 +55,7 @@ def _head(name: str, state: WatchState, now: float, width: int) -> Text:
         per_epoch = start.get("steps_per_epoch")
         epochs = f" of {total / per_epoch:g}" if total and per_epoch else ""
         facts = [f"epoch {epoch:.2f}{epochs}", f"step {step['step']:,}" + (f" of {total:,}" if total else "")]
-        facts += [f"{step['images_per_s']:,.1f} {_unit(state)}/s", f"lr {step['rate']:.4g}"]
+        facts += [f"{step['images_per_s']:,.1f} {unit_of(state.start)}/s", f"lr {step['rate']:.4g}"]
         facts += [f"loss {step['loss']:.4f}"] if step["loss"] is not None else []
         facts += [f"best top-1 {max(value for _, value in state.scores):.2f} %"] if state.scores else []
         seconds = start.get("global_batch", 0) / step["images_per_s"] if step["images_per_s"] > 0 else 0
@@ -74,11 +75,6 @@ def _packed(facts: list[str], width: int) -> list[str]:
     return lines
 
 
-def _unit(state: WatchState) -> str:
-    data = state.start.get("data")
-    return str(data) if data in ("points", "samples") else "images"
-
-
 def _status(state: WatchState, now: float) -> str:
     if state.end is not None:
         return f"{plain(state.end['status'])}, {duration(state.end['time_to_train_s'])} to train"
@@ -95,7 +91,7 @@ def _status(state: WatchState, now: float) -> str:
 
 def _curves(state: WatchState, width: int) -> list[RenderableType]:
     second: tuple[str, Curve] = (
-        ("validation top-1, %", state.scores) if state.scores else (f"{_unit(state)}/s", state.speeds)
+        ("validation top-1, %", state.scores) if state.scores else (f"{unit_of(state.start)}/s", state.speeds)
     )
     shown = [(title, points) for title, points in (("loss", state.losses), second) if len(points) > 1]
     each = (width - 2) // 2 if width >= HALF and len(shown) > 1 else width

@@ -15,7 +15,11 @@ def other_launchers() -> str:
     parts = [INTRODUCTION]
     for program in PROGRAMS.values():
         rows = [
-            [" ".join(map(code, option.names)), code(option.ours) if option.ours else "", plain(option.why)]
+            [
+                " ".join(map(code, option.names)),
+                code(option.launch_option) if option.launch_option else "",
+                plain(option.why),
+            ]
             for option in program.options
         ]
         on_one_host = f"On one host: {program.remark_on_one_host}" if program.remark_on_one_host else ""

@@ -29,7 +29,8 @@ class Job:
     With `plan_on_host` the ranks of each host plan it themselves, by the request of the groups' plans: hosts may
     differ. `instances` are the workers of this host to start as programs that know nothing of each other; None: all,
     as ranks of one job. `pods`: which part of a larger job this host's ranks are, where each pod starts its own. With
-    `names_errors` the command itself says in a line what is wrong with its input before it exits with status 2.
+    `names_errors` the command itself says in a line what is wrong with its input before it exits with status 2. A rank
+    has not started yet while it imports, or while one of the texts `starting` is in its Python stack.
     """
 
     groups: tuple[HostGroup, ...]
@@ -49,6 +50,7 @@ class Job:
     instances: tuple[int, ...] | None = None
     pods: Pods = ONE_POD
     names_errors: bool = False
+    starting: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:

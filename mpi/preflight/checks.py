@@ -1,6 +1,6 @@
 """The pre-flight of one host, started on each host of a job: its report, then traffic to the next host of the ring.
 
-python -m mpi.preflight.checks --report-to HOST:PORT FILE...
+python -m mpi.preflight.checks --report-to HOST:PORT --packages NAME,... -- FILE...
 """
 
 import argparse
@@ -13,10 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-from importlib import metadata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from affinity.packages import installed_version
 from affinity.ranks.rank import discover
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
@@ -25,7 +26,6 @@ from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect, join
 from mpi.supervise.messages import Hello, Stop
 
 M = TypeVar("M")
-PACKAGES = ("cputrain", "torch", "torchvision", "oneccl-devel", "impi-rt")
 LONGEST_S = 3600.0  # for a message of the launching host, which may be gone without a word
 RING_S = 1.0
 RING_TIMEOUT_S = 5.0  # to connect to the next host, and for each send
@@ -35,7 +35,12 @@ MAX_BYTES = 16 << 20  # of a file whose content is compared: programs and settin
 
 
 def inspect_host(
-    files: tuple[str, ...], scratch: str, machine: Machine, now_s: float, provider: str | None
+    files: tuple[str, ...],
+    packages: tuple[str, ...],
+    scratch: str,
+    machine: Machine,
+    now_s: float,
+    provider: str | None,
 ) -> HostReport:
     """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
     memory = Path("/proc/meminfo").read_text()
@@ -44,7 +49,7 @@ def inspect_host(
     return HostReport(
         host=socket.gethostname(),
         python=sys.version.split()[0],
-        packages=tuple((name, version) for name in PACKAGES if (version := _version(name))),
+        packages=tuple((name, version) for name in packages if (version := installed_version(name))),
         files=tuple((path, _digest(Path(path))) for path in files),
         clock_s=round(time.time() - now_s, 3),
         memory_bytes=free_kib * 1024,
@@ -67,13 +72,6 @@ def missing_provider(wanted: str | None) -> str | None:
     return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _digest(path: Path) -> str:
     """The start of a file's SHA-256, of a large one its size; "absent" where it is not there."""
     if not path.is_file():
@@ -82,15 +80,16 @@ def _digest(path: Path) -> str:
     return f"{size:,} bytes" if size > MAX_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Check one host: report, then send to the next host of the ring for RING_S; the one before sends here before or
     after it."""
     parser = argparse.ArgumentParser(prog="python -m mpi.preflight.checks", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--scratch", default=tempfile.gettempdir())
+    parser.add_argument("--packages", default="", metavar="NAME,...", help="whose versions are reported")
     parser.add_argument("files", nargs="*")
     options = parser.parse_args(arguments)
-    token, rank = os.environ.get(TOKEN_VARIABLE, ""), discover(os.environ)
+    token, rank = env.get(TOKEN_VARIABLE, ""), discover(env)
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
     connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
     if not isinstance(answer[0], Clock):  # this host does not fit the job
@@ -99,9 +98,8 @@ def main(arguments: list[str]) -> int:
     address = connection.socket.getsockname()[0]
     server = socket.create_server((address, 0), family=connection.socket.family)
     threading.Thread(target=_receive_all, args=(server, token), daemon=True).start()
-    report = inspect_host(
-        tuple(options.files), options.scratch, this_machine(), clock.now_s, os.environ.get("FI_PROVIDER")
-    )
+    files, packages = tuple(options.files), tuple(filter(None, options.packages.split(",")))
+    report = inspect_host(files, packages, options.scratch, this_machine(), clock.now_s, env.get("FI_PROVIDER"))
     connection.send(report)
     connection.send(Listening(address=address, port=server.getsockname()[1]))
     neighbor = _next(connection, LinkPeer)
@@ -164,4 +162,4 @@ def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

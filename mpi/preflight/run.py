@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,8 +56,11 @@ class Answers:
         return [host for host in range(self.hosts) if host not in done]
 
 
-def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> Findings:
-    """Check every host. `env` is the launcher's environment, `folder` gets the launcher's files.
+def run_preflight(
+    job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str], packages: Sequence[str]
+) -> Findings:
+    """Check every host. `env` is the launcher's environment, `folder` gets the launcher's files; of the Python
+    `packages` all hosts need the same version.
 
     Raises JobFailedError naming those that do not answer, InterruptedBySignalError at a stop signal. It may take any
     time while answers arrive; 15 s after the last one a host that cannot be reached fails it, after 60 s any.
@@ -73,7 +76,8 @@ def run_preflight(job: Job, installed: InstalledLauncher, folder: Path, env: Map
             binder="self",
             secrets=((TOKEN_VARIABLE, server.token),),
         )
-        probe = (sys.executable, "-m", "mpi.preflight.checks", "--report-to", f"{address}:{server.port}", "--", *files)
+        options = ("--report-to", f"{address}:{server.port}", "--packages", ",".join(packages))
+        probe = (sys.executable, "-m", "mpi.preflight.checks", *options, "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         try:

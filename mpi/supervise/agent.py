@@ -35,7 +35,7 @@ MAX_LINE = 1000  # characters of each of a rank's last lines that are reported
 
 
 # No option of ours may begin one of torchrun's: it would take it for its own, wherever it stands.
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """The rank's exit status; 128 + n where signal n ended it; 1 where the job ended it."""
     parser = argparse.ArgumentParser(prog="python -m mpi.supervise.agent", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
@@ -45,15 +45,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     try:
-        rank = discover(os.environ)
+        rank = discover(env)
         if rank is None:
             raise InputError("no launcher has started this agent: start it with cputrain launch")
-        connection, orders = _join(options.report_to, os.environ.get(TOKEN_VARIABLE, ""), rank)
+        connection, orders = _join(options.report_to, env.get(TOKEN_VARIABLE, ""), rank)
         if any(isinstance(order, Stop) for order in orders):
             return 1
         label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
-        supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=options.live)
-        return supervise(rank, tuple(options.command), os.environ, supervisor, connection, orders, label=label)
+        supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=(options.live, options.live))
+        return supervise(rank, tuple(options.command), env, supervisor, connection, orders, label=label)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
 
@@ -205,4 +205,4 @@ def _await_stop(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -11,14 +11,6 @@ from mpi.supervise.messages import printable
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
 TOGETHER_S = 0.15  # exits that are noticed so close to each other may have happened in the other order
 LAST_LINES = 15
-# Modules that scripts of Intel's time import, as their error names them -> what to do without them.
-ABSENT_MODULES = {
-    **dict.fromkeys(
-        ("oneccl_bindings_for_pytorch", "torch_ccl"),
-        'pip install "cputrain[compat]" provides it, or remove the import: init_process_group("ccl") needs none',
-    ),
-    "intel_extension_for_pytorch": "remove the import: it ended at PyTorch 2.8, for which there is cputrain[ipex]",
-}
 STATUSES = range(-signal.SIGRTMAX, 256)  # that a process can exit with; negative: the signal that ended it
 
 
@@ -38,12 +30,25 @@ class RankExit:
 
 
 class JobFailedError(RunError):
-    """A job failed. `shortage`: for lack of memory. `hosts`: those that may be down."""
+    """A job failed. `shortage`: for lack of memory. `hosts`: those that may be down. `tail`: the last lines of the rank
+    that failed first."""
 
-    def __init__(self, message: str, *, shortage: Shortage | None = None, hosts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        shortage: Shortage | None = None,
+        hosts: tuple[str, ...] = (),
+        tail: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.shortage = shortage
         self.hosts = hosts
+        self.tail = tail
+
+    def advised(self, advice: str) -> "JobFailedError":
+        """The same failure, with a line about what to do."""
+        return JobFailedError(f"{self}\n{advice}", shortage=self.shortage, hosts=self.hosts, tail=self.tail)
 
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit:
@@ -61,16 +66,7 @@ def describe_exit(one: RankExit) -> str:
         how += f", {one.shortage}" if one.status < 0 else f" after the kernel had killed a process, {one.shortage}"
     tail = "".join(f"\n  | {printable(line.rpartition(chr(13))[2])}" for line in one.tail[-LAST_LINES:])
     output = f"; its last lines:{tail}" if tail else "; it printed nothing"
-    return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}{_remedy(one.tail)}"
-
-
-def _remedy(tail: Iterable[str]) -> str:
-    """A line about a module that a rank has missed, where we know what to do; "" elsewhere."""
-    lines = list(tail)
-    for module, remedy in ABSENT_MODULES.items():
-        if any(line.endswith(f"No module named '{module}'") for line in lines):
-            return f"\n{module}: {remedy}"
-    return ""
+    return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}"
 
 
 def describe_status(status: int) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from affinity.ranks.rank import LOOPBACK
+from affinity.terminal import redraws
 from affinity.wording import counted
 from mpi.launchers.job import Job
 from mpi.launchers.local import local_commands
@@ -34,8 +35,6 @@ from mpi.supervise.stalls import (
     StallWatch,
     able_to_show,
     describe_failure,
-    describe_stopped,
-    stopped_rank,
 )
 
 POLL_S = 0.05
@@ -46,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SavedStop:
-    """The end of a job whose ranks save before they stop: the signal that asked for it, 0 for none yet, the monotonic
-    time at which the ranks are ended all the same, and whether it is still to be told."""
+    """The end of a job whose ranks save before they stop: the signal that requested it, 0 for none yet, the monotonic
+    time at which the ranks are ended all the same, and whether it is still to be reported."""
 
     number: int = 0
     deadline: float = math.inf
-    untold: bool = False
+    unreported: bool = False
 
 
 def run_local(
@@ -74,12 +73,12 @@ def run_local(
     out, err = out or sys.stdout, err or sys.stderr
     port = job.master_port or free_port()
     secret = {TOKEN_VARIABLE: new_token(), **dict(job.secrets)}
-    supervisor = RankSupervisor(job.log_dir, out, err)
+    supervisor = RankSupervisor(job.log_dir, out, err, live=(redraws(out, env), redraws(err, env)))
     stop = SavedStop()
     grace_s = FAILURE_GRACE_S
 
     def preempt(number: int) -> None:
-        stop.number, stop.deadline, stop.untold = number, time.monotonic() + SAVE_S, True
+        stop.number, stop.deadline, stop.unreported = number, time.monotonic() + SAVE_S, True
         supervisor.preempt()
 
     with interruptible(supervisor.preempt, preempt if save_first else None):
@@ -91,13 +90,13 @@ def run_local(
                 # Held back so far: no rank could take it before.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
                 supervisor.sample(whole_host=True)
-                status = _watch(supervisor, stop, job, err)
+                status = _watch(supervisor, stop, job)
             return 128 + stop.number if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
             grace_s = FAILURE_GRACE_S if save_first else SAVE_S
             workers, name = counted(len(supervisor.ranks), "worker"), signal.Signals(number).name
-            print(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once", file=err)
+            supervisor.say(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once")
             return 128 + int(number)
         finally:
             supervisor.stop(grace_s)
@@ -116,22 +115,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -> int:
+def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
     """Wait for all workers, or for the first failure; the exit status of the job. Raises InterruptedBySignalError where
     the workers take too long to save."""
-    stalls = StallWatch()
+    stalls = StallWatch(job.starting)
     together = job.instances is None  # they wait for each other: one that is stopped stops all
     while not any(rank.failed for rank in supervisor.ranks):
-        if stop.untold:  # not by the signal's handler, which may interrupt another message
-            stop.untold = False
+        if stop.unreported:  # not by the signal's handler, which may interrupt another message
+            stop.unreported = False
             name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
-            print(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once", file=err)
+            supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
         if supervisor.all_exited:
             return 0
         if time.monotonic() > stop.deadline:
             interrupt(stop.number)
         if supervisor.poll(POLL_S) and together:
-            _watch_stalls(supervisor, stalls)
+            stalls.check(supervisor.standings(), supervisor.clock.now(), lambda stall: _stacks(supervisor, stall))
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(POLL_S)
@@ -148,16 +147,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, err: TextIO) -
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
     cause = first_cause(rank.exit() for rank in failed)
-    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage)
-
-
-def _watch_stalls(supervisor: RankSupervisor, stalls: StallWatch) -> None:
-    """Say which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
-    standings = supervisor.standings()
-    if stopped := stopped_rank(standings):
-        raise JobFailedError(describe_stopped(stopped))
-    if told := stalls.take(standings, supervisor.clock.now(), lambda stall: _stacks(supervisor, stall)):
-        logger.warning("cputrain: %s", told)
+    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage, tail=cause.tail)
 
 
 def _stacks(supervisor: RankSupervisor, stall: Stall | None) -> Stacks:

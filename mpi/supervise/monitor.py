@@ -25,7 +25,7 @@ GATHER_S = 1e-5  # for each rank: the reports of many ranks are taken together
 class RankStatus:
     """A rank as its agent reports it. `heartbeat` is the time of its last message by the monitor's clock, `answered`
     that of the last one that was answered. `exit` is None while it runs; with `by_job` the job has ended it. `stack`:
-    the Python stack that was asked for last."""
+    the Python stack that was requested last."""
 
     rank: int
     host: str

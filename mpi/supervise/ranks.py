@@ -15,7 +15,6 @@ from typing import BinaryIO, TextIO
 
 from affinity.errors import InputError
 from affinity.process_stat import outlives
-from affinity.terminal import redraws
 from mpi.supervise.activity import READ_S, ActivityMeter, tree
 from mpi.supervise.clock import RunningClock
 from mpi.supervise.exits import LAST_LINES, RankExit
@@ -90,11 +89,11 @@ class RankSupervisor:
     """Starts ranks on this host, shows and logs their output, follows what they do and use, notes their exits, ends
     them.
 
-    `log_dir` gets rank-N.log of each rank; their resource use goes to usage/ beside it. With `live` progress
-    bars are redrawn, for a person who watches; None: where the stream is a terminal.
+    `log_dir` gets rank-N.log of each rank; their resource use goes to usage/ beside it. `live`: whether
+    progress bars are redrawn on `out` and on `err`, for a person who watches.
     """
 
-    def __init__(self, log_dir: Path, out: TextIO, err: TextIO, *, live: bool | None = None) -> None:
+    def __init__(self, log_dir: Path, out: TextIO, err: TextIO, *, live: tuple[bool, bool] = (False, False)) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks: list[RankProcess] = []
         self.clock = RunningClock()
@@ -133,9 +132,9 @@ class RankSupervisor:
         meter = ActivityMeter(process.pid, self.clock.now())
         rank = RankProcess(rank=number, process=process, log=log, stack_file=stack, meter=meter)
         self.ranks.append(rank)
-        for pipe, terminal in zip((process.stdout, process.stderr), self._terminals, strict=True):
+        pipes = (process.stdout, process.stderr)
+        for pipe, terminal, live in zip(pipes, self._terminals, self._live, strict=True):
             assert pipe is not None
-            live = redraws(terminal.stream, os.environ) if self._live is None else self._live
             stream = Stream(label=label, terminal=terminal, log=log, live=live)
             rank.streams.append(stream)
             self._open_pipes += 1
@@ -219,6 +218,11 @@ class RankSupervisor:
         for rank in self.ranks:
             rank.process.wait()
             self._note_exits()  # one at a time: the sampler counts the CPU time of each as it is reaped
+
+    def say(self, text: str) -> None:
+        """Show a line of the supervisor's own on `err`, which may be closed or full by now."""
+        self._terminals[1].write(f"{text}\n")
+        self._terminals[1].flush()
 
     def drain(self) -> None:
         """Move the output that is still in the pipes."""

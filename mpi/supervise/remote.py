@@ -1,7 +1,6 @@
 """Run a job through a launcher: start it, watch its ranks on all hosts, end all when one fails."""
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -36,8 +35,6 @@ from mpi.supervise.stalls import (
     Stall,
     StallWatch,
     able_to_show,
-    describe_stopped,
-    stopped_rank,
 )
 
 POLL_S = 0.1
@@ -52,13 +49,13 @@ logger = logging.getLogger(__name__)
 
 
 def remote_command(
-    job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str
+    job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str, *, live: bool
 ) -> LaunchCommand:
-    """What starts the job's ranks, each behind an agent that reports to this host's address and port."""
+    """What starts the job's ranks, each behind an agent that reports to this host's address and port; with `live`
+    progress bars are redrawn, for a person who watches."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
-    live = ("--live",) if redraws(sys.stdout, os.environ) else ()
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
-    agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *live, "--")
+    agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *(["--live"] if live else ()), "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
     with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
     return launch_command(with_token, installed, (*agent, *bound), folder.resolve())
@@ -73,7 +70,8 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
     """
     address = own_address(job.hosts)
     monitor = Monitor(new_token(), job.host_of_ranks, address)
-    command = remote_command(job, installed, folder, address, monitor.port, monitor.token)
+    live = redraws(sys.stdout, env)
+    command = remote_command(job, installed, folder, address, monitor.port, monitor.token, live=live)
     write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
     grace_s = FAILURE_GRACE_S
     with interruptible(monitor.preempt):
@@ -107,7 +105,7 @@ class _Running:
 def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
     arrived, arrived_at = 0, monitor.clock.now()
     judged = arrived_at
-    stalls = StallWatch()
+    stalls = StallWatch(job.starting)
     while True:
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else POLL_S)
@@ -138,7 +136,7 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
             )
         if now - judged >= STALL_CHECK_S:
             judged = now
-            _watch_stalls(monitor, stalls)
+            stalls.check(monitor.standings(), now, lambda stall: _stacks(monitor, stall))
 
 
 def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
@@ -147,16 +145,7 @@ def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
     if cause is None:
         hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in monitor.failed()))
         return JobFailedError(monitor.cause(), hosts=hosts)
-    return JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), shortage=cause.shortage)
-
-
-def _watch_stalls(monitor: Monitor, stalls: StallWatch) -> None:
-    """Say which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
-    standings = monitor.standings()
-    if stopped := stopped_rank(standings):
-        raise JobFailedError(describe_stopped(stopped))
-    if told := stalls.take(standings, monitor.clock.now(), lambda stall: _stacks(monitor, stall)):
-        logger.warning("cputrain: %s", told)
+    return JobFailedError(monitor.cause(stall, _stacks(monitor, stall)), shortage=cause.shortage, tail=cause.tail)
 
 
 def _stacks(monitor: Monitor, stall: Stall | None) -> Stacks:

@@ -1,12 +1,13 @@
 """Which rank keeps the others of a job waiting: pure judgments of what each of them is doing."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from affinity.wording import counted, first_named
 from mpi.supervise.activity import Activity
-from mpi.supervise.exits import RankExit, describe_exit
+from mpi.supervise.exits import JobFailedError, RankExit, describe_exit
 
 STOPPED_S = 8.0  # a rank may be stopped for so long; it is known up to six seconds later, in jobs of thousands eight
 WAITING_S = 8.0  # idle for so long, a rank is taken to wait for others
@@ -15,9 +16,10 @@ MOST_STACKS = 3
 STARTING_S = 180.0  # a job's first minutes, in which ranks import and compile, on slow disks one after another
 WITHOUT_STACK_S = 30.0  # the first of them, in which a rank may not have come to offering its stack
 ASK_AGAIN_S = 2.0  # after a stack that imports or compiles; twice as long each time
-# What they do then: imports, and compilation of our parts and of torch's.
-STARTS = re.compile(r"<frozen importlib\.|/native_build\.py:|/cpp_extension\.py:|/torch/_inductor/")
+IMPORTING = "<frozen importlib."  # in a line of a stack
 OF_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")  # a file of the standard library
+
+logger = logging.getLogger(__name__)
 
 Stacks = Mapping[int, Sequence[str]]
 """Rank -> the lines of its Python stack, innermost first."""
@@ -89,7 +91,7 @@ def left_before(cause: RankExit, standings: Sequence[Standing]) -> tuple[Standin
 
 
 def able_to_show(stall: Stall) -> tuple[int, ...]:
-    """The first of the awaited ranks that can be asked for their Python stacks: they run."""
+    """The first of the awaited ranks whose Python stacks can be requested: they run."""
     running = [one.rank for one in stall.awaited if one.exit is None and not one.activity.stopped_s]
     return tuple(running[:MOST_STACKS])
 
@@ -100,13 +102,17 @@ def describe_stall(stall: Stall, stacks: Stacks) -> str:
     return _stalled(stall) + (f" ({', '.join(places)})" if places else "")
 
 
-def is_starting(stall: Stall, stacks: Stacks, running_s: float) -> bool:
-    """Whether an awaited rank of a job that has run for so long imports or compiles, as far as its stack tells; one
-    that offers none has not come to that, or after some time has no Python."""
+def is_starting(stall: Stall, stacks: Stacks, running_s: float, starting: Sequence[str]) -> bool:
+    """Whether an awaited rank of a job that has run for so long imports, or has one of the texts `starting` in its
+    stack; one that offers none has not come to that, or after some time has no Python."""
     if running_s >= STARTING_S:
         return False
     shown = [stacks.get(rank, ()) for rank in able_to_show(stall)]
-    return any(any(map(STARTS.search, lines)) if lines else running_s < WITHOUT_STACK_S for lines in shown)
+    texts = (IMPORTING, *starting)
+    return any(
+        any(text in line for line in lines for text in texts) if lines else running_s < WITHOUT_STACK_S
+        for lines in shown
+    )
 
 
 def _stalled(stall: Stall) -> str:
@@ -150,36 +156,45 @@ def describe_failure(cause: RankExit, standings: Sequence[Standing], stall: Stal
 
 class StallWatch:
     """Remembers which ranks the others have waited for, and says so once each time that it happens, later each time;
-    of a start that takes its time nothing is said, and its stacks are asked for ever less often."""
+    a start that takes its time is not reported, and its stacks are requested ever less often. `starting` are texts
+    in the stack of a rank that has not started yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, starting: Sequence[str] = ()) -> None:
+        self._starting = starting
         self._begun: float | None = None
         self._last: tuple[float, Stall] | None = None
         self._waiting_s = WAITING_S
-        self._told: tuple[int, ...] = ()
+        self._reported: tuple[int, ...] = ()
         self._ask_at = 0.0
         self._pause_s = ASK_AGAIN_S
 
     def take(self, standings: tuple[Standing, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> str | None:
-        """Take a reading of all ranks; the line about a stall where that is to be said now."""
+        """Take a reading of all ranks; the line about a stall where that is to be reported now."""
         self._begun = now if self._begun is None else self._begun
         awaited = awaited_ranks(standings)
         if not awaited:
-            self._told = ()
+            self._reported = ()
             return None
         stall, ranks = Stall(awaited=awaited, standings=standings), tuple(one.rank for one in awaited)
         self._last = now, stall
         running_s = now - self._begun
-        if ranks == self._told or not awaited_ranks(standings, self._waiting_s):
+        if ranks == self._reported or not awaited_ranks(standings, self._waiting_s):
             return None
         if now < self._ask_at and running_s < STARTING_S:
             return None
         stacks = stacks_of(stall)
-        if is_starting(stall, stacks, running_s):
+        if is_starting(stall, stacks, running_s, self._starting):
             self._ask_at, self._pause_s = now + self._pause_s, 2 * self._pause_s
             return None
-        self._told, self._waiting_s = ranks, 2 * self._waiting_s
+        self._reported, self._waiting_s = ranks, 2 * self._waiting_s
         return describe_stall(stall, stacks)
+
+    def check(self, standings: tuple[Standing, ...], now: float, stacks_of: Callable[[Stall], Stacks]) -> None:
+        """Log which rank keeps the others waiting. Raises JobFailedError where one is stopped."""
+        if stopped := stopped_rank(standings):
+            raise JobFailedError(describe_stopped(stopped))
+        if message := self.take(standings, now, stacks_of):
+            logger.warning("cputrain: %s", message)
 
     def before(self, now: float) -> Stall | None:
         """The stall that lasted until just now, if any: ranks that give up waiting compute until they have exited."""

@@ -200,7 +200,7 @@ def test_descriptions_are_read_without_pyyaml() -> None:
     code = (
         "import sys; sys.modules['yaml'] = None\n"
         "from affinity.__main__ import main\n"
-        "sys.exit(main(['plan', '--machine', 'pack:2 core:4 pu:2', '--ppn', '2']))"
+        "sys.exit(main(['plan', '--machine', 'pack:2 core:4 pu:2', '--ppn', '2'], {}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")

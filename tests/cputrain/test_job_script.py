@@ -1,5 +1,6 @@
 """Job scripts: as they read, clean to shellcheck, safe from any value, and run by a real Slurm."""
 
+import os
 import re
 import subprocess
 import sys
@@ -245,12 +246,9 @@ def test_no_value_becomes_shell_code(
     assert not list(folder.rglob("canary"))
 
 
-def test_the_first_host_tells_launcher_and_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_host_tells_launcher_and_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 runs, and listens, where PBS's node file begins; a network variable that the user has set stays."""
     (tmp_path / "nodes").write_text("n9\nn9\nn10\nn10\n")
-    monkeypatch.setenv("FI_PROVIDER", "mine")
     options = (
         "--launcher",
         "openmpi",
@@ -261,7 +259,7 @@ def test_the_first_host_tells_launcher_and_network(
         "--request",
         '{"ppn": 1, "nodes": 2}',
     )
-    assert first_host.main([str(tmp_path), *options]) == 0
+    assert first_host.main([str(tmp_path), *options], {**os.environ, "FI_PROVIDER": "mine"}) == 0
     printed = capsys.readouterr()
     assert (tmp_path / "hosts").read_text() == "n9 slots=1\nn10 slots=1\n"
     token, start = printed.out.splitlines()

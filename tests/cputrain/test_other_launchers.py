@@ -18,9 +18,9 @@ from site_pages.text import plain
 from affinity.errors import InputError
 from cputrain.cli import group
 from cputrain.other_launchers.option import Program
-from cputrain.other_launchers.ours import Translation, translated
 from cputrain.other_launchers.programs import PROGRAMS
 from cputrain.other_launchers.read import option_named, read, words_of
+from cputrain.other_launchers.translation import Translation, translated
 from mpi.launchers.detect import find_launcher
 from tests.support.commands import cputrain, here, mpi_path, refused
 
@@ -185,7 +185,7 @@ def test_a_table_names_each_option_once_and_says_what_becomes_of_it() -> None:
     for program in PROGRAMS.values():
         names = [name.lstrip("-") for option in program.options for name in option.names]
         assert len(names) == len(set(names)), program.name
-        assert all(option.ours or option.why for option in program.options), program.name
+        assert all(option.launch_option or option.why for option in program.options), program.name
 
 
 def test_every_option_of_srun_s_help_is_known(tmp_path: Path) -> None:
@@ -352,5 +352,7 @@ def test_our_launch_has_the_options_that_the_tables_name(name: str) -> None:
     command = group.get_command(click.Context(group), "launch")
     assert command is not None
     known = {each for param in command.params for each in param.opts}
-    named = {option.ours.split()[0] for option in PROGRAMS[name].options if option.ours.startswith("-")}
+    named = {
+        option.launch_option.split()[0] for option in PROGRAMS[name].options if option.launch_option.startswith("-")
+    }
     assert named <= known

@@ -18,7 +18,7 @@ EPOCH: dict[str, Any] = {"train_loss": 1.0, "train_top1": 50.0, "accuracy": None
 
 def train(*, quiet: bool) -> None:
     """Two steps of a second and an epoch."""
-    progress = Progress(0, 640, unit=" img", shown=True, quiet=quiet, redraw_s=0.0)
+    progress = Progress(0, 640, unit=" img", shown=True, bar=not quiet, redraw_s=0.0)
     log = TrainingLog(recipe=Recipe(epochs=15), progress=progress, events=SilentEvents(), last_step=540, quiet=quiet)
     for step in (1, 2):
         log.step(RESULT, step=step, steps_per_epoch=36, lr=0.1, images=32, seconds=1.0)

@@ -15,6 +15,7 @@ from affinity.errors import RunError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.units import GIB
+from cputrain.launch.rank_software import with_absent_module
 from cputrain.launch.restarts import HostsLeft
 from cputrain.launch.shortage import remedy, with_remedy
 from cputrain.launch.training_command import is_training
@@ -195,3 +196,18 @@ def test_what_became_of_the_recipe_never_takes_the_place_of_the_failure(tmp_path
     assert told(str(tmp_path / "gone.yaml"), "--resume") == told() == str(failure)
     assert told("imagefolder", "--overwrite", "batch.local=64").startswith(f"{failure}\nset batch.local=")
     assert told("imagefolder", "batch.local=1").endswith("use fewer workers (--ppn 1), or a smaller data.crop")
+
+
+def test_a_module_of_intel_s_time_that_is_missing_is_named_with_the_remedy() -> None:
+    missing = "ModuleNotFoundError: No module named '{}'"
+
+    def told(module: str) -> str:
+        failure = JobFailedError("rank 0 exited with status 1", tail=("Traceback", missing.format(module)))
+        return str(with_absent_module(failure)).splitlines()[-1]
+
+    assert told("oneccl_bindings_for_pytorch").startswith(
+        'oneccl_bindings_for_pytorch: pip install "cputrain[compat]" provides it'
+    )
+    assert "remove the import" in told("intel_extension_for_pytorch")
+    for other in ("numpy", "oneccl_bindings"):
+        assert told(other) == "rank 0 exited with status 1"

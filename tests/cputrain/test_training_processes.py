@@ -80,8 +80,8 @@ def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
 
 
 def test_a_third_party_script_runs_bound_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(THEIRS)
-    result = cputrain("launch", "--ppn", str(PPN), "--output", "out", "--", sys.executable, "theirs.py", cwd=tmp_path)
+    (tmp_path / "train.py").write_text(THEIRS)
+    result = cputrain("launch", "--ppn", str(PPN), "--output", "out", "--", sys.executable, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     for rank in range(PPN):
@@ -126,7 +126,7 @@ from affinity.ranks.rank import Rank
 import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]
-group = start_group(rank, worker, sys.argv[1], 60.0)
+group = start_group(rank, worker, sys.argv[1], 60.0, os.environ)
 model = torch.nn.parallel.DistributedDataParallel(build_model(ModelSection(name="resnet18"), 3, 32))
 model(torch.zeros(2, 3, 32, 32)).sum().backward()
 all_gather(1)

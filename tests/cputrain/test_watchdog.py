@@ -57,7 +57,7 @@ from affinity.topology.sysfs import this_machine
 from cputrain.comm.group import end_group, all_gather, convert_lost_peer_errors, start_group
 from affinity.ranks.rank import discover
 rank = discover(os.environ)
-group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0)
+group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0, os.environ)
 all_gather(1)
 if rank.rank == int(os.environ["LOST"]):
     os.kill(os.getpid(), signal.Signals[os.environ["BY"]])

@@ -40,10 +40,10 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages call data/photos and theirs.py."""
+    """A folder with what the pages call data/photos and train.py."""
     folder = tmp_path_factory.mktemp("pages")
     write_images(folder / "data/photos", classes=2, train=20, val=4, size=40)
-    (folder / "theirs.py").write_text(THEIRS)
+    (folder / "train.py").write_text(THEIRS)
     return folder
 
 

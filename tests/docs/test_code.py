@@ -4,9 +4,34 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CODE = ("affinity", "mpi", "cputrain", "benchmarks", "tools", "tests", "compat")
 MAX_LINES = 62
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+MAY_USE_THE_ENVIRONMENT = {
+    # Command lines, each read by its main(); below them it is an argument.
+    "affinity/__main__.py",
+    "affinity/bind.py",
+    "mpi/first_host.py",
+    "mpi/preflight/checks.py",
+    "mpi/supervise/agent.py",
+    "cputrain/bench/all_reduce_rank.py",
+    "cputrain/bench/model_rank.py",
+    "cputrain/comm/ccl/check.py",
+    "cputrain/comm/ccl/check_rank.py",
+    "cputrain/doctor/probe.py",
+    "cputrain/sweep/trial_rank.py",
+    # Called by torch, which hands nothing over, or by a user's own script.
+    "cputrain/comm/autoload.py",
+    "cputrain/comm/ccl/__init__.py",
+    "cputrain/data/loader.py",
+    "cputrain/training/own.py",
+    # Set what torch reads there.
+    "cputrain/comm/group.py",
+    "cputrain/launch/rank_process.py",
+}  # and the files of the commands, cputrain/cli/*.py
 FILE = re.compile(r"(?<![\w/.*])[\w/]+(?:/(?![\w*])|\.(?:py|md))")  # or a folder, with a slash at its end
 
 
@@ -44,3 +69,34 @@ def test_no_name_of_a_class_stands_twice() -> None:
                     places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert len(places) > 200
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def uses_of_the_environment(node: ast.AST) -> int:
+    """How often os.environ and its like are named in a piece of code."""
+    return sum(
+        (isinstance(one, ast.Attribute) and one.attr in ENVIRONMENT)
+        or (isinstance(one, ast.ImportFrom) and any(alias.name in ENVIRONMENT for alias in one.names))
+        for one in ast.walk(node)
+    )
+
+
+def test_only_command_lines_and_what_others_call_use_the_environment() -> None:
+    uses = {
+        str(path.relative_to(ROOT)): [
+            uses_of_the_environment(part)
+            for part in ast.walk(tree)
+            if isinstance(part, ast.FunctionDef | ast.Import | ast.ImportFrom)
+        ]
+        for folder in ("affinity", "mpi", "cputrain")
+        for path in (ROOT / folder).rglob("*.py")
+        if uses_of_the_environment(tree := ast.parse(path.read_text()))
+    }
+    assert {path for path in uses if Path(path).parent != Path("cputrain/cli")} == MAY_USE_THE_ENVIRONMENT
+    assert [path for path, functions in uses.items() if max(functions) > 1] == []  # read once, and handed on
+
+
+@pytest.mark.parametrize(
+    "code", ["os.environ['A']", "os.getenv('A')", "from os import environ", "import os as o\no.environ.get('A')"]
+)
+def test_a_use_of_the_environment_is_seen(code: str) -> None:
+    assert uses_of_the_environment(ast.parse(code)) == 1

@@ -19,13 +19,3 @@ def test_an_exit_is_described_with_its_last_lines() -> None:
     text = describe_exit(exit_of(3, -9, 0.0, ("one", "two")))
     assert text == "rank 3 on h1 was ended by SIGKILL; log rank.log; its last lines:\n  | one\n  | two"
     assert describe_exit(exit_of(3, 7, 0.0)) == "rank 3 on h1 exited with status 7; log rank.log; it printed nothing"
-
-
-def test_a_module_of_intel_s_time_that_is_missing_is_named_with_the_remedy() -> None:
-    missing = "ModuleNotFoundError: No module named '{}'"
-    text = describe_exit(exit_of(0, 1, 0.0, ("Traceback", missing.format("oneccl_bindings_for_pytorch"))))
-    assert text.splitlines()[-1].startswith('oneccl_bindings_for_pytorch: pip install "cputrain[compat]" provides it')
-    text = describe_exit(exit_of(0, 1, 0.0, (missing.format("intel_extension_for_pytorch"),)))
-    assert "remove the import" in text.splitlines()[-1]
-    for other in ("numpy", "oneccl_bindings"):
-        assert describe_exit(exit_of(0, 1, 0.0, (missing.format(other),))).endswith(f"'{other}'")

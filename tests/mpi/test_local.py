@@ -219,3 +219,18 @@ def test_what_a_finished_rank_has_put_into_a_session_of_its_own_goes_on(tmp_path
         assert has_ended(pid) == bool(status)
         if not status:
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("save_first", [False, True])
+def test_a_stop_has_its_status_where_its_line_cannot_be_shown(tmp_path: Path, *, save_first: bool) -> None:
+    """As after the end of the terminal; /dev/full stands for it."""
+    code = """
+import os, signal, time
+signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    with Path("/dev/full").open("w", buffering=1) as err:
+        status = run_local(job(tmp_path, code), os.environ, io.StringIO(), err, save_first=save_first)
+    assert status == 128 + signal.SIGTERM

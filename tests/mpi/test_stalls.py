@@ -119,15 +119,16 @@ def test_a_stall_is_said_once_and_the_next_one_later() -> None:
 
 
 IMPORTS = ("/a/torch/_ops.py:9 in load", "<frozen importlib._bootstrap>:241 in _call_with_frames_removed")
-COMPILES = ("/usr/lib/python3.11/subprocess.py:550 in run", "/a/cputrain/native_build.py:128 in _compile")
+COMPILES = ("/usr/lib/python3.11/subprocess.py:550 in run", "/a/kernels/build.py:128 in _compile")
 
 
 @pytest.mark.parametrize("stack", [IMPORTS, COMPILES], ids=["imports", "compiles"])
 def test_a_slow_start_is_no_stall_for_some_minutes(stack: tuple[str, ...]) -> None:
-    watch, stalled, loop = StallWatch(), standings(IDLE, BUSY), ("/a/train.py:3 in forever",)
+    starting = ("/kernels/build.py:",)
+    watch, stalled, loop = StallWatch(starting), standings(IDLE, BUSY), ("/a/train.py:3 in forever",)
     assert watch.take(stalled, 1.0, lambda stall: {1: stack}) is None
     assert watch.take(stalled, 3.0, lambda stall: {1: loop}) is not None, "the start is over"
-    watch = StallWatch()
+    watch = StallWatch(starting)
     assert watch.take(stalled, 1.0, lambda stall: {1: stack}) is None
     assert watch.take(stalled, STARTING_S, lambda stall: {1: stack}) is None
     assert watch.take(stalled, STARTING_S + 1.0, lambda stall: {1: stack}) is not None

@@ -33,6 +33,9 @@ BACKEND = "ccl"
 KVS_TIMEOUT = "CCL_KVS_GET_TIMEOUT"
 KVS_MARGIN_S = 60  # after the group's timeout, at which our own exchange of addresses ends with a clearer error
 log = logging.getLogger(__name__)
+_env = os.environ
+"""torch makes a group without passing us anything of the caller's, and oneCCL takes its settings from nowhere else."""
+
 applied: tuple[Setting, ...] = ()
 """The environment variables set for oneCCL in this process, with reasons; empty before the first group."""
 
@@ -42,7 +45,7 @@ watchdog: Watchdog | None = None
 _watchdogs: list[Watchdog] = []  # of the default group, or of the groups of a world that is not ours
 _extension: ModuleType | None = None
 _transport: Transport | None = None  # that the extension was loaded with
-_kvs_timeout_is_set = KVS_TIMEOUT in os.environ
+_kvs_timeout_is_set = KVS_TIMEOUT in _env
 
 
 def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
@@ -52,9 +55,9 @@ def transport_of_job(rank: Rank, keys: SignedKeys) -> Transport:
     """
 
     def own() -> Transport:
-        return _transport or choose_transport(os.environ, rank, lambda: kept_seconds(os.environ))
+        return _transport or choose_transport(_env, rank, lambda: kept_seconds(_env))
 
-    return agree(rank, keys, own, is_set=_transport is not None or VARIABLE in os.environ)
+    return agree(rank, keys, own, is_set=_transport is not None or VARIABLE in _env)
 
 
 def extension(rank: Rank, transport: Transport) -> ModuleType:
@@ -64,12 +67,12 @@ def extension(rank: Rank, transport: Transport) -> ModuleType:
     """
     global _extension, _transport, applied  # noqa: PLW0603  libraries load once in a process
     if _extension is None:
-        libraries = find_libraries(os.environ)
+        libraries = find_libraries(_env)
         sweep_segments()
-        check_host(rank, os.environ)
-        applied = settings(libraries, rank, transport, os.environ)
-        path = ensure_built(libraries, os.environ)
-        os.environ.update({name: value for name, value, _ in applied})
+        check_host(rank, _env)
+        applied = settings(libraries, rank, transport, _env)
+        path = ensure_built(libraries, _env)
+        _env.update({name: value for name, value, _ in applied})
         _extension, _transport = load(path), transport
     return _extension
 
@@ -90,7 +93,7 @@ def create(options: Any, _backend_options: Any) -> Any:
         _watch(options, store, loaded, ranks)
     seconds = options.timeout.total_seconds()
     if not _kvs_timeout_is_set:
-        os.environ[KVS_TIMEOUT] = str(math.ceil(seconds) + KVS_MARGIN_S)  # oneCCL reads it for each communicator
+        _env[KVS_TIMEOUT] = str(math.ceil(seconds) + KVS_MARGIN_S)  # oneCCL reads it for each communicator
     try:
         return loaded.CclBackend(store, options.group_rank, options.group_size, seconds, options.group_id)
     except Exception:
@@ -116,7 +119,7 @@ def _extension_for(options: Any, store: Store, *, whole: bool) -> ModuleType:
     ranks need to know where they are."""
     if _extension is not None and not whole:
         return _extension
-    place = place_of(options.group_rank, options.group_size, store, options.timeout, os.environ, whole=whole)
+    place = place_of(options.group_rank, options.group_size, store, options.timeout, _env, whole=whole)
     first = _extension is None
     loaded = extension(place, _transport_of(options, store, place, whole=whole))
     if first and options.group_rank == 0:
@@ -127,7 +130,7 @@ def _extension_for(options: Any, store: Store, *, whole: bool) -> ModuleType:
 def _transport_of(options: Any, store: Store, place: Rank, *, whole: bool) -> Transport:
     """The transport of a group that is made: its ranks agree where all of the job are in it."""
     if not whole:
-        return choose_transport(os.environ, place, dict, whole=False)
+        return choose_transport(_env, place, dict, whole=False)
     try:
         return transport_of_job(place, _keys(store, "transport"))
     except RuntimeError as error:
@@ -147,13 +150,13 @@ def _answers(store: Store) -> bool:
 
 
 def _keys(store: Store, prefix: str) -> SignedKeys:
-    return SignedKeys(PrefixStore(prefix, store), os.environ.get(TOKEN_VARIABLE, ""))
+    return SignedKeys(PrefixStore(prefix, store), _env.get(TOKEN_VARIABLE, ""))
 
 
 def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[int, ...]) -> None:
     """Watch the ranks of a group, from before it is made: a rank may be lost while others wait for it there."""
     global watchdog  # noqa: PLW0603  one default group in a process
-    token, timeout_s = os.environ.get(TOKEN_VARIABLE, ""), options.timeout.total_seconds()
+    token, timeout_s = _env.get(TOKEN_VARIABLE, ""), options.timeout.total_seconds()
     rank = ranks[options.group_rank]
     place = json.dumps(asdict(place_of_this_process(native=True)))[1:-1]
 

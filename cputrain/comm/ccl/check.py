@@ -64,11 +64,11 @@ def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str])
         meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
         commands = [((str(mpirun), "-n", "2", *PROGRAM), {**clean, **meeting, **_for_mpirun(libraries, clean)})]
     lines, failed = _run(commands)
-    said = next((line for line in lines if line.startswith("{")), None)
-    if failed or said is None:
+    result = next((line for line in lines if line.startswith("{")), None)
+    if failed or result is None:
         errors = [line for line in lines if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
         raise RunError(f"all-reduces of two ranks over oneCCL and {TITLES[transport]} failed: {errors[0].strip()}")
-    return {int(size): seconds for size, seconds in json.loads(said).items()}
+    return {int(size): seconds for size, seconds in json.loads(result).items()}
 
 
 def _for_mpirun(libraries: Libraries, env: Mapping[str, str]) -> dict[str, str]:
@@ -122,12 +122,13 @@ def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...
 
 def main() -> int:
     """Measure the transports, keep the figures, and print a line about them, or why there are none."""
+    env = os.environ
     try:
-        libraries = find_libraries(os.environ)
-        ensure_built(libraries, os.environ)
-        found, problems = time_transports(libraries, os.environ)
+        libraries = find_libraries(env)
+        ensure_built(libraries, env)
+        found, problems = time_transports(libraries, env)
         for record in records_of(found, command="cputrain doctor ccl"):
-            keep(record, os.environ)
+            keep(record, env)
     except (InputError, RunError) as error:
         print(error)
         return 2 if isinstance(error, InputError) else 1

@@ -24,10 +24,11 @@ ROUNDS = 9
 
 def main() -> None:
     """Run one rank."""
-    rank = discover(os.environ)
+    env = os.environ
+    rank = discover(env)
     if rank is None:
         raise InputError("this is one rank of two: run cputrain doctor ccl")
-    os.environ.update(with_rank(rank, os.environ))
+    env.update(with_rank(rank, env))  # torch reads them there
     cores = this_machine().allowed_cores
     os.sched_setaffinity(0, cores[rank.rank * len(cores) // rank.world_size].pus)
     torch.set_num_threads(1)

@@ -48,7 +48,7 @@ def shown_as_planned(scene: Scene) -> None:
         process = inspect_process(started.pid)
         assert process.worker is not None and not process.differs, process
     pids = [word for started, _ in running for word in ("--pid", str(started.pid))]
-    assert affinity_main(["show", *pids]) == 0
+    assert affinity_main(["show", *pids], os.environ) == 0
 
 
 def moved_by_taskset(scene: Scene) -> None:
@@ -60,7 +60,7 @@ def moved_by_taskset(scene: Scene) -> None:
     taskset = ("taskset", "-a", "-p", "-c", str(elsewhere), str(started.pid))
     subprocess.run(taskset, check=True, capture_output=True)
     assert inspect_process(started.pid).misplaced_threads
-    assert affinity_main(["show", "--pid", str(started.pid)]) == 1
+    assert affinity_main(["show", "--pid", str(started.pid)], os.environ) == 1
 
 
 def moved_by_migratepages(scene: Scene) -> None:
@@ -74,7 +74,7 @@ def moved_by_migratepages(scene: Scene) -> None:
     argv = ("migratepages", str(started.pid), nodes, str(min(targets)))
     subprocess.run(argv, check=True, capture_output=True)
     process = inspect_process(started.pid)
-    shown = affinity_main(["show", "--pid", str(started.pid)])
+    shown = affinity_main(["show", "--pid", str(started.pid)], os.environ)
     assert shown == 1 and process.remote_bytes >= (8 + 4) * MIB, process
     assert process.memory_bytes[min(targets)] >= (8 + 4 + HUGE_MIB) * MIB, f"huge pages are not counted: {process}"
 

@@ -1,6 +1,6 @@
 """The predicted speed of a planned job, in one line."""
 
-import os
+from collections.abc import Mapping
 
 from affinity.errors import InputError
 from affinity.planner.plan import Plan
@@ -14,12 +14,12 @@ from cputrain.simulate.measured import find, unreadable
 from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
 from cputrain.simulate.published import starting_run
 from cputrain.simulate.scaling import Row, check_global_batch, model_of, rows_of
-from cputrain.simulate.tables import duration
+from cputrain.simulate.tables import rough_duration
 
 WORTHWHILE = 0.5  # of a host: what one more should add at least
 
 
-def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions) -> list[str]:
+def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping[str, str]) -> list[str]:
     """Images/s, efficiency and time to train of a job of several equal hosts, and a warning where one more host would
     add less than half of its own speed; or why there is no prediction, and what to do."""
     fabric, hosts = network_of(options).name, plan.request.nodes
@@ -27,7 +27,7 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions) -> list[str]
         return []
     if recipe.model.name not in NETWORKS:
         return [f"no prediction: the layers of {recipe.model.name} are not known to `cputrain simulate`"]
-    records = read_records(plan.machine, os.environ)
+    records = read_records(plan.machine, env)
     measured, notes = find(records, recipe), [f"warning: {note}" for note in unreadable(records)]
     if measured is None and starting_run(plan.machine.model, recipe.precision) is None:
         unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
@@ -59,7 +59,7 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions) -> list[str]
 
 
 def _line(row: Row, epochs: int) -> str:
-    time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {duration(row.time_to_train_s)}"
+    time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {rough_duration(row.time_to_train_s)}"
     return (
         f"predicted: {row.images_per_s:,.0f} images/s ({row.low:,.0f} to {row.high:,.0f}), "
         f"{100 * row.efficiency:.0f} % of {counted(row.nodes, 'single host')}{time} (cputrain simulate)"
