@@ -100,7 +100,8 @@ def submitted(slurm: Slurm, place: Path, *arguments: str) -> str:
 def venv(place: Path) -> Path:
     """A virtual environment whose path needs quotes: this one, by another name."""
     link = place / "a venv"
-    link.symlink_to(sys.prefix)
+    if not link.is_symlink():
+        link.symlink_to(sys.prefix)
     return link
 
 
@@ -152,6 +153,29 @@ def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, plac
     assert (len(starts), [end["status"] for end in ends]) == (2, ["stopped", "done"])
     steps_done = [event["step"] for event in read_events(place / "run") if event["event"] == "step"]
     assert steps_done == list(range(1, ends[-1]["steps"] + 1))  # none lost, none twice
+
+
+@pytest.mark.long
+def test_a_canceled_slurm_job_saves_and_the_next_one_goes_on(slurm: Slurm, place: Path) -> None:
+    """A plain scancel: SIGTERM, and SIGKILL after KillWait; the same script submitted again does the other steps."""
+    steps = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")
+    job = submitted(slurm, place, *SMALL, *steps, *HERE)
+    events = place / "run/events.jsonl"
+    deadline = time.monotonic() + 300
+    while not (events.is_file() and '"step"' in events.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert slurm.run("scancel", job, cwd=place).returncode == 0
+    wait_for(slurm, job, place, {"CANCELLED"})  # at once, while its ranks save
+    while (logged := read_events(place / "run"))[-1]["event"] != "end":
+        assert time.monotonic() < deadline, logged[-1]
+        time.sleep(0.2)
+    assert logged[-1]["status"] == "stopped" and len(list((place / "run/checkpoints").iterdir())) > 0
+    again = submitted(slurm, place, *SMALL, *steps, *HERE)
+    wait_for(slurm, again, place, {"COMPLETED"})
+    logged = read_events(place / "run")
+    steps_done = [event["step"] for event in logged if event["event"] == "step"]
+    assert logged[-1]["status"] == "done" and steps_done == list(range(1, logged[-1]["steps"] + 1))
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from cputrain.recipe.loading import load_recipe, recipe_names
 from cputrain.recipe.schema import ModelSection
 from cputrain.runs.events import read_events
 from tests.cputrain.test_training import CROPS
-from tests.support.checkpoints import differing, newest
+from tests.support.checkpoints import content, differing, newest
 from tests.support.images import write_images
 from tests.support.trainings import PPN, trained
 
@@ -132,3 +132,19 @@ def test_three_ranks_resume_with_the_same_buckets(place: Path) -> None:
     result = trained(place, 3, *thrice("mnist-workers", 2, further))
     assert result.returncode == 0, result.stderr + result.stdout
     check_same(place / "mnist-workers/whole", place / "mnist-workers/parts")
+
+
+def test_a_training_resumed_by_one_worker_is_that_of_two_but_for_rounding(place: Path) -> None:
+    """2 x 6 images a step, then 1 x 12: the same images and rates at each step, and sums in another order."""
+    settings = reduced("mnist-adam", "")
+    whole, parts = (f"output=mnist-adam/{name}" for name in ("whole", "parts"))
+    begun = trained(place, 2, (*settings, whole), (*settings, parts, "--signal=1"))
+    assert begun.returncode == 0, begun.stderr + begun.stdout
+    ended = trained(place, 1, (*settings, parts, "batch.local=12", "plan.ppn=1", "--resume"))
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    runs = place / "mnist-adam/whole", place / "mnist-adam/parts"
+    steps = [events(run, "step", "rate", "epoch") for run in runs]
+    assert steps[0] == steps[1] and len(steps[0]) == 4
+    weights = [content(newest(run))["model"] for run in runs]
+    differences = [float((value - weights[1][name]).abs().max()) for name, value in weights[0].items()]
+    assert 0 < max(differences) < 1e-5

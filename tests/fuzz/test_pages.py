@@ -14,7 +14,7 @@ from cputrain.report.run import read_run
 from cputrain.watch.screen import screen
 from cputrain.watch.state import WatchState
 from cputrain.watch.tail import EventTail
-from tests.fuzz.test_readers import COUNT, IN_TESTS, damaged
+from tests.fuzz.inputs import COUNT, IN_TESTS, damaged
 from tests.support.run_folders import write_run
 
 LIMIT_S = 5.0

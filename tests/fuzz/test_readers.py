@@ -1,24 +1,16 @@
-"""Every reader of files, settings and variables: whatever it gets, it returns, or refuses it in a line, within 2 s.
-
-CPUTRAIN_FUZZ is the number of inputs for each reader; `make fuzz` sets 10,000 and tries new ones each time.
-"""
+"""Every reader of files, settings and variables: whatever it gets, it returns, or refuses it in a line, within 2 s."""
 
 import gzip
 import json
 import os
-import random
 import struct
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, read_plan, worker_from_dict
 from affinity.planner.records import measured_of, parse_record
@@ -44,102 +36,10 @@ from cputrain.runs.folder import finished
 from cputrain.sweep.clock import parse_clock
 from mpi.hosts.hostfile import allocated_hosts, parse_hosts
 from mpi.hosts.nodelist import expand
+from tests.fuzz.inputs import COUNT, damaged, edited, fuzzed, read, write
 from tests.support.machines import build_machine
 
-IN_TESTS = 500
-COUNT = int(os.environ.get("CPUTRAIN_FUZZ", IN_TESTS))
-LIMIT_S = 2.0
 MACHINES = Path(__file__).parents[1] / "machines"
-fuzzed = settings(
-    max_examples=COUNT,
-    derandomize=COUNT <= IN_TESTS,  # `make test` tries the same inputs each time, `make fuzz` new ones
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-VALUES = st.sampled_from(
-    [
-        *(
-            "null",
-            "true",
-            "-1",
-            "0",
-            "1e999",
-            ".nan",
-            "9" * 25,
-            "\u0663",
-            "0x",
-            "[]",
-            "{}",
-            '""',
-            "'",
-            "\x00",
-            "*a",
-            "&a",
-            "!!int 1",
-        ),
-        *(
-            "\ud800",
-            "é" * 300,
-            "[" * 300,
-            "{a: " * 300,
-            "\t",
-            ": ",
-            "- ",
-            "? ",
-            "|",
-            ">",
-            "%",
-            "@",
-            "#",
-            "\n",
-            "\r",
-            "2026-02-30",
-        ),
-    ]
-)
-
-
-@st.composite
-def edited(draw: st.DrawFn, texts: tuple[str, ...]) -> str:
-    """One of the texts with some parts replaced, removed, repeated or swapped; or nothing like it."""
-    text = draw(st.sampled_from(texts))
-    for _ in range(draw(st.integers(0, 4))):
-        begin = draw(st.integers(0, len(text)))
-        end = min(len(text), begin + draw(st.integers(0, 12)))
-        insert = draw(VALUES | st.text(max_size=8) | st.just(text[begin:end] * 3))
-        text = text[:begin] + insert + text[end:]
-    return draw(st.just(text) | st.just(text) | st.text(max_size=60))
-
-
-@st.composite
-def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """The data with some bytes changed, cut or repeated; or nothing like it."""
-    rng = random.Random(draw(st.integers(0, 1 << 32)))
-    out = bytearray(data)
-    for _ in range(rng.randrange(6)):
-        place = rng.randrange(len(out) + 1)
-        length = rng.choice((1, 1, 4, 100))
-        out[place : place + rng.choice((0, length))] = rng.choice(
-            (b"", rng.randbytes(length), b"\0" * length, out[place:])
-        )
-    return bytes(out[:1_000_000]) if rng.randrange(10) else rng.randbytes(rng.randrange(200))
-
-
-def read(reader: Callable[[], Any]) -> None:
-    """Fail where a reader raises anything but InputError in one line, or computes too long."""
-    started = time.process_time()
-    try:
-        reader()
-    except InputError as error:
-        assert "\n" not in str(error) and len(str(error)) < 2000, error
-    assert time.process_time() - started < LIMIT_S
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_bytes(text.encode(errors="surrogatepass"))
-    return path
-
 
 RECIPE_TEXTS = tuple(path.read_text() for path in sorted(RECIPES.glob("*.yaml")))
 

@@ -215,15 +215,23 @@ def test_hosts_that_differ_have_a_plan_for_each_group(hosts: FakeHosts, name: st
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "ppn"), [("intelmpi", WORKERS), ("openmpi", 1)])
 def test_a_training_over_four_hosts(hosts: FakeHosts, name: str, ppn: int, tmp_path: Path) -> None:
-    """The real trainer, started as a user starts it: data and run folder where all hosts see them."""
+    """The real trainer, started as a user starts it: data and run folder where all hosts see them. Its ranks and the
+    launch listen on their network alone."""
     write_images(tmp_path / "images", train=12, val=3)
     network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28")
     settings = (f"data.path={tmp_path}/images", *network, "batch.local=2", "epochs=1", "schedule.warmup_epochs=0")
     command = (sys.executable, "-m", "cputrain", "train", "imagefolder", *settings)
     flags = ("--no-preflight", "--ppn", str(ppn))
-    argv = launch_on(hosts, name, *flags, "--", *command, f"output={tmp_path}/run", cwd=tmp_path)
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr + result.stdout
+    argv = launch_on(hosts, name, *flags, "--", *command, f"output={tmp_path}/run", "comm.backend=gloo", cwd=tmp_path)
+    listening: dict[str, set[str]] = {host: set() for host in hosts.names}
+    with (tmp_path / "output").open("w+") as output, subprocess.Popen(argv, stdout=output, stderr=output) as process:
+        while process.poll() is None:
+            for host, addresses in listening.items():
+                addresses.update(hosts.listening(host, "python"))
+        output.seek(0)
+        assert process.returncode == 0, output.read()
+    # The store, the launch and gloo on the first host, at least gloo on the others.
+    assert listening == {host: {hosts.address(host)} for host in hosts.names}
     events = read_events(tmp_path / "run")
     bindings = events[0]["bindings"]
     assert [binding["host"] for binding in bindings] == [host for host in hosts.names for _ in range(ppn)]

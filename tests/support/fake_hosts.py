@@ -1,6 +1,7 @@
 """Hosts that are network namespaces of this one: a name, an address, processes and an sshd each. Needs root."""
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -69,6 +70,22 @@ class FakeHosts:
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid")
         return ["nsenter", "-t", str(self.pids[host]), *spaces, f"--wd={Path.cwd()}", "--", *argv]
 
+    def address(self, host: str) -> str:
+        """A host's address in the network between them."""
+        return address(self.network, self.names.index(host) + 1)
+
+    def listening(self, host: str, program: str) -> set[str]:
+        """A host's addresses at which processes of that program listen for TCP connections; not at sockets that they
+        have inherited from another program."""
+        argv = self.inside(host, "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes")
+        lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+        owners = {line.split()[3]: re.findall(r'"([^"]+)"', line) for line in lines}
+        return {
+            place.rpartition(":")[0]
+            for place, names in owners.items()
+            if names and all(name.startswith(program) for name in names)
+        }
+
     def cut(self, host: str) -> None:
         """Take a host's cable out."""
         number = self.names.index(host) + 1
@@ -87,6 +104,11 @@ class FakeHosts:
             lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
             found[host] = [line for line in lines if word in line and "ps -eo" not in line]
         return found
+
+
+def address(network: int, number: int) -> str:
+    """The address of a host, counted from 1."""
+    return f"10.78.{network}.{number}"
 
 
 def cable(network: int, number: int) -> str:
@@ -134,7 +156,7 @@ def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
 def write_ssh_files(folder: Path, names: list[str], network: int) -> None:
     """Keys, configurations and addresses of hosts that reach each other by `folder`/ssh."""
     folder.mkdir(parents=True, exist_ok=True)
-    addresses = [f"10.78.{network}.{i} {name}" for i, name in enumerate(names, 1)]
+    addresses = [f"{address(network, i)} {name}" for i, name in enumerate(names, 1)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))
     Path("/run/sshd").mkdir(exist_ok=True)
     for key in ("host_key", "key"):
@@ -186,7 +208,7 @@ def _connect(pid: int, network: int, number: int) -> None:
     for argv in (
         ["ip", "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", str(pid)],
         ["ip", "link", "set", host, "master", bridge(network), "up"],
-        ["nsenter", "-t", str(pid), "-n", "ip", "addr", "add", f"10.78.{network}.{number}/24", "dev", "eth0"],
+        ["nsenter", "-t", str(pid), "-n", "ip", "addr", "add", f"{address(network, number)}/24", "dev", "eth0"],
         ["nsenter", "-t", str(pid), "-n", "ip", "link", "set", "eth0", "up"],
     ):
         subprocess.run(argv, check=True)

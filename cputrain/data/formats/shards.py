@@ -69,6 +69,15 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
+def _open_index(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}: prepare again") from None
+    except Exception:  # noqa: BLE001  numpy evaluates the header as Python's literals: a damaged one may raise anything
+        raise InputError(f"{path} is not an index of shards, or is damaged: prepare again") from None
+
+
 class Shards(PiecewiseImages):
     """One split of a prepared folder: random access to samples, by several threads at once."""
 
@@ -78,10 +87,10 @@ class Shards(PiecewiseImages):
         counts = manifest["splits"][split]
         self.paths = shard_paths(folder, split, counts["shards"], shard_format_of(manifest))
         _allow_files(5 * len(self.paths))  # those of three splits, and copies of two
+        self.index: NDArray[np.void] = _open_index(index_path(folder, split))
         try:
-            self.index: NDArray[np.void] = np.load(index_path(folder, split), mmap_mode="r")
             self.files: list[BinaryIO] = [path.open("rb") for path in self.paths]
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise InputError(f"cannot read {folder}: {error}: prepare again") from None
         if self.index.dtype != RECORD or len(self.index) != counts["images"]:
             raise InputError(f"{index_path(folder, split)} does not belong to {folder / MANIFEST}: prepare again")
@@ -90,6 +99,7 @@ class Shards(PiecewiseImages):
         for path, size in zip(self.paths, counts["bytes"], strict=True):
             if path.stat().st_size != size:
                 raise InputError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}: prepare again")
+        self._sizes: list[int] = counts["bytes"]
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -110,7 +120,7 @@ class Shards(PiecewiseImages):
         again from the shard.
         """
         record = self.index[i]
-        shard, offset, length = (int(record[key]) for key in ("shard", "offset", "length"))
+        shard, offset, length = self._place(record)
         if pieces is not None:
             begin, piece = pieces[shard]
             data = piece[offset - begin : offset - begin + length]
@@ -124,14 +134,22 @@ class Shards(PiecewiseImages):
                     return data
         raise OSError(f"checksum differs from the index: the shard is damaged at byte {offset:,}")
 
+    def _place(self, record: np.void) -> tuple[int, int, int]:
+        """The shard, offset and length of a record. Raises OSError where the index is damaged: not checked at opening,
+        which reads nothing of an index of millions of images."""
+        shard, offset, length = (int(record[key]) for key in ("shard", "offset", "length"))
+        if shard >= len(self._sizes) or offset + length > self._sizes[shard]:
+            raise OSError("the index is damaged: the image lies outside its shard")
+        return shard, offset, length
+
     def read_pieces(self, first: int, last: int) -> ShardPieces:
         """The pieces of shards that contain the samples [first, last), each read in one go."""
         records, pieces = self.index[first:last], {}
         for shard in np.unique(records["shard"]).tolist():
             mine = records[records["shard"] == shard]
-            begin, end = int(mine[0]["offset"]), int(mine[-1]["offset"]) + int(mine[-1]["length"])
+            (_, begin, _), (_, start, length) = self._place(mine[0]), self._place(mine[-1])
             file = self._copy_of(shard) or self.files[shard]
-            pieces[shard] = begin, os.pread(file.fileno(), end - begin, begin)
+            pieces[shard] = begin, os.pread(file.fileno(), max(start + length - begin, 0), begin)
         return pieces
 
     @property

@@ -96,11 +96,13 @@ class TableImages(LabeledImages, PiecewiseImages):
         return group, i - int(self._starts[group])
 
     def _images_of(self, number: int) -> Any:
+        from pyarrow import ArrowException
+
         with self._lock:
             if number not in self._loaded:
                 try:
                     self._loaded[number] = self._groups[number].load()
-                except ValueError as error:  # pyarrow's errors of damaged files
+                except ArrowException as error:
                     raise OSError(f"the row group is damaged: {str(error).splitlines()[0][:200]}") from None
                 while len(self._loaded) > 1 and sum(each.nbytes for each in self._loaded.values()) > CACHE_BYTES:
                     self._loaded.popitem(last=False)
@@ -133,7 +135,7 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
     for table in (table for each in tables.values() for table in each):
         if missing := [name for name in (image, label) if name not in table.schema.names]:
             raise InputError(f"{table.path} has no column {missing[0]}, which {first.path} has")
-    columns = {split: [table.column(label) for table in each] for split, each in tables.items()}
+    columns = {split: [_column(table, label) for table in each] for split, each in tables.items()}
     classes = class_names_of(first.schema, label, columns["train"])
     splits: dict[str, TableImages] = {}
     for split, each in tables.items():
@@ -163,7 +165,20 @@ def _open(path: Path) -> _Table:
     try:
         return _open_parquet(path) if path.suffix == ".parquet" else _open_arrow(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}: is the download complete?") from None
+        raise _unreadable(path, error) from None
+
+
+def _column(table: _Table, name: str) -> Any:
+    import pyarrow
+
+    try:
+        return table.column(name)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(table.path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(f"cannot read {path}: {str(error).splitlines()[0][:200]}: is the download complete?")
 
 
 def _open_parquet(path: Path) -> _Table:

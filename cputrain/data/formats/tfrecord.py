@@ -116,7 +116,7 @@ def examples(path: Path) -> Iterator[tuple[Span, Span, int, str]]:
                 raise InputError(f"{path} ends within a record: is the download complete?")
             try:
                 image, label, name = _example(data, start, start + length)
-            except (IndexError, struct.error, KeyError) as error:
+            except (IndexError, struct.error, KeyError, UnicodeDecodeError) as error:
                 raise InputError(
                     f"{path}: the record at byte {start - HEAD:,} is not the Example of an image: {error}"
                 ) from None

@@ -50,6 +50,39 @@ def attacked(attack: Attack) -> Callable[[Place], Seen]:
     return cause
 
 
+FLOOD = """
+import socket, sys, time
+place, deadline = (sys.argv[1], int(sys.argv[2])), time.monotonic() + float(sys.argv[3])
+idle = []
+while time.monotonic() < deadline:
+    try:
+        idle.append(socket.create_connection(place, timeout=1))
+    except OSError:
+        time.sleep(0.01)
+    del idle[:-800]
+"""
+
+
+def flooded_start(place: Place) -> Seen:
+    """A launch over Intel MPI whose monitor's port is flooded from before its ranks connect until they all run."""
+    (place.folder / "go").touch()
+    (place.folder / "script.py").write_text(WAITS)
+    argv = (sys.executable, "-m", "cputrain", "launch", "--launcher", "intelmpi", "--ppn", "2", "--output", "out")
+    with place.running(*argv, "--", sys.executable, "script.py", **mpi_path("intelmpi")) as run:
+        run.wait_for(lambda: agents_of(run))
+        host, port = monitor_of(run)
+        run.begun = time.monotonic()
+        with place.running(sys.executable, "-c", FLOOD, host, str(port), "20") as flood:
+            status = run.end()
+            assert flood.process.poll() is None
+        return Seen(status=status, text=run.text, seconds=run.seconds)
+
+
+def agents_of(run: Running) -> list[int]:
+    """The processes that name the monitor's port: mpirun's first, and agents once they run."""
+    return [pid for pid in descendants(run.process.pid) if b"--report-to" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def monitor_of(run: Running) -> tuple[str, int]:
     """Where the agents report to."""
     for pid in descendants(run.process.pid):
@@ -160,6 +193,13 @@ FAULTS = (
     unimpressed("a browser", sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")),
     unimpressed("a guessed token", sends(b"0" * 32 + b"\n" + b"f" * 64 + b' {"type": "Stop", "grace_s": 0}\n')),
     unimpressed("3,000 idle connections", idle_connections),
+    Fault(
+        kind=KIND,
+        name="800 idle connections at a time, on and on, from before the ranks connect",
+        cause=flooded_start,
+        status=0,
+        says=("done",),
+    ),
     unimpressed("500 odd messages behind the right token", odd_messages),
     Fault(
         kind=KIND,
