@@ -21,6 +21,7 @@ ANY_ADDRESS = ""
 READ_S, POLL_S = 10.0, 0.02
 JOB = "job"  # the key by which a job's ranks know their own store
 RECONNECT_S = 0.5
+SERVERS = "rank 0's, or torchrun's"
 
 
 def connect_store(rank: Rank, env: Mapping[str, str], timeout: timedelta = default_pg_timeout) -> Store:
@@ -96,6 +97,12 @@ def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     every = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server((ANY_ADDRESS, port), family=every, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+
+
+def describe_gone(error: RuntimeError) -> str:
+    """What the error of a store that no longer answers means. c10d's own text begins with it and may have 50 lines."""
+    cause = str(error).splitlines()[0][:150]
+    return f"the job's store is gone, and with it the process that served it ({SERVERS}) or its host ({cause})"
 
 
 class SignedKeys:

@@ -25,7 +25,7 @@ from cputrain.comm.heartbeats import (
     silence_limit,
     silent_rank,
 )
-from cputrain.comm.store import SignedKeys
+from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
@@ -130,7 +130,7 @@ class Watchdog:
                 self._store_answered = now
             before = now
             silent_for = now - self._store_answered
-            frozen = f"the job's store, in rank 0's process, has not answered for {silent_for:.0f} s"
+            frozen = f"the process that serves the job's store ({SERVERS}) has not answered for {silent_for:.0f} s"
             problem = frozen if silent_for > self._store_limit() else self._problem
             name, _, overdue_s = self._pending()
             if overdue_s > OVERDUE_S:
@@ -167,8 +167,7 @@ class Watchdog:
             self._last = newest(self._keys, (first,), self._last, time.monotonic())
             return silent_rank(self._last, time.monotonic(), self._limit)
         except RuntimeError as error:  # c10d's only error: the connection is closed, or the store does not answer
-            cause = str(error).splitlines()[0][:150]
-            return f"the job's store is gone, and with it rank 0's process or host ({cause})"
+            return describe_gone(error)
 
     def _end(self, problem: str, collective: str) -> None:
         """Fail this rank's collectives, then end the rank, even where the backend never returns from failing them."""

@@ -150,6 +150,24 @@ def messages_are_matched() -> None:
         expect(values.item() == 4.0, "the next message")
 
 
+def a_group_is_destroyed_after_receives_from_any_source() -> None:
+    """Rank 0 has asked all others for a message, and only rank 1 has sent one."""
+    rank = dist.get_rank()
+    for number in range(10):
+        group = dist.new_group()
+        values = torch.zeros(1000)
+        if rank == 0:
+            expect(dist.recv(values, group=group) == 1, "the source")
+            expect(values.eq(number).all().item(), "the message")
+        elif rank == 1:
+            dist.send(torch.full((1000,), float(number)), 0, group=group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        total = torch.full((1000,), float(rank))
+        dist.all_reduce(total)
+        expect(total.eq(sum(range(dist.get_world_size()))).all().item(), "a sum after the group's end")
+
+
 def sparse_gradients_are_summed() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (world + 1,))
@@ -195,6 +213,7 @@ def good() -> None:
         data_loaders_fork,
         a_forked_child_is_refused,
         messages_are_matched,
+        a_group_is_destroyed_after_receives_from_any_source,
         sparse_gradients_are_summed,
         a_monitored_barrier_names_the_missing,
         monitored_barriers_leave_nothing_in_the_store,

@@ -23,7 +23,7 @@ from cputrain.comm.ccl.place import place_of
 from cputrain.comm.ccl.segments import sweep_segments
 from cputrain.comm.ccl.transport import Transport, agree, choose_transport
 from cputrain.comm.heartbeats import PendingCollective, key_of, place_of_this_process
-from cputrain.comm.store import SignedKeys
+from cputrain.comm.store import SignedKeys, describe_gone
 from cputrain.comm.watchdog import Watchdog
 from cputrain.transports import VARIABLE, kept_seconds
 from mpi.fabric import Setting
@@ -107,10 +107,7 @@ def _store_of_attempt(options: Any) -> PrefixStore:
     try:
         number = options.store.add(f"attempts/{options.group_rank}", 1)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"ccl: the job's store is gone, and with it rank 0's process or host, while group {options.group_id} was "
-            f"created ({str(error).splitlines()[0][:150]})"
-        ) from None
+        raise RuntimeError(f"ccl: group {options.group_id} cannot be created: {describe_gone(error)}") from None
     return PrefixStore(f"attempt{number}", options.store)
 
 

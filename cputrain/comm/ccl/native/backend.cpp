@@ -66,6 +66,9 @@ CclBackend::CclBackend(
     inbox_ = std::make_shared<Inbox>(for_messages, size);
     outbox_ = std::make_shared<Outbox>(for_messages, size);
     engine.guard_process();
+  } catch (const c10::DistError& error) {  // the store's, also in the midst of oneCCL's exchange over it
+    engine.publish_communicator({});
+    store_is_gone("group " + name_ + " cannot be created", error);
   } catch (const std::exception& error) {
     engine.publish_communicator({});
     const auto text = message_of(error);
@@ -74,7 +77,8 @@ CclBackend::CclBackend(
   engine.publish_communicator({});
 }
 
-// A communicator with operations that never end cannot be destroyed: it is leaked.
+// A communicator with operations that never end cannot be destroyed: it is leaked. So it is while another group has
+// operations in flight: other ranks may need them to end before they destroy this group, which oneCCL waits for.
 CclBackend::~CclBackend() {
   const WithoutGil released;  // oneCCL may wait for other ranks here
   if (message_kvs_) {
@@ -82,7 +86,7 @@ CclBackend::~CclBackend() {
     message_kvs_->leave();
   }
   auto& engine = Engine::instance();
-  if (engine.idle()) {
+  if (engine.idle() && !awaits_messages()) {
     engine.publish_communicator({"the destruction of group " + name_, sequence_, awake_now() + options_->timeout});
     const auto lock = engine.enter();
     inbox_.reset();
@@ -95,6 +99,11 @@ CclBackend::~CclBackend() {
     static_cast<void>(message_comm_.release());
     static_cast<void>(comm_.release());
   }
+}
+
+bool CclBackend::awaits_messages() const {
+  const auto lock = Engine::instance().enter();
+  return inbox_ && inbox_->awaits();
 }
 
 WorkPtr CclBackend::submit(

@@ -73,6 +73,8 @@ class CclBackend : public c10d::Backend {
       c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Poll()> start,
       std::function<void()> finish, std::function<int()> source = nullptr);
 
+  bool awaits_messages() const;
+
   WorkPtr reduce_all(c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout);
   WorkPtr reduce_bits(c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout);
   WorkPtr reduce_sparse(const Tensor& tensor, RedOpType op, Milliseconds timeout);

@@ -10,13 +10,6 @@ namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(1);  // between two looks at a key that another rank is about to set
 
-[[noreturn]] void store_is_gone(const std::string& group, const std::exception& error) {
-  const auto text = message_of(error);
-  refuse(
-      "ccl: the job's store is gone, and with it rank 0's process or host, while ", group, " was created (",
-      text.substr(0, std::min(text.find('\n'), size_t{150})), ")");
-}
-
 std::string missing_ranks(c10d::Store& store, const std::string& prefix, int size) {
   std::string missing;
   for (int rank = 0; rank < size; rank++) {
@@ -39,6 +32,13 @@ bool wait_for(c10d::Store& store, const std::string& key, std::chrono::milliseco
 
 }  // namespace
 
+void store_is_gone(const std::string& failed, const std::exception& error) {
+  const auto text = message_of(error);
+  refuse(
+      "ccl: ", failed, ": the job's store is gone, and with it the process that served it (rank 0's, or torchrun's) or "
+      "its host (", text.substr(0, std::min(text.find('\n'), size_t{150})), ")");
+}
+
 int64_t gather_ranks(
     c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout, bool has_feature,
     const std::string& group) {
@@ -54,7 +54,7 @@ int64_t gather_ranks(
     }
     missing = missing_ranks(store, "here/", size);
   } catch (const std::exception& error) {
-    store_is_gone(group, error);
+    store_is_gone(group + " cannot be created", error);
   }
   refuse(
       "ccl: Timed out after ", timeout.count() / 1000.0, " s while ", group,
@@ -99,7 +99,7 @@ void StoreKvs::set(const ccl::string_class& key, const ccl::vector_class<char>& 
 }
 
 void monitored_barrier(
-    c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all) {
+    c10d::Store& store, int rank, int size, uint64_t number, std::chrono::milliseconds timeout, bool wait_all) try {
   const auto prefix_of = [](uint64_t count) { return "monitored" + std::to_string(count) + "/"; };
   const auto prefix = prefix_of(number);
   const auto deadline = Clock::now() + timeout;
@@ -130,6 +130,8 @@ void monitored_barrier(
       timeout.count(), " ms");
   store.set(prefix + "told", missing.empty() ? std::string("all") : problem);
   CPUTRAIN_REQUIRE(missing.empty(), problem);
+} catch (const c10::DistError& error) {
+  store_is_gone("monitored_barrier failed", error);
 }
 
 }  // namespace cputrain

@@ -12,6 +12,9 @@
 
 namespace cputrain {
 
+// Raises the error of a store that no longer answers; `failed` says what cannot go on, as describe_gone in store.py.
+[[noreturn]] void store_is_gone(const std::string& failed, const std::exception& error);
+
 // Waits until all ranks of a group have come here, without any lock; how many of them have a feature. Fails at the
 // timeout with the names of those that are missing, and where the store is gone.
 int64_t gather_ranks(

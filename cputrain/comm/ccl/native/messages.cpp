@@ -9,14 +9,8 @@ namespace cputrain {
 
 Inbox::Inbox(ccl::communicator& comm, int size) : comm_(comm), rank_(comm.rank()), channels_(size) {}
 
-// A receive from any source may leave headers awaited that nobody sends. oneCCL waits for an event that is destroyed
-// before its end, so such a one is kept, with the memory that it names.
-Inbox::~Inbox() {
-  for (auto& channel : channels_) {
-    if (channel.event) {
-      new Channel(std::move(channel));
-    }
-  }
+bool Inbox::awaits() const {
+  return std::ranges::any_of(channels_, [](const auto& channel) { return channel.event.has_value(); });
 }
 
 void Inbox::expect(const std::shared_ptr<Receive>& receive) {

@@ -34,12 +34,15 @@ struct Receive {
 class Inbox {
  public:
   Inbox(ccl::communicator& comm, int size);
-  ~Inbox();
 
   void expect(const std::shared_ptr<Receive>& receive);
 
   // Takes up what has arrived and asks for what is wanted next.
   void progress();
+
+  // Whether oneCCL still waits for a message: a receive from any source leaves it waiting for headers that nobody may
+  // send. Neither this nor the communicator can then be destroyed.
+  bool awaits() const;
 
  private:
   enum class State { idle, header, known, data };  // known: the header has arrived, its data was not asked for
