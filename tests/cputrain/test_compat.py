@@ -1,0 +1,60 @@
+"""The distribution in compat/, built and installed beside others: the module names of Intel's bindings."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.support.ccl_jobs import ROOT
+
+USES = """
+import importlib.metadata, importlib.util, os
+import torch.distributed as dist
+import oneccl_bindings_for_pytorch, torch_ccl
+print(oneccl_bindings_for_pytorch.__file__)
+print(dist.is_backend_available("ccl"), importlib.metadata.version("oneccl_bind_pt"), os.environ["CCL_WORKER_COUNT"])
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with this one's packages and the wheel."""
+    folder = tmp_path_factory.mktemp("compat")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    built = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT / "compat"))
+    run(*pip, *built)
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    here = next((folder / "venv/lib").glob("python3*/site-packages"))
+    # `addsitedir` also reads the .pth files of that folder: this checkout is installed by one.
+    (here / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    run(*pip, "--python", str(folder / "venv/bin/python"), "install", "--no-index", "--no-deps", *wheels(folder))
+    return folder / "venv"
+
+
+def wheels(folder: Path) -> list[str]:
+    return [str(path) for path in folder.glob("cputrain_compat-*.whl")]
+
+
+def run(*argv: str, cwd: Path | None = None) -> str:
+    result = subprocess.run(argv, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_script_that_imports_intel_s_bindings_finds_the_backend(environment: Path, tmp_path: Path) -> None:
+    found, answers = run(str(environment / "bin/python"), "-c", USES, cwd=tmp_path).splitlines()
+    assert Path(found).is_relative_to(environment) and "cputrain_stand_ins" in found
+    assert answers == "True 2.8.0 1"
+
+
+def test_an_original_comes_first(environment: Path, tmp_path: Path) -> None:
+    """Wherever it is on the module path, as the .pth file puts the stand-ins at the end."""
+    place = next((environment / "lib").glob("python3*/site-packages"))
+    (place / "torch_ccl.py").write_text("name = 'the original'\n")
+    try:
+        code = "import torch_ccl; print(torch_ccl.name)"
+        assert run(str(environment / "bin/python"), "-c", code, cwd=tmp_path) == "the original\n"
+    finally:
+        (place / "torch_ccl.py").unlink()
