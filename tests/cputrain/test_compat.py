@@ -23,13 +23,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with this one's packages and the wheel."""
     folder = tmp_path_factory.mktemp("compat")
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    built = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT / "compat"))
-    run(*pip, *built)
+    offline = ("--no-index", "--no-deps")
+    run(*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT / "compat"))
     run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
     here = next((folder / "venv/lib").glob("python3*/site-packages"))
     # `addsitedir` also reads the .pth files of that folder: this checkout is installed by one.
     (here / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    run(*pip, "--python", str(folder / "venv/bin/python"), "install", "--no-index", "--no-deps", *wheels(folder))
+    run(*pip, "--python", str(folder / "venv/bin/python"), "install", *offline, *wheels(folder))
     return folder / "venv"
 
 
