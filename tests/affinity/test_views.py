@@ -113,5 +113,5 @@ def test_the_package_stands_on_its_own(tmp_path) -> None:
     assert int(bound.stdout) == len(json.loads(plan.stdout)["workers"][0]["compute_pus"])
     refused = alone("plan", "--ppn", str(os.cpu_count() * 100))
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    code = "import sys, affinity.__main__ as m; m.main(['plan']); print({'torch', 'cputrain'} & set(sys.modules))"
+    code = "import sys, affinity.__main__ as m; m.main(['plan'], {}); print({'torch', 'cputrain'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("set()\n")
