@@ -81,7 +81,7 @@ def bound(plan: Plan, local_rank: int, *options: str, group: Path | None = None)
     def work() -> int:
         if group is not None:
             (group / "cgroup.procs").write_text("0")
-        return bind.main(["--plan", str(file), "--local-rank", str(local_rank), *options, "--", *PROBE])
+        return bind.main(["--plan", str(file), "--local-rank", str(local_rank), *options, "--", *PROBE], os.environ)
 
     return start(f"worker-{local_rank}", work)
 
