@@ -5,7 +5,7 @@ write_pages(docs) writes PAGES below docs/. A test checks that they can be writt
 
 from pathlib import Path
 
-from site_pages.architecture import architecture_drawing, modules
+from site_pages.architecture import modules
 from site_pages.command_line import command_line
 from site_pages.environment import environment
 from site_pages.events import events
@@ -26,7 +26,6 @@ PAGES = {
     "reference/events.md": events,
     "reference/environment.md": environment,
     "reference/modules.md": modules,
-    "pictures/packages.svg": architecture_drawing,
 }
 
 

@@ -1,10 +1,9 @@
-"""The packages and modules, from their docstrings, and a drawing of their imports."""
+"""The packages and modules, from their docstrings."""
 
 import ast
 from pathlib import Path
 
-from site_pages.drawing import drawing
-from site_pages.imports import ROOT, TOP, import_graph
+from site_pages.imports import ROOT, TOP
 from site_pages.text import code, plain, table
 
 INTRODUCTION = """# Packages and modules
@@ -12,11 +11,6 @@ INTRODUCTION = """# Packages and modules
 The docstring of each package and the first sentence of each module, from the outside in: `cputrain` may import `mpi`,
 and both may import `affinity`.
 """
-
-
-def architecture_drawing() -> str:
-    """SVG of the packages and their imports."""
-    return drawing(import_graph())
 
 
 def modules() -> str:

@@ -1,6 +1,7 @@
 """README.md and docs/ hang together: links and files exist, the pages from the code can be written."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,11 +75,18 @@ def test_every_event_of_a_run_is_described() -> None:
     assert set(written()) == set(WHEN)
 
 
-def test_the_drawing_has_every_package_once() -> None:
+def test_the_drawing_of_the_packages_is_that_of_the_code(golden: Callable[[str, str], None]) -> None:
     text = drawing(import_graph())
     for name in import_graph():
         if "." in name:
             assert text.count(f">{name.partition('.')[2]}</text>") == 1
+    golden("../../docs/pictures/packages.svg", text)
+
+
+def test_a_line_of_the_drawing_is_an_import_that_follows_from_no_other() -> None:
+    graph = {"mpi.a": {"mpi.b", "mpi.c"}, "mpi.b": {"mpi.c"}, "mpi.c": {"mpi"}, "mpi.d": {"mpi.b"}, "mpi": {"mpi.a"}}
+    graph |= {f"{top}.one": set() for top in ("cputrain", "affinity")}
+    assert drawing(graph).count('<path d="M') - 4 == 3  # a to b, b to c and d to b, besides two arrows of two paths
 
 
 def test_text_in_a_page_reads_as_it_was_written() -> None:
