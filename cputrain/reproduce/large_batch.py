@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from affinity.errors import InputError
 from cputrain.sweep import SEED, RunResult, Variant, spread
 
 HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS, more than for momentum
@@ -35,6 +36,22 @@ class BatchResults:
     def top1s(self) -> tuple[float, ...]:
         """Final top-1 in percent of the seeds that finished."""
         return tuple(result.top1 for result in self.results if result.top1 is not None)
+
+
+def check_study(trainings: Iterable[tuple[int, str]]) -> None:
+    """(global batch, optimizer) of all trainings: raises InputError where they cannot decide the claim, which takes a
+    baseline at the smallest batch, and momentum and LARS at each larger one."""
+    optimizers: dict[int, set[str]] = {}
+    for batch, optimizer in trainings:
+        optimizers.setdefault(batch, set()).add(optimizer)
+    larger = sorted(optimizers)[1:]
+    incomplete = [batch for batch in larger if optimizers[batch] != {"lars", "momentum"}]
+    if not larger or incomplete or len(optimizers[min(optimizers)]) > 1:
+        found = "; ".join(f"{batch:,}: {', '.join(sorted(optimizers[batch]))}" for batch in sorted(optimizers))
+        raise InputError(
+            "the study compares momentum with lars at each batch above the smallest, which has one optimizer; "
+            f"sweep.runs has {found}"
+        )
 
 
 def by_batch(tried: Iterable[tuple[int, RunResult]]) -> tuple[BatchResults, ...]:

@@ -9,7 +9,7 @@ from cputrain.files import write_atomic
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
-from cputrain.reproduce.large_batch import BatchResults, by_batch, with_all_seeds, with_seed
+from cputrain.reproduce.large_batch import BatchResults, by_batch, check_study, with_all_seeds, with_seed
 from cputrain.sweep import Variant, variants
 from cputrain.sweep.result_files import write_results
 from cputrain.sweep.run import train_all
@@ -39,6 +39,7 @@ def run_large_batch(
 
     sweep = load_recipe(name, settings).sweep
     first = [planned(with_seed(variant.settings, 1)) for variant in variants(sweep, (), ())]
+    check_study((one.sizes.global_batch, one.recipe.optim.name) for _, one in first)
     report(f"{len(first)} trainings with the first seed, then the best rates with {counted(seeds - 1, 'more seed')}")
     tried = train_all(first, env)
     found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
