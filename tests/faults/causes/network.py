@@ -166,7 +166,7 @@ FAULTS = (
         name="the link to the store is silent",
         cause=broken_link(Relay.silence),
         status=1,
-        says=("rank 0 lost a peer (Timed out waiting 25000ms)", "rank 1 cannot reach the job's store"),
+        says=("rank 0 lost a peer", "the process that serves the job's store", "has not answered for 15 s"),
         loses=30,
         within_s=60,
     ),
