@@ -166,7 +166,11 @@ FAULTS = (
         name="the link to the store is silent",
         cause=broken_link(Relay.silence),
         status=1,
-        says=("rank 0 lost a peer", "the process that serves the job's store", "has not answered for 15 s"),
+        says=(
+            "rank 0 lost a peer",
+            "rank 1",
+            "the job's store",
+        ),  # found after 25 s, or 15 before rank 0's first heartbeat
         loses=30,
         within_s=60,
     ),
