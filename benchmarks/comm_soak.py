@@ -18,6 +18,7 @@ import time
 from mpi.supervise.local import free_port
 
 PROGRAM = "tests.support.ccl_stranger"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # Open MPI refuses root otherwise
 
 
 def commands(count: int, output: str) -> dict[str, tuple[str, ...]]:
@@ -33,11 +34,11 @@ def commands(count: int, output: str) -> dict[str, tuple[str, ...]]:
 
 
 def measured(argv: tuple[str, ...], env: dict[str, str]) -> str:
-    """A row of the table: each rank's growth, and the seconds."""
+    """A row of the table: each rank's growth, and the seconds. Ends the benchmark where the ranks fail."""
     started = time.perf_counter()
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        return f"failed with status {done.returncode}: {done.stderr[-500:]} | "
+        sys.exit(f"{' '.join(argv)} ended with status {done.returncode}: {done.stderr[-2000:]}")
     lines = [line[line.index("{") :] for line in done.stdout.splitlines() if '"grown_mib"' in line]
     grown = " ".join(f"{json.loads(line)['grown_mib']:.1f}" for line in lines)
     return f"{grown} | {time.perf_counter() - started:.0f}"
@@ -53,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as output:
         for name in options.starters.split(","):
             ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PORT": str(free_port())}
-            env = {**os.environ, **ports, **({"CCL_BUFFER_CACHE": "1"} if options.cache else {})}
+            env = {**AS_ROOT, **os.environ, **ports, **({"CCL_BUFFER_CACHE": "1"} if options.cache else {})}
             print(f"| {name} | {measured(commands(options.count, f'{output}/{name}')[name], env)} |", flush=True)
 
 

@@ -399,7 +399,9 @@ def store_of_test() -> dict[str, object]:
 def main(backend: str, words: list[str]) -> None:
     """Join, do the task, leave."""
     torch.set_num_threads(1)
-    for mine, theirs in (("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE")):  # under mpirun, as scripts do it
+    of_intel_mpi = (("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE"))
+    of_open_mpi = (("RANK", "OMPI_COMM_WORLD_RANK"), ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))
+    for mine, theirs in (*of_intel_mpi, *of_open_mpi):  # under mpirun, as scripts do it
         if theirs in os.environ:
             os.environ.setdefault(mine, os.environ[theirs])
     dist.init_process_group(backend, timeout=timedelta(seconds=120), **store_of_test())
