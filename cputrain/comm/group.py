@@ -33,6 +33,11 @@ from mpi.supervise.connection import TOKEN_VARIABLE
 
 T = TypeVar("T")
 SHUTDOWN_S = 60.0  # for destroying the group and exiting the process
+# gloo's causes; the last one comes without its name, from operations after one that timed out.
+FROM_GLOO = re.compile(
+    r"gloo.*?(Connection \w+(?: by peer)?|Timed out waiting \w+|Socket closed|Broken pipe)"
+    r"|(Application timeout caused pair closure)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,15 +156,17 @@ def convert_lost_peer_errors(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         from_ccl = re.search(r"(?:^|: )ccl: (.*)", str(error))  # PyTorch adds text of its own where a hook failed
-        from_gloo = re.search(r"Connection \w+ by peer|Connection \w+|Timed out waiting \w+", str(error))
+        from_gloo = FROM_GLOO.search(str(error))
         if from_ccl:
             raise RunError(f"rank {rank}: {from_ccl[1]}") from error
         if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
             cause = str(error).splitlines()[0][:150]
             raise RunError(f"rank {rank} cannot reach the job's store, which rank 0 serves ({cause})") from error
-        if "gloo" not in str(error) or from_gloo is None:
+        if from_gloo is None:
             raise
-        raise RunError(f"rank {rank} lost a peer ({from_gloo.group()}): see the rank that ended first") from error
+        raise RunError(
+            f"rank {rank} lost a peer ({from_gloo[1] or from_gloo[2]}): see the rank that ended first"
+        ) from error
 
 
 def run_on_main_rank(action: Callable[[], T]) -> T | None:

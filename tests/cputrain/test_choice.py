@@ -1,5 +1,6 @@
 """All ranks choose the same backend, and none waits for one that has failed."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -59,6 +60,28 @@ def test_a_lost_peer_is_an_error_of_one_line_wherever_it_is_raised(message: str)
         raise RuntimeError(message)
 
 
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4321", "Connection closed by peer"),
+        ("[gloo/transport/tcp/pair.cc:532] writev [::1]:4321: Broken pipe", "Broken pipe"),
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 25000ms for recv operation to complete",
+            "Timed out waiting 25000ms",
+        ),
+        # What gloo says of the operations after one that timed out, without its name.
+        (
+            "Got the following error when running the callback: RuntimeError: Application timeout caused pair closure",
+            "Application timeout caused pair closure",
+        ),
+    ],
+)
+def test_a_peer_that_gloo_has_lost_is_an_error_of_one_line(message: str, cause: str) -> None:
+    expected = f"rank 0 lost a peer ({cause}): see the rank that ended first"
+    with pytest.raises(RunError, match=f"^{re.escape(expected)}$"), convert_lost_peer_errors(0):
+        raise RuntimeError(message)
+
+
 @pytest.mark.parametrize("kind", [dist.DistNetworkError, dist.DistStoreError])
 def test_a_lost_store_is_an_error_of_one_line(kind: type[RuntimeError]) -> None:
     message = r"^rank 1 cannot reach the job's store, which rank 0 serves \(Failed to recv, got 0 bytes\)$"
@@ -66,7 +89,8 @@ def test_a_lost_store_is_an_error_of_one_line(kind: type[RuntimeError]) -> None:
         raise kind("Failed to recv, got 0 bytes\nframe #0: c10::Error")
 
 
-def test_other_errors_are_not_converted() -> None:
-    with pytest.raises(RuntimeError, match="shape") as caught, convert_lost_peer_errors(0):
-        raise RuntimeError("shape mismatch")
+@pytest.mark.parametrize("message", ["shape mismatch", "my own protocol: Connection closed by peer"])
+def test_other_errors_are_not_converted(message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as caught, convert_lost_peer_errors(0):
+        raise RuntimeError(message)
     assert not isinstance(caught.value, RunError)
