@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from affinity.errors import InputError
+from affinity.exit_status import status_of_signal
 from affinity.ranks.rank import discover
 from mpi.supervise.signals import PREEMPTION_SIGNAL
 
@@ -51,4 +52,4 @@ def _is_rank(env: Mapping[str, str]) -> bool:
 def _end(number: int, _frame: FrameType | None) -> None:
     print(f"cputrain: {signal.Signals(number).name} before the training began: nothing was started", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(128 + number)
+    os._exit(status_of_signal(number))

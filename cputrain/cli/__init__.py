@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from affinity.exit_status import exit_status
+from affinity.exit_status import ExitStatus, exit_status, status_of_signal
 from cputrain import __version__
 from cputrain.cli.setting_names import wording_of
 from cputrain.cli.streams import finished, is_closed, is_full, open_streams
@@ -63,7 +63,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError as error:  # click ends with status 1 then, and says nothing
             if is_closed():
-                raise click.exceptions.Exit(128 + signal.SIGPIPE) from None
+                raise click.exceptions.Exit(status_of_signal(signal.SIGPIPE)) from None
             raise RuntimeError("a connection was closed by its other end") from error
 
     def resolve_command(
@@ -121,7 +121,7 @@ def _run(words: list[str]) -> int:
         status = group.main(words, prog_name="cputrain", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
-        return 2
+        return ExitStatus.WRONG_INPUT
     except click.MissingParameter as error:
         return _usage_error(missing_argument(error))
     except click.NoSuchOption as error:
@@ -129,12 +129,12 @@ def _run(words: list[str]) -> int:
     except click.ClickException as error:
         return _usage_error(error.format_message())
     except (KeyboardInterrupt, click.exceptions.Abort):
-        return 130
+        return status_of_signal(signal.SIGINT)
     except InterruptedBySignalError as stop:
-        return 128 + int(stop.args[0])
+        return status_of_signal(int(stop.args[0]))
     except Exception as error:  # noqa: BLE001  bugs are raised again
         if is_full(error):
-            return 1
+            return ExitStatus.FAILED
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _usage_error(f"{str(error.filename)[:60]}... is too long for a file's name: give a shorter one")
         return exit_status(error, "cputrain", wording_of(words))
@@ -154,4 +154,4 @@ def _log_to_stderr() -> None:
 
 def _usage_error(message: str) -> int:
     print(f"cputrain: {message}", file=sys.stderr)
-    return 2
+    return ExitStatus.WRONG_INPUT

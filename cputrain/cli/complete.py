@@ -13,6 +13,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
+from affinity.exit_status import ExitStatus
 from cputrain.cli import COMPLETE as VARIABLE
 from cputrain.cli.completion_table import skeleton
 
@@ -85,6 +86,6 @@ def answer(instruction: str, table: Mapping[str, object]) -> int:
     """Answer "bash_complete" and the like from the variables that the shell has set; 1 for a shell that is unknown."""
     shell, _, what = instruction.partition("_")
     if shell not in SHELLS or what != "complete":
-        return 1
+        return ExitStatus.FAILED
     click.echo(SHELLS[shell](skeleton(dict(table)), {}, PROGRAM, VARIABLE).complete())
     return 0

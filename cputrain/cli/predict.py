@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from affinity.errors import InputError, RunError
+from affinity.exit_status import ExitStatus
 from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.planner.plan import WorkerPlan
@@ -116,4 +117,4 @@ def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) ->
 
 def _report(one: "Prediction") -> int:
     click.echo(f"cputrain: {one.image}: {one.error}", err=True)
-    return 1
+    return ExitStatus.FAILED

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from affinity.exit_status import status_of_signal
 from affinity.terminal import redraws
 from mpi.supervise.output import discard
 
@@ -67,7 +68,7 @@ def finished(status: int) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout)
-        return status or 128 + signal.SIGPIPE
+        return status or status_of_signal(signal.SIGPIPE)
     except OSError as error:
         discard(sys.stdout)
         click.echo(f"cputrain: stdout: {error.strerror}", err=True)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from affinity.errors import InputError
-from affinity.exit_status import exit_status, one_line
+from affinity.exit_status import ExitStatus, exit_status, one_line
 from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.kernel.observe import Observed, observe, verify
@@ -47,7 +47,7 @@ def run_rank(rank: Rank, work: Callable[[], object]) -> None:
     except Exception as error:  # noqa: BLE001  every error is printed and ends the rank
         if one_line(error) is None:
             sys.excepthook(type(error), error, error.__traceback__)
-            status = 1
+            status: int = ExitStatus.FAILED
         else:
             status = exit_status(error, "cputrain")
         sys.stdout.flush()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
+from affinity.exit_status import ExitStatus, status_of_signal
 from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
@@ -72,11 +73,11 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
         try:
             status = train_here(one, env, resume=resume, overwrite=False, verify=True, quiet=False)
         except RunError as error:
-            message, status = str(error), 1
-    if status == 1:
+            message, status = str(error), ExitStatus.FAILED
+    if status == ExitStatus.FAILED:
         logger.error("cputrain: %s", message)
         outcome, why = outcome_of(message)
-    elif status == 2:
+    elif status == ExitStatus.WRONG_INPUT:
         outcome, why = INVALID, _last_line(one.recipe.folder / LOGS / "rank-0.log")
     elif limit.reached:
         outcome, why = TIME_LIMIT, f"stopped by SIGUSR1 after --time {limit_s:g} s"
@@ -84,7 +85,7 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
         outcome, why = "", ""
     used = used_s + time.monotonic() - started
     write_record(one.recipe.folder, TrialRecord(requested_s=limit_s, used_s=used, status=outcome, ended_by=why))
-    if status >= 128:
+    if status >= status_of_signal(0):
         raise KeyboardInterrupt  # a signal ends the sweep too
 
 

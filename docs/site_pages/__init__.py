@@ -9,6 +9,7 @@ from site_pages.architecture import modules
 from site_pages.command_line import command_line
 from site_pages.environment import environment
 from site_pages.events import events
+from site_pages.exit_status import exit_status
 from site_pages.json_output import json_output
 from site_pages.other_launchers import other_launchers
 from site_pages.plan_json import plan_json
@@ -25,6 +26,7 @@ PAGES = {
     "reference/plan-json.md": plan_json,
     "reference/events.md": events,
     "reference/environment.md": environment,
+    "reference/exit-status.md": exit_status,
     "reference/modules.md": modules,
 }
 

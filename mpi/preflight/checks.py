@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from affinity.exit_status import ExitStatus
 from affinity.packages import installed_version
 from affinity.ranks.rank import discover
 from affinity.topology.machine import Machine
@@ -93,7 +94,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
     hello = Hello(rank=rank.rank if rank else 0, host=socket.gethostname())
     connection, answer = join(options.report_to, token, (Clock, LinkPeer, Stop), hello)
     if not isinstance(answer[0], Clock):  # this host does not fit the job
-        return 1
+        return ExitStatus.FAILED
     clock = answer[0]
     address = connection.socket.getsockname()[0]
     server = socket.create_server((address, 0), family=connection.socket.family)
@@ -116,7 +117,7 @@ def _next(connection: Connection, message_type: type[M]) -> M:
     while True:
         messages = connection.receive()
         if messages is None or time.monotonic() > deadline:
-            sys.exit(1)
+            sys.exit(ExitStatus.FAILED)
         found = next((message for message in messages if isinstance(message, message_type)), None)
         if found is not None:
             return found

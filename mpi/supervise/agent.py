@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError, RunError
-from affinity.exit_status import exit_status
+from affinity.exit_status import ExitStatus, exit_status
 from affinity.ranks.rank import Rank, discover
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, heartbeat_interval, join
 from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Stack, Stop
@@ -50,7 +50,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
             raise InputError("no launcher has started this agent: start it with cputrain launch")
         connection, orders = _join(options.report_to, env.get(TOKEN_VARIABLE, ""), rank)
         if any(isinstance(order, Stop) for order in orders):
-            return 1
+            return ExitStatus.FAILED
         label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
         supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=(options.live, options.live))
         return supervise(rank, tuple(options.command), env, supervisor, connection, orders, label=label)
@@ -105,7 +105,7 @@ def supervise(
             supervisor.stop(link.grace_s, link.at_once)
             supervisor.close()
         if not supervisor.ranks:
-            return 1
+            return ExitStatus.FAILED
         end = supervisor.ranks[0].exit()
         tail = tuple(line.rpartition("\r")[2][:MAX_LINE] for line in end.tail)
         shortage = astuple(end.shortage) if end.shortage else None
@@ -115,7 +115,7 @@ def supervise(
             _await_stop(connection)
     connection.close()
     if not exited:
-        return 1
+        return ExitStatus.FAILED
     return end.status if end.status >= 0 else 128 - end.status
 
 

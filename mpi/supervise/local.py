@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
+from affinity.exit_status import ExitStatus, status_of_signal
 from affinity.ranks.rank import LOOPBACK
 from affinity.terminal import redraws
 from affinity.wording import counted
@@ -91,13 +92,13 @@ def run_local(
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
                 supervisor.sample(whole_host=True)
                 status = _watch(supervisor, stop, job)
-            return 128 + stop.number if stop.number else status
+            return status_of_signal(stop.number) if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
             grace_s = FAILURE_GRACE_S if save_first else SAVE_S
             workers, name = counted(len(supervisor.ranks), "worker"), signal.Signals(number).name
             supervisor.say(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once")
-            return 128 + int(number)
+            return status_of_signal(int(number))
         finally:
             supervisor.stop(grace_s)
             supervisor.close()
@@ -135,11 +136,11 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(POLL_S)
     failed = [rank for rank in supervisor.ranks if rank.failed]
-    if all(rank.process.returncode == 2 for rank in failed):  # wrong input, which the ranks have printed
+    if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):  # they have printed it
         if not job.names_errors:
             supervisor.drain()
             logger.warning("cputrain: %s", describe_exit(failed[0].exit()))
-        return 2
+        return ExitStatus.WRONG_INPUT
     standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
     stacks = _stacks(supervisor, stall)
     supervisor.stop(FAILURE_GRACE_S)

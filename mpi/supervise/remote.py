@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from affinity.exit_status import ExitStatus, status_of_signal
 from affinity.terminal import redraws
 from affinity.wording import counted, first_named
 from mpi.hosts.address import own_address
@@ -84,7 +85,7 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
             number, grace_s = stop.args[0], SAVE_S
             ranks, name = counted(job.world_size, "rank"), signal.Signals(number).name
             logger.warning("\nstopping %s (%s) within %g s; repeat the signal to stop at once", ranks, name, grace_s)
-            return 128 + int(number)
+            return status_of_signal(int(number))
         finally:
             _tear_down(running, monitor, grace_s)
 
@@ -119,10 +120,11 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
         failed = monitor.failed()
         if failed:
             exits = [rank.exit for rank in failed if rank.exit is not None]
-            if len(exits) == len(failed) and all(one.status == 2 for one in exits):  # wrong input, which is printed
+            refused = all(one.status == ExitStatus.WRONG_INPUT for one in exits)  # by the ranks, which have printed it
+            if refused and len(exits) == len(failed):
                 if not job.names_errors:
                     logger.warning("cputrain: %s", describe_exit(exits[0]))
-                return 2
+                return ExitStatus.WRONG_INPUT
             raise _failure(job, monitor, stalls.before(monitor.clock.now()))
         if ended:
             return _after_launcher(job, installed, process.returncode, monitor)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-EXIT_STATUS = ROOT / "docs/reference/exit-status.md"  # the only page of that folder that is not written from the code
 PAGES = sorted(
     path
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
-    if path == EXIT_STATUS or not {"_build", "reference"} & set(path.parts)
+    if not {"_build", "reference"} & set(path.parts)
 )
 BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 COMMENT = re.compile(r"(^|\s+)#\s.*$", re.MULTILINE)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from affinity.errors import InputError, RunError
+from affinity.exit_status import ExitStatus, status_of
 from affinity.planner.records import Record
 from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
@@ -131,9 +132,9 @@ def main() -> int:
             keep(record, env)
     except (InputError, RunError) as error:
         print(error)
-        return 2 if isinstance(error, InputError) else 1
+        return status_of(error)
     print("; ".join((*problems, comparison({name: median(times[BUCKET_BYTES]) for name, times in found.items()}))))
-    return 1 if problems else 0
+    return ExitStatus.FAILED if problems else ExitStatus.DONE
 
 
 if __name__ == "__main__":
