@@ -84,10 +84,10 @@ lab-slow: install
 fuzz: install
 	CPUTRAIN_FUZZ=10000 $(RUN) pytest $(PARALLEL) tests/fuzz
 
-# Kills, full disks, damaged files, cut links, strangers: one at a time, as their times are measured. docs/reliability.md
-# is what `pytest tests/faults --update-golden` has seen.
+# Kills, full disks, damaged files, cut links, strangers: one at a time, so that the table has their times; .ci/run, which
+# needs no table, causes three. docs/reliability.md is what `pytest tests/faults --update-golden` has seen.
 faults: install
-	$(RUN) pytest tests/faults -m "not long"
+	$(RUN) pytest $(FAULTS_PARALLEL) tests/faults -m "not long"
 
 soak: install
 	$(RUN) pytest tests/faults -m long
