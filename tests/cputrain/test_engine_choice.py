@@ -12,14 +12,15 @@ from torch._C._distributed_c10d import HashStore
 from affinity.errors import InputError
 from affinity.planner.measured import BF16
 from affinity.planner.plan import plan_machine
-from affinity.planner.records import ENGINE, Records, measured_of
+from affinity.planner.records import ENGINE, Records, measured_of, read_records
 from affinity.ranks.rank import Rank
 from affinity.topology.catalog import find_machine
+from affinity.topology.sysfs import this_machine
 from cputrain.cli.precision import precision_lines
 from cputrain.comm.choice import choose_backend
 from cputrain.comm.store import SignedKeys
 from cputrain.launch.recipe_request import request_of
-from cputrain.measurements import new_record, rate_record
+from cputrain.measurements import keep_bf16_gain, new_record, rate_record
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.ipex import check_pair
 from cputrain.training.measured_engine import measured_engine
@@ -82,6 +83,24 @@ def test_plan_names_bf16_where_the_processor_has_it_and_by_how_much_once_that_is
     (measured,) = lines("spr-8480plus-2s", gain=2.13)
     assert "a convolution is 2.1 times as fast on this CPU" in measured and "(measured on 20" in measured
     assert lines("spr-8480plus-2s", gain=1.1) == []
+
+
+def test_what_a_training_measures_at_its_start_is_what_plan_says_from_then_on(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    keep_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(cache)})
+    recipe = ("imagefolder", "data.path=synthetic")
+    kept = cputrain("plan", *recipe, cwd=tmp_path, CPUTRAIN_CACHE=str(cache))
+    has_bf16 = any("bf16" in flag for flag in this_machine().isa)
+    assert kept.returncode == 0, kept.stderr
+    assert ("a convolution is 3.0 times as fast on this CPU" in kept.stdout) == has_bf16
+    (record,) = read_records(this_machine(), {"CPUTRAIN_CACHE": str(cache)}).usable
+    assert (record.name, record.command) == (BF16, "cputrain train") and record.values["low"] == 2.9
+
+
+def test_a_cache_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    keep_bf16_gain([3.1, 2.9, 3.0], {"CPUTRAIN_CACHE": str(tmp_path / "cache")})
+    assert (tmp_path / "cache").read_text() == "a file"
 
 
 def test_only_one_file_knows_that_releases_of_torch_differ() -> None:
