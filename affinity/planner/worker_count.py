@@ -64,7 +64,7 @@ def choose_layout(
         chosen = max(fitting, key=lambda one: (one.pace(proportional=proportional), -one.across, -len(one.parts)))
         return ChosenLayout(layout=chosen, why=f"the memory is too small for the {wanted} that would suit the cores")
     chosen = max([suited, *fewer], key=headroom)
-    return ChosenLayout(layout=chosen, why="no number of workers fits in the memory; this one comes nearest")
+    return ChosenLayout(layout=chosen, why="no worker count fits in the memory; this one comes nearest")
 
 
 def _suited(cores: Cores, *, proportional: bool) -> Layout:

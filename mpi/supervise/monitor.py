@@ -57,7 +57,7 @@ class Monitor:
         self.clock = RunningClock()
         self._timeout_s = timeout_s
         self._failed: list[RankStatus] = []
-        self._judged_at = self.clock.now() - SILENCE_CHECK_S
+        self._checked_at = self.clock.now() - SILENCE_CHECK_S
         self._preempts = False
         self._size = len(hosts)
         self._exits = 0
@@ -109,8 +109,8 @@ class Monitor:
         Judged when one has exited or lost its agent, otherwise every SILENCE_CHECK_S: only silence takes time then.
         """
         now, ended = self.clock.now(), self._exits + len(self._server.lost)
-        if ended != self._ended or now - self._judged_at >= SILENCE_CHECK_S:
-            self._judged_at, self._ended, oldest = now, ended, now - self._timeout_s
+        if ended != self._ended or now - self._checked_at >= SILENCE_CHECK_S:
+            self._checked_at, self._ended, oldest = now, ended, now - self._timeout_s
             self._failed = [status for status in self.ranks.values() if self._has_failed(status, oldest)]
         return self._failed
 

@@ -105,7 +105,7 @@ class _Running:
 
 def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
     arrived, arrived_at = 0, monitor.clock.now()
-    judged = arrived_at
+    checked_at = arrived_at
     stalls = StallWatch(job.starting)
     while True:
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
@@ -136,8 +136,8 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
             raise JobFailedError(
                 f"no further rank has reported for {START_TIMEOUT_S:g} s; missing: {_named(hosts)}", hosts=hosts
             )
-        if now - judged >= STALL_CHECK_S:
-            judged = now
+        if now - checked_at >= STALL_CHECK_S:
+            checked_at = now
             stalls.check(monitor.standings(), now, lambda stall: _stacks(monitor, stall))
 
 

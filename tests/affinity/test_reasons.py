@@ -63,7 +63,7 @@ REASONS: dict[str, list[Pattern]] = {
             rf"{N}: the memory is too small for the {N} workers? \D*",
             lambda f: (f.ranks, workers_with_plenty_of_memory(f)),
         ),
-        (rf"{N}: no number of workers fits \D*", lambda f: (f.ranks,)),
+        (rf"{N}: no worker count fits \D*", lambda f: (f.ranks,)),
     ],
     "core types": [
         (

@@ -396,7 +396,7 @@ def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.
     store = HashStore()
     SignedKeys(store, "token").set("saved/1/1", "1 10 10")
     store.set("saved/1/1", "1 10 10")
-    with pytest.raises(RunError, match=r"rank 1 has not said in 0\.2 s that its part of a checkpoint is written"):
+    with pytest.raises(RunError, match=r"rank 1 has not written its part of a checkpoint after 0\.2 s"):
         written(tmp_path, state_of(network()), Position(step=1), store=store, world_size=2)
     assert list_checkpoints(tmp_path) == []
 

@@ -138,7 +138,7 @@ class CheckpointWriter:
                 return FileRecord(bytes=int(words[1]), crc32c=int(words[2]))
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"rank {rank} has not said in {WRITTEN_S:g} s that its part of a checkpoint is written: look for a "
+                    f"rank {rank} has not written its part of a checkpoint after {WRITTEN_S:g} s: look for a "
                     "slow disk on its host, or for others who write into the job's store"
                 )
             time.sleep(POLL_S)
