@@ -10,7 +10,7 @@ from affinity.topology.cpuset import MOST_IDS, parse_mask
 from affinity.topology.lstopo_core_types import core_types
 from affinity.topology.lstopo_nodes import MemoryObject, figures_of, machine_nodes
 from affinity.topology.machine import Core, Machine, homeless_warnings, ordered
-from affinity.topology.memory_kinds import has_on_package_memory
+from affinity.topology.memory_kinds import on_package_gib
 
 MOST_BYTES = 1 << 26  # a host of 4,096 PUs takes a few MiB
 MOST_LEVELS = 100  # objects inside objects: real hosts have some thirty
@@ -59,8 +59,8 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
     if len(set(pus)) < len(pus):
         raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
     model = found.info.get("CPUModel", "unknown model")
-    on_package = has_on_package_memory(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
-    nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_memory=on_package)
+    on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
+    nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), found.info.get("CPUVendor"))
     made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])

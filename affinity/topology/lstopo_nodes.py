@@ -60,7 +60,7 @@ def figures_of(root: ElementTree.Element) -> Figures:
 
 
 def machine_nodes(
-    memories: Sequence[MemoryObject], pus: tuple[int, ...], figures: Figures, *, on_package_memory: bool
+    memories: Sequence[MemoryObject], pus: tuple[int, ...], figures: Figures, *, on_package_gib: tuple[int, ...]
 ) -> tuple[NumaNode, ...]:
     """The nodes by id.
 
@@ -90,8 +90,8 @@ def machine_nodes(
             latency_ns=figures.latency.get(memory.gp_index or "") or None,
         )
     by_id = tuple(nodes[i] for i in sorted(nodes))
-    _refuse_twins(with_kinds(by_id, kinds, on_package_memory=False))
-    return with_kinds(by_id, kinds, on_package_memory=on_package_memory)
+    _refuse_twins(with_kinds(by_id, kinds, on_package_gib=()))
+    return with_kinds(by_id, kinds, on_package_gib=on_package_gib)
 
 
 def _refuse_twins(nodes: tuple[NumaNode, ...]) -> None:

@@ -5,50 +5,73 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from affinity.topology.machine import NumaNode
+from affinity.units import GIB
 
 # HBM has at least twice the bandwidth of DRAM, CXL at most half and twice the latency; the firmware's figures of equal
 # memories differ by a few percent.
 BANDWIDTH_MARGIN = 1.2
 LATENCY_MARGIN = 1.5
-# CPU family and model of Knights Landing and Knights Mill, which have MCDRAM in their package.
+# CPU family and model of Knights Landing and Knights Mill, which have 16 GiB of MCDRAM in their package, all or a part
+# of it memory, in one, two or four nodes.
 XEON_PHI = (("6", "87"), ("6", "133"))
-# Sapphire Rapids with HBM in its package: only its name differs from other models.
+PHI_GIB = (2, 3, 4, 6, 8, 12, 16)
+# Sapphire Rapids with 64 GiB of HBM in its package, in one, two or four nodes: only its name differs from other models.
 XEON_MAX = re.compile(r"Xeon ?\(R\) CPU Max", re.IGNORECASE)
+MAX_GIB = (16, 32, 64)
+KEPT = 0.1  # at most, of a node: what firmware and kernel keep for themselves
 
 
-def has_on_package_memory(family: str | None, number: str | None, model: str) -> bool:
-    """Whether a processor of this family, model number and name has HBM or MCDRAM in its package."""
-    return (family, number) in XEON_PHI or XEON_MAX.search(model) is not None
+def on_package_gib(family: str | None, number: str | None, model: str) -> tuple[int, ...]:
+    """The sizes in GiB that a NUMA node of HBM or MCDRAM may have in a package of this processor; () without such."""
+    if (family, number) in XEON_PHI:
+        return PHI_GIB
+    return MAX_GIB if XEON_MAX.search(model) else ()
 
 
 def with_kinds(
-    nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_memory: bool
+    nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: tuple[int, ...]
 ) -> tuple[NumaNode, ...]:
     """The nodes with the kind of each that has no PUs.
 
     Decided by the first of these that is known and tells memories apart: "slow" in `named`, latency and bandwidth
-    (HMAT), another kind in `named`, an HBM processor (`on_package_memory`), the kernel's tiers. Kernels before 6.8
+    (HMAT), another kind in `named`, the processor's own HBM (`on_package_gib`), the kernel's tiers. Kernels before 6.8
     have all memory in one tier, and later ones put memory that a driver adds into a low one, so that tiers come last,
     and equal ones tell nothing.
     """
-    return tuple(
-        node if node.pus else replace(node, kind=_kind(node, nodes, named.get(node.id), on_package=on_package_memory))
-        for node in nodes
-    )
+    told = {node.id: "dram" if node.pus else _told_kind(node, nodes, named.get(node.id)) for node in nodes}
+    fits = {node.id for node in nodes if not told[node.id] and _is_of_size(node, on_package_gib)}
+
+    def kind(node: NumaNode) -> str:
+        rivals = [other for other in nodes if other.id != node.id and not {*other.near}.isdisjoint(node.near)]
+        if node.id in fits and not any(told[rival.id] == "hbm" for rival in rivals):
+            tiers = [rival.tier for rival in rivals if rival.id in fits]
+            if all(tier is not None and node.tier is not None and node.tier < tier for tier in tiers):
+                return "hbm"
+        return told[node.id] or _by_tier(node, nodes)
+
+    return tuple(node if node.pus else replace(node, kind=kind(node)) for node in nodes)
 
 
-def _kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None, *, on_package: bool) -> str:
+def _told_kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None) -> str | None:
+    """The kind by its name and figures; None where neither tells it."""
     if named == "slow":
         return named
-    own = tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
-    if node.near and not own:
+    if node.near and not _own(node, nodes):
         return _beside_empty_nodes(node, nodes)
-    by_hmat = _by_bandwidth_and_latency(node, own)
-    if by_hmat or named:
-        return by_hmat or named or "unknown"
-    if on_package:
-        return "hbm"
-    tiers = [other.tier for other in own if other.tier is not None]
+    return _by_bandwidth_and_latency(node, _own(node, nodes)) or named
+
+
+def _own(node: NumaNode, nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
+    """The memory of the PUs next to a node."""
+    return tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
+
+
+def _is_of_size(node: NumaNode, sizes_gib: tuple[int, ...]) -> bool:
+    return any((1 - KEPT) * size <= node.memory_bytes / GIB <= size for size in sizes_gib)
+
+
+def _by_tier(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
+    tiers = [other.tier for other in _own(node, nodes) if other.tier is not None]
     if node.tier is None or not tiers or node.tier in tiers:
         return "unknown"
     return "hbm" if node.tier < min(tiers) else "slow"

@@ -15,11 +15,11 @@ PusOf = Mapping[int, tuple[int, ...]]
 
 
 def read_nodes(
-    devices: Path, online: tuple[int, ...], *, on_package_memory: bool
+    devices: Path, online: tuple[int, ...], *, on_package_gib: tuple[int, ...]
 ) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     """The nodes under sys/devices, by id, and warnings; only online PUs count. Ids may have gaps, and exceed nine.
 
-    `on_package_memory`: this processor's memory without PUs is HBM or MCDRAM, where the firmware has no speed of it.
+    `on_package_gib`: the sizes of this processor's nodes of HBM or MCDRAM, where the firmware has no speed of them.
     A kernel without NUMA has one node: all PUs, and the memory of proc/meminfo.
     """
     folders = numbered(devices / "system/node", "node")
@@ -34,7 +34,7 @@ def read_nodes(
     nodes = tuple(
         _node(i, folders, pus, near=(merged_into[i],) if i in merged_into else None, tier=tiers.get(i)) for i in folders
     )
-    nodes = with_kinds(nodes, {}, on_package_memory=on_package_memory)
+    nodes = with_kinds(nodes, {}, on_package_gib=on_package_gib)
     nodes = tuple(replace(node, kind="dram") if node.id in merged_into else node for node in nodes)
     return nodes, overlap_warnings(merged_into)
 

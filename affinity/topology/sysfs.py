@@ -9,7 +9,7 @@ from affinity.topology.core_types import core_speeds
 from affinity.topology.cpuset import parse_list
 from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
 from affinity.topology.machine import Core, Machine, homeless_warnings, narrowed, ordered
-from affinity.topology.memory_kinds import has_on_package_memory
+from affinity.topology.memory_kinds import on_package_gib
 from affinity.topology.numa import read_nodes
 
 # The flags by which oneDNN chooses its kernels, oldest first: x86's, then Arm's.
@@ -39,8 +39,8 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
     cpuinfo = _cpuinfo(root / "proc/cpuinfo")
     flags = {*cpuinfo.get("flags", "").split(), *cpuinfo.get("Features", "").split()}
     model = cpuinfo.get("model name", "unknown model")
-    on_package = has_on_package_memory(cpuinfo.get("cpu family"), cpuinfo.get("model"), model)
-    nodes, warnings = read_nodes(root / "sys/devices", online, on_package_memory=on_package)
+    on_package = on_package_gib(cpuinfo.get("cpu family"), cpuinfo.get("model"), model)
+    nodes, warnings = read_nodes(root / "sys/devices", online, on_package_gib=on_package)
     siblings = _sibling_sets(cpu_dir, online)
     cores = _cores(root / "sys/devices", siblings, {pu: node.id for node in nodes for pu in node.pus})
     hostname = root / "proc/sys/kernel/hostname"
