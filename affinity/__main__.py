@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Any
 
 from affinity import bind
 from affinity.errors import InputError, RequestError, as_option
-from affinity.exit_status import exit_status
+from affinity.exit_status import exit_status, status_of_signal
 from affinity.kernel.neighbors import NOT_SHARED, plan_beside
 from affinity.kernel.running import comparison, running_processes
 from affinity.planner.plan import Plan, Request, plan_machine
@@ -33,7 +34,12 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         return bind.main(arguments[1:], env)
     options = vars(_parser().parse_args(arguments))
     try:
-        return COMMANDS[options.pop("command")](options, env)
+        status = COMMANDS[options.pop("command")](options, env)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # nobody reads it any more (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return status_of_signal(signal.SIGPIPE)
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, "affinity", as_option)
 

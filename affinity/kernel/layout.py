@@ -85,9 +85,18 @@ def _memory(plan: Plan, host: Machine) -> Iterator[str]:
                 yield f"it uses NUMA node {planned.id}, this host has nodes {format_list(here)}"
         elif planned.id in used and _other_kind(planned, node):
             yield f"NUMA node {node.id} is {planned.kind} in the plan, {node.kind} here"
+        elif planned.id in used and _elsewhere(planned, node):
+            owners = f"{format_list(planned.near)} in the plan, to node {format_list(node.near)} here"
+            yield f"NUMA node {node.id} is next to node {owners}"
         elif not planned.memory_assumed and node.memory_bytes < (1 - MISSING_MEMORY) * planned.memory_bytes:
             sizes = f"{planned.memory_bytes / GIB:.1f} GiB in the plan, {node.memory_bytes / GIB:.1f} GiB here"
             yield f"NUMA node {node.id} has {sizes}"
+
+
+def _elsewhere(planned: NumaNode, here: NumaNode) -> bool:
+    """Whether memory without PUs is next to other PUs than planned; a description may leave out some of several."""
+    known = planned.near and here.near and not planned.pus and not here.pus
+    return bool(known) and {*planned.near}.isdisjoint(here.near)
 
 
 def _other_kind(planned: NumaNode, here: NumaNode) -> bool:

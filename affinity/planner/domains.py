@@ -115,8 +115,8 @@ def _core_type_reasons(cores: Cores, used: Cores, *, proportional: bool) -> list
     counts = ", ".join(f"{sum(core.speed == s for core in cores)} of speed {s:.2f}" for s in speeds)
     if len({core.speed for core in used}) == 1:
         why = (
-            f"only those of speed {used[0].speed:.2f} compute: with these workers all types together would do less, as "
-            "a step waits for its slowest worker; the others may load and communicate"
+            f"only those of speed {used[0].speed:.2f} compute: a worker has cores of one type, as its threads wait for "
+            "the slowest, and a step waits for the slowest worker; the others may load and communicate"
         )
     else:
         how = (
@@ -133,11 +133,12 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
         return []
     caches = [{core.l3 for core in part} for part in layout.parts]
     every = set().union(*caches)
-    shared = sum(sum(cache in used for used in caches) > 1 for cache in every)
+    workers = {cache: sum(cache in used for used in caches) for cache in every}
+    shared = sum(count > 1 for count in workers.values())
     value = spread([len(used) for used in caches])
     if not shared:
         why = "whole caches: workers do not evict each other's weights"
-    elif len(caches) % len(every) == 0:
+    elif len(set(workers.values())) == 1 and all(len(used) == 1 for used in caches):
         why = f"{len(caches)} workers share {len(every)} caches, equally many each"
     else:
         why = f"workers share {shared} of {len(every)} caches, so that their numbers of cores are as equal as possible"

@@ -126,10 +126,10 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     if len(fast) == 1:
         why = "high-bandwidth memory next to the worker; what does not fit goes to its DRAM"
         return chosen("preferred", fast, fast_share + near_share, why)
-    if len(memory.usable) <= 1:
-        return chosen("default", (), near_share, "one NUMA node with memory: nothing to choose")
     if not local:
         return chosen("default", (), near_share, _without_near(machine, memory))
+    if len(memory.usable) == 1:
+        return chosen("default", (), near_share, _only_one(machine))
     if need is not None and near_share < need <= near_share + memory.spare_share:
         why = (
             f"the memory next to the worker has {near_share / GIB:.1f} of the {need / GIB:.1f} GiB that it needs; the "
@@ -146,7 +146,15 @@ def _decide(memory: _HostMemory, machine: Machine, worker: int, need: int | None
     return chosen("interleave", local, near_share, f"{why}: its pages alternate")
 
 
+def _only_one(machine: Machine) -> str:
+    if sum(node.memory_bytes > 0 for node in machine.numa_nodes) == 1:
+        return "one NUMA node with memory: nothing to choose"
+    return "the process may use the memory of one NUMA node: nothing to choose"
+
+
 def _without_near(machine: Machine, memory: _HostMemory) -> str:
+    if not any(node.memory_bytes for node in machine.numa_nodes):
+        return "nothing tells where memory is, or how much: the kernel takes the nearest"
     if all(node.id in memory.usable for node in machine.numa_nodes if node.pus and node.memory_bytes):
         return "there is no memory next to the worker: the kernel takes the nearest"
     return "the process may use no memory next to the worker: the kernel takes the nearest"
@@ -160,7 +168,11 @@ def left_out_reasons(machine: Machine, domains: tuple[Domain, ...], memories: tu
     for node in machine.numa_nodes:
         if node.memory_bytes and not node.pus and node.id in machine.allowed_nodes and node.id not in used:
             left_out.setdefault(_why_left_out(node, beside), []).append(node.id)
-    found = ((why, f"NUMA node {format_list(nodes)}") for why, nodes in left_out.items() if why)
+    found = (
+        (why, f"NUMA node{'s' if len(nodes) > 1 else ''} {format_list(nodes)}")
+        for why, nodes in left_out.items()
+        if why
+    )
     return [Reason(what="memory left out", value=value, why=why) for why, value in found]
 
 
@@ -202,8 +214,8 @@ def check_fit(
             continue
         most = largest_batch(workload, int(memory.room_bytes))
         misfit = (
-            f"{workload.name} with {counted(batch or 0, 'image')} per step needs {peak / GIB:.1f} GiB; "
-            f"worker {worker} has {memory.room_bytes / GIB:.1f} GiB: " + _remedy(most, len(memories))
+            f"{workload.name} with {counted(batch or 0, 'image')} per step needs "
+            f"{_compared(peak, worker, memory)}: {_remedy(most, len(memories))}"
         )
         if not workload.assumed:
             raise DoesNotFitError(misfit, largest=most)
@@ -215,14 +227,19 @@ def _unknown_misfit(memories: tuple[Memory, ...]) -> tuple[str, ...]:
     tight = [worker for worker, memory in enumerate(memories) if memory.room_bytes < PROCESS_BYTES]
     if not tight:
         return ()
-    remedy = "use fewer workers" if len(memories) > 1 else "raise its limit of memory, or use another host"
-    return (
-        f"a training would not fit in memory: a Python with torch alone needs {PROCESS_BYTES / GIB:.1f} GiB; worker "
-        f"{tight[0]} has {memories[tight[0]].room_bytes / GIB:.1f} GiB: {remedy}",
-    )
+    remedy = "use fewer workers" if len(memories) > 1 else "give it more memory, or use another host"
+    compared = _compared(PROCESS_BYTES, tight[0], memories[tight[0]])
+    return (f"a training would not fit in memory: a Python with torch alone needs {compared}: {remedy}",)
+
+
+def _compared(need: int, worker: int, memory: Memory) -> str:
+    """Both sizes, with as many digits as tell them apart."""
+    digits = 1 if f"{need / GIB:.1f}" != f"{memory.room_bytes / GIB:.1f}" else 3
+    return f"{need / GIB:.{digits}f} GiB; worker {worker} has {memory.room_bytes / GIB:.{digits}f} GiB"
 
 
 def _remedy(most: int, workers: int) -> str:
     if most:
-        return f"set {{local_batch}} to {most} or fewer"
+        fewer = " or use fewer workers" if workers > 1 else ""
+        return f"set {{local_batch}} to {most} or fewer{fewer}"
     return "use fewer workers" if workers > 1 else "train a smaller network or smaller crops, or use another host"

@@ -90,7 +90,8 @@ def _within_quota(machine: Machine, request: Request) -> UsableCores:
     each = min(running, max(len(core.pus) for core in cores)) if request.smt else 1
     best = _kept(machine, cores, running // each)
     kept = tuple(replace(core, pus=core.pus[:each]) for core in best)
-    why = f"the control group's quota is the time of {quota:g} CPUs: with more threads, all would be throttled"
+    effect = "with more threads, all would be throttled" if quota >= 1 else "even a single thread is throttled"
+    why = f"the control group's quota is the time of {quota:g} CPUs: {effect}"
     step = _narrowed(machine, kept, why, unused_why="beyond the CPU quota")
     second = tuple(sorted(pu for core in best for pu in core.pus[each:]))
     beyond = Unused(pus=tuple(pu for pu in step.unused[0].pus if pu not in second), why=step.unused[0].why)

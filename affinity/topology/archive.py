@@ -62,8 +62,8 @@ def unpacked(archive: Path) -> Iterator[Path]:
     damaged, truncated or unpacks to too much. Errors inside the block name the files as the tarball's.
     """
     with tempfile.TemporaryDirectory(prefix="affinity-") as scratch:
-        _unpack(archive, Path(scratch))
         try:
+            _unpack(archive, Path(scratch))
             yield Path(scratch)
         except InputError as error:
             message = str(error).replace(f"{scratch}/", f"{archive}: ").replace(scratch, str(archive))
@@ -158,6 +158,8 @@ def _check_end(tar: tarfile.TarFile) -> None:
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():  # a later member of the same name takes an earlier one's place
+        path.unlink()
     if member.issym() and path.name == "cpufreq" and CLOCK.fullmatch(member.linkname):
         path.symlink_to(member.linkname)
     elif member.isdir() or member.issym():  # initiators/nodeN is a link whose name is all that counts

@@ -48,9 +48,9 @@ def _described(spec: str, path: Path) -> Machine:
     if is_archive(spec) or (path.is_file() and tarfile.is_tarfile(path)):
         with unpacked(path) as folder:
             return read_machine(tree_root(folder), name=path.name.split(".")[0])
-    if spec.endswith(".xml") or (path.is_file() and _starts_as_xml(path)):
+    if (spec.endswith(".xml") and (path.is_file() or not path.exists())) or (path.is_file() and _starts_as_xml(path)):
         return read_lstopo(path)
-    if path.is_file():
+    if path.exists():
         raise InputError(f"{spec} is neither lstopo's XML nor a tarball with a host's sys/ and proc/: give one of them")
     if ":" in spec:
         return read_synthetic(
@@ -149,8 +149,13 @@ def processor_facts(model: str) -> ProcessorFacts:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    import yaml  # for the catalog alone: `python -m affinity` reads every other description without it
-
+    try:
+        import yaml  # for the catalog alone: `python -m affinity` reads every other description without it
+    except ModuleNotFoundError:
+        raise InputError(
+            "the catalog of machines needs PyYAML, which is not installed: pip install pyyaml, or give a folder, a "
+            "tarball, lstopo's XML or a synthetic description"
+        ) from None
     entry: dict[str, Any] = yaml.safe_load(path.read_text())
     return entry
 

@@ -58,6 +58,8 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
     pus = tuple(sorted(pu for core in cores for pu in core.pus))
     if len(set(pus)) < len(pus):
         raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
+    if not found.memories and "local_memory" in top.attrib:  # hwloc 1 of a host without NUMA
+        found.memories.append(replace(_memory(top, ()), id=0))
     model = found.info.get("CPUModel", "unknown model")
     on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
     nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)

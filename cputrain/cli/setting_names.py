@@ -14,6 +14,11 @@ def as_recipe_key(name: str, value: str | None) -> str:
     return key if value is None else f"{key}={value}"
 
 
+def as_option_or_key(name: str, value: str | None) -> str:
+    """A setting of a command that may have a recipe, whose batch is a key and no option."""
+    return "--local-batch (with a recipe: batch.local)" if name == "local_batch" else as_option(name, value)
+
+
 def wording_of(arguments: list[str]) -> Wording:
     """How the command with these arguments names settings."""
-    return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option
+    return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option_or_key

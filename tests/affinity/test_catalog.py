@@ -1,5 +1,7 @@
 """Every machine of the catalog, and the plans that the rules make of it."""
 
+import re
+
 import pytest
 import yaml
 
@@ -93,6 +95,18 @@ def test_hbm_alone_is_bound_like_any_memory() -> None:
 def test_an_unknown_name_shows_the_nearest() -> None:
     with pytest.raises(InputError, match="skx-8160-2s"):
         find_machine("skx-8160")
+
+
+def test_a_memory_speed_is_that_of_the_channels_it_names() -> None:
+    found = {}
+    for path in MACHINES.glob("*.yaml"):
+        named = re.search(r"memory_gb_s: ([\d.]+) .*?(\d+) x (?:DDR\d|MRDIMM)-(\d+)", path.read_text())
+        if named:
+            found[path.stem] = float(named[1]), int(named[2]) * int(named[3]) * 8 / 1000
+            rate = re.search(r"(\d{4,5}) MT/s", path.read_text().partition("\n")[0])
+            assert rate is None or rate[1] == named[3], path
+    assert len(found) > 15
+    assert {name: pair for name, pair in found.items() if abs(pair[0] - pair[1]) > 0.1} == {}
 
 
 def test_every_processor_has_a_memory_speed_and_plausible_clocks() -> None:

@@ -24,7 +24,7 @@ def test_a_request_that_does_not_fit_is_worded_as_fields_options_or_recipe_keys(
 def test_settings_have_the_names_of_the_command() -> None:
     batch = RequestError("set {local_batch} to 4 or fewer")
     assert describe(batch, wording_of(["train", "imagefolder"])) == "set batch.local to 4 or fewer"
-    assert describe(batch, wording_of(["plan"])) == "set --local-batch to 4 or fewer"
+    assert describe(batch, wording_of(["plan"])) == "set --local-batch (with a recipe: batch.local) to 4 or fewer"
     for arguments in (["launch"], ["train"], []):
         assert describe(BindingError("or {verify=false}"), wording_of(arguments)) == "or --no-verify"
 

@@ -97,6 +97,15 @@ def test_kinds_of_memory_and_missing_nodes_are_differences() -> None:
     assert found == "NUMA node 1 is hbm in the plan, slow here"
 
 
+def test_memory_of_the_other_socket_is_another_layout() -> None:
+    """Firmware may pair memory and sockets crosswise: the same numbers, the other socket's HBM."""
+    flat = find_machine("max-9480-2s-quad-flat")
+    crossed = {2: (1,), 3: (0,)}
+    nodes = tuple(replace(node, near=crossed.get(node.id, node.near)) for node in flat.numa_nodes)
+    found = layout_difference(planned(flat), replace(flat, numa_nodes=nodes))
+    assert found == "NUMA node 2 is next to node 0 in the plan, to node 1 here"
+
+
 def with_kinds(machine: Machine, kind: str, *, cpus: bool) -> Machine:
     """The machine with another kind of the nodes that have CPUs, or of those that have none."""
     nodes = (replace(node, kind=kind) if bool(node.pus) == cpus else node for node in machine.numa_nodes)

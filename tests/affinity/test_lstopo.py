@@ -135,6 +135,18 @@ def test_version_1_is_read_with_its_caches_and_memories(tmp_path: Path) -> None:
     assert (machine.allowed_pus, machine.allowed_nodes) == ((0, 1, 2), (0, 1))
 
 
+def test_version_1_of_a_host_without_numa_has_its_memory_at_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "x.xml").write_text(
+        """<topology><object type="Machine" os_index="0" cpuset="0x3" local_memory="1073741824">
+ <object type="Socket" os_index="0" cpuset="0x3">
+ <object type="Core" os_index="0"><object type="PU" os_index="0"/></object>
+ <object type="Core" os_index="1"><object type="PU" os_index="1"/></object></object></object></topology>"""
+    )
+    machine = read_lstopo(tmp_path / "x.xml")
+    assert [(n.id, n.pus, n.kind, n.memory_bytes) for n in machine.numa_nodes] == [(0, (0, 1), "dram", 1 << 30)]
+    assert machine.allowed_nodes == (0,) and machine.warnings == ()
+
+
 DAMAGED = {
     "<?xml version='1.0' encoding='zz'?><topology/>": "unknown encoding",
     FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="0"'): "CPU 0 is in two cores",

@@ -96,7 +96,7 @@ def test_high_bandwidth_memory_that_no_worker_uses_is_named_with_the_reason() ->
     ):
         made = plan(find_machine("knl-7250-snc4-flat"), batch, ppn=ppn)
         found = [(reason.value, words in reason.why) for reason in made.reasons if reason.what == "memory left out"]
-        assert found == ([(f"NUMA node {nodes}", True)] if nodes else [])
+        assert found == ([(f"NUMA nodes {nodes}", True)] if nodes else [])
     part = find_machine("knl-7250-snc4-flat")
     first = tuple(pu for core in part.cores if core.numa_node == 0 for pu in core.pus)
     made = plan(replace(part, allowed_pus=first), 16)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
@@ -16,6 +17,7 @@ from tests.support.machines import build_machine, write_sysfs
 
 PHI = "cpu family\t: 6\nmodel\t\t: 87\nmodel name\t: Intel(R) Xeon Phi(TM) CPU 7250 @ 1.40GHz\n"
 MAX = "cpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) CPU Max 9480\n"
+MEMORY_KIB = (16 << 20) - 300_000  # as the kernel shows 16 GiB of HBM or MCDRAM
 DISTANCES = ((10, 21, 41, 31), (21, 10, 31, 41))  # of nodes 0 and 1 to 0, 1 and two memories: 3 is near 0, 2 near 1
 
 
@@ -35,7 +37,7 @@ def with_memories(
         folder = nodes / f"node{memory}"
         folder.mkdir()
         (folder / "cpulist").write_text("\n")
-        (folder / "meminfo").write_text(f"Node {memory} MemTotal: 4194304 kB\n")
+        (folder / "meminfo").write_text(f"Node {memory} MemTotal: {MEMORY_KIB} kB\n")
         (folder / "distance").write_text(" ".join(str(row[memory - 10]) for row in DISTANCES) + " 10 41\n")
         if bandwidth:
             hmat(folder, owner, "read_bandwidth", bandwidth[1])
@@ -91,6 +93,44 @@ def test_the_kind_of_memory_comes_from_facts(tmp_path: Path, facts: dict, kind: 
     assert (nodes[12].near, nodes[13].near) == ((1,), (0,))
 
 
+@pytest.mark.parametrize(
+    ("gib", "tiers", "own", "beside"),
+    [
+        (128, {}, "hbm", "unknown"),  # no tiers: the size of the package's HBM tells it
+        (128, {12: 22, 13: 22, 14: 960, 15: 960}, "hbm", "slow"),
+        (128, {12: 4, 13: 4, 14: 4, 15: 4}, "hbm", "unknown"),
+        (16, {12: 22, 13: 22, 14: 40, 15: 40}, "hbm", "slow"),  # as large as HBM: the lower tier is
+        (16, {}, "unknown", "unknown"),
+    ],
+)
+def test_other_memory_beside_a_packages_hbm_is_not_taken_for_it(
+    tmp_path: Path, gib: int, tiers: dict[int, int], own: str, beside: str
+) -> None:
+    assert added_to_hbm(tmp_path / "unknown", gib, tiers) == {12: own, 13: own, 14: beside, 15: beside}
+
+
+def test_memory_without_figures_beside_hbm_that_has_them_is_not_hbm(tmp_path: Path) -> None:
+    found = added_to_hbm(tmp_path, 16, {}, bandwidth=(100, 400))
+    assert found == {12: "hbm", 13: "hbm", 14: "unknown", 15: "unknown"}
+
+
+def added_to_hbm(root: Path, gib: int, tiers: dict[int, int], **facts: tuple[int, int]) -> dict[int, str]:
+    """The kinds of a Xeon Max's memories where each socket has another one, of `gib`, as CXL is."""
+    with_memories(root, cpuinfo=MAX, **facts)
+    for memory, like in ((14, 12), (15, 13)):
+        folder = root / f"sys/devices/system/node/node{memory}"
+        folder.mkdir()
+        (folder / "cpulist").write_text("\n")
+        (folder / "meminfo").write_text(f"Node {memory} MemTotal: {gib << 20} kB\n")
+        shutil.copy(folder.parent / f"node{like}/distance", folder)
+    for number in {4, *tiers.values()} if tiers else ():
+        path = root / f"sys/devices/virtual/memory_tiering/memory_tier{number}/nodelist"
+        path.parent.mkdir(parents=True)
+        nodes = [node for node, tier in tiers.items() if tier == number] + ([0, 1] if number == 4 else [])
+        path.write_text(",".join(map(str, sorted(nodes))) + "\n")
+    return {node.id: node.kind for node in read_machine(root).numa_nodes if not node.pus}
+
+
 def test_workers_prefer_their_own_high_bandwidth_memory(tmp_path: Path) -> None:
     plan = plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime())
     assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (13,)), ("preferred", (12,))]
@@ -106,7 +146,7 @@ def test_a_tarball_keeps_what_tells_memories_apart(tmp_path: Path) -> None:
 
 def test_memory_without_pus_is_shown(tmp_path: Path) -> None:
     shown = plan_to_text(plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime()))
-    assert "NUMA node 12: 4 GiB of hbm memory, next to node 1" in shown
+    assert "NUMA node 12: 16 GiB of hbm memory, next to node 1" in shown
 
 
 def test_workers_stay_off_slow_memory(tmp_path: Path) -> None:
@@ -193,3 +233,22 @@ def test_cores_whose_node_is_missing_are_named(tmp_path: Path) -> None:
     assert "CPUs 8-15 belong to no NUMA node" in plan.warnings[0]
     package = {pu: core.package for core in plan.machine.cores for pu in core.pus}
     assert all(len({package[pu] for pu in worker.pus}) == 1 for worker in plan.workers)
+
+
+def test_a_member_packed_twice_counts_as_the_last_and_no_temporary_folder_is_named(tmp_path: Path) -> None:
+    """`tar rf` appends; where CPUs share a clock, cpufreq is a link, which must not stand in its own way."""
+    write_sysfs(build_machine(1, 1, 2, 1), tmp_path / "host")
+    cpus = tmp_path / "host/sys/devices/system/cpu"
+    (cpus / "cpufreq/policy0").mkdir(parents=True)
+    (cpus / "cpufreq/policy0/cpuinfo_max_freq").write_text("2000000\n")
+    (cpus / "cpu1/cpufreq").symlink_to("../cpufreq/policy0")
+    with tarfile.open(tmp_path / "twice.tar", "w") as tar:
+        for _ in range(2):
+            tar.add(tmp_path / "host", arcname="host")
+    assert find_machine(str(tmp_path / "twice.tar")).cores == read_machine(tmp_path / "host").cores
+    with tarfile.open(tmp_path / "clash.tar", "w") as tar:
+        tar.add(cpus / "cpufreq/policy0/cpuinfo_max_freq", arcname="host/sys/devices/system/cpu/cpu1/cpufreq")
+        tar.add(tmp_path / "host", arcname="host")
+    with pytest.raises(InputError) as refused:
+        find_machine(str(tmp_path / "clash.tar"))
+    assert "affinity-" not in str(refused.value) and "\n" not in str(refused.value)

@@ -9,13 +9,14 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.planner.plan import Plan, plan_machine
+from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.profiles import PROFILES
 from affinity.planner.rules import inter_op_threads
 from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50, footprint, largest_batch
+from affinity.planner.workload import PROCESS_BYTES, RESNET50, footprint, largest_batch
+from affinity.topology.catalog import find_machine
 from affinity.topology.cpuset import format_list
-from affinity.topology.machine import NumaNode
+from affinity.topology.machine import NumaNode, narrowed
 from affinity.wording import spread
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.plan_facts import GIB, Facts, every, workers_with_plenty_of_memory
@@ -34,6 +35,16 @@ def memory_parts(facts: Facts) -> tuple[object, ...]:
         *(f"{part / GIB:.2f}" for part in (parts.activations, parts.weights, parts.gradients)),
         *(f"{part / GIB:.2f}" for part in (parts.optimizer, parts.process)),
     )
+
+
+def training_bytes(facts: Facts) -> int:
+    return footprint(RESNET50, facts.worker.local_batch or 0).total
+
+
+def need_and_room(facts: Facts, need: int) -> tuple[object, ...]:
+    """As a warning has them: with as many digits as tell them apart."""
+    digits = 1 if f"{need / GIB:.1f}" != f"{facts.room / GIB:.1f}" else 3
+    return f"{need / GIB:.{digits}f}", facts.worker.local_rank, f"{facts.room / GIB:.{digits}f}"
 
 
 # What each decision's text may be, `\D*` where it has no number, and the numbers in it.
@@ -149,10 +160,10 @@ REASONS: dict[str, list[Pattern]] = {
     ],
     "memory left out": [
         (
-            r"NUMA node (\S+): (?!high)\D*",
+            r"NUMA nodes? (\S+): (?!high)\D*",
             lambda f: (format_list(n.id for n in f.plan.machine.numa_nodes if n.kind in ("slow", "unknown")),),
         ),
-        (r"NUMA node (\S+): high-bandwidth memory\D*", lambda f: (format_list(f.unused_hbm),)),
+        (r"NUMA nodes? (\S+): high-bandwidth memory\D*", lambda f: (format_list(f.unused_hbm),)),
     ],
     "local batch": [
         (rf"{RANGE}: (?:set by the recipe or an option|a typical value, \D*)", lambda f: (spread(f.images),)),
@@ -180,8 +191,8 @@ REASONS: dict[str, list[Pattern]] = {
 }
 WARNINGS: list[Pattern] = [
     (
-        rf"a training would not fit in memory: \D* alone needs 0.6 GiB; worker {N} has {REAL} GiB: \D*",
-        lambda f: (f.worker.local_rank, f"{f.room / GIB:.1f}"),
+        rf"a training would not fit in memory: \D* alone needs {REAL} GiB; worker {N} has {REAL} GiB: \D*",
+        lambda f: need_and_room(f, PROCESS_BYTES),
     ),
     (rf"the worker spans {N} NUMA nodes: \D*", lambda f: (f.nodes,)),
     (rf"{N} of {N} workers span several of the {N} NUMA nodes: \D*", lambda f: (f.spanning, f.ranks, f.nodes)),
@@ -193,13 +204,13 @@ WARNINGS: list[Pattern] = [
     (
         rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
         rf"worker {N} has {REAL} GiB: \D*",
-        lambda f: (f.worker.local_batch, f.need, f.worker.local_rank, f"{f.room / GIB:.1f}"),
+        lambda f: (f.worker.local_batch, *need_and_room(f, training_bytes(f))),
     ),
     (
         rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
-        rf"worker {N} has {REAL} GiB: set {{local_batch}} to {N} or fewer",
+        rf"worker {N} has {REAL} GiB: set {{local_batch}} to {N} or fewer(?: or use fewer workers)?",
         lambda f: (
-            *(f.worker.local_batch, f.need, f.worker.local_rank, f"{f.room / GIB:.1f}"),
+            *(f.worker.local_batch, *need_and_room(f, training_bytes(f))),
             largest_batch(RESNET50, int(f.room)),
         ),
     ),
@@ -270,3 +281,39 @@ def test_a_chain_of_operators_is_the_reason_only_where_the_network_is_known_to_b
     ):
         _, reason = inter_op_threads(4, workload)
         assert reason.value == "1" and ("ResNet" in reason.why) == is_chain
+
+
+def reason(plan: Plan, what: str) -> str:
+    return next(f"{one.value}: {one.why}" for one in plan.reasons if one.what == what)
+
+
+def test_workers_share_caches_equally_only_where_each_cache_has_as_many() -> None:
+    """As in a cpuset that cuts level-3 caches: cores 4-19 of caches of eight."""
+    machine = find_machine("genoa-9654-2s-nps1")
+    cut = plan_machine(machine, Request(ppn=3, cores=tuple(range(4, 20))), Runtime())
+    assert reason(cut, "level-3 caches per worker").startswith("1-2: workers share 1 of 3 caches, so that")
+    whole = plan_machine(machine, Request(ppn=4, cores=tuple(range(16))), Runtime())
+    assert reason(whole, "level-3 caches per worker") == "1: 4 workers share 2 caches, equally many each"
+
+
+def test_one_node_with_memory_is_one_of_the_machine() -> None:
+    machine = find_machine("numa:2(memory=64GiB) core:4")
+    here = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({0})), Request(), Runtime())
+    assert reason(here, "memory policy") == (
+        "default: the process may use the memory of one NUMA node: nothing to choose"
+    )
+    remote = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({1})), Request(), Runtime())
+    assert reason(remote, "memory policy") == (
+        "default: the process may use no memory next to the worker: the kernel takes the nearest"
+    )
+    nodes = tuple(replace(node, memory_bytes=0) for node in machine.numa_nodes)
+    unknown = plan_machine(replace(machine, numa_nodes=nodes), Request(), Runtime())
+    assert reason(unknown, "memory policy") == (
+        "default: nothing tells where memory is, or how much: the kernel takes the nearest"
+    )
+
+
+def test_a_quota_below_one_cpu_throttles_a_single_thread() -> None:
+    machine = replace(find_machine("numa:1(memory=64GiB) core:4"), cpu_quota=0.5)
+    found = plan_machine(machine, Request(), Runtime())
+    assert reason(found, "cores used").endswith("the time of 0.5 CPUs: even a single thread is throttled")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
+from affinity.topology.catalog import find_machine
 from affinity.topology.hwloc import read_synthetic
 from affinity.topology.machine import narrowed
 from affinity.topology.sysfs import read_machine, this_machine
@@ -204,3 +205,27 @@ def test_descriptions_are_read_without_pyyaml() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_the_catalog_without_pyyaml_is_one_line() -> None:
+    code = (
+        "import sys; sys.modules['yaml'] = None\n"
+        "from affinity.__main__ import main\n"
+        "sys.exit(main(['plan', '--machine', 'skx-8160-2s'], {}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("affinity: the catalog of machines needs PyYAML, which is not installed: pip install")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_nobody_needs_to_read_all_that_is_printed() -> None:
+    command = f"{sys.executable} -m affinity plan --machine 'pack:8 core:64 pu:2' | head -1; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert ran.stderr == "" and ran.stdout.splitlines()[-1] in ("0", "141")
+
+
+def test_a_pipe_by_a_description_s_name_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.xml")
+    with pytest.raises(InputError, match=r"is neither lstopo's XML nor a tarball"):
+        find_machine(str(tmp_path / "m.xml"))
