@@ -71,8 +71,7 @@ SHAPES: dict[str, Shape] = {
         ("fabric", "path of libfabric"),
         ("backend", "path of the compiled backend"),
         ("all_reduce", "list of transport, bytes, seconds: medians of two ranks on this host"),
-        ("problems", "list of sentences about transports that do not run"),
-        ("problems", "a line about each transport that does not run here"),
+        ("problems", "list of sentences, one for each transport that does not run here"),
     ],
     "job": [
         ("scheduler", "slurm or pbs"),

@@ -17,6 +17,7 @@ from cputrain.doctor.check import ERROR, OK, WARNING, Check, checks_text, error,
 from cputrain.doctor.host import ProcessLimits, host_checks, own_limits
 from cputrain.doctor.probe import PARTS, probed
 from cputrain.variables import HIDDEN, shown_variables
+from tests.cputrain.test_json_output import fields
 from tests.support.commands import cputrain
 
 PLENTY = ProcessLimits(locked_bytes=-1, address_bytes=-1, files=65536, processes=-1)
@@ -168,6 +169,7 @@ def test_the_lines_and_the_summary() -> None:
 
 def test_doctor_as_json_has_every_check_once_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(_run_doctor(capsys, "doctor", "--format", "json"))
+    assert set(found) == fields("doctor")
     names = [check["name"] for check in found["checks"]]
     assert len(names) == len(set(names)) and {"processor", "torch", "oneCCL", "launcher", "/dev/shm"} <= set(names)
     assert found["status"] == int(any(check["status"] == ERROR for check in found["checks"]))
@@ -184,6 +186,7 @@ def test_env_tells_what_a_bug_report_needs_and_no_secret() -> None:
     result = cputrain("env", "--format", "json", **secrets)
     assert result.returncode == 0 and "s3cret" not in result.stdout + result.stderr
     found = json.loads(result.stdout)
+    assert set(found) == fields("env")
     assert {"cputrain", "python", "system", "cpu", "memory", "packages", "libraries", "variables"} <= set(found)
     assert found["variables"]["SLURM_JWT"] == HIDDEN and found["variables"]["FI_PROVIDER"] == "tcp"
     assert found["packages"]["torch"] and set(PARTS) <= set(found["libraries"])

@@ -20,6 +20,7 @@ from cputrain.inference.classifier import load_classifier
 from cputrain.inference.export import choose_format, export
 from cputrain.inference.predict import predict
 from cputrain.models.vision import import_torchvision
+from tests.cputrain.test_json_output import fields
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 
@@ -51,6 +52,7 @@ def test_predictions_over_the_validation_images_are_eval_s(place: Path, best: Pa
     found = json.loads(done.stdout)
     assert len(done.stdout.splitlines()) == 2 + 21, "a line for each image"
     right = [Path(one["image"]).parent.name == one["top"][0]["class"] for one in found["predictions"]]
+    assert set(json.loads(shown.stdout)) == fields("eval")
     (result,) = json.loads(shown.stdout)["results"]
     assert 100 * sum(right) / 21 == pytest.approx(result["top1"]) and found["step"] == result["step"]
     rows = list(csv.DictReader((place / "page.csv").read_text().splitlines()))
