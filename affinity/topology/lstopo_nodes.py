@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from affinity.topology.cpuset import format_list
 from affinity.topology.machine import NumaNode
-from affinity.topology.memory_kinds import with_kinds
+from affinity.topology.memory_kinds import Sizes, with_kinds
 
 # hwloc's names of kinds of memory -> ours; for others (SPM) nothing is known.
 KINDS = {
@@ -60,7 +60,7 @@ def figures_of(root: ElementTree.Element) -> Figures:
 
 
 def machine_nodes(
-    memories: Sequence[MemoryObject], pus: tuple[int, ...], figures: Figures, *, on_package_gib: tuple[int, ...]
+    memories: Sequence[MemoryObject], pus: tuple[int, ...], figures: Figures, *, on_package_gib: Sizes
 ) -> tuple[NumaNode, ...]:
     """The nodes by id.
 

@@ -11,26 +11,25 @@ from affinity.units import GIB
 # memories differ by a few percent.
 BANDWIDTH_MARGIN = 1.2
 LATENCY_MARGIN = 1.5
+Sizes = tuple[tuple[float, float], ...]  # from, to, in GiB
 # CPU family and model of Knights Landing and Knights Mill, which have 16 GiB of MCDRAM in their package, all or a part
-# of it memory, in one, two or four nodes.
+# of it memory, and take no other memory without PUs.
 XEON_PHI = (("6", "87"), ("6", "133"))
-PHI_GIB = (2, 3, 4, 6, 8, 12, 16)
-# Sapphire Rapids with 64 GiB of HBM in its package, in one, two or four nodes: only its name differs from other models.
+PHI_GIB = ((0.0, 16.0),)
+# Sapphire Rapids with 64 GiB of HBM in its package, in one, two or four nodes, of which firmware and kernel keep a
+# little for themselves: only its name differs from other models.
 XEON_MAX = re.compile(r"Xeon ?\(R\) CPU Max", re.IGNORECASE)
-MAX_GIB = (16, 32, 64)
-KEPT = 0.1  # at most, of a node: what firmware and kernel keep for themselves
+MAX_GIB = ((14.4, 16.0), (28.8, 32.0), (57.6, 64.0))
 
 
-def on_package_gib(family: str | None, number: str | None, model: str) -> tuple[int, ...]:
-    """The sizes in GiB that a NUMA node of HBM or MCDRAM may have in a package of this processor; () without such."""
+def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
+    """The sizes that a NUMA node of HBM or MCDRAM may have in a package of this processor; () without such memory."""
     if (family, number) in XEON_PHI:
         return PHI_GIB
     return MAX_GIB if XEON_MAX.search(model) else ()
 
 
-def with_kinds(
-    nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: tuple[int, ...]
-) -> tuple[NumaNode, ...]:
+def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: Sizes) -> tuple[NumaNode, ...]:
     """The nodes with the kind of each that has no PUs.
 
     Decided by the first of these that is known and tells memories apart: "slow" in `named`, latency and bandwidth
@@ -66,8 +65,8 @@ def _own(node: NumaNode, nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
     return tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
 
 
-def _is_of_size(node: NumaNode, sizes_gib: tuple[int, ...]) -> bool:
-    return any((1 - KEPT) * size <= node.memory_bytes / GIB <= size for size in sizes_gib)
+def _is_of_size(node: NumaNode, sizes: Sizes) -> bool:
+    return any(least <= node.memory_bytes / GIB <= most for least, most in sizes)
 
 
 def _by_tier(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:

@@ -9,13 +9,13 @@ from affinity.errors import InputError
 from affinity.topology.cpuset import format_list
 from affinity.topology.kernel_files import first_file, ids, number_if_any, numbered, numbers, text
 from affinity.topology.machine import NumaNode
-from affinity.topology.memory_kinds import with_kinds
+from affinity.topology.memory_kinds import Sizes, with_kinds
 
 PusOf = Mapping[int, tuple[int, ...]]
 
 
 def read_nodes(
-    devices: Path, online: tuple[int, ...], *, on_package_gib: tuple[int, ...]
+    devices: Path, online: tuple[int, ...], *, on_package_gib: Sizes
 ) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     """The nodes under sys/devices, by id, and warnings; only online PUs count. Ids may have gaps, and exceed nine.
 
