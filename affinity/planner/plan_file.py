@@ -1,6 +1,7 @@
 """Plan <-> JSON, the format of plan.json, which docs/plan.schema.json describes."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def plan_from_dict(data: Any) -> Plan:
             del machine[count]
         cores = tuple(Core(**_tuples(core)) for core in machine.pop("core_list"))
         nodes = tuple(NumaNode(**_tuples(node)) for node in machine.pop("numa_node_list"))
-        return Plan(
+        plan = Plan(
             machine=Machine(**_tuples(machine), cores=cores, numa_nodes=nodes),
             request=_request(data["request"]),
             runtime=Runtime(**_tuples(data["runtime"])),
@@ -99,6 +100,30 @@ def plan_from_dict(data: Any) -> Plan:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"the plan is damaged ({error!r}): plan again") from None
+    problem = next(_unknown_parts(plan), None)
+    if problem is not None:
+        raise InputError(f"the plan is damaged: {problem}: plan again")
+    return plan
+
+
+def _unknown_parts(plan: Plan) -> Iterator[str]:
+    """What a plan names that its machine does not have, which no schema can tell."""
+    machine = plan.machine
+    pus, nodes = frozenset(machine.pus), frozenset(node.id for node in machine.numa_nodes)
+    if len(machine.pus) > len(pus) or not all(core.pus for core in machine.cores):
+        yield "a core has no CPU, or a CPU of another core"
+    of_nodes = [pu for node in machine.numa_nodes for pu in node.pus]
+    if not pus.issuperset((*machine.allowed_pus, *of_nodes)) or not nodes.issuperset(machine.allowed_nodes):
+        yield "its machine has no such allowed CPUs or NUMA nodes"
+    if not nodes.issuperset(core.numa_node for core in machine.cores if core.numa_node is not None):
+        yield "its machine has no such NUMA nodes"
+    for i, worker in enumerate(plan.workers):
+        if not pus.issuperset((*worker.compute_pus, *worker.comm_pus, *worker.loader_pus)):
+            yield f"worker {i} has CPUs that its machine has not"
+        if not nodes.issuperset(worker.memory_nodes):
+            yield f"worker {i} has NUMA nodes that its machine has not"
+    if not pus.issuperset(pu for item in plan.unused for pu in item.pus):
+        yield "its unused CPUs are not the machine's"
 
 
 def request_to_json(request: Request) -> str:

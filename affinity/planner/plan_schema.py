@@ -1,6 +1,7 @@
 """Whether JSON is a plan, by plan.schema.json: the keywords of JSON Schema that it uses, and no others."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import ge, gt, le
@@ -21,6 +22,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 LIMITS: dict[str, Callable[[Any, Any], bool]] = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt}
 MOST = 1 << 63
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # which a terminal may take for commands
 
 
 def check_plan(data: Any) -> None:
@@ -55,8 +57,11 @@ def _problems(value: Any, schema: dict[str, Any], place: str) -> Iterator[str]:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if abs(value) >= MOST or not all(fits(value, schema[name]) for name, fits in LIMITS.items() if name in schema):
             yield f"{here} is {_shown(value)}"
-    elif isinstance(value, str) and len(value) < schema.get("minLength", 0):
-        yield f"{here} is empty"
+    elif isinstance(value, str):
+        if len(value) < schema.get("minLength", 0):
+            yield f"{here} is empty"
+        if CONTROL.search(value):
+            yield f"{here} is {_shown(value)}, which has control characters"
     elif isinstance(value, list):
         yield from _problems_of_list(value, schema, place)
     elif isinstance(value, dict):
@@ -77,7 +82,9 @@ def _problems_of_object(value: dict[str, Any], schema: dict[str, Any], place: st
     properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     yield from (f"{prefix}{name} is missing" for name in schema.get("required", ()) if name not in value)
     for name, item in value.items():
-        if name in properties:
+        if CONTROL.search(name):
+            yield f"{prefix}{_shown(name)} has control characters"
+        elif name in properties:
             yield from _problems(item, properties[name], f"{prefix}{name}")
         elif others is False:
             yield f"{prefix}{name[:60]} is not a part of a plan"

@@ -117,7 +117,7 @@ def _reasons(plan: Plan) -> str:
 
 
 def _listed(title: str, reasons: tuple[Reason, ...]) -> str:
-    width = max(len(reason.what) for reason in reasons)
+    width = max((len(reason.what) for reason in reasons), default=0)
     lines = (_folded(f"  {r.what:<{width}}  {r.value}: {r.why}", width + 4) for r in reasons)
     return "\n".join([title, *lines])
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from affinity.errors import InputError
 from affinity.planner.plan import WorkerPlan
-from affinity.planner.plan_file import PLAN_FILE, plan_of_host, read_json, worker_from_dict
+from affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
 from affinity.units import GIB
 from mpi.usage.file import FOLDER, read_records
 from mpi.usage.records import HostUse, Use, WorkerUse, total
@@ -56,7 +56,7 @@ def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
         ranks = sorted(rank for rank, where in host_of.items() if where == host)
         try:
             plan = plan_of_host(data, host)
-            workers = [worker_from_dict(plan, i) for i in range(len(plan["workers"]))]
+            workers = plan_from_dict(plan).workers
         except InputError:
             continue  # a host that is not in the plan, as after a requeue
         if len(workers) == len(ranks):

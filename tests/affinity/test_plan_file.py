@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,39 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         (tmp_path / "p.json").write_text(text)
         with pytest.raises(InputError, match="plan"):
             read_plan(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("workers.1.compute_pus.0", 300),
+        ("workers.1.comm_pus", [10**9]),
+        ("workers.0.memory_nodes", [7]),
+        ("workers.1.memory_bytes", -1),
+        ("machine.core_list.0.pus.0", 3),
+        ("machine.core_list.1.pus", []),
+        ("machine.core_list.0.numa_node", 9),
+        ("machine.allowed_pus", [10**6]),
+        ("machine.allowed_nodes", [5]),
+        ("unused", [{"pus": [400], "why": "none"}]),
+        ("workers", True),
+        ("machine.name", "\x1b[2Jn1"),
+        ("machine.model", "a\x9b6n"),
+        ("warnings", ["two\nlines"]),
+        ("workers.0.env", {"A\x07": "b"}),
+    ],
+)
+def test_an_edit_that_leaves_valid_json_is_refused_in_a_line(tmp_path: Path, place: str, value: object) -> None:
+    part: Any = json.loads(EXAMPLE)
+    data = part
+    *way, last = [int(word) if word.isdigit() else word for word in place.split(".")]
+    for word in way:
+        part = part[word]
+    part[last] = value
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(InputError, match=r"^the plan is damaged: ") as refused:
+        read_plan(tmp_path / "plan.json")
+    assert str(refused.value).isprintable()
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
