@@ -5,6 +5,7 @@ from enum import IntEnum
 
 from affinity.errors import InputError, RunError, Wording, as_field, describe
 from affinity.filesystem import refusal
+from affinity.wording import printable
 
 
 class ExitStatus(IntEnum):
@@ -45,7 +46,7 @@ def exit_status(error: Exception, program: str, wording: Wording = as_field) -> 
     line = one_line(error, wording)
     if line is None:
         raise error
-    print(f"{program}: {line}", file=sys.stderr)
+    print(f"{program}: {printable(line)}", file=sys.stderr)
     return status_of(error)
 
 

@@ -15,6 +15,9 @@ MANIFEST = "checkpoint.json"
 MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
 MAX_BYTES = 64 << 20
 Count = Annotated[int, Field(ge=0)]
+Pixels = Annotated[int, Field(ge=0, le=4096)]  # the side of an image
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Divisor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 FileName = Annotated[str, Field(pattern=r"^(model|ema|optimizer|rank-\d+)\.safetensors$")]
 
 
@@ -44,10 +47,10 @@ class NetworkRecord(_Record):
     model: dict[str, Any]
     classes: tuple[str, ...]
     features: int | None
-    crop: Count
-    resize: Count
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    crop: Pixels
+    resize: Pixels
+    mean: tuple[Finite, Finite, Finite]
+    std: tuple[Divisor, Divisor, Divisor]
 
 
 class ScaleRecord(_Record):
@@ -104,7 +107,7 @@ class Manifest(_Record):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write checkpoint.json with its own checksum, as the last of a checkpoint's files."""
     content = json.loads(manifest.model_dump_json())
-    text = json.dumps({"crc32c": _checksum(content), "checkpoint": content}, indent=1)
+    text = json.dumps({"crc32c": checksum(content), "checkpoint": content}, indent=1)
     write_atomic(folder / MANIFEST, text.encode())
 
 
@@ -119,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
         if path.stat().st_size > MAX_BYTES:
             raise DamagedError(f"{path} has {path.stat().st_size:,} bytes, more than a manifest's {MAX_BYTES:,}")
         data = json.loads(path.read_bytes())
-        content, intact = data["checkpoint"], data["crc32c"] == _checksum(data["checkpoint"])
+        content, intact = data["checkpoint"], data["crc32c"] == checksum(data["checkpoint"])
     except OSError as error:
         raise DamagedError(f"cannot read {path}: {error.strerror}") from None
     except (LookupError, TypeError, ValueError, RecursionError):
@@ -131,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path} is of another version of cputrain ({place}: {first['msg']})") from None
+        raise InputError(f"{path} is of another version of cputrain, or damaged ({place}: {first['msg']})") from None
 
 
 def rank_file(rank: int) -> str:
@@ -152,7 +155,7 @@ def _no_checkpoint(path: Path, why: str) -> str:
     )
 
 
-def _checksum(content: Any) -> int:
+def checksum(content: Any) -> int:
     """The CRC-32C of a JSON value, however it is laid out."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return int(google_crc32c.value(text.encode()))

@@ -15,6 +15,7 @@ from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.planner.plan import WorkerPlan
 from affinity.planner.this_machine import plan_this_machine
+from affinity.wording import printable
 from cputrain.checkpoints.manifest import is_checkpoint
 from cputrain.cli.json_output import format_option
 from cputrain.data.formats.folder import image_files
@@ -95,8 +96,8 @@ def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> int:
         if one.error is not None:
             failed += _report(one)
             continue
-        classes = "".join(f"  {name} {100 * probability:.2f} %" for name, probability in one.top)
-        click.echo(f"{one.image.ljust(width)}{classes}")
+        classes = "".join(f"  {_shown(name)} {100 * probability:.2f} %" for name, probability in one.top)
+        click.echo(f"{_shown(one.image).ljust(width)}{classes}")
     return failed
 
 
@@ -116,5 +117,10 @@ def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) ->
 
 
 def _report(one: "Prediction") -> int:
-    click.echo(f"cputrain: {one.image}: {one.error}", err=True)
+    click.echo(f"cputrain: {_shown(one.image)}: {one.error}", err=True)
     return ExitStatus.FAILED
+
+
+def _shown(name: str) -> str:
+    """A name, which may come from somebody else's checkpoint or folder, on one line."""
+    return " ".join(printable(name).split())

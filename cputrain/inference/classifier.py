@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from affinity.errors import InputError
@@ -76,6 +77,15 @@ def load_classifier(checkpoint: Path, env: Mapping[str, str]) -> Classifier:
     )
 
 
+def _model_section(record: NetworkRecord, checkpoint: Path) -> ModelSection:
+    try:
+        return ModelSection.model_validate(tuples(record.model))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InputError(f"{checkpoint / MANIFEST}: the network's {place} is wrong: {first['msg']}") from None
+
+
 def load_network(checkpoint: Path, *, trained: bool = True) -> tuple[nn.Module, NetworkRecord, Recipe, int]:
     """A checkpoint's network in evaluation, as torch builds it; what it takes, its recipe, and the steps trained.
 
@@ -88,7 +98,7 @@ def load_network(checkpoint: Path, *, trained: bool = True) -> tuple[nn.Module, 
         raise InputError(f"{checkpoint} is of a network of your own code: load {MODEL} in it into that network")
     if record.features is not None:
         raise InputError(f"{checkpoint} is of a network for points: name a checkpoint of a classifier of images")
-    network = build_model(ModelSection.model_validate(tuples(record.model)), len(record.classes), record.crop)
+    network = build_model(_model_section(record, checkpoint), len(record.classes), record.crop)
     network.to(DTYPES[recipe.precision])
     if trained:
         load_eval_model(checkpoint, network)

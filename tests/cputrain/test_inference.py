@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from affinity.errors import InputError, RunError
-from cputrain.checkpoints.manifest import read_manifest, write_manifest
+from cputrain.checkpoints.manifest import MANIFEST, checksum, read_manifest, write_manifest
 from cputrain.cli import main
 from cputrain.data.formats.folder import image_files
 from cputrain.inference import export as exporting
@@ -202,3 +203,44 @@ def test_export_needs_a_name_or_a_format(
     assert "the suffix decides the format: give one of .safetensors (safetensors), " in capsys.readouterr().err
     assert main(["export", run, "--to", "torchscript", "--images", images]) == 0
     assert "run.torchscript: " in (out := capsys.readouterr().out) and "logits of 8 images differ" in out
+
+
+@pytest.mark.parametrize(
+    ("place_in_it", "value", "expected"),
+    [
+        ("network.model.weights", 5, "the network's weights is wrong"),
+        ("network.crop", 3_000_000, "network.crop: Input should be less than or equal to 4096"),
+        ("network.resize", 10**11, "network.resize: Input should be less than or equal to 4096"),
+        ("network.std", [0, 0, 0], "network.std.0: Input should be greater than 0"),
+        ("network.mean", [1e999, 0, 0], "network.mean.0: Input should be a finite number"),
+        ("network.model.freeze_to", "\x1b[31mred", "red"),
+    ],
+)
+def test_somebody_else_s_checkpoint_is_refused_in_a_line(
+    best: Path, tmp_path: Path, place_in_it: str, value: object, expected: str
+) -> None:
+    """With a right checksum, which anybody can compute."""
+    result = predicted_by(best, tmp_path, place_in_it, value)
+    assert result.returncode == 2 and expected in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1 and result.stderr[:-1].isprintable() | ("\ufffd" in result.stderr)
+    assert "\x1b" not in result.stderr
+
+
+def test_names_of_classes_give_no_commands_to_the_terminal(best: Path, tmp_path: Path) -> None:
+    names = ["\x1b]0;x\x07\x1b[2Ja", "b\nfake  99 %", "c"]
+    result = predicted_by(best, tmp_path, "network.classes", names)
+    assert result.returncode == 0 and result.stdout.count("\n") == 1
+    assert not {"\x1b", "\x07"} & {*result.stdout}
+
+
+def predicted_by(best: Path, folder: Path, place_in_it: str, value: object) -> subprocess.CompletedProcess[str]:
+    """A prediction of a copy of the checkpoint with another value."""
+    shutil.copytree(best, folder / "copy")
+    content = json.loads((best / MANIFEST).read_text())["checkpoint"]
+    part, *way = content, *place_in_it.split(".")
+    for word in way[:-1]:
+        part = part[word]
+    part[way[-1]] = value
+    (folder / "copy" / MANIFEST).write_text(json.dumps({"crc32c": checksum(content), "checkpoint": content}))
+    image = next((best.parents[2] / "images/val").rglob("*.jpg"))
+    return cputrain("predict", str(folder / "copy"), str(image), cwd=folder)

@@ -369,7 +369,8 @@ def test_a_large_index_opens_at_once(tmp_path: Path) -> None:
     count = 1_281_167
     (tmp_path / "train-00000.tar").write_bytes(b"")
     np.save(tmp_path / "train.index.npy", np.zeros(count, dtype=RECORD))
-    made = {"images": count, "shards": 1, "bytes": [0], "mixing": {}, "unusual": {}, "damaged": []}
+    mixing = {"classes_in_32": 1.0, "at_random": 1.0}
+    made = {"images": count, "shards": 1, "bytes": [0], "mixing": mixing, "unusual": {}, "damaged": []}
     manifest = {"version": 3, "classes": ["a"], "options": {}, "splits": {"train": made}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     code = (

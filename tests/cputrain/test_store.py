@@ -15,6 +15,7 @@ from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.runs.events import read_events
+from cputrain.training.preemption import KEY
 from mpi.supervise.connection import TOKEN_VARIABLE
 from mpi.supervise.local import free_port
 from tests.support.images import write_images
@@ -98,17 +99,17 @@ def test_a_value_that_another_job_has_set_is_an_error_where_it_is_awaited() -> N
 def test_a_key_is_read_only_where_the_job_s_token_signed_it() -> None:
     store = HashStore()
     ours, stranger = SignedKeys(store, "token"), SignedKeys(store, "guess")
-    assert ours.get("last_step") is None
+    assert ours.get(KEY) is None
     for forged in ("1", "0" * 64 + " 1", " ", "\u00e4 1"):
-        store.set("last_step", forged)
-        assert ours.get("last_step") is None
-    stranger.set("last_step", "1")
-    assert ours.get("last_step") is None
+        store.set(KEY, forged)
+        assert ours.get(KEY) is None
+    stranger.set(KEY, "1")
+    assert ours.get(KEY) is None
     ours.set("other", "1")
-    store.set("last_step", store.get("other").decode())
-    assert ours.get("last_step") is None  # signed for another key
-    ours.set("last_step", "17")
-    assert SignedKeys(store, "token").get("last_step") == "17"
+    store.set(KEY, store.get("other").decode())
+    assert ours.get(KEY) is None  # signed for another key
+    ours.set(KEY, "17")
+    assert SignedKeys(store, "token").get(KEY) == "17"
 
 
 @pytest.mark.long
@@ -131,7 +132,7 @@ def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) 
                 addresses |= {place.ip for place in places}
                 port = int(env.get("MASTER_PORT", 0))
                 if not told and any(place.port == port for place in places):
-                    TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("last_step", "1")
+                    TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(KEY, "1")
                     told = True
             time.sleep(0.05)
         assert process.stdout is not None

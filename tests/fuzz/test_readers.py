@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affinity.planner.plan import Request, plan_machine
+from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, read_plan, worker_from_dict
 from affinity.planner.records import measured_of, parse_record
 from affinity.planner.runtime import Runtime
@@ -20,7 +20,10 @@ from affinity.topology.archive import tree_root, unpacked
 from affinity.topology.catalog import find_machine
 from affinity.topology.lstopo import read_lstopo
 from affinity.topology.sysfs import read_machine
-from cputrain.checkpoints.manifest import MANIFEST, read_manifest
+from affinity.views.diff import plan_differences
+from affinity.views.svg import plan_to_svg
+from affinity.views.text import plan_to_text
+from cputrain.checkpoints.manifest import MANIFEST, checksum, read_manifest
 from cputrain.checkpoints.tensors import read_tensors, write_tensors
 from cputrain.data.formats import manifest as shards
 from cputrain.data.formats.idx import read_idx
@@ -83,8 +86,13 @@ GROUPS = f'{{"host_groups": [{{"hosts": ["n1"], "plan": {SMALL_PLAN}}}]}}'
 @given(text=edited((SMALL_PLAN, SMALL_PLAN, GROUPS, PLAN)))
 def test_plans(text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "plan.json", text)
-    read(lambda: read_plan(path))
+    read(lambda: shown(read_plan(path)))
     read(lambda: worker_from_dict(plan_of_host(read_json(path), "n1"), 1))
+
+
+def shown(plan: Plan) -> str:
+    """A plan that is accepted can be used."""
+    return plan_to_text(plan, explained=True) + plan_to_svg(plan) + "".join(plan_differences(plan, plan))
 
 
 @st.composite
@@ -109,11 +117,19 @@ def json_edits(draw: st.DrawFn, text: str) -> str:
 @given(text=json_edits(GROUPS) | json_edits(SMALL_PLAN))
 def test_plans_edited_by_hand(text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "plan.json", text)
-    read(lambda: read_plan(path))
+    read(lambda: shown(read_plan(path)))
     read(lambda: worker_from_dict(plan_of_host(read_json(path), "n1"), 1))
 
 
-SPLIT = {"images": 3, "shards": 1, "bytes": [9], "mixing": {"at_random": 1.5}, "unusual": {"gray": 1}, "damaged": ["x"]}
+MIXING = {"classes_in_32": 1.0, "at_random": 1.5}
+SPLIT = {
+    "images": 3,
+    "shards": 1,
+    "bytes": [9],
+    "mixing": MIXING,
+    "unusual": {"gray": 1},
+    "damaged": ["x"],
+}
 SHARDS = json.dumps({"version": 3, "classes": ["a"], "options": {"kind": "x", "seed": 1}, "splits": {"train": SPLIT}})
 
 
@@ -124,12 +140,39 @@ def test_manifests_of_shards(text: str, tmp_path: Path) -> None:
     read(lambda: shards.read_manifest(tmp_path))
 
 
-CHECKPOINT = json.dumps({"crc32c": 1, "checkpoint": {"format": "cputrain checkpoint", "version": 1, "files": {}}})
+NETWORK = {"model": {"name": "lenet"}, "classes": ["a", "b"], "features": None, "crop": 28, "resize": 28}
+TRAINING = {"epoch_done": True, "own_statistics": False, "best_score": None, "bucket_mib": 25.0, "first_loss": 1.0}
+OPTIMIZER = {"name": "momentum", "groups": [{"lr": 0.1, "params": ["fc.weight"]}], "values": {"fc.weight": {"step": 1}}}
+CHECKPOINT = json.dumps(
+    {
+        **{"format": "cputrain checkpoint", "version": 1, "cputrain": "0.1", "step": 3, "recipe": {"name": "x"}},
+        "network": {**NETWORK, "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
+        "scale": {"workers": 1, "global_batch": 4, "train_images": 9, "classes": 2},
+        "training": {**TRAINING, "diverged": False, "rollbacks": {}, "optimizer": OPTIMIZER},
+        "files": {"model.safetensors": {"bytes": 1, "crc32c": 2}},
+    }
+)
+
+
+def signed(content: str) -> str:
+    """A checkpoint's file as somebody writes it who knows its checksum."""
+    try:
+        data = json.loads(content)
+        return json.dumps({"crc32c": checksum(data), "checkpoint": data})
+    except (ValueError, RecursionError):
+        return content
+
+
+def test_the_checkpoint_that_is_edited_is_one(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(signed(CHECKPOINT))
+    assert read_manifest(tmp_path).network.crop == 28
 
 
 @fuzzed
 @given(text=edited((CHECKPOINT,)) | json_edits(CHECKPOINT))
 def test_manifests_of_checkpoints(text: str, tmp_path: Path) -> None:
+    write(tmp_path / MANIFEST, signed(text))
+    read(lambda: read_manifest(tmp_path))
     write(tmp_path / MANIFEST, text)
     read(lambda: read_manifest(tmp_path))
 

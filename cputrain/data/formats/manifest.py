@@ -15,11 +15,16 @@ MOST_BYTES = 256 << 20  # the names of a million damaged images
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
 
 
+class _Mixing(BaseModel):
+    classes_in_32: float
+    at_random: float
+
+
 class _Split(BaseModel):
     images: Count
     shards: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
     bytes: list[Count]
-    mixing: dict[str, float]
+    mixing: _Mixing
     unusual: dict[str, Count]
     damaged: list[str]
 
@@ -34,7 +39,13 @@ class _Manifest(BaseModel):
     version: Literal[3]
     classes: Annotated[list[str], Field(min_length=1)]
     options: dict[str, str | int | float | None]
-    splits: Annotated[dict[Literal["train", "val", "test"], _Split], Field(min_length=1)]
+    splits: dict[Literal["train", "val", "test"], _Split]
+
+    @model_validator(mode="after")
+    def _has_training_images(self) -> "_Manifest":
+        if "train" not in self.splits:
+            raise ValueError("splits has no train")
+        return self
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
