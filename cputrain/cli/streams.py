@@ -4,7 +4,9 @@ import os
 import select
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import click
 
@@ -15,9 +17,30 @@ from mpi.supervise.output import discard
 NAMES = ("stdin", "stdout", "stderr")
 
 
+class Unfailing:
+    """stderr, where writing never fails: on a full disk nobody can be told, and what is done goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be written."""
+        with suppress(OSError):
+            self._stream.flush()
+
+
 def open_streams() -> None:
     """Let standard streams that are closed (`>&-`) lead nowhere: a file that is opened would get their number, and what
-    is printed."""
+    is printed. Errors of stderr are nobody's."""
     for number, name in enumerate(NAMES):
         try:
             os.fstat(number)
@@ -25,6 +48,8 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115  for good
+    if not isinstance(sys.stderr, Unfailing):
+        sys.stderr = cast(TextIO, Unfailing(sys.stderr))
 
 
 def say(text: str) -> None:

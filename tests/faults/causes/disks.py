@@ -79,6 +79,15 @@ def stdout_full(place: Place) -> Seen:
     return Seen(status=done.returncode, text=done.stderr.decode(), seconds=time.monotonic() - begun, lost=place.lost)
 
 
+def both_full(place: Place) -> Seen:
+    """Standard output and standard error are one full disk, as a batch job's log."""
+    begun = time.monotonic()
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(cputrain(*TRAIN, "max_steps=20"), cwd=place.folder, stdout=full, stderr=full, timeout=400)
+    assert place.step == 20, "it has trained to its end"
+    return Seen(status=done.returncode, text="", seconds=time.monotonic() - begun, lost=place.lost)
+
+
 def stdout_closed(place: Place) -> Seen:
     """`cputrain train ... | head -1`."""
     argv = ("bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *cputrain(*TRAIN, "max_steps=20"))
@@ -115,5 +124,6 @@ FAULTS = (
     fault("read-only: checkpoints/", on_disk("run/checkpoints", 20_000, *RESUME, options="ro"), 1, READ_ONLY),
     fault("read-only: report.html", on_disk("run", 10_000, "report", "run", options="ro"), 1, READ_ONLY),
     Fault(kind=KIND, name="full: standard output", cause=stdout_full, status=0, loses=0),
+    Fault(kind=KIND, name="full: standard output and standard error", cause=both_full, status=0, loses=0),
     Fault(kind=KIND, name="closed: standard output (| head -1)", cause=stdout_closed, status=0, loses=0),
 )
