@@ -73,10 +73,18 @@ def test_contradictions_are_reported_and_overridden_or_kept(tmp_path: Path) -> N
         assert f"inherited and {word}: OMP_NUM_THREADS=77" in result.stderr
 
 
+def plan_with_a_core_more(pu: int) -> Plan:
+    """A plan of this machine as it was before it lost a core, here one with that PU."""
+    plan = this_plan(ppn=1)
+    cores = (*plan.machine.cores, replace(plan.machine.cores[-1], pus=(pu,)))
+    return replace(plan, machine=replace(plan.machine, cores=cores))
+
+
 def planned_wrong(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A plan for one PU more than there are: the kernel silently gives those that exist."""
-    plan = plan_to_dict(this_plan(ppn=1))
-    plan["workers"][0]["comm_pus"] = [max(this_machine().pus) + 1]
+    pu = max(this_machine().pus) + 1
+    plan = plan_to_dict(plan_with_a_core_more(pu))
+    plan["workers"][0]["comm_pus"] = [pu]
     return bind(plan, tmp_path, *options, "--local-rank", "0")
 
 
@@ -93,7 +101,7 @@ def test_no_verify_ignores_a_difference(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_foreign_pus_is_an_error(tmp_path: Path) -> None:
-    plan = plan_to_dict(this_plan(ppn=1))
+    plan = plan_to_dict(plan_with_a_core_more(900))
     plan["workers"][0].update(compute_pus=[900], comm_pus=[], loader_pus=[])
     result = bind(plan, tmp_path, "--local-rank", "0")
     assert result.returncode == 1
