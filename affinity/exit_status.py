@@ -5,7 +5,7 @@ from enum import IntEnum
 
 from affinity.errors import InputError, RunError, Wording, as_field, describe
 from affinity.filesystem import refusal
-from affinity.wording import printable
+from affinity.terminal_text import printable_lines
 
 
 class ExitStatus(IntEnum):
@@ -46,7 +46,7 @@ def exit_status(error: Exception, program: str, wording: Wording = as_field) -> 
     line = one_line(error, wording)
     if line is None:
         raise error
-    print(f"{program}: {printable(line)}", file=sys.stderr)
+    print(f"{program}: {printable_lines(line)}", file=sys.stderr)
     return status_of(error)
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from affinity.wording import printable
+from affinity.terminal_text import printable_lines
 
 Rows = Sequence[Sequence[str]]
 
@@ -29,7 +29,7 @@ def markdown_table(rows: Rows, *, rules: Sequence[str] = ()) -> str:
 
 def _markdown_cell(text: str) -> str:
     """A cell's text on one line, in which a bar ends no cell and a name begins no HTML."""
-    return " ".join(printable(text).replace("|", "\\|").replace("<", "&lt;").split())
+    return " ".join(printable_lines(text).replace("|", "\\|").replace("<", "&lt;").split())
 
 
 def csv_table(rows: Sequence[Sequence[object]]) -> str:

@@ -5,12 +5,6 @@ from collections.abc import Collection, Sequence
 
 NAMED = 5
 SENTENCE_END = re.compile(r"(?<!et al)\.(?= |$)")
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """Text without the characters that a terminal would obey; line ends and tabs stay."""
-    return CONTROLS.sub("\ufffd", text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from affinity.exit_status import ExitStatus, exit_status, status_of_signal
-from affinity.wording import printable
+from affinity.terminal_text import printable_lines
 from cputrain import __version__
 from cputrain.cli.setting_names import wording_of
 from cputrain.cli.streams import finished, is_closed, is_full, open_streams
@@ -154,5 +154,5 @@ def _log_to_stderr() -> None:
 
 
 def _usage_error(message: str) -> int:
-    print(f"cputrain: {printable(message)}", file=sys.stderr)
+    print(f"cputrain: {printable_lines(message)}", file=sys.stderr)
     return ExitStatus.WRONG_INPUT

@@ -15,7 +15,7 @@ from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.planner.plan import WorkerPlan
 from affinity.planner.this_machine import plan_this_machine
-from affinity.wording import printable
+from affinity.terminal_text import printable_lines
 from cputrain.checkpoints.manifest import is_checkpoint
 from cputrain.cli.json_output import format_option
 from cputrain.data.formats.folder import image_files
@@ -123,4 +123,4 @@ def _report(one: "Prediction") -> int:
 
 def _shown(name: str) -> str:
     """A name, which may come from somebody else's checkpoint or folder, on one line."""
-    return " ".join(printable(name).split())
+    return " ".join(printable_lines(name).split())

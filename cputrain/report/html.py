@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from affinity.wording import printable
+from affinity.terminal_text import printable_lines
 from cputrain import __version__
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
@@ -49,7 +49,7 @@ def render(template: str, *, title: str, data: Mapping[str, object], **values: A
         loader=PackageLoader("cputrain.report"),
         undefined=StrictUndefined,
         autoescape=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # Markup is our own
+        finalize=lambda value: printable_lines(value) if type(value) is str else value,  # Markup is our own
         trim_blocks=False,
     )
     return environment.get_template(template).render(

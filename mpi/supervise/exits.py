@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from affinity.errors import RunError
+from affinity.terminal_text import printable
 from mpi.supervise.memory import Shortage
-from mpi.supervise.messages import printable
 
 SETTLE_S = 0.5  # a rank's death makes its peers fail within this time; the first cause is searched among them
 TOGETHER_S = 0.15  # exits that are noticed so close to each other may have happened in the other order

@@ -2,16 +2,16 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from affinity.terminal_text import printable
+
 MAX_TEXT = 4096  # characters of a text: a path has no more
 MAX_ITEMS = 1 << 16  # entries of a list
 MAX_INTEGER = 1 << 60
-TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48's control sequences: colors, moves
 
 
 class ProtocolError(Exception):
@@ -131,9 +131,3 @@ def _items(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(each) != len(value):
         raise ProtocolError("a list of another length")
     return tuple(_value(item, hint) for item, hint in zip(value, each, strict=True))
-
-
-def printable(text: str) -> str:
-    """The text without colors; any other character that a terminal would obey is written as its code."""
-    plain = TERMINAL_SEQUENCE.sub("", text.replace("\t", "    "))
-    return plain if plain.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in plain)

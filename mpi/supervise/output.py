@@ -12,6 +12,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import IO, BinaryIO, TextIO
 
+from affinity.terminal_text import SafeOutput, clip, safe_output
+
 CLEAR_LINE = "\r\x1b[2K"
 CHUNK_BYTES = 1 << 16
 MAX_CHUNKS = 256  # that wait to be shown
@@ -90,10 +92,12 @@ class Relay:
         return f"\ncputrain: {left_out:,} bytes that nobody read were left out: see {self._terminal.logs}\n".encode()
 
     def _show(self) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        decoder, output = codecs.getincrementaldecoder("utf-8")(errors="replace"), SafeOutput()
         while (data := self._chunks.get()) is not END:
-            self._terminal.write(decoder.decode(data))
+            self._terminal.write(output.feed(decoder.decode(data)))
             self._terminal.flush()
+        self._terminal.write(output.finish())
+        self._terminal.flush()
 
     def finish(self, patience_s: float) -> None:
         """Wait for the pipe's end, which what the process has left behind may hold open, and until all is shown."""
@@ -159,14 +163,14 @@ class Stream:
             self.terminal.write("\n" if self.live else "")
             return
         start = CLEAR_LINE if self.live else ""
-        self.terminal.write(f"{start}{self.label}{line.decode(errors='replace')}\n")
+        self.terminal.write(f"{start}{self.label}{safe_output(line.decode(errors='replace'))}\n")
         self._transient = False
 
     def _progress(self, text: bytes) -> None:
         self._transient = True
-        shown = f"{self.label}{text.decode(errors='replace')}"
+        shown = f"{self.label}{safe_output(text.decode(errors='replace'))}"
         if self.live:
-            self.terminal.write(CLEAR_LINE + shown[: get_terminal_size().columns - 1])  # a second row would stay
+            self.terminal.write(CLEAR_LINE + clip(shown, get_terminal_size().columns - 1))  # a second row would stay
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:
             self.terminal.write(shown.rstrip() + "\n")
             self._log_line(text.rstrip())

@@ -63,6 +63,23 @@ def test_a_bar_cut_short_goes_away() -> None:
     assert log == b"one\n"
 
 
+def test_a_terminal_gets_colors_and_no_titles_and_the_log_gets_all() -> None:
+    shown, log = feed(io.StringIO(), b"\x1b[31mred\x1b[0m\x1b]0;title\x07\n", label="")
+    assert shown == "\x1b[31mred\x1b[0m\\x1b]0;title\\x07\n"
+    assert log == b"\x1b[31mred\x1b[0m\x1b]0;title\x07\n"
+
+
+def test_a_relay_shows_no_more_than_a_stream() -> None:
+    (theirs, ours), shown = os.pipe(), io.StringIO()
+    with os.fdopen(theirs, "rb") as pipe:
+        relay = output.Relay(pipe, output.Terminal(stream=shown, name="stdout", logs=Path("run/logs")))
+        with os.fdopen(ours, "wb", buffering=0) as rank:
+            for part in (b"\x1b[3", b"1mred\x1b", b"[0m\x1b]0;title\x07\xc3", b"\xa4\x1b["):
+                rank.write(part)
+        relay.finish(10)
+    assert shown.getvalue() == "\x1b[31mred\x1b[0m\\x1b]0;title\\x07ä\\x1b["
+
+
 def test_what_is_not_utf8_is_shown_all_the_same() -> None:
     shown, log = feed(io.StringIO(), b"\xff\xfe\n")
     assert shown.startswith("[1] ")

@@ -159,7 +159,8 @@ def test_rdma_ports_are_counted_in_words_of_four_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_process_is_read_with_all_below_it(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "CHILDREN_LISTED", listed)
-    burn = "import os, time\nwhile time.process_time() < 0.2: pass\nos.write(1, b'x'); time.sleep(60)"
+    # A quarter of a second: /proc rounds user and system time down to hundredths each.
+    burn = "import os, time\nwhile time.process_time() < 0.25: pass\nos.write(1, b'x'); time.sleep(60)"
     tree = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
     with subprocess.Popen([sys.executable, "-c", tree], stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.read(1) == b"x"

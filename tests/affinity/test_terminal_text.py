@@ -1,0 +1,60 @@
+"""What reaches a terminal of text that others wrote."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.terminal_text import SafeOutput, clip, printable, printable_lines, safe_output
+
+# What a terminal would obey: titles and clipboard (OSC), questions that it answers, clearing and scrolling the screen,
+# other character sets, a reset, device control strings, C1 characters, a printer, the alternate screen.
+OBEYED = (
+    "\x1b]0;title\x07", "\x1b]52;c;cm0gLXJm\x07", "\x1b[6n", "\x1b[c", "\x1b[21t", "\x1b[2J", "\x1b[H", "\x1b[1;9r",
+    "\x1b(0", "\x1bc", "\x1bP+q544e\x1b\\", "\x9b2J", "\x1b[5i", "\x1b[?1049h", "\x1b[?25l", "\x0e", "\x05", "\x7f",
+)  # fmt: skip
+PASS = ("1 %\r2 %\n", "\x1b[31mred\x1b[0m", "\x1b[38;5;196m", "\x1b[2K", "\x1b[A", "a\tb\b", "漢 e\u0301 👩\u200d🔬")
+TEXTS = st.lists(st.sampled_from((*OBEYED, *PASS, "\x1b", "\x1b[", "3", "1m")) | st.text()).map("".join)
+
+
+@pytest.mark.parametrize("sequence", OBEYED)
+def test_what_a_terminal_would_obey_is_shown_as_codes(sequence: str) -> None:
+    for shown in (safe_output(f"a{sequence}b"), printable(f"a{sequence}b")):
+        assert shown.isprintable() and shown[0] == "a" and shown[-1] == "b"
+    assert safe_output(sequence) == "".join(c if c.isprintable() else ascii(c)[1:-1] for c in sequence)
+
+
+@pytest.mark.parametrize("text", PASS)
+def test_colors_and_progress_bars_pass(text: str) -> None:
+    assert safe_output(text) == text
+
+
+def test_colors_are_left_out_of_a_line_and_other_control_characters_are_named() -> None:
+    assert printable("\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202e") == "red\\x1b]0;title\\x07\\x9b2J\\u202e"
+    assert printable("ä 漢 e\u0301 a\tb\n👩\u200d🔬") == "ä 漢 e\u0301 a    b\\n👩\u200d🔬"
+    assert printable_lines("one\x07\n\x1b[1mtwo") == "one\\x07\ntwo"
+
+
+@given(TEXTS, st.integers(1, 7))
+def test_output_in_parts_is_shown_as_the_whole(text: str, size: int) -> None:
+    output = SafeOutput()
+    parts = [output.feed(text[i : i + size]) for i in range(0, len(text), size)]
+    assert "".join((*parts, output.finish())) == safe_output(text)
+
+
+@given(TEXTS)
+def test_only_the_sequences_of_progress_bars_are_left(text: str) -> None:
+    left = re.sub(r"\x1b\[[0-9;:]*[A-DGKm]", "", safe_output(text))
+    assert not re.search(r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]", left)
+
+
+def test_a_sequence_without_end_is_not_waited_for() -> None:
+    output = SafeOutput()
+    assert output.feed("a\x1b[" + "1;" * 40) == "a\\x1b[" + "1;" * 40
+    assert output.feed("b\x1b[3") == "b" and output.finish() == "\\x1b[3"
+
+
+def test_a_clipped_line_keeps_its_sequences_whole() -> None:
+    assert clip("ab\x1b[31mcd\x1b[0mef", 3) == "ab\x1b[31mc\x1b[0m"
+    assert clip("abc", 5) == "abc" and clip("abc", 0) == clip("abc", -1) == ""
