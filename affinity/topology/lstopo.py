@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from affinity.errors import InputError
+from affinity.terminal_text import printable
 from affinity.topology.cpuset import MOST_IDS, parse_mask
 from affinity.topology.lstopo_core_types import core_types
 from affinity.topology.lstopo_nodes import MemoryObject, figures_of, machine_nodes
@@ -60,7 +61,7 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
         raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
     if not found.memories and "local_memory" in top.attrib:  # hwloc 1 of a host without NUMA
         found.memories.append(replace(_memory(top, ()), id=0))
-    model = found.info.get("CPUModel", "unknown model")
+    model = printable(found.info.get("CPUModel", "unknown model"))
     on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
     nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
@@ -68,7 +69,7 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
     made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])
     allowed, nodeset = (_allowed(top, attribute) for attribute in ("allowed_cpuset", "allowed_nodeset"))
     return Machine(
-        name=found.info.get("HostName", name),
+        name=printable(found.info.get("HostName", name)),
         model=model,
         isa=(),  # not in lstopo's XML
         cores=made,

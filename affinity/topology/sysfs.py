@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.terminal_text import printable
 from affinity.topology.cgroup import read_limits
 from affinity.topology.core_types import core_speeds
 from affinity.topology.cpuset import parse_list
@@ -38,7 +39,7 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
     online = _online_pus(cpu_dir)
     cpuinfo = _cpuinfo(root / "proc/cpuinfo")
     flags = {*cpuinfo.get("flags", "").split(), *cpuinfo.get("Features", "").split()}
-    model = cpuinfo.get("model name", "unknown model")
+    model = printable(cpuinfo.get("model name", "unknown model"))
     on_package = on_package_gib(cpuinfo.get("cpu family"), cpuinfo.get("model"), model)
     nodes, warnings = read_nodes(root / "sys/devices", online, on_package_gib=on_package)
     siblings = _sibling_sets(cpu_dir, online)
@@ -46,7 +47,7 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
     machine = Machine(
-        name=(text(hostname) if hostname.is_file() else None) or name or root.resolve().name,
+        name=printable((text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
         model=model,
         isa=tuple(flag for flag in ISA_FLAGS if flag in flags),
         cores=cores,

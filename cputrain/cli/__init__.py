@@ -142,6 +142,13 @@ def _run(words: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+class _Lines(logging.Formatter):
+    """Lines without what a terminal would obey: a log names files, hosts and classes as others have named them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
 def _log_to_stderr() -> None:
     """Print what our own packages log, from INFO up, as plain lines."""
     for package in ("affinity", "mpi", "cputrain"):
@@ -149,7 +156,7 @@ def _log_to_stderr() -> None:
         logger.setLevel(logging.INFO)
         if not logger.handlers:
             handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("affinity: %(message)s" if package == "affinity" else "%(message)s"))
+            handler.setFormatter(_Lines("affinity: %(message)s" if package == "affinity" else "%(message)s"))
             logger.addHandler(handler)
 
 

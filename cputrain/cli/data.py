@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from affinity.errors import InputError
+from affinity.terminal_text import printable
 from affinity.wording import counted, either
 from cputrain.cli.groups import WholeSummaries
 from cputrain.cli.json_output import format_option, print_json
@@ -47,9 +48,9 @@ def info(folder: Path, output_format: str) -> None:
         print_json(_info_as_json(folder, dataset))
         return
     more = ", ..." if len(dataset.classes) > 5 else ""
-    click.echo(f"{len(dataset.classes):,} classes: {', '.join(dataset.classes[:5])}{more}")
+    click.echo(f"{len(dataset.classes):,} classes: {printable(', '.join(dataset.classes[:5]))}{more}")
     if dataset.note:
-        click.echo(dataset.note)
+        click.echo(printable(dataset.note))
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     for split, images in dataset.splits.items():
         labels = images.labels
@@ -66,7 +67,7 @@ def info(folder: Path, output_format: str) -> None:
             click.echo(f"  {counted(entry['shards'], 'shard')}, {damaged} not packed{unusual}")
     if manifest:
         options = (f"{key}={value}" for key, value in manifest["options"].items() if value is not None)
-        click.echo(f"prepared with {', '.join(options)}")
+        click.echo(printable(f"prepared with {', '.join(options)}"))
 
 
 def _info_as_json(folder: Path, dataset: Dataset) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def verify(folder: Path, output_format: str) -> int:
                 bar.update()
                 if problem:
                     damaged.append(problem)
-                    click.echo(problem, err=output_format == "json")
+                    click.echo(printable(problem), err=output_format == "json")
     if output_format == "json":
         print_json({"folder": str(folder), "samples": total, "damaged": damaged})
     else:

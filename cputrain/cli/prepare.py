@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
+from affinity.terminal_text import printable
 from affinity.units import MIB
 from affinity.wording import counted
 from cputrain.cli.streams import shows_bars
@@ -132,7 +133,7 @@ def command(
         kind, source, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed, label_column=label_column
     )
     if dataset.note:
-        click.echo(dataset.note)
+        click.echo(printable(dataset.note))
     splits = _pack(dataset, out, options, jobs)
     _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
 
@@ -160,7 +161,7 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
     """Print the labels of TFRecords, and each split's images, mixing and unusual or damaged files."""
     if tfrecord_classes:
         names = tfrecord_classes
-        click.echo(f"{out}: labels 1 ({names[0]}) to {len(names)} ({names[-1]}); 0 is not used")
+        click.echo(f"{out}: labels 1 ({printable(names[0])}) to {len(names)} ({printable(names[-1])}); 0 is not used")
     for split, entry in splits.items():
         mixing = entry["mixing"]
         click.echo(f"{out}: {split} {entry['images']:,} images in {counted(entry['shards'], 'shard')}")
@@ -171,5 +172,5 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
         if entry["unusual"]:
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
-            first = "; ".join(entry["damaged"][:3])
+            first = printable("; ".join(entry["damaged"][:3]))
             click.echo(f"  {counted(len(entry['damaged']), 'unreadable image')} skipped: {first}")

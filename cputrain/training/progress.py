@@ -5,6 +5,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from affinity.terminal_text import printable_lines
+
 REDRAW_S = 0.5
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
 LINES = 10  # printed during an evaluation without a terminal
@@ -55,7 +57,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a permanent line above the bar."""
         if self.shown:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(printable_lines(text), file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:

@@ -240,3 +240,8 @@ def test_version_1_of_real_hosts_is_the_same_as_version_2() -> None:
     for name in ("epyc-corona", "knl-snc4-flat"):
         old, new = (comparable(read_lstopo(MACHINES / f"{name}{form}.xml")) for form in ("-hwloc1", ".v2"))
         assert old == new, name
+
+
+def test_names_that_a_terminal_would_obey_are_shown_as_codes(tmp_path: Path) -> None:
+    (tmp_path / "x.xml").write_text(V1.replace('value="n1"', 'value="n1&#155;2J&#10;"'))
+    assert read_lstopo(tmp_path / "x.xml").name == "n1\\x9b2J\\n"

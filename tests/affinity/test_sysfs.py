@@ -229,3 +229,11 @@ def test_a_pipe_by_a_description_s_name_is_refused_and_not_waited_for(tmp_path: 
     os.mkfifo(tmp_path / "m.xml")
     with pytest.raises(InputError, match=r"is neither lstopo's XML nor a tarball"):
         find_machine(str(tmp_path / "m.xml"))
+
+
+def test_names_that_a_terminal_would_obey_are_shown_as_codes(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 2, 1), tmp_path)
+    (tmp_path / "proc/cpuinfo").write_text("model name\t: Xeon \x1b]0;title\x07\n")
+    (tmp_path / "proc/sys/kernel/hostname").write_text("n1\nexit 7\x1b[2J\n")
+    machine = read_machine(tmp_path)
+    assert (machine.name, machine.model) == ("n1\\nexit 7", "Xeon \\x1b]0;title\\x07")

@@ -165,6 +165,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
         "empty.jpg",
         "page.jpg",
     ]
+    assert not any(" at 0x" in line for line in made["damaged"]), "an address differs from run to run"
     shards = Shards(tmp_path / "out", "train")
     assert [shards.name(i).rsplit(":", 1)[1] for i in range(5)] == [f"{i:08d}" for i in range(5)]
     result = cputrain("data", "verify", str(tmp_path / "out"), cwd=tmp_path)
@@ -235,6 +236,21 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
     assert "rc=1" in done.stdout and "No space left" in done.stderr, done.stderr[-500:]
     whole = ("small/out", "train-00000.tar", "index.npy")
     assert not [line for line in done.stdout.splitlines() if line.endswith(whole)]
+
+
+def test_names_that_a_terminal_would_obey_are_shown_as_codes(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        folder = tmp_path / f"images/{split}/a\x1b]0;title\x07"
+        folder.mkdir(parents=True)
+        Image.new("L", (20, 20), 7).save(folder / "gray.jpg")
+        (folder / "page\x1b[2J.jpg").write_bytes(b"<html>404</html>")
+    outputs = [
+        cputrain(*words, cwd=tmp_path)
+        for words in (("data", "info", "images"), ("prepare", "imagefolder", "images", "out"), ("data", "info", "out"))
+    ]
+    for result in outputs:
+        assert result.returncode == 0, result.stderr
+        assert "\x1b" not in result.stdout and "\\x1b]0;title\\x07" in result.stdout, result.stdout
 
 
 def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:

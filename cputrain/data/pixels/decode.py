@@ -29,6 +29,9 @@ DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, 
 class ImageError(Exception):
     """An image cannot be decoded; holds the decoder's message."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(MEMORY.sub("", message))
+
 
 def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]:
     """The decoder for data.decoder=`requested` ("auto", "turbo" or "pillow"), and its description with the reason.
@@ -76,7 +79,7 @@ def decode_one_by_pillow(data: bytes, crop_of: CropFunction, out: Pixels) -> Non
             x, y = crop.at
             square = scaled.crop((x, y, x + crop.side, y + crop.side)).convert("RGB")
     except DAMAGE as error:
-        raise ImageError(MEMORY.sub("", str(error))) from None
+        raise ImageError(str(error)) from None
     pixels = np.asarray(square)
     out[:] = pixels[:, ::-1] if crop.flip else pixels
 
