@@ -11,25 +11,10 @@ from pathlib import Path
 
 import click
 
+from affinity.exit_status import ExitStatus
 from cputrain import __version__
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.sections import SectionedCommand
-
-EXIT_STATUS = """\
-.SH EXIT STATUS
-.TP
-.B 0
-done
-.TP
-.B 1
-it failed while running: the message names rank, host, signal or status, and the log
-.TP
-.B 2
-the input is wrong: one line tells what was asked, what was found and what to do next
-.TP
-.B 128 + n
-signal n ended it
-"""
 
 
 def man_pages() -> dict[str, str]:
@@ -75,9 +60,14 @@ def _page(
     examples = getattr(command, "examples", ())
     if examples:
         yield ".SH EXAMPLES\n.nf\n" + "".join(f"{roff(line)}\n" for line in examples) + ".fi\n"
-    yield EXIT_STATUS
+    yield _exit_statuses()
     if also:
         yield ".SH SEE ALSO\n" + ",\n".join(f".BR {roff(each)} (1)" for each in also) + "\n"
+
+
+def _exit_statuses() -> str:
+    rows = [*((str(status.value), status.meaning) for status in ExitStatus), ("128 + n", "signal n ended it")]
+    return ".SH EXIT STATUS\n" + "".join(f".TP\n.B {number}\n{roff(meaning)}\n" for number, meaning in rows)
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:

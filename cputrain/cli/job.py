@@ -9,7 +9,7 @@ import click
 from affinity.errors import InputError
 from affinity.wording import either
 from cputrain.cli.json_output import print_json
-from cputrain.cli.options import planning_options
+from cputrain.cli.options import hidden_options, planning_options
 from cputrain.cli.planning_command import PlanningCommand
 from cputrain.cli.sections import PLANNING
 from cputrain.jobs.directives import SCHEDULERS, Resources
@@ -143,6 +143,7 @@ class FormatOfJob(click.Choice[str]):
     metavar="[text|json]",
     help="json: one object on stdout, and everything else on stderr; other formats are those of --prepare",
 )
+@hidden_options("hosts", "hostfile", "share", "oversubscribe", "bind")
 @planning_options
 def command(
     options: PlanningOptions,

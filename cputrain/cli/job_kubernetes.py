@@ -8,8 +8,9 @@ import yaml
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.topology.catalog import find_machine
+from affinity.wording import either
 from cputrain.cli.job import COMMAND, WithCommand
-from cputrain.cli.options import planning_options, settings_argument
+from cputrain.cli.options import hidden_options, planning_options, settings_argument
 from cputrain.cli.sections import PLANNING
 from cputrain.jobs.kubernetes import (
     KINDS,
@@ -24,7 +25,7 @@ from cputrain.jobs.kubernetes import (
 )
 from cputrain.jobs.work import in_job, planning_words
 from cputrain.launch.options import PlanningOptions, request_of_options
-from cputrain.launch.recipe_request import request_of
+from cputrain.launch.recipe_request import check_local_batch, request_of
 from cputrain.recipe.loading import dump_recipe, load_recipe
 from cputrain.recipe.schema import Recipe
 from mpi.supervise.connection import new_token
@@ -85,6 +86,7 @@ EXAMPLES = (
     metavar="N",
     help="start again after a failure, N times at most",
 )
+@hidden_options("hosts", "hostfile", "machine", "share", "oversubscribe", "cores", "bind")
 @planning_options
 def command(
     options: PlanningOptions,
@@ -111,7 +113,8 @@ def command(
     """
     cmd: tuple[str, ...] = click.get_current_context().meta.get(COMMAND, ())
     _check(options, recipe, cmd)
-    training = None if recipe is None else load_recipe(recipe, settings)
+    _check_launcher(options, kind)
+    training = None if recipe is None else load_recipe(recipe, (*settings, *options.recipe_settings))
     job = PodJob(
         name=label_of(training.name if training else cmd[0].rpartition("/")[2].removesuffix(".py"))
         if name is None
@@ -130,7 +133,7 @@ def command(
         restarts=restarts,
         namespace=namespace,
         limit_s=None if time is None else _seconds(time),
-        mpi=options.launcher if options.launcher in MPI else "openmpi",
+        mpi="openmpi" if options.launcher == "auto" else options.launcher,
         token=new_token(),
     )
     click.echo(yaml.dump_all(manifests(job), Dumper=Dumper, sort_keys=False, width=120), nl=False)
@@ -147,8 +150,24 @@ def _check(options: PlanningOptions, recipe: str | None, cmd: tuple[str, ...]) -
         )
     if options.cores is not None:
         raise InputError("--cores: the kubelet chooses a pod's CPUs: give their number with --cpus")
+    if options.bind == "launcher":
+        raise InputError("--bind launcher: in a pod each rank binds itself, by the plan that is made there: remove it")
+    if recipe is not None:
+        check_local_batch(options.local_batch)
     if len(options.hosts) > MOST_PODS:
         raise InputError(f"--nodes {len(options.hosts)} is more than {MOST_PODS:,} pods: correct it")
+
+
+def _check_launcher(options: PlanningOptions, kind: str) -> None:
+    """Raise InputError for a launcher that does not start the ranks of such pods."""
+    if options.launcher == "auto":
+        return
+    if kind != "mpijob":
+        raise InputError(
+            f"--launcher {options.launcher}: only an MPIJob has a launcher: remove it, or add --kind mpijob"
+        )
+    if options.launcher not in MPI:
+        raise InputError(f"--launcher {options.launcher} cannot start an MPIJob: give {either(tuple(MPI))}")
 
 
 def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> int:

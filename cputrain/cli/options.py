@@ -175,6 +175,18 @@ def planning_options(command: F) -> F:
     return decorated  # type: ignore[no-any-return]
 
 
+def hidden_options(*names: str) -> Callable[[F], F]:
+    """Leave planning options out of --help that a command always refuses; its message says what to do instead."""
+
+    def hide(command: F) -> F:
+        for param in getattr(command, "__click_params__"):  # noqa: B009  click's own, which no type has
+            if param.name in names:
+                param.hidden = True
+        return command
+
+    return hide
+
+
 def host_groups_option(command: F) -> F:
     """Add --host-group, as `host_groups`."""
     return click.option(

@@ -195,7 +195,8 @@ def no_such_option(error: click.NoSuchOption) -> str:
 def _has(params: Iterable[click.Parameter], option: str) -> bool:
     """Whether a command has an option, and takes the word behind it if there is one: "--ppn", "--format svg"."""
     name, _, value = option.partition(" ")
-    return any(name in each.opts and (not value or value in getattr(each.type, "choices", ())) for each in params)
+    shown = [each for each in params if not getattr(each, "hidden", False)]
+    return any(name in each.opts and (not value or value in getattr(each.type, "choices", ())) for each in shown)
 
 
 def _keys(name: str, *, takes_settings: bool) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from affinity.errors import InputError
+from affinity.exit_status import ExitStatus
 from affinity.ranks.pods import COUNT
 from affinity.ranks.rank import MASTER_PORT
 from cputrain.runs.attempt import ATTEMPT, JOB
@@ -30,7 +31,6 @@ MPI_HOSTS = "/etc/mpi/hostfile"  # written by the MPI operator
 MPI = {one.name: one.mpi_operator_name for one in LAUNCHERS.values() if one.mpi_operator_name}
 GRACE_S = round(SAVE_S) + 30
 TOKEN_KEY = "token"
-WRONG_INPUT = 2  # our exit status, which no restart mends
 
 Manifest = dict[str, Any]
 
@@ -116,9 +116,10 @@ def _labels(job: PodJob) -> dict[str, str]:
 
 
 def _indexed_job(job: PodJob, backoff: int) -> Manifest:
-    """The spec of an Indexed Job: a failed pod starts again, but for wrong input; evictions do not count."""
+    """The spec of an Indexed Job: a failed pod starts again, but for wrong input, which no restart mends; evictions do
+    not count."""
     rules = [
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [WRONG_INPUT]}},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [int(ExitStatus.WRONG_INPUT)]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
     return {

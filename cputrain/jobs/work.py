@@ -23,7 +23,7 @@ from cputrain.recipe.schema import Recipe
 
 PLANNED = (
     *("threads", "inter_op", "comm_cores", "loader_cores"),
-    *("smt", "profile", "openmp", "allocator", "e_cores"),
+    *("smt", "profile", "openmp", "allocator", "e_cores", "balance"),
 )
 
 
@@ -114,8 +114,15 @@ def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str
         value = getattr(options, name)
         if value is None and recipe is not None:
             value = getattr(recipe.plan, name)
-        if value not in (None, "auto"):
+        if value not in (None, "auto", "equal"):
             found += [f"--{name.replace('_', '-')}", str(value)]
+    batch = options.local_batch
+    if recipe is not None and recipe.plan.balance == "batch":
+        batch = recipe.batch.local  # that is divided in proportion to cores
+    if batch is not None:
+        found += ["--local-batch", str(batch)]
+    if options.link_gbit is not None:
+        found += ["--link-gbit", f"{options.link_gbit:g}"]
     if options.fabric != "auto":
         found += ["--fabric", options.fabric]
     return tuple(found)

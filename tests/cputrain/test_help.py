@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 import pytest
 
+from affinity.errors import InputError
+from affinity.exit_status import ExitStatus
 from cputrain.cli import group
 from cputrain.cli.sections import OTHER, SectionedCommand
 from tools.man_pages import main as write_man_pages
@@ -55,6 +57,42 @@ def test_help_has_sections_and_examples_that_the_command_takes(name: str) -> Non
         if "--hostfile" not in words:  # which has to exist
             with found.make_context(name, words[2:]):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "refused"),
+    [
+        (
+            "job",
+            ("slurm", "--nodes", "2", "--time", "1:00:00"),
+            (("--hosts", "n1"), ("--share",), ("--oversubscribe",), ("--bind", "launcher")),
+        ),
+        (
+            "job kubernetes",
+            ("--nodes", "2", "--cpus", "4", "--memory", "8Gi", "--image", "a"),
+            (
+                *(("--hosts", "n1"), ("--machine", "skx-8160-2s"), ("--share",), ("--oversubscribe",)),
+                *(("--cores", "0"), ("--bind", "launcher")),
+            ),
+        ),
+    ],
+)
+def test_help_leaves_out_what_a_command_always_refuses(
+    name: str, words: tuple[str, ...], refused: tuple[tuple[str, ...], ...]
+) -> None:
+    found, context = command(name)
+    text = found.get_help(context)
+    assert "--ppn auto|N" in text and "--hostfile" not in text
+    page = man_pages()[f"cputrain-{name.replace(' ', '-')}.1"]
+    for option in refused:
+        assert option[0] not in text and roff(option[0]) not in page
+        with pytest.raises(InputError, match=r"remove|give"):
+            group.main([*name.split(), *words, *option, "--", "x.py"], standalone_mode=False)
+
+
+def test_manual_pages_have_the_exit_statuses_of_the_reference() -> None:
+    page = man_pages()["cputrain-plan.1"]
+    assert all(f".B {status.value}\n{roff(status.meaning)}\n" in page for status in ExitStatus)
 
 
 def test_every_command_has_a_manual_page() -> None:

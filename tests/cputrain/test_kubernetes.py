@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,13 @@ def test_a_pod_that_starts_again_knows_it_by_the_run_s_folder(tmp_path: Path) ->
         ((*RECIPE, *POD, "--cpus", "9999"), "9999 is not in the range 1<=x<=4096"),
         ((*RECIPE, *POD, "--ppn", "5"), "--ppn 5 needs 5 CPUs: a pod has --cpus 4"),
         ((*RECIPE, *POD, "--hosts", "a,b"), "hosts that Kubernetes chooses"),
+        ((*RECIPE, *POD, "--bind", "launcher"), "--bind launcher: in a pod each rank binds itself"),
+        ((*RECIPE, *POD, "--local-batch", "7"), "--local-batch with a recipe: set batch.local=7"),
+        ((*RECIPE, *POD, "--launcher", "mpich"), "--launcher mpich: only an MPIJob has a launcher"),
+        (
+            (*RECIPE, *POD, "--kind", "mpijob", "--launcher", "srun"),
+            "cannot start an MPIJob: give intelmpi",
+        ),
         ((*RECIPE, *POD, "--volume", "runs"), "give CLAIM:PATH"),
         ((*RECIPE, *POD, "--nodes", "20000"), "more than 10,000 pods"),
         ((*RECIPE, *POD, "--time", "1h"), "give HH:MM:SS"),
@@ -141,6 +149,22 @@ def test_a_pod_that_starts_again_knows_it_by_the_run_s_folder(tmp_path: Path) ->
 )
 def test_what_kubernetes_would_refuse_is_refused(words: tuple[str, ...], expected: str) -> None:
     assert expected in refused(here("job", "kubernetes", *words))
+
+
+def launched(*words: str) -> list[str]:
+    """The command of a pod, in words."""
+    command = made(*words)[-1]["spec"]["template"]["spec"]["containers"][0]["command"]
+    return shlex.split(command[2].rpartition("exec ")[2]) if command[0] == "sh" else command
+
+
+def test_every_option_of_the_plan_reaches_the_pods() -> None:
+    words = ["--threads", "1", "--smt", "on", "--balance", "batch", "--local-batch", "7", "--link-gbit", "10"]
+    command = launched(*POD, *words, "--fabric", "ib", "--", "x.py")
+    assert command[command.index("launch") + 1 : command.index("--")] == ["--ppn", "4", *words, "--fabric", "ib"]
+    own = launched(*RECIPE, "plan.balance=batch", "batch.local=16", *POD)
+    assert " --balance batch --local-batch 16 -- " in " ".join(own)
+    config, *_ = made(*RECIPE, *POD, "--balance", "batch")
+    assert yaml.safe_load(config["data"]["recipe.yaml"])["plan"]["balance"] == "batch"
 
 
 def test_a_python_file_runs_under_the_python_of_the_job() -> None:
