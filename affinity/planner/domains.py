@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from affinity.errors import RequestError
-from affinity.planner.core_groups import Cores, cores_by, uniform_groups
+from affinity.planner.core_groups import Cores, cores_by, memory_places, uniform_groups
 from affinity.planner.layouts import Layout, best_layout, shares
 from affinity.planner.reasons import SET, Reason, Unused
 from affinity.planner.worker_count import choose_layout
@@ -133,6 +133,7 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
         return []
     caches = [{core.l3 for core in part} for part in layout.parts]
     every = set().union(*caches)
+    types = [{core.speed for core in layout.used if core.l3 == cache} for cache in every]
     workers = {cache: sum(cache in used for used in caches) for cache in every}
     shared = sum(count > 1 for count in workers.values())
     value = spread([len(used) for used in caches])
@@ -140,6 +141,8 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
         why = "whole caches: workers do not evict each other's weights"
     elif len(set(workers.values())) == 1 and all(len(used) == 1 for used in caches):
         why = f"{len(caches)} workers share {len(every)} caches, equally many each"
+    elif any(len(speeds) > 1 for speeds in types):
+        why = f"workers share {shared} of {len(every)} caches: each worker has cores of one type, a cache several"
     else:
         why = f"workers share {shared} of {len(every)} caches, so that their numbers of cores are as equal as possible"
     return [Reason(what="level-3 caches per worker", value=value, why=why)]
@@ -148,12 +151,12 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
 def _warnings(layout: Layout, *, proportional: bool) -> list[str]:
     found = []
     if layout.across:
-        nodes = len({core.numa_node for core in layout.used})
+        places = memory_places(layout.used)
         if len(layout.parts) == 1:
-            found.append(f"the worker spans {nodes} NUMA nodes: part of its memory is remote")
+            found.append(f"the worker spans {places}: part of its memory is remote")
         else:
             workers = f"{layout.across} of {len(layout.parts)} workers"
-            found.append(f"{workers} span several of the {nodes} NUMA nodes: part of their memory is remote")
+            found.append(f"{workers} span several of the {places}: part of their memory is remote")
     one_type = len({core.speed for core in layout.used}) == 1
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from affinity.planner.core_groups import Cores, uniform_groups
+from affinity.planner.core_groups import Cores, memory_places, uniform_groups
 from affinity.planner.layouts import Layout, best_layout, inside_nodes, nearly_fastest
 from affinity.planner.reasons import Reason
 from affinity.wording import counted, spread
@@ -97,8 +97,8 @@ def _whole_caches(layout: Layout) -> bool:
 
 def _why(cores: Cores, layout: Layout) -> str:
     """Why the cores alone suggest these workers."""
-    count, groups = len(layout.parts), uniform_groups(layout.used)
-    nodes = len({core.numa_node for core in layout.used})
+    count, groups, places = len(layout.parts), uniform_groups(layout.used), memory_places(layout.used)
+    nodes = len(places.nodes)
     if len(cores) == 1:
         return "one for the only core"
     if len(cores) <= SMALL_HOST_CORES:
@@ -112,11 +112,13 @@ def _why(cores: Cores, layout: Layout) -> str:
         return f"one for the host: {some}its {len(cores)} cores suit a single worker"
     if count == len(groups) == nodes:
         return f"one for each of {nodes} NUMA nodes: no worker spans two"
+    if count == len(groups) == places.count:
+        return f"one for each of {count} groups of cores ({places}): no worker spans two"
     if count == len(groups):
         return "one for each core type that computes in a NUMA node: no worker waits for slow cores of its own"
     sizes, each = spread([len(group) for group in groups], "core"), spread(layout.sizes, "core")
-    where = "its cores are divided" if nodes == 1 else "no worker spans two"
-    what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{len(groups)} groups of equal cores"
+    where = "its cores are divided" if places.count == 1 else "no worker spans two"
+    what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{counted(len(groups), 'group')} of equal cores"
     return (
         f"{what} of {sizes}: {where}, workers have {each} each, and "
         f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"

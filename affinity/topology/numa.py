@@ -12,6 +12,9 @@ from affinity.topology.machine import NumaNode
 from affinity.topology.memory_kinds import Sizes, with_kinds
 
 PusOf = Mapping[int, tuple[int, ...]]
+# A host's only node has all of its memory. Guests that initialize theirs when it is first used count less in the node's
+# own file, what they have touched so far; elsewhere both files agree but for rounding.
+NEARLY_ALL = 0.95
 
 
 def read_nodes(
@@ -23,8 +26,8 @@ def read_nodes(
     A kernel without NUMA has one node: all PUs, and the memory of proc/meminfo.
     """
     folders = numbered(devices / "system/node", "node")
+    meminfo = devices.parents[1] / "proc/meminfo"
     if not folders:
-        meminfo = devices.parents[1] / "proc/meminfo"
         return (NumaNode(id=0, pus=online, memory_bytes=_memory_bytes(meminfo), near=(0,)),), ()
     folders = dict(sorted(folders.items()))
     listed = {i: _pus(folder, frozenset(online)) for i, folder in folders.items()}
@@ -36,6 +39,9 @@ def read_nodes(
     )
     nodes = with_kinds(nodes, {}, on_package_gib=on_package_gib)
     nodes = tuple(replace(node, kind="dram") if node.id in merged_into else node for node in nodes)
+    total = _memory_bytes(meminfo)
+    if len(nodes) == 1 and nodes[0].pus == online and nodes[0].memory_bytes < NEARLY_ALL * total:
+        nodes = (replace(nodes[0], memory_bytes=total),)
     return nodes, overlap_warnings(merged_into)
 
 

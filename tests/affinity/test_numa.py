@@ -225,6 +225,15 @@ def test_a_kernel_without_numa_has_one_node(tmp_path: Path) -> None:
     assert (machine.allowed_nodes, machine.warnings) == ((0,), ())
 
 
+def test_the_only_node_has_all_memory_of_the_host_though_its_own_file_tells_less(tmp_path: Path) -> None:
+    """As in guests that initialize memory when it is first used."""
+    write_sysfs(build_machine(1, 1, 2, 1, memory_bytes=8 << 30), tmp_path)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       25165824 kB\n")
+    assert [node.memory_bytes for node in read_machine(tmp_path).numa_nodes] == [24 << 30]
+    write_sysfs(build_machine(1, 2, 2, 1, memory_bytes=8 << 30), tmp_path)
+    assert [node.memory_bytes for node in read_machine(tmp_path).numa_nodes] == [8 << 30] * 2
+
+
 def test_cores_whose_node_is_missing_are_named(tmp_path: Path) -> None:
     write_sysfs(build_machine(4, 1, 4, 1), tmp_path)
     for node in (2, 3):
@@ -233,6 +242,10 @@ def test_cores_whose_node_is_missing_are_named(tmp_path: Path) -> None:
     assert "CPUs 8-15 belong to no NUMA node" in plan.warnings[0]
     package = {pu: core.package for core in plan.machine.cores for pu in core.pus}
     assert all(len({package[pu] for pu in worker.pus}) == 1 for worker in plan.workers)
+    why = "one for each of 4 groups of cores (2 NUMA nodes and 2 packages without one): no worker spans two"
+    assert plan.reasons[0].why == why
+    one = plan_machine(plan.machine, Request(ppn=1), Runtime())
+    assert "the worker spans 2 NUMA nodes and 2 packages without one: part of its memory is remote" in one.warnings
 
 
 def test_a_member_packed_twice_counts_as_the_last_and_no_temporary_folder_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from affinity.planner.runtime import Runtime
 from affinity.planner.workload import PROCESS_BYTES, RESNET50, footprint, largest_batch
 from affinity.topology.catalog import find_machine
 from affinity.topology.cpuset import format_list
-from affinity.topology.machine import NumaNode, narrowed
+from affinity.topology.machine import NumaNode, narrowed, ordered
 from affinity.wording import spread
 from tests.affinity.test_plan import machines_and_requests
+from tests.support.machines import build_machine
 from tests.support.plan_facts import GIB, Facts, every, workers_with_plenty_of_memory
 
 PUBLISHED = rf"(?:{'|'.join(re.escape(f'profile {name}: {one.source}') for name, one in PROFILES.items())})"
@@ -61,9 +62,13 @@ REASONS: dict[str, list[Pattern]] = {
         (rf"{N}: one for the host: its {N} cores \D*", lambda f: (1, len(f.kept))),
         (rf"{N}: one for the host: {N} of its {N} cores \D*", lambda f: (1, len(f.own), len(f.kept))),
         (rf"{N}: one for each of {N} NUMA nodes: \D*", lambda f: (f.ranks, f.nodes)),
+        (
+            rf"{N}: one for each of {N} groups of cores \({N} NUMA nodes? and {N} packages? without one\): \D*",
+            lambda f: (f.ranks, len(f.groups), f.nodes, f.packages_without_node),
+        ),
         (rf"{N}: one for each core type that computes in a NUMA node: \D*", lambda f: (len(f.groups),)),
         (
-            rf"{N}: {N} (?:NUMA nodes?|groups of [a-z ]+) of {RANGE} cores?: \D* have {RANGE} cores? each, and 24\D*",
+            rf"{N}: {N} (?:NUMA nodes?|groups? of [a-z ]+) of {RANGE} cores?: \D* have {RANGE} cores? each, and 24\D*",
             lambda f: (f.ranks, len(f.groups), spread(f.groups.values()), spread(f.sizes)),
         ),
         (
@@ -296,6 +301,23 @@ def test_workers_share_caches_equally_only_where_each_cache_has_as_many() -> Non
     assert reason(whole, "level-3 caches per worker") == "1: 4 workers share 2 caches, equally many each"
 
 
+def test_caches_of_several_core_types_are_shared_for_their_types() -> None:
+    """As on GB10, whose two clusters have five cores of each type and a cache."""
+    machine = build_machine(1, 1, 20, 1)
+    cores = [replace(c, l3=c.pus[0] // 10 * 10, speed=0.7 if c.pus[0] % 10 < 5 else 1.0) for c in machine.cores]
+    plan = plan_machine(replace(machine, cores=ordered(cores)), Request(), Runtime())
+    assert reason(plan, "level-3 caches per worker") == (
+        "2: workers share 2 of 2 caches: each worker has cores of one type, a cache several"
+    )
+
+
+def test_a_rate_of_unknown_instructions_is_named() -> None:
+    plan = plan_machine(replace(build_machine(1, 1, 16, 1), isa=()), Request(), Runtime())
+    assert "on 16 cores (20 GFLOP/s per core: AVX2 or newer is not known)" in reason(
+        plan, "loader cores per worker"
+    )
+
+
 def test_one_node_with_memory_is_one_of_the_machine() -> None:
     machine = find_machine("numa:2(memory=64GiB) core:4")
     here = plan_machine(narrowed(machine, frozenset(range(4)), frozenset({0})), Request(), Runtime())
@@ -309,7 +331,7 @@ def test_one_node_with_memory_is_one_of_the_machine() -> None:
     nodes = tuple(replace(node, memory_bytes=0) for node in machine.numa_nodes)
     unknown = plan_machine(replace(machine, numa_nodes=nodes), Request(), Runtime())
     assert reason(unknown, "memory policy") == (
-        "default: nothing tells where memory is, or how much: the kernel takes the nearest"
+        "default: where memory is, or how much, is not known: the kernel takes the nearest"
     )
 
 

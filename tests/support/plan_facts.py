@@ -77,7 +77,13 @@ class Facts:
 
     @property
     def nodes(self) -> int:
-        return len({node for node, _ in self.groups})
+        return len({node for node, _ in self.groups if node is not None})
+
+    @property
+    def packages_without_node(self) -> int:
+        """Packages of computing cores that belong to no NUMA node."""
+        computing = [core for worker in self.plan.workers for core in self.cores(worker)]
+        return len({core.package for core in computing if core.numa_node is None})
 
     @property
     def spanning(self) -> int:
