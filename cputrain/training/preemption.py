@@ -9,14 +9,15 @@ from cputrain.held_signals import release_signals
 from mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 
 KEY = "after_steps"
+REQUEST = "stop_requested"  # by a rank other than 0, whose host alone may be about to go
 NEVER = 0
 LOOK_S, MOST_STEPS = 0.1, 100  # between looks into the store, which cost more than a small network's step
 AGAIN_S = 10.0  # within which schedulers, launchers and scripts pass the same signal on, one after another
 
 
 class Preemption:
-    """Handles the preemption signal in every rank; that of rank 0 counts. To be created once, in the main thread, where
-    signals that came before arrive then.
+    """Handles the preemption signal in every rank: one that reaches any of them stops all. To be created once, in the
+    main thread, where signals that came before arrive then.
 
     Ranks whose run no launcher has `prepared` handle SIGTERM and SIGINT too: the first stops the training after a step
     that is saved, one that comes later than AGAIN_S ends the process.
@@ -26,6 +27,7 @@ class Preemption:
         self._keys = keys
         self._is_main_rank = is_main_rank
         self._signaled_at: float | None = None
+        self._requested = False
         self._last_step = self._save_step = NEVER
         self._every, self._next = 1, NEVER
         for number in (PREEMPTION_SIGNAL, *(() if prepared else stop_signals())):
@@ -45,8 +47,8 @@ class Preemption:
         self._every = min(max(int(LOOK_S / step_s), 1), MOST_STEPS) if step_s > 0 else 1
 
     def agree(self, step: int, *, save_due: bool = False, ends_epoch: bool = False) -> None:
-        """Announce, on rank 0, what is to be done after the step of the next look; learn on the others what was
-        announced before.
+        """Announce, on rank 0, what is to be done after the step of the next look; on the others learn what was
+        announced before, and pass a signal on to rank 0.
 
         To be called by every rank after every step; all look after the same steps, and at an epoch's end. No rank
         completes the next step's all-reduce before rank 0 has started it, so that all have the announcement by the next
@@ -59,9 +61,12 @@ class Preemption:
             announced = self._keys.get(KEY)
             if announced is not None:
                 self._last_step, self._save_step = map(int, announced.split())
+            if self._signaled_at is not None and not self._requested:
+                self._requested = True
+                self._keys.set(REQUEST, "yes")
             return
         before = self._last_step, self._save_step
-        if self._signaled_at is not None and self._last_step == NEVER:
+        if self._last_step == NEVER and (self._signaled_at is not None or self._keys.get(REQUEST) is not None):
             self._last_step = self._next
         if save_due and step > self._save_step:  # else one is announced already
             self._save_step = self._next

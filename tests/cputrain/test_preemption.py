@@ -84,6 +84,31 @@ def test_ranks_that_nobody_watches_stop_together_after_the_next_step(number: int
     assert main.should_stop_after(4) and other.should_stop_after(4)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_signal_at_another_rank_than_0_stops_all(prepared: bool, handlers: None) -> None:
+    """That of a host which is preempted alone."""
+    store = HashStore()
+    main, other = (made(is_main_rank=main, prepared=prepared, store=store) for main in (True, False))
+    signal.raise_signal(signal.SIGUSR1)  # the handler is that of the last one
+    stops = []
+    for step in range(1, 8):
+        main.agree(step)
+        other.agree(step)
+        assert main.should_stop_after(step) == other.should_stop_after(step)
+        stops += [step] * main.should_stop_after(step)
+    assert stops[0] == 3
+
+
+def test_a_stranger_cannot_request_a_stop(handlers: None) -> None:
+    store = HashStore()
+    main = made(is_main_rank=True, prepared=True, store=store)
+    store.set("stop_requested", "yes")
+    SignedKeys(store, "another token").set("stop_requested", "yes")
+    for step in range(1, 8):
+        main.agree(step)
+        assert not main.should_stop_after(step)
+
+
 def test_all_ranks_save_after_the_same_step(handlers: None) -> None:
     store = HashStore()
     other, main = (made(is_main_rank=main, prepared=True, store=store) for main in (False, True))
