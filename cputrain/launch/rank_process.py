@@ -1,6 +1,7 @@
 """What a rank does before and after its work: bind, verify the binding, end the process where the work fails."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 
@@ -44,6 +45,11 @@ def run_rank(rank: Rank, work: Callable[[], object]) -> None:
     try:
         with convert_lost_peer_errors(rank.rank):
             work()
+    except KeyboardInterrupt:  # a rank of its own session: somebody has sent it to this one
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     except Exception as error:  # noqa: BLE001  every error is printed and ends the rank
         if one_line(error) is None:
             sys.excepthook(type(error), error, error.__traceback__)

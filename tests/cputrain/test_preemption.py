@@ -45,6 +45,15 @@ with signals_held(os.environ, prepared=prepared):
     preemption.agree(0)
     print("stops", preemption.should_stop_after(1), flush=True)
 """
+INTERRUPTED = """
+import atexit, signal
+from affinity.ranks.rank import Rank
+from cputrain.launch.rank_process import run_rank
+
+atexit.register(print, "cleaned up, as its connections would be")
+rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
+run_rank(rank, lambda: signal.raise_signal(signal.SIGINT))
+"""
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -174,3 +183,9 @@ def status(*words: str) -> int:
 def test_a_signal_at_the_very_end_does_not_end_a_finished_training() -> None:
     assert status() == -signal.SIGUSR1, "the handler is gone by then"
     assert status("ignore") == 0
+
+
+def test_a_rank_that_is_interrupted_ends_by_the_signal_before_its_connections() -> None:
+    """Others, which lose their connections to it, would otherwise end first and be named."""
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
