@@ -10,6 +10,7 @@ from affinity.terminal_text import printable
 from affinity.topology.cpuset import MOST_IDS, parse_mask
 from affinity.topology.lstopo_core_types import core_types
 from affinity.topology.lstopo_nodes import MemoryObject, figures_of, machine_nodes
+from affinity.topology.lstopo_numbers import plain_number
 from affinity.topology.machine import Core, Machine, homeless_warnings, ordered
 from affinity.topology.memory_kinds import on_package_gib
 
@@ -123,7 +124,7 @@ def _memory(element: ElementTree.Element, around: tuple[ElementTree.Element, ...
     return MemoryObject(
         id=_number(element, None),
         gp_index=element.get("gp_index"),
-        memory_bytes=_plain_number(element.get("local_memory", "0")),
+        memory_bytes=plain_number(element.get("local_memory", "0")),
         subtype=element.get("subtype") or _info(element).get("Type"),
         pus=parse_mask(element.get("cpuset", "0")) or inside,
         inside=inside,
@@ -152,18 +153,12 @@ def _allowed(top: ElementTree.Element, attribute: str) -> frozenset[int] | None:
 def _number(element: ElementTree.Element, default: int | None) -> int:
     """The kernel's number of an object; hwloc leaves it out, or writes -1 without its sign, where there is none."""
     written = element.get("os_index")
-    number = MOST_IDS if written is None else _plain_number(written)
+    number = MOST_IDS if written is None else plain_number(written)
     if number < MOST_IDS:
         return number
     if default is None:
-        raise ValueError(f"{element.get('type')} has the number {written}")
+        raise ValueError(f"a {element.get('type')} has {'no number' if written is None else f'the number {written}'}")
     return default
-
-
-def _plain_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
-        raise ValueError(f"{text[:40]!r} is not a number")
-    return int(text)
 
 
 def _info(element: ElementTree.Element) -> dict[str, str]:

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 from affinity.topology.core_types import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
 from affinity.topology.cpuset import parse_mask
+from affinity.topology.lstopo_numbers import plain_number
 
 Speeds = dict[int, float]
 Figures = list[tuple[tuple[int, ...], dict[str, str]]]  # PUs of a kind, one of each core; what is known of it
@@ -34,7 +35,7 @@ def _kind(element: ElementTree.Element) -> tuple[frozenset[int], dict[str, str]]
 
 def _numbers(kinds: Figures, name: str) -> Speeds:
     """PU -> the figure of that name; empty unless every kind has one."""
-    values = {pu: float(int(known.get(name, 0))) for members, known in kinds for pu in members}
+    values = {pu: float(plain_number(known.get(name, "0"))) for members, known in kinds for pu in members}
     return values if all(value > 0 for value in values.values()) else {}
 
 
@@ -75,12 +76,12 @@ def _by_name(kinds: Figures) -> Speeds | None:
 
 def _by_rank(kinds: Figures) -> tuple[Speeds, tuple[str, ...]]:
     """Ranks tell which type is faster, not by how much: the speeds are those assumed of Intel's types."""
-    ranks = sorted({int(known.get("rank", 0)) for _, known in kinds}, reverse=True)
+    ranks = sorted({plain_number(known.get("rank", "0")) for _, known in kinds}, reverse=True)
     if len(ranks) < 2:
         return {}, ()
     steps = tuple(ASSUMED.values())
     speeds = {
-        pu: steps[min(ranks.index(int(known.get("rank", 0))), len(steps) - 1)]
+        pu: steps[min(ranks.index(plain_number(known.get("rank", "0"))), len(steps) - 1)]
         for members, known in kinds
         for pu in members
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from affinity.topology.cpuset import format_list
+from affinity.topology.lstopo_numbers import plain_number
 from affinity.topology.machine import NumaNode
 from affinity.topology.memory_kinds import Sizes, with_kinds
 
@@ -48,7 +49,9 @@ def figures_of(root: ElementTree.Element) -> Figures:
         for table in root.findall("memattr"):
             if table.get("name") in names:
                 for value in table.findall("memattr_value"):
-                    found.setdefault(value.get("target_obj_gp_index", ""), []).append(int(value.get("value", "")))
+                    found.setdefault(value.get("target_obj_gp_index", ""), []).append(
+                        plain_number(value.get("value", ""))
+                    )
         return found
 
     bandwidths = values("ReadBandwidth") or values("Bandwidth")

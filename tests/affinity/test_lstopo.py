@@ -154,7 +154,18 @@ DAMAGED = {
     FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU" os_index="-1"'): "not a number",
     FLAT.format(version="2.0", subtype="").replace(
         '"PU" os_index="1"', '"PU" os_index="4294967295"'
-    ): "PU has the number",
+    ): "a PU has the number",
+    FLAT.format(version="2.0", subtype="").replace('"PU" os_index="1"', '"PU"'): "a PU has no number",
+    FLAT.format(version="2.0", subtype="").replace(
+        "</topology>", '<memattr name="Bandwidth"><memattr_value value="1e3"/></memattr></topology>'
+    ): "'1e3' is not a number",
+    FLAT.format(version="2.0", subtype="").replace(
+        "</topology>",
+        "".join(
+            f'<cpukind cpuset="{mask}"><info name="FrequencyMaxMHz" value="nan"/></cpukind>' for mask in ("0x5", "0xa")
+        )
+        + "</topology>",
+    ): "'nan' is not a number",
     FLAT.format(version="2.0", subtype="").replace('"4096"', '"4 GiB"'): "not a number",
     FLAT.format(version="2.0", subtype="").replace('cpuset="0x0000000f"', 'cpuset="all"'): "bad CPU mask",
     FLAT.format(version="2.0", subtype="").replace(
