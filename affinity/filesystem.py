@@ -61,4 +61,4 @@ def cache_folder(env: Mapping[str, str]) -> Path:
     try:
         return Path("~/.cache/cputrain").expanduser()
     except RuntimeError:
-        raise RunError(f"user {os.getuid()} has no home for a cache: set CPUTRAIN_CACHE to a folder") from None
+        raise RunError(f"user {os.getuid()} has no home folder for the cache: set CPUTRAIN_CACHE to a folder") from None

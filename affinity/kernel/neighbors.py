@@ -61,7 +61,8 @@ def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
 
 
 def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
-    """A warning that names the neighbors on the plan's cores, and their PUs; () where there are none."""
+    """A warning that names the neighbors on the plan's cores, their PUs, and the setting in braces that avoids them; ()
+    where there are none."""
     used = {pu for worker in plan.workers for pu in worker.pus}
     cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
     found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
@@ -69,6 +70,5 @@ def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
         return ()
     named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
     return (
-        f"cores of this plan are in use by processes {named}, which another plan has bound: plan with "
-        "--share (in a recipe: plan.share=true) to avoid them",
+        f"cores of this plan are in use by processes {named}, which another plan has bound: {{share=true}} avoids them",
     )

@@ -119,9 +119,9 @@ def _unknown_parts(plan: Plan) -> Iterator[str]:
         yield "its machine has no such NUMA nodes"
     for i, worker in enumerate(plan.workers):
         if not pus.issuperset((*worker.compute_pus, *worker.comm_pus, *worker.loader_pus)):
-            yield f"worker {i} has CPUs that its machine has not"
+            yield f"worker {i} has CPUs that its machine does not have"
         if not nodes.issuperset(worker.memory_nodes):
-            yield f"worker {i} has NUMA nodes that its machine has not"
+            yield f"worker {i} has NUMA nodes that its machine does not have"
     if not pus.issuperset(pu for item in plan.unused for pu in item.pus):
         yield "its unused CPUs are not the machine's"
 

@@ -37,21 +37,21 @@ def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_pack
     have all memory in one tier, and later ones put memory that a driver adds into a low one, so that tiers come last,
     and equal ones tell nothing.
     """
-    told = {node.id: "dram" if node.pus else _told_kind(node, nodes, named.get(node.id)) for node in nodes}
-    fits = {node.id for node in nodes if not told[node.id] and _is_of_size(node, on_package_gib)}
+    known = {node.id: "dram" if node.pus else _reported_kind(node, nodes, named.get(node.id)) for node in nodes}
+    fits = {node.id for node in nodes if not known[node.id] and _is_of_size(node, on_package_gib)}
 
     def kind(node: NumaNode) -> str:
         rivals = [other for other in nodes if other.id != node.id and not {*other.near}.isdisjoint(node.near)]
-        if node.id in fits and not any(told[rival.id] == "hbm" for rival in rivals):
+        if node.id in fits and not any(known[rival.id] == "hbm" for rival in rivals):
             tiers = [rival.tier for rival in rivals if rival.id in fits]
             if all(tier is not None and node.tier is not None and node.tier < tier for tier in tiers):
                 return "hbm"
-        return told[node.id] or _by_tier(node, nodes)
+        return known[node.id] or _by_tier(node, nodes)
 
     return tuple(node if node.pus else replace(node, kind=kind(node)) for node in nodes)
 
 
-def _told_kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None) -> str | None:
+def _reported_kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None) -> str | None:
     """The kind by its name and figures; None where neither tells it."""
     if named == "slow":
         return named

@@ -40,7 +40,7 @@ def save_machine(root: Path, file: Path) -> int:
     kernel refuses to read are not in it. Raises InputError where the tarball exists or cannot be one by its name.
     """
     if not is_archive(file.name):
-        raise InputError(f"{file} has no tarball's name: name it HOST.tar.xz")
+        raise InputError(f"{file} is not the name of a tarball: name it HOST.tar.xz")
     if file.exists():
         raise InputError(f"{file} already exists: name another file")
     buffer = io.BytesIO()

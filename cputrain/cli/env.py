@@ -14,8 +14,9 @@ PATIENCE_S = 2.0  # for imports: the command ends within 3 s
 def command(output_format: str) -> None:
     """Print what a bug report needs: versions, processor, memory, libraries, the variables that matter.
 
-    Also where torch or torchvision cannot be imported, with the cure. Of variables whose names tell of a secret
-    (TOKEN, PASSWORD, KEY and the like) only that they are set. `cputrain doctor` checks the host.
+    It works where torch or torchvision cannot be imported, too, and says what to do about that. Variables whose names
+    suggest a secret (TOKEN, PASSWORD, KEY and the like) are listed without their values. `cputrain doctor` checks the
+    host.
     """
     from cputrain.doctor.facts import facts, facts_text
     from cputrain.doctor.probe import probed, start_probe

@@ -17,7 +17,10 @@ from mpi.launchers.detect import identify
 
 @click.command("import", context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--from", "name", type=click.Choice(list(PROGRAMS)), help="whose command line it is, where mpirun may be any"
+    "--from",
+    "name",
+    type=click.Choice(list(PROGRAMS)),
+    help="the launcher that the command line is for, where mpirun may be that of several",
 )
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND-LINE")
 def command(name: str | None, words: tuple[str, ...]) -> None:
@@ -30,7 +33,7 @@ def command(name: str | None, words: tuple[str, ...]) -> None:
     cputrain import --from openmpi "mpirun -np 4 python train.py"
 
     Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, srun, and mpirun of Intel
-    MPI, Open MPI and MPICH; an mpirun that could be any is asked for its version.
+    MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
     """
     reading = read(words_of(words[0]) if len(words) == 1 else words, name, _launcher_of)
     found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)

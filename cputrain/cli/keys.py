@@ -24,7 +24,7 @@ WIDEST = 100
 def command(topic: str | None, output_format: str) -> None:
     """Print the manual of recipe keys: the values that each takes, its default, what it does.
 
-    Without an argument: all keys in a line each. SECTION (optim) and KEY (optim.name) print their whole text; any other
+    Without an argument: a line for each key. SECTION (optim) and KEY (optim.name) print their whole text; any other
     TEXT is looked for in names and texts, among them the names of other trainers (lr, wd, batch_size).
     """
     sections = reference()

@@ -83,7 +83,7 @@ EXAMPLES = (
     "--instances",
     type=Instances(),
     metavar="N|latency|throughput",
-    help="start N independent copies of CMD without RANK and the rest; latency: one for every 4 cores, throughput: one "
+    help="start N independent copies of CMD, which are no ranks; latency: one for every 4 cores, throughput: one "
     "for each NUMA node",
 )
 @click.option("--instance", metavar="LIST", help="with --instances: start only these copies, as in 0,2-3")

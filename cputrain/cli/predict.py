@@ -40,8 +40,8 @@ LONGEST_NAME = 60
 def command(checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, output_format: str, batch: int) -> None:
     """Name the likeliest classes of images by a run's best checkpoint, or by CHECKPOINT.
 
-    Network, class names, crop and normalization are in the checkpoint, and are those of an evaluation. Of a FOLDER all
-    images are taken, at any depth. A file that is no image, or a damaged one, is named on stderr; the others are
+    Network, class names, crop and normalization are in the checkpoint, and are those of an evaluation. All images
+    in a FOLDER are taken, at any depth. A file that is no image, or a damaged one, is named on stderr; the others are
     classified, and the exit status is 1.
     """
     found = find_checkpoint(checkpoint, last=last)

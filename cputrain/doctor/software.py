@@ -122,7 +122,7 @@ def oneccl_check(found: Mapping[str, Any]) -> Check:
     if "error" in found:
         why = str(found["error"]).partition("comm.backend=ccl: ")[2] or str(found["error"])
         return warning("oneCCL", f"gloo communicates: {why}", 'pip install "cputrain[ccl]"')
-    compiled = "compiled" if found["compiled"] else "not compiled yet, which cputrain doctor ccl does"
+    compiled = "compiled" if found["compiled"] else "not compiled yet: cputrain doctor ccl does it"
     return ok("oneCCL", f"{found['version']}, {compiled}: {found['library']}")
 
 

@@ -111,7 +111,8 @@ def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
             found.append(pixels)
     if len(found) < 2:
         raise InputError(
-            f"{counted(len(found), 'image')} to compare logits with can be read: name others with --images"
+            f"comparing logits takes two images, and {counted(len(found), 'image')} can be read: name others with "
+            "--images"
         )
     chosen = np.linspace(0, len(found) - 1, min(len(found), COMPARED)).astype(int)
     return torch.from_numpy(np.concatenate([found[number] for number in chosen]))

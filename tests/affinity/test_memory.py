@@ -59,8 +59,24 @@ def test_control_groups_limit_memory() -> None:
     machine = replace(build_machine(1, 1, 8, 1), memory_limit_bytes=8 * GIB)
     with pytest.raises(InputError, match=r"worker 0 has 4\.0 GiB"):
         plan(machine, 64, ppn=2)
-    with pytest.raises(InputError, match="use fewer workers"):
-        plan(replace(machine, memory_limit_bytes=GIB), 1, ppn=8)
+    with pytest.raises(InputError, match="use fewer workers$"):
+        plan(replace(machine, memory_limit_bytes=2 * GIB), 1, ppn=8)
+
+
+@pytest.mark.parametrize(
+    ("gib", "remedy"),
+    [
+        (16, "set local_batch to 7 or fewer or use fewer workers"),
+        (9, "set local_batch to 1 or fewer"),
+        (4, "use fewer workers, a single one with local_batch of 23 or fewer"),
+        (0.5, "train a smaller network or smaller crops, or use another host"),
+    ],
+)
+def test_fewer_workers_are_advised_where_they_would_have_enough_memory(gib: float, remedy: str) -> None:
+    machine = replace(build_machine(1, 1, 8, 1), memory_limit_bytes=int(gib * GIB))
+    with pytest.raises(InputError) as refused:
+        plan(machine, 64, ppn=8)
+    assert str(refused.value).endswith(f": {remedy}")
 
 
 def test_an_assumed_workload_is_never_refused() -> None:
@@ -80,7 +96,7 @@ def test_fewer_workers_are_planned_where_more_would_not_fit() -> None:
 
 def test_memory_of_which_nothing_is_known_is_left_out_and_the_plan_says_so() -> None:
     base = build_machine(1, 1, 8, 1, memory_bytes=64 * GIB)
-    for kind, words in (("unknown", "nothing tells how fast"), ("slow", "slower than the DRAM")):
+    for kind, words in (("unknown", "its speed is not known"), ("slow", "slower than the DRAM")):
         extra = NumaNode(id=1, pus=(), memory_bytes=64 * GIB, kind=kind, near=(0,))
         machine = replace(base, numa_nodes=(*base.numa_nodes, extra), allowed_nodes=(0, 1))
         made = plan(machine, 32)

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from affinity.errors import as_option, worded
 from affinity.kernel.neighbors import Neighbor, contention, find_neighbors
 from affinity.kernel.running import planned_worker_of, variables_of
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, request_to_json
 from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
+from cputrain.cli.setting_names import as_recipe_key
 from tests.support.commands import cputrain, refused
 from tests.support.images import write_images
 from tests.support.machines import build_machine
@@ -65,7 +67,8 @@ def test_a_plan_warns_of_bound_processes_and_with_share_avoids_them(tmp_path: Pa
         ("cputrain", "launch", "--output", "run", "--share", "--", "true"),
     )
     warning = next(text for text in json.loads(plain[2])["warnings"] if "in use" in text)
-    assert f"processes {plain[0]} (CPUs {','.join(map(str, taken))})" in warning and "plan.share=true" in warning
+    assert f"processes {plain[0]} (CPUs {','.join(map(str, taken))})" in warning
+    assert warning.endswith("which another plan has bound: {share=true} avoids them")
     for pid, status, out, err in (shared, alone):
         assert status == 0, (pid, err)
         plan = json.loads(out)
@@ -118,6 +121,8 @@ def test_a_warning_names_a_few_processes_and_only_those_on_the_plan_s_cores() ->
     plan = plan_machine(build_machine(1, 1, 8, 2), Request(ppn=1, threads=2, loader_cores=0), Runtime())
     assert contention(plan, ()) == contention(plan, (Neighbor(pid=7, pus=(4, 12)),)) == ()
     (warning,) = contention(plan, tuple(Neighbor(pid=pid, pus=(8, 9)) for pid in range(10, 20)))  # second threads
+    assert worded(warning, as_option).endswith("has bound: --share avoids them")
+    assert worded(warning, as_recipe_key).endswith("has bound: plan.share=true avoids them")
     assert "10 (CPUs 8-9), 11 (CPUs 8-9), 12 (CPUs 8-9), 13 (CPUs 8-9), 14 (CPUs 8-9) and 5 more," in warning
 
 

@@ -186,7 +186,9 @@ def test_a_file_whose_logits_differ_is_not_written(
         export(best, tmp_path / "net.ts", "torchscript", ENV)
     assert list(tmp_path.iterdir()) == []
     shutil.copytree(best, tmp_path / "alone")
-    with pytest.raises(InputError, match="1 image to compare logits with can be read: name others with --images"):
+    with pytest.raises(
+        InputError, match="comparing logits takes two images, and 1 image can be read: name others with --images"
+    ):
         export(
             tmp_path / "alone", tmp_path / "n.pt", "state-dict", ENV, image_files([place / "images/val/class0/000.jpg"])
         )

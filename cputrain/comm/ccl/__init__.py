@@ -133,8 +133,8 @@ def _transport_of(options: Any, store: Store, place: Rank, *, whole: bool) -> Tr
     except RuntimeError as error:
         seconds = options.timeout.total_seconds()
         raise RuntimeError(
-            f"ccl: rank 0 has not come within {seconds:g} s, or its store is gone, while group {options.group_id} was "
-            f"created ({str(error).splitlines()[0][:150]})"
+            f"ccl: rank 0 has not joined group {options.group_id} within {seconds:g} s, or its store is gone "
+            f"({str(error).splitlines()[0][:150]})"
         ) from None
 
 

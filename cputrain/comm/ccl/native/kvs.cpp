@@ -106,9 +106,9 @@ void monitored_barrier(
   const auto left = [&] { return std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()); };
   store.set(prefix + std::to_string(rank), std::string("here"));
   if (rank > 0) {
-    const bool told = wait_for(store, prefix + "told", 2 * timeout);  // rank 0 waits as long for the others
-    CPUTRAIN_REQUIRE(told, "ccl: Rank 0 failed to pass monitoredBarrier in ", 2 * timeout.count(), " ms");
-    const auto problem = store.get_to_str(prefix + "told");
+    const bool decided = wait_for(store, prefix + "outcome", 2 * timeout);  // rank 0 waits as long for the others
+    CPUTRAIN_REQUIRE(decided, "ccl: Rank 0 failed to pass monitoredBarrier in ", 2 * timeout.count(), " ms");
+    const auto problem = store.get_to_str(prefix + "outcome");
     CPUTRAIN_REQUIRE(problem == "all", problem);
     return;
   }
@@ -120,7 +120,7 @@ void monitored_barrier(
   }
   if (missing.empty() && number > 1) {  // all have left the one before
     const auto before = prefix_of(number - 1);
-    store.deleteKey(before + "told");
+    store.deleteKey(before + "outcome");
     for (int other = 0; other < size; other++) {
       store.deleteKey(before + std::to_string(other));
     }
@@ -128,7 +128,7 @@ void monitored_barrier(
   const auto problem = c10::str(
       "ccl: ", missing.find(',') == std::string::npos ? "Rank " : "Ranks ", missing, " failed to pass monitoredBarrier in ",
       timeout.count(), " ms");
-  store.set(prefix + "told", missing.empty() ? std::string("all") : problem);
+  store.set(prefix + "outcome", missing.empty() ? std::string("all") : problem);
   CPUTRAIN_REQUIRE(missing.empty(), problem);
 } catch (const c10::DistError& error) {
   store_is_gone("monitored_barrier failed", error);
