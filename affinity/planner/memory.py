@@ -154,7 +154,7 @@ def _only_one(machine: Machine) -> str:
 
 def _without_near(machine: Machine, memory: _HostMemory) -> str:
     if not any(node.memory_bytes for node in machine.numa_nodes):
-        return "nothing tells where memory is, or how much: the kernel takes the nearest"
+        return "where memory is, or how much, is not known: the kernel takes the nearest"
     if all(node.id in memory.usable for node in machine.numa_nodes if node.pus and node.memory_bytes):
         return "there is no memory next to the worker: the kernel takes the nearest"
     return "the process may use no memory next to the worker: the kernel takes the nearest"
@@ -182,7 +182,7 @@ def _why_left_out(node: NumaNode, beside: set[int | None]) -> str:
         return "high-bandwidth memory, but next to no worker"
     return {
         "slow": "slower than the DRAM next to the PUs: a worker's pages would wait for it",
-        "unknown": "it has no PUs of its own, and nothing tells how fast it is",
+        "unknown": "it has no PUs of its own, and its speed is not known",
         "hbm": "high-bandwidth memory in several NUMA nodes, next to a worker that may need more than all of it: only "
         "one node can be preferred to DRAM, so that more workers, of one node each ({ppn}), would use it",
         "dram": "",
@@ -215,7 +215,7 @@ def check_fit(
         most = largest_batch(workload, int(memory.room_bytes))
         misfit = (
             f"{workload.name} with {counted(batch or 0, 'image')} per step needs "
-            f"{_compared(peak, worker, memory)}: {_remedy(most, len(memories))}"
+            f"{_compared(peak, worker, memory)}: {_remedy(workload, peak, memory, memories)}"
         )
         if not workload.assumed:
             raise DoesNotFitError(misfit, largest=most)
@@ -238,8 +238,15 @@ def _compared(need: int, worker: int, memory: Memory) -> str:
     return f"{need / GIB:.{digits}f} GiB; worker {worker} has {memory.room_bytes / GIB:.{digits}f} GiB"
 
 
-def _remedy(most: int, workers: int) -> str:
+def _remedy(workload: Workload, need: int, memory: Memory, memories: tuple[Memory, ...]) -> str:
+    """Fewer workers where one with the memory of all would have what it needs, a smaller batch where that fits."""
+    most, together = largest_batch(workload, int(memory.room_bytes)), sum(each.room_bytes for each in memories)
+    fewer = len(memories) > 1 and need <= together
     if most:
-        fewer = " or use fewer workers" if workers > 1 else ""
-        return f"set {{local_batch}} to {most} or fewer{fewer}"
-    return "use fewer workers" if workers > 1 else "train a smaller network or smaller crops, or use another host"
+        return f"set {{local_batch}} to {most} or fewer{' or use fewer workers' if fewer else ''}"
+    if fewer:
+        return "use fewer workers"
+    alone = largest_batch(workload, int(together)) if len(memories) > 1 and together < inf else 0
+    if alone:
+        return f"use fewer workers, a single one with {{local_batch}} of {alone} or fewer"
+    return "train a smaller network or smaller crops, or use another host"

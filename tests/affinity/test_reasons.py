@@ -219,6 +219,14 @@ WARNINGS: list[Pattern] = [
             largest_batch(RESNET50, int(f.room)),
         ),
     ),
+    (
+        rf"a typical \D*: ResNet-50 at 224 x 224 with {N} images? per step needs {REAL} GiB; "
+        rf"worker {N} has {REAL} GiB: use fewer workers, a single one with {{local_batch}} of {N} or fewer",
+        lambda f: (
+            *(f.worker.local_batch, *need_and_room(f, training_bytes(f))),
+            largest_batch(RESNET50, int(sum(other.room for other in every(f.plan)))),
+        ),
+    ),
     (r"planned for \S+, not \S+ \(.*", lambda f: ()),  # of the OpenMP runtime
 ]
 
