@@ -62,7 +62,7 @@ class Kernels:
             found.argtypes, found.restype = arguments, None
             return found
 
-        pointers = (c_void_p,) * 5
+        pointers = (c_void_p,) * 6
         self._statistics = function("statistics", images, *pointers[:2])
         self._forward = function("forward", images, layer, *pointers[:3])
         self._gradient_sums = function("gradient_sums", images, layer, *pointers)
@@ -98,6 +98,7 @@ class Kernels:
         self,
         layer: NormLayer,
         gradient: Tensor,
+        second: Tensor | None,
         images: Tensor,
         outputs: Tensor | None,
         before: Tensor | None,
@@ -105,9 +106,9 @@ class Kernels:
     ) -> None:
         """Write the sums of the gradient before ReLU, and of its product with (x - mean), to out, (2, C) float64.
 
-        With `outputs`, write the gradient before ReLU to `before`.
+        With `outputs`, write the gradient before ReLU to `before`; the one after it is then `gradient` + `second`.
         """
-        at = [None if each is None else each.data_ptr() for each in (gradient, images, outputs, before, out)]
+        at = [None if each is None else each.data_ptr() for each in (gradient, second, images, outputs, before, out)]
         self._gradient_sums(byref(_Images.of(images)), byref(layer), *at)
 
     def input_gradient(
@@ -145,9 +146,14 @@ def _load(path: Path) -> Kernels:
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
     """The tokens that compile the kernels."""
-    # No contraction: the backward pass repeats the forward pass's sums to the bit, in another loop.
-    options = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
-    return (cxx, *options, str(SOURCES[0]), "-o", str(output))
+    return (cxx, *_options(), str(SOURCES[0]), "-o", str(output))
+
+
+def _options() -> tuple[str, ...]:
+    # No contraction: the backward pass repeats the forward pass's sums to the bit, in another loop. Compilers prefer
+    # half of AVX-512's registers, with which bfloat16 is computed 0.8 to 0.9 times as fast.
+    wide = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
+    return ("-std=c++20", "-O3", "-march=native", *wide, "-ffp-contract=off", "-fPIC", "-shared")
 
 
 EXTENSION = NativeExtension(
@@ -161,7 +167,7 @@ EXTENSION = NativeExtension(
 def built_path(env: Mapping[str, str]) -> Path:
     """Where the compiled library lies: the name depends on the sources, the command and the CPU's instructions."""
     sources = (path.read_text() for path in SOURCES)
-    parts = (*sources, *command_line("c++", Path())[1:7], platform.machine(), _cpu_flags())
+    parts = (*sources, *_options(), platform.machine(), _cpu_flags())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"batchnorm-{platform.machine()}-{key}" / "batchnorm.so"
 

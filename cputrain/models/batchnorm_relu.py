@@ -15,6 +15,17 @@ from torch.nn import functional
 from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
 from cputrain.models.batchnorm_kernels import DTYPES, Kernels, NormLayer
 
+SECOND_USE = "_second_use"
+
+
+def second_use(images: Tensor) -> Tensor:
+    """The outputs of a fused layer with a residual, for a second use of them; other and changed tensors as they are.
+
+    The layer's backward pass then adds up the two gradients while it reads them: autograd takes a pass of its own.
+    """
+    second, version = vars(images).get(SECOND_USE, (images, None))  # a tracer's stand-in has every attribute
+    return cast(Tensor, second) if version is None or version == images._version else images
+
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d, then the addition of a residual if there is one, then ReLU if `relu`."""
@@ -43,9 +54,11 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
         )
         apply: Any = _FusedBatchNorm.apply
         fixed = None if batch else (self.running_mean, self.running_var)
-        outputs, statistics, counts = apply(images, residual, self.weight, self.bias, fixed, options)
+        outputs, second, statistics, counts = apply(images, residual, self.weight, self.bias, fixed, options)
         if batch:
             self._update_running(statistics, counts)
+        if second is not None and second.requires_grad:
+            setattr(outputs, SECOND_USE, (second, outputs._version))
         return cast(Tensor, outputs)
 
     def ghosts(self, images: int) -> int:
@@ -119,8 +132,9 @@ class _FusedBatchNorm(torch.autograd.Function):
         bias: Tensor,
         fixed: tuple[Tensor, Tensor] | None,
         options: NormOptions,
-    ) -> tuple[Tensor, Tensor, list[float]]:
-        """The outputs; mean and variance (ghosts, 2, C) in float64, and of how many values a channel each.
+    ) -> tuple[Tensor, Tensor | None, Tensor, list[float]]:
+        """The outputs, twice where there are a residual and ReLU; mean and variance (ghosts, 2, C) in float64, and of
+        how many values a channel each.
 
         `fixed` are the mean and variance to normalize by, None for the batch's own.
         """
@@ -145,23 +159,31 @@ class _FusedBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(images, kept, weight, bias, statistics)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        return outputs, statistics, counts
+        second = None
+        if kept is not None:  # the same memory, and no view: that would hold the outputs
+            second = outputs.new_empty(0)
+            second.set_(outputs.untyped_storage(), outputs.storage_offset(), outputs.shape, outputs.stride())
+        return outputs, second, statistics, counts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; means over all ranks with sync."""
+    def backward(ctx: Any, *used: Tensor | None) -> tuple[Tensor | None, ...]:
+        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)), g = dL/dy before ReLU; means over all ranks with sync.
+
+        dL/dy is the sum over the two uses of the outputs.
+        """
         images, outputs, weight, bias, statistics = ctx.saved_tensors
         options: NormOptions = ctx.options
         kernels, ghosts, constant = options.kernels, options.ghosts, not ctx.counts
-        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        gradients = [each.contiguous(memory_format=torch.channels_last) for each in used if each is not None]
+        gradient, second = gradients[0], gradients[1] if len(gradients) == 2 else None
         before = torch.empty_like(gradient) if outputs is not None else None
         sums = torch.empty_like(statistics)
-        for part, given, out, left, own, total in zip(
-            *_split(ghosts, images, gradient, outputs, before), statistics, sums, strict=True
+        for part, given, other, out, left, own, total in zip(
+            *_split(ghosts, images, gradient, second, outputs, before), statistics, sums, strict=True
         ):
             layer = NormLayer.of(own, weight, bias, options.eps, relu=options.relu)
-            kernels.gradient_sums(layer, given, part, out, left, total)
+            kernels.gradient_sums(layer, given, other, part, out, left, total)
         weight_gradient, bias_gradient = torch.empty_like(weight), torch.empty_like(bias)
         kernels.parameter_gradients(statistics, options.eps, sums, weight_gradient, bias_gradient)
         if options.all_ranks and not constant:

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from cputrain.models.batchnorm_relu import FusedBatchNorm2d
+from cputrain.models.pointwise import PointwiseConv2d
 
 logger = logging.getLogger(__name__)
 
 
-def fold_batchnorms(network: nn.Module) -> nn.Module:
-    """A network with the outputs of `network` in evaluation, within the rounding of float32, by oneDNN's convolutions.
+def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A network with the outputs of `network` in evaluation, within the rounding of `dtype`, by oneDNN's convolutions.
 
-    It has its own folded weights, and shares all other layers. Native batch-norm layers that follow a convolution are
-    folded; a network whose forward pass cannot be traced is returned as it is, and the reason is logged.
+    It computes in float32 or bfloat16, has folded weights of its own, and shares other layers. Native batch-norm layers
+    that follow a convolution are folded; a network whose forward pass cannot be traced is returned as it is, and the
+    reason is logged.
     """
     try:
         graph = _Tracer().trace(network)
@@ -28,7 +30,7 @@ def fold_batchnorms(network: nn.Module) -> nn.Module:
         before: Any = node.args[0] if node.args else None
         norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
         if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
-            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm)
+            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
             node.args = (before.args[0], *node.args[1:])
             graph.erase_node(before)
     made = fx.GraphModule(network, graph)
@@ -44,14 +46,16 @@ def _is_layer(node: Any) -> bool:
 
 
 def _can_fold(conv: nn.Module | None) -> bool:
-    return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+    if not isinstance(conv, nn.Conv2d) or type(conv) not in (nn.Conv2d, PointwiseConv2d):
+        return False
+    return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
 
 class _Tracer(fx.Tracer):
-    """A tracer to which a batch-norm is one step, torch's and ours."""
+    """A tracer to which a convolution or batch-norm is one step, torch's and ours."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, nn.Conv2d | nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
 
 
 class FoldedConv2d(nn.Module):
@@ -66,19 +70,20 @@ class FoldedConv2d(nn.Module):
     packed = False
 
     @torch.no_grad()
-    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d) -> None:
+    def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
         super().__init__()
         assert norm.running_mean is not None and norm.running_var is not None
         scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
         shift = norm.bias - scale * norm.running_mean
-        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=torch.float32, memory_format=torch.channels_last)
+        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=dtype, memory_format=torch.channels_last)
         self.register_buffer("weight", weight)
-        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).float())
+        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).to(dtype))
         self.options = conv.padding, conv.stride, conv.dilation, conv.groups
         self.relu = norm.relu
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
+        images = images.to(self.bias.dtype)
         if not self.packed:
             pack: Any = torch.ops.mkldnn._reorder_convolution_weight
             self.weight, self.packed = pack(self.weight, *self.options, list(images.shape)), True

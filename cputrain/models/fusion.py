@@ -6,7 +6,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from cputrain.models.batchnorm_kernels import Kernels
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
+from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, second_use
 
 RESIDUAL_BLOCKS = {"BasicBlock": 2, "Bottleneck": 3}
 """Convolutions of torchvision's residual blocks, of one class or the other."""
@@ -59,7 +59,9 @@ class FusedResidualBlock(nn.Module):
             out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out))
         last = self.convolutions
         out = getattr(self, f"conv{last}")(out)
-        identity = images if self.downsample is None else self.downsample(images)
+        identity = second_use(images)
+        if self.downsample is not None:
+            identity = self.downsample(identity)
         return cast(Tensor, getattr(self, f"bn{last}")(out, identity))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from affinity.errors import RunError
 from cputrain.models.batchnorm_kernels import DTYPES, Kernels
-from cputrain.models.batchnorm_relu import FusedBatchNorm2d
+from cputrain.models.batchnorm_relu import FusedBatchNorm2d, second_use
 
 SHAPE = (4, 35, 5, 5)  # more rows than are summed in float32, and channels that no vector length divides
 NEAR_ZERO = 1e-2  # of ReLU's input, where rounding may decide whether it is cut
@@ -84,7 +84,8 @@ def _by_kernels(
     """The same of the layer itself."""
     x, added = images.clone().requires_grad_(), None if residual is None else residual.clone().requires_grad_()
     outputs = layer(x, added)
-    outputs.backward(gradient)
+    uses = [outputs] if added is None else [outputs, second_use(outputs)]
+    torch.autograd.backward(uses, [gradient / len(uses)] * len(uses))
     found = {
         "output": outputs.detach(),
         "gradient": x.grad,

@@ -16,6 +16,7 @@ from cputrain.models.batchnorm_kernels import Kernels, load
 from cputrain.models.folding import fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
 from cputrain.models.kernel_check import checked
+from cputrain.models.pointwise import has_amx, use_products
 from cputrain.training import ipex
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images
@@ -69,6 +70,8 @@ def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module
     model.to(dtype=DTYPES[precision], memory_format=torch.channels_last)  # type: ignore[call-overload]
     if engine.kernels is not None:
         fuse_batchnorms(model, engine.kernels)
+        if precision == "bf16" and has_amx():
+            use_products(model)
     if engine.name == "compile":
         model.compile()
     return model
@@ -80,15 +83,21 @@ def optimize_training(model: nn.Module, optimizer: Optimizer, engine: Engine) ->
 
 
 def evaluation_network(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """A network with the outputs of `model` in evaluation, for its present weights: with native in float32, a faster
-    one."""
-    folds = engine.kernels is not None and precision == "float32" and has_onednn()
-    return fold_batchnorms(model) if folds else model
+    """A network with the outputs of `model` in evaluation, for its present weights: with native, a faster one."""
+    computes = {"float32": has_onednn, "bf16": has_bf16}.get(precision)
+    if engine.kernels is None or computes is None or not computes():
+        return model
+    return fold_batchnorms(model, torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
 def has_onednn() -> bool:
     """Whether this torch has oneDNN."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def has_bf16() -> bool:
+    """Whether oneDNN has convolutions in bfloat16 for this CPU."""
+    return has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def network_input(images: Tensor, precision: str) -> Tensor:
@@ -103,8 +112,7 @@ def autocast(precision: str) -> AbstractContextManager[object]:
 
 def possible_bf16_speedups(precision: str) -> list[float]:
     """bf16_speedups() for a training in float32 on a CPU whose oneDNN supports bfloat16, otherwise none."""
-    supported = has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bf16_speedups() if precision == "float32" and supported else []
+    return bf16_speedups() if precision == "float32" and has_bf16() else []
 
 
 def bf16_speedup() -> float:

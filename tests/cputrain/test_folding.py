@@ -12,8 +12,9 @@ from cputrain.models.batchnorm_kernels import load
 from cputrain.models.build import build_model
 from cputrain.models.folding import FoldedConv2d, fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
+from cputrain.models.pointwise import has_amx, use_products
 from cputrain.recipe.schema import ModelSection
-from cputrain.training.engine import has_onednn
+from cputrain.training.engine import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,7 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     network = trained(name, side)
     before = {key: value.clone() for key, value in network.state_dict().items()}
     images = torch.randn(16, 3, side, side).to(memory_format=torch.channels_last)
-    folded = fold_batchnorms(network)
+    folded = fold_batchnorms(network, torch.float32)
     assert sum(isinstance(layer, FoldedConv2d) for layer in folded.modules()) == convolutions
     got, expected = folded(images), network(images)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
@@ -58,13 +59,31 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+@torch.inference_mode()
+def test_in_bf16_a_folded_network_is_as_near_to_float32_as_the_network_itself() -> None:
+    native = choose_engine("native", "bf16", os.environ)
+    network = trained("resnet50", 64)
+    if has_amx():
+        use_products(network)
+    folded = evaluation_network(network, native, "bf16")
+    if not has_bf16():  # oneDNN refuses bfloat16 there
+        assert folded is network
+        return
+    assert sum(isinstance(layer, FoldedConv2d) for layer in folded.modules()) == 53
+    images = torch.randn(32, 3, 64, 64).to(memory_format=torch.channels_last)
+    exact = network(images)
+    with autocast("bf16"):
+        off, expected = (float((each(images).float() - exact).square().mean()) for each in (folded, network))
+    assert off <= 1.5 * expected
+
+
 @pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
 @torch.inference_mode()
 def test_folded_weights_go_with_the_last_use_of_their_network() -> None:
     network = trained("resnet18", 32)
     gc.disable()  # which would find them in the end, after some more evaluations
     try:
-        folded = fold_batchnorms(network)
+        folded = fold_batchnorms(network, torch.float32)
         folded(torch.randn(1, 3, 32, 32).to(memory_format=torch.channels_last))
         weights = weakref.ref(next(layer for layer in folded.modules() if isinstance(layer, FoldedConv2d)))
         del folded
@@ -80,5 +99,5 @@ def test_a_network_that_cannot_be_traced_is_evaluated_as_it_is(caplog: pytest.Lo
 
     network = Odd()
     with caplog.at_level("INFO"):
-        assert fold_batchnorms(network) is network
+        assert fold_batchnorms(network, torch.float32) is network
     assert "Odd cannot be traced: " in caplog.text

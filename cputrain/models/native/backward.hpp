@@ -20,16 +20,29 @@ inline T before_relu(T gradient, float difference, float scale, float shift, con
   }
 }
 
+// The sum of two gradients, rounded as torch's addition does.
+template <typename T>
+inline T added(T one, T other) {
+  T sum;
+  store(sum, load(one) + load(other));
+  return sum;
+}
+
 // Adds a row's gradients before ReLU to sum, and times (x - mean) to products; writes them to `before` where they are
-// found from the output.
-template <typename T, Relu kRelu>
-void add_gradients(const T* __restrict g, const T* __restrict x, const T* __restrict y, T* __restrict before,
-                   size_t channels, const Affine& map, float* __restrict sum, float* __restrict products) {
+// found from the output. With kTwo the gradient after ReLU is the sum of g and h.
+template <typename T, Relu kRelu, bool kTwo>
+void add_gradients(const T* __restrict g, const T* __restrict h, const T* __restrict x, const T* __restrict y,
+                   T* __restrict before, size_t channels, const Affine& map, float* __restrict sum,
+                   float* __restrict products) {
   const float *__restrict mean = map.mean, *__restrict scale = map.scale, *__restrict shift = map.shift;
   INDEPENDENT
   for (size_t c = 0; c < channels; ++c) {
     const float difference = load(x[c]) - mean[c];
-    const T cut = before_relu<T, kRelu>(g[c], difference, scale[c], shift[c], y + c);
+    T given = g[c];
+    if constexpr (kTwo) {
+      given = added(given, h[c]);
+    }
+    const T cut = before_relu<T, kRelu>(given, difference, scale[c], shift[c], y + c);
     if constexpr (kRelu == Relu::kFromOutput) {
       before[c] = cut;
     }
@@ -39,8 +52,8 @@ void add_gradients(const T* __restrict g, const T* __restrict x, const T* __rest
   }
 }
 
-template <typename T, Relu kRelu>
-void gradient_sums(const T* g, const T* x, const T* y, T* before, size_t rows, size_t channels, int threads,
+template <typename T, Relu kRelu, bool kTwo>
+void gradient_sums(const T* g, const T* h, const T* x, const T* y, T* before, size_t rows, size_t channels, int threads,
                    const Affine& map, double* out) {
   const Chunks chunks(rows);
   double* parts = kept<double, 0>(2 * channels * chunks.count);
@@ -57,8 +70,8 @@ void gradient_sums(const T* g, const T* x, const T* y, T* before, size_t rows, s
         for (size_t row = block; row < block_end; ++row) {
           const size_t at = row * channels;
           constexpr bool kOutput = kRelu == Relu::kFromOutput;
-          add_gradients<T, kRelu>(g + at, x + at, kOutput ? y + at : nullptr, kOutput ? before + at : nullptr, channels,
-                                  map, sum, products);
+          add_gradients<T, kRelu, kTwo>(g + at, kTwo ? h + at : nullptr, x + at, kOutput ? y + at : nullptr,
+                                        kOutput ? before + at : nullptr, channels, map, sum, products);
         }
         for (size_t c = 0; c < 2 * channels; ++c) {
           part[c] += sum[c];

@@ -74,22 +74,26 @@ void batchnorm_forward(const Images* images, const Layer* layer, const void* x, 
 }
 
 // For g = dL/dy: the sums over rows of g before ReLU and of its product with (x - mean) into out, 2 x channels. With an
-// output y, whose sign then tells what ReLU cut, g before ReLU is written to `before`: the residual's gradient.
-void batchnorm_gradient_sums(const Images* images, const Layer* layer, const void* g, const void* x, const void* y,
-                             void* before, double* out) {
+// output y, whose sign then tells what ReLU cut, g before ReLU is written to `before`: the residual's gradient. There
+// dL/dy may be the sum of two, g and h; h is null otherwise.
+void batchnorm_gradient_sums(const Images* images, const Layer* layer, const void* g, const void* h, const void* x,
+                             const void* y, void* before, double* out) {
   const size_t rows = images->rows, channels = images->channels;
   const Affine map = affine(layer->statistics, channels, layer->weight, layer->bias, layer->eps);
   const auto run = [&]<typename T>(const T* gradient) {
-    const auto as = [&]<Relu kRelu>() {
-      gradient_sums<T, kRelu>(gradient, static_cast<const T*>(x), static_cast<const T*>(y), static_cast<T*>(before),
-                              rows, channels, images->threads, map, out);
+    const auto as = [&]<Relu kRelu, bool kTwo>() {
+      gradient_sums<T, kRelu, kTwo>(gradient, static_cast<const T*>(h), static_cast<const T*>(x),
+                                    static_cast<const T*>(y), static_cast<T*>(before), rows, channels, images->threads,
+                                    map, out);
     };
     if (layer->relu == 0) {
-      as.template operator()<Relu::kNone>();
-    } else if (y != nullptr) {
-      as.template operator()<Relu::kFromOutput>();
+      as.template operator()<Relu::kNone, false>();
+    } else if (y == nullptr) {
+      as.template operator()<Relu::kFromInput, false>();
+    } else if (h == nullptr) {
+      as.template operator()<Relu::kFromOutput, false>();
     } else {
-      as.template operator()<Relu::kFromInput>();
+      as.template operator()<Relu::kFromOutput, true>();
     }
   };
   images->bfloat16 != 0 ? run(static_cast<const Bfloat16*>(g)) : run(static_cast<const float*>(g));

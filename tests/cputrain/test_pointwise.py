@@ -1,0 +1,77 @@
+"""1 x 1 convolutions as matrix products: torch's own convolution beside them, in float64, and whole networks."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cputrain.models.build import build_model
+from cputrain.models.pointwise import PointwiseConv2d, use_products
+from cputrain.recipe.schema import ModelSection
+
+pytestmark = pytest.mark.slow
+
+
+def images_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype).to(memory_format=torch.channels_last)
+
+
+def products_of(layer: nn.Module) -> nn.Module:
+    """A copy that computes as products."""
+    found = copy.deepcopy(layer)
+    use_products(found)
+    return found
+
+
+@pytest.mark.parametrize("stride", [1, 2, (2, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_the_convolution(stride: int | tuple[int, int], bias: bool) -> None:
+    plain = nn.Conv2d(5, 7, 1, stride=stride, bias=bias, dtype=torch.float64).to(memory_format=torch.channels_last)
+    product = products_of(plain)
+    assert isinstance(product, PointwiseConv2d) and list(product.state_dict()) == list(plain.state_dict())
+    results = []
+    for layer in (plain, product):
+        images = images_of(3, 5, 8, 9, dtype=torch.float64).requires_grad_()
+        outputs = layer(images)
+        outputs.backward(images_of(*outputs.shape, dtype=torch.float64))
+        results.append((outputs, images.grad, *(parameter.grad for parameter in layer.parameters())))
+        assert outputs.is_contiguous(memory_format=torch.channels_last)
+        assert layer.weight.grad is not None and layer.weight.grad.stride() == layer.weight.stride()
+    assert all(torch.allclose(got, expected) for expected, got in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [("resnet50", 36), ("resnet18", 3), ("torchvision:mobilenet_v2", 34), ("torchvision:resnext50_32x4d", 36)],
+)
+def test_a_network_s_1_x_1_layers_become_products_and_train_alike(name: str, products: int) -> None:
+    torch.manual_seed(1)
+    plain = build_model(ModelSection(name=name), 10, 64).to(dtype=torch.float64, memory_format=torch.channels_last)
+    network = products_of(plain)
+    assert sum(isinstance(layer, PointwiseConv2d) for layer in network.modules()) == products
+    images = images_of(2, 3, 64, 64, dtype=torch.float64)
+    gradients = []
+    for each in (plain.eval(), network.eval()):
+        each(images).square().sum().backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    for expected, got in zip(*gradients, strict=True):
+        assert torch.allclose(got, expected, atol=1e-9 * float(expected.abs().max()))
+
+
+def test_in_bf16_a_product_is_as_near_to_float64_as_the_convolution() -> None:
+    plain = nn.Conv2d(64, 96, 1, bias=False).to(memory_format=torch.channels_last)
+    images = images_of(4, 64, 14, 14)
+    exact = plain.double()(images.double())
+    plain.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = [layer(images) for layer in (plain, products_of(plain))]
+    assert all(each.dtype == torch.bfloat16 for each in got)
+    off, allowed = (float((each - exact).detach().abs().max()) for each in reversed(got))
+    assert off <= 1.5 * allowed
+
+
+def test_other_convolutions_stay() -> None:
+    layers = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 1, padding=1))
+    assert not any(isinstance(layer, PointwiseConv2d) for layer in products_of(layers).modules())
