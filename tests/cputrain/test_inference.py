@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_few_images_are_in_memory_however_many_there_are(
     first = next(predictions)
     assert first.image == paths[0] and len(reads) <= 2 * 10 < len(paths)
     assert len([first, *predictions]) == len(paths) == 72
+
+
+def test_what_is_no_file_is_no_image(tmp_path: Path) -> None:
+    """Opening a pipe without a writer would wait for ever."""
+    (tmp_path / "folder.jpg").mkdir()
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    (tmp_path / "gone.jpg").symlink_to("nowhere")
+    (tmp_path / "folder.jpg/image.png").touch()
+    assert image_files([tmp_path]) == [str(tmp_path / "folder.jpg/image.png"), str(tmp_path / "gone.jpg")]
 
 
 @pytest.mark.parametrize("name", ["safetensors", "state-dict", "torchscript", "onnx"])

@@ -27,6 +27,10 @@ def split_folders(root: Path) -> dict[str, Path]:
         found[VAL] = found.pop(TEST)
     if not any(folders_in(folder) for folder in found.values()) and _has_class_folders(root):
         return {TRAIN: root}
+    if TRAIN not in found and any(root.glob("*-images-idx3-ubyte*")):
+        raise InputError(
+            f"{root} has MNIST's own files: pack them with cputrain prepare mnist {root} OUT, and name OUT"
+        )
     if TRAIN not in found:
         raise InputError(
             f"{root} has no {TRAIN}/ folder: an image folder is train/CLASS/* and val/CLASS/*, or CLASS/* alone"
@@ -88,7 +92,8 @@ def image_files(paths: Sequence[Path]) -> list[str]:
     found: list[str] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(str(each) for each in path.rglob("*") if each.name.lower().endswith(SUFFIXES))
+            named = [each for each in path.rglob("*") if each.name.lower().endswith(SUFFIXES)]
+            inside = sorted(str(each) for each in named if each.is_file() or not each.exists())  # no folders, no pipes
             if not inside:
                 raise InputError(f"{path} contains no image ({' '.join(SUFFIXES)}): name a folder with some")
             found += inside
