@@ -2,14 +2,13 @@
 
     python -m benchmarks.input [FOLDER] [--rounds 5]
 
-FOLDER contains JPEGs at any depth (default: ../shared/data/imagenet-sample). Each is taken as it is, and as prepared:
-short side 256, quality 90, 4:2:0. A training's random part, 224 x 224, mirrored or not. The limit: the entropy decoding
-of whole files, with nothing kept of it. Peers: benchmarks/input_peers.py, those that are installed.
+FOLDER contains JPEGs at any depth, of which 200 are taken; without it, photos are generated. Each is taken as it is,
+and as prepared: short side 256, quality 90, 4:2:0. A training's random part, 224 x 224, mirrored or not. The limit: the
+entropy decoding of whole files, with nothing kept of it. Peers: benchmarks/input_peers.py, those that are installed.
 """
 
 import argparse
 import gc
-import io
 import json
 import os
 import sys
@@ -21,25 +20,22 @@ from statistics import median
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from benchmarks.input_peers import SIDE, Run, crop_of, each, installed_peers
+from cputrain.bench.decoding import images_per_cpu_s, last_pixel, prepared, without_markers
+from cputrain.bench.photos import COUNT, generated_photos, photos_of
 from cputrain.data.batches import IMAGES_PER_CALL, decoded_batches
 from cputrain.data.formats.manifest import VERSION
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import RECORD, Shards
 from cputrain.data.order.permutations import epoch_order
-from cputrain.data.pixels.crops import Crop, center_crop
 from cputrain.data.pixels.decode import decode_one_by_pillow
 from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
 from cputrain.data.pixels.turbo import load
-from cputrain.data.prepare.encode import reencode
 from cputrain.data.prepare.options import Options
 from cputrain.data.prepare.pack import prepare
 
-FOLDER = Path(__file__).parents[2] / "shared" / "data" / "imagenet-sample"
-SHORT, QUALITY = 256, 90
 TIMES = 4
 IMAGENET = 1_281_167
 CORES = os.sched_getaffinity(0)
@@ -47,12 +43,12 @@ CORES = os.sched_getaffinity(0)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    originals = jpegs(options.folder)
+    originals = photos_of(options.folder, load(os.environ)) if options.folder else generated_photos(COUNT)
     # Several times each: some peers take a while to begin.
     sets = {"original": TIMES * originals, "prepared": TIMES * [prepared(data) for data in originals]}
     contenders = {
@@ -67,7 +63,7 @@ def main() -> None:
     gc.freeze()  # as a training does: what the peers have imported is not ours to look through
     rates: dict[tuple[str, str], list[float]] = {}
     for turn in tqdm([turn for _ in range(options.rounds) for turn in runs], file=sys.stderr):
-        rates.setdefault(turn, []).append(rate(runs[turn], TIMES * len(originals)))
+        rates.setdefault(turn, []).append(images_per_cpu_s(runs[turn], TIMES * len(originals)))
     print(f"| images per CPU-second, {len(originals)} files | original | of ours | prepared | of ours |")
     print("|---|---|---|---|---|")
     for name in contenders:
@@ -81,24 +77,6 @@ def main() -> None:
     print(f"\ntwo loader threads against one, shards to batches: {gain:.2f}")
     opened, permuted = start(options.rounds)
     print(f"1,281,167 samples: index opened in {1000 * opened:.1f} ms, an epoch permuted in {1000 * permuted:.1f} ms")
-
-
-def jpegs(folder: Path) -> list[bytes]:
-    """All files that the fast decoder takes as JPEGs."""
-    files = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
-    done = load(os.environ).decode(files, [center_crop(8, 8)] * len(files), np.empty((len(files), 8, 8, 3), np.uint8))
-    return [data for data, was in zip(files, done, strict=True) if was]
-
-
-def prepared(data: bytes) -> bytes:
-    """As `cputrain prepare --short-side 256` writes it."""
-    return reencode(data, short_side=SHORT, quality=QUALITY).data
-
-
-def rate(run: Run, images: int) -> float:
-    started = time.process_time()
-    run()
-    return images / (time.process_time() - started)
 
 
 def ours(files: list[bytes]) -> Run:
@@ -119,23 +97,9 @@ def ours_by_pillow(files: list[bytes]) -> Run:
 
 
 def entropy_only(files: list[bytes]) -> Run:
-    """The last pixel alone: what lies before it is read, not transformed. Without the restart markers of prepared
-    files, which would spare even that."""
+    """The last pixel alone: what lies before it is read, not transformed."""
     decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
-
-    def last(width: int, height: int) -> Crop:
-        return Crop(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
-
-    return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], [last], place))
-
-
-def without_markers(data: bytes) -> bytes:
-    """The same coefficients."""
-    if b"\xff\xdd\0\4" not in data:
-        return data
-    out = io.BytesIO()
-    Image.open(io.BytesIO(data)).save(out, "JPEG", quality="keep", optimize=True)
-    return out.getvalue()
+    return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], [last_pixel], place))
 
 
 def threads_gain(files: list[bytes], rounds: int) -> list[float]:
@@ -174,7 +138,8 @@ def start(rounds: int) -> tuple[float, float]:
         folder = Path(name)
         np.save(folder / "train.index.npy", np.zeros(IMAGENET, dtype=RECORD))
         (folder / "train-00000.tar").write_bytes(b"")
-        made = {"images": IMAGENET, "shards": 1, "bytes": [0]}
+        mixing = {"classes_in_32": 1.0, "at_random": 1.0}
+        made = {"images": IMAGENET, "shards": 1, "bytes": [0], "mixing": mixing, "unusual": {}, "damaged": []}
         (folder / "manifest.json").write_text(
             json.dumps({"version": VERSION, "classes": ["a"], "options": {}, "splits": {"train": made}})
         )

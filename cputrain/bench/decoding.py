@@ -38,7 +38,7 @@ def bench_decoding(
     """Decode random crops of 224 x 224 on one core. Raises InputError for a folder without JPEGs."""
     decoder, missing = _turbo(env)
     photos = photos_of(folder, decoder) if folder else generated_photos(TEST_COUNT if quick else COUNT)
-    sets = {"original": photos, "prepared": [_prepared(photo) for photo in photos]}
+    sets = {"original": photos, "prepared": [prepared(photo) for photo in photos]}
     runs = {
         (kind, name): _run(decode, files)
         for kind, files in sets.items()
@@ -98,7 +98,7 @@ def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -
         torch.set_num_threads(threads)
 
 
-def _rate(work: Callable[[], object], images: int) -> float:
+def images_per_cpu_s(work: Callable[[], object], images: int) -> float:
     """Images per CPU-second of this process."""
     started = time.process_time()
     work()
@@ -116,7 +116,7 @@ def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
             if any(problems):
                 raise InputError(f"a JPEG cannot be decoded: {next(filter(None, problems))}")
 
-    return lambda: _rate(once, len(files))
+    return lambda: images_per_cpu_s(once, len(files))
 
 
 def _crop_of(i: int) -> CropFunction:
@@ -126,19 +126,21 @@ def _crop_of(i: int) -> CropFunction:
 def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], float]:
     """Decodes the last pixel alone: all that lies before it is read, and not transformed."""
     place = np.empty((1, 1, 1, 3), dtype=np.uint8)
-    plain = [_without_markers(data) for data in files]
-
-    def last(width: int, height: int) -> Crop:
-        return Crop(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
+    plain = [without_markers(data) for data in files]
 
     def once() -> None:
         for data in plain:
-            decoder.decode([data], [last], place)
+            decoder.decode([data], [last_pixel], place)
 
-    return lambda: _rate(once, len(files))
+    return lambda: images_per_cpu_s(once, len(files))
 
 
-def _without_markers(data: bytes) -> bytes:
+def last_pixel(width: int, height: int) -> Crop:
+    """The crop of the last pixel alone."""
+    return Crop(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
+
+
+def without_markers(data: bytes) -> bytes:
     """The same coefficients without restart markers, which would spare the reading too."""
     if b"\xff\xdd\0\4" not in data:
         return data
@@ -147,7 +149,8 @@ def _without_markers(data: bytes) -> bytes:
     return out.getvalue()
 
 
-def _prepared(data: bytes) -> bytes:
+def prepared(data: bytes) -> bytes:
+    """A JPEG as `cputrain prepare --short-side 256` writes it."""
     return reencode(data, short_side=SHORT_SIDE, quality=QUALITY).data
 
 
@@ -165,4 +168,4 @@ def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:
         for _ in range(BATCHES):
             normalize(images)
 
-    return interleaved({"": lambda: _rate(once, BATCHES * len(images))}, repeats)[""]
+    return interleaved({"": lambda: images_per_cpu_s(once, BATCHES * len(images))}, repeats)[""]

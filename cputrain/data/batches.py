@@ -55,10 +55,6 @@ def decoded_batches(
     labels = images.labels
     free: list[Pixels] = []
 
-    def bind() -> None:
-        if cpus:
-            os.sched_setaffinity(0, cpus)
-
     def buffer_for(count: int) -> Pixels:
         """The memory of an earlier batch, which the system need not clear again, or new memory."""
         while free:
@@ -67,7 +63,7 @@ def decoded_batches(
                 return buffer
         return np.empty((count, side, side, 3), dtype=np.uint8)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="loader", initializer=bind) as pool:
+    with _loader_threads(threads, cpus) as pool:
         waiting: deque[tuple[Indices, Pixels, list[Future[list[str | None]]]]] = deque()
 
         def start(share: Indices) -> None:
@@ -103,6 +99,16 @@ def decoded_batches(
             pool.shutdown(cancel_futures=True)
 
 
+def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
+    """Threads on these CPUs (() = anywhere)."""
+
+    def bind() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    return ThreadPoolExecutor(count, thread_name_prefix="loader", initializer=bind)
+
+
 def batches_ahead(batch_bytes: int) -> int:
     """How many batches of that size are decoded in advance."""
     return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
@@ -135,12 +141,7 @@ def own_batch(samples: OwnSamples, numbers: Sequence[int]) -> Batch:
 def own_batches(samples: OwnSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
     """One batch for each share of a user's samples, in order. A thread on these CPUs makes the next one; what fails in
     it is raised here."""
-
-    def bind() -> None:
-        if cpus:
-            os.sched_setaffinity(0, cpus)
-
-    with ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=bind) as pool:
+    with _loader_threads(1, cpus) as pool:
         waiting: deque[Future[Batch]] = deque()
         try:
             for share in shares:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from affinity.errors import InputError
-from cputrain.sweep import SEED, RunResult, Variant, spread
+from cputrain.sweep import SEED, RunResult, Variant, finished_top1s, spread
 
 HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS, more than for momentum
 
@@ -35,7 +35,7 @@ class BatchResults:
     @property
     def top1s(self) -> tuple[float, ...]:
         """Final top-1 in percent of the seeds that finished."""
-        return tuple(result.top1 for result in self.results if result.top1 is not None)
+        return finished_top1s(self.results)
 
 
 def check_study(trainings: Iterable[tuple[int, str]]) -> None:

@@ -3,7 +3,7 @@
 Also the search for the largest local batch that trains. A repeated sweep continues where the last one stopped.
 """
 
-from cputrain.sweep.results import RunResult, SeedGroup, TrainingSetup, group_by_seed, result_of
+from cputrain.sweep.results import RunResult, SeedGroup, TrainingSetup, finished_top1s, group_by_seed, result_of
 from cputrain.sweep.tables import spread
 from cputrain.sweep.variants import SEED, WORKERS, Variant, variants
 
@@ -14,6 +14,7 @@ __all__ = [
     "SeedGroup",
     "TrainingSetup",
     "Variant",
+    "finished_top1s",
     "group_by_seed",
     "result_of",
     "spread",

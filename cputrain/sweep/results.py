@@ -84,7 +84,12 @@ class SeedGroup:
     @property
     def top1s(self) -> tuple[float, ...]:
         """Final top-1 of the trainings that finished."""
-        return tuple(result.top1 for result in self.results if result.top1 is not None)
+        return finished_top1s(self.results)
+
+
+def finished_top1s(results: Iterable[RunResult]) -> tuple[float, ...]:
+    """Final top-1 in percent of the trainings that finished."""
+    return tuple(result.top1 for result in results if result.top1 is not None)
 
 
 def group_by_seed(results: Iterable[RunResult]) -> tuple[SeedGroup, ...]:

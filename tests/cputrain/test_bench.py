@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +235,12 @@ def test_the_pixels_of_a_generated_photo_are_not_flat() -> None:
 
     pixels = np.asarray(Image.open(io.BytesIO(generated_photos(1)[0])))
     assert pixels.shape == (HEIGHT, WIDTH, 3) and pixels.std() > 30
+
+
+def test_the_benchmark_of_decoders_runs_to_its_end(tmp_path: Path) -> None:
+    for number, photo in enumerate(generated_photos(2)):
+        (tmp_path / f"{number}.jpg").write_bytes(photo)
+    argv = [sys.executable, "-m", "benchmarks.input", str(tmp_path), "--rounds", "1"]
+    done = subprocess.run(argv, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| images per CPU-second, 2 files |" in done.stdout and "an epoch permuted in" in done.stdout
