@@ -90,7 +90,7 @@ def two_levels(per_host: int) -> Callable[[torch.Tensor], None]:
     return reduce
 
 
-def timed(act: Callable[[], None], rounds: int) -> float:
+def timed(act: Callable[[], object], rounds: int) -> float:
     seconds = []
     for _ in range(rounds):
         dist.barrier()
@@ -101,13 +101,15 @@ def timed(act: Callable[[], None], rounds: int) -> float:
 
 
 def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -> dict[str, float]:
-    """Median seconds of a step of DDP's, of one without communication and of an all-reduce of REDUCED, in turns."""
+    """Median seconds of a step of DDP's, of one without communication, of an all-reduce and of a copy of REDUCED bytes,
+    in turns; all ranks copy at the same time."""
     wrapped = DistributedDataParallel(built(network, crop), gradient_as_bucket_view=True)
     if compressed:
         from cputrain.comm.hooks import Bf16AllReduceHook
 
         wrapped.register_comm_hook(None, Bf16AllReduceHook().hook)
     values = torch.ones(REDUCED // 4)
+    copied = torch.zeros_like(values)
 
     def step(*, sync: bool) -> None:
         with nullcontext() if sync else wrapped.no_sync():
@@ -117,6 +119,7 @@ def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -
         "step": partial(step, sync=True),
         "no_sync": partial(step, sync=False),
         "all_reduce": lambda: dist.all_reduce(values),
+        "copy": lambda: copied.copy_(values),
     }
     for _ in range(2):
         step(sync=True)
@@ -124,9 +127,11 @@ def ddp(rounds: int, network: str, batch: int, crop: int, *, compressed: bool) -
 
 
 def alone(rounds: int, network: str, crop: int, batches: list[int]) -> dict[int, float]:
-    """Median seconds of a step by local batch, in turns, without any communication."""
+    """Median seconds of a step by local batch, without any communication, and for 0 of a copy of REDUCED bytes."""
     model = built(network, crop)
-    acts = {batch: partial(train, model, batch, crop) for batch in batches}
+    acts: dict[int, Callable[[], object]] = {batch: partial(train, model, batch, crop) for batch in batches}
+    values = torch.ones(REDUCED // 4)
+    acts[0] = partial(torch.zeros_like(values).copy_, values)
     for act in acts.values():
         act()
     return in_turns(acts, rounds)
@@ -143,7 +148,7 @@ def train(model: torch.nn.Module, batch: int, crop: int) -> None:
     model.zero_grad()
 
 
-def in_turns(acts: dict[K, Callable[[], None]], rounds: int) -> dict[K, float]:
+def in_turns(acts: dict[K, Callable[[], object]], rounds: int) -> dict[K, float]:
     """The median seconds of each act; what disturbs a round meets all of them."""
     seconds: dict[K, list[float]] = {name: [] for name in acts}
     for _ in range(rounds):

@@ -4,18 +4,14 @@
 
 Hosts are network namespaces, their links shaped by tbf; each has one rank of one thread. Used for a prediction: the
 step without communication, in the same processes in turns with the step that is predicted (with one worker: the step
-with half of the images); what a rank moves in an all-reduce without a slow link; a copy, for the memory. Prints errors
-as they are. Needs root, iproute2 and openssh-server.
+with half of the images); what a rank moves in an all-reduce of float32 without a slow link; a copy by all ranks at the
+same time, for the memory. Prints errors as they are. Needs root, iproute2 and openssh-server.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
-
-import numpy as np
 
 from affinity.text_table import markdown_table
 from benchmarks.comm_rank import REDUCED
@@ -30,7 +26,7 @@ from cputrain.simulate.setup import DEFAULT_BUCKETS, Setup
 from cputrain.simulate.timeline import seconds_at
 from tests.support.fake_hosts import FakeHosts
 
-COPIED, COPIES = 1 << 28, 5
+REPEATS = 5  # of an all-reduce
 HEAD = ("ranks", "backend", "gradients", "without communication, s", "measured, s", "predicted, s", "error")
 # The ranks share this machine's cores: nothing is known of stragglers among them.
 HERE = replace(CONSTANTS, step_variation=0.0)
@@ -38,13 +34,12 @@ HERE = replace(CONSTANTS, step_variation=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the ranks train, for so many steps of each kind; `memory` is what a core copies, in bytes/s."""
+    """What the ranks train, for so many steps of each kind."""
 
     network: str
     batch: int
     crop: int
     steps: int
-    memory: float
 
     def setup(self, *, hosts: int, workers: int, backend: str, **more: object) -> Setup:
         """The setup of ranks of one thread each, which move their messages themselves."""
@@ -63,14 +58,16 @@ class Work:
         )
         return replace(plain, **more)  # type: ignore[arg-type]
 
-    def predicted(self, setup: Setup, alone_s: float, images: int) -> float:
-        """Seconds of a setup's step where a rank without communication takes `alone_s` for so many images."""
+    def predicted(self, setup: Setup, alone_s: float, images: int, copy_s: float) -> float:
+        """Seconds of a setup's step where a rank without communication takes `alone_s` for so many images, and `copy_s`
+        to copy REDUCED bytes."""
+        memory = 2 * REDUCED / copy_s
         single = replace(setup, hosts=1, workers=1, link=None, compression="none", local_batch=images)
         reference = Reference(
-            setup=single, images_per_s=images / alone_s, cores=1, host_bytes_per_s=self.memory, source="measured"
+            setup=single, images_per_s=images / alone_s, cores=1, host_bytes_per_s=memory, source="measured"
         )
         speed = speed_at(core_flops_of(reference, HERE), machine=reference)
-        return seconds_at(setup, HERE)(replace(speed, host_bytes_per_s=self.memory * setup.workers))
+        return seconds_at(setup, HERE)(replace(speed, host_bytes_per_s=memory * setup.workers))
 
 
 def main() -> None:
@@ -88,7 +85,6 @@ def main() -> None:
         batch=options.batch,
         crop=options.crop,
         steps=options.steps,
-        memory=memory_bytes_per_s(),
     )
     rows = []
     with benchmark_hosts(1) as hosts:
@@ -109,9 +105,9 @@ def one_worker(hosts: FakeHosts, work: Work) -> tuple[str, ...]:
     """The row of a single rank: a step, predicted from one with half of the images."""
     half = work.batch // 2
     program = ("gloo", "alone", str(work.steps), work.network, str(work.crop), str(half), str(work.batch))
-    small, whole = (told["seconds"] for told in told_by_rank_0(hosts, program, (0,)))
+    small, whole, copied = (told["seconds"] for told in told_by_rank_0(hosts, program, (0,)))
     setup = work.setup(hosts=1, workers=1, backend="gloo")
-    return row("1", "", "", small, whole, work.predicted(setup, small, half))
+    return row("1", "", "", small, whole, work.predicted(setup, small, half, copied))
 
 
 def cases(
@@ -141,7 +137,7 @@ def cases(
             )
             where = f"{count} on one host" if rate is None else f"{count} hosts, {rate}"
             gradients = "bfloat16" if compression == "bf16" else "float32"
-            predicted = work.predicted(setup, told["no_sync"], work.batch)
+            predicted = work.predicted(setup, told["no_sync"], work.batch, told["copy"])
             rows.append(row(where, backend, gradients, told["no_sync"], told["step"], predicted))
     return rows
 
@@ -160,18 +156,8 @@ def ring_bytes(ranks: int) -> float:
 
 def move_bytes_per_s(hosts: FakeHosts, backend: str, places: Sequence[int]) -> float:
     """bytes/s that each of these ranks moves in an all-reduce."""
-    (told,) = told_by_rank_0(hosts, (backend, "allreduce", str(COPIES), str(REDUCED)), places)
+    (told,) = told_by_rank_0(hosts, (backend, "allreduce", str(REPEATS), str(REDUCED)), places)
     return ring_bytes(len(places)) / told["seconds"]
-
-
-def memory_bytes_per_s() -> float:
-    """bytes/s that one core reads and writes in a copy."""
-    source, target, seconds = np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8), []
-    for _ in range(COPIES):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - started)
-    return 2 * COPIED / median(seconds)
 
 
 if __name__ == "__main__":

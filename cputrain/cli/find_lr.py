@@ -13,6 +13,7 @@ import click
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank, discover
+from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import no_verify_option, settings_argument
 from cputrain.launch.local import local_job, plan_training
 from cputrain.launch.rank_process import bind_rank, run_rank
@@ -31,7 +32,7 @@ SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
 @click.option(
     "--from",
     "low",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=1e-5,
     show_default=True,
     help="learning rate of the first step",
@@ -39,7 +40,7 @@ SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
 @click.option(
     "--to",
     "high",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=10.0,
     show_default=True,
     help="learning rate of the last step",

@@ -10,6 +10,7 @@ import click
 from affinity.planner.profiles import PROFILES
 from affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP
 from affinity.topology.cpuset import parse_list
+from cputrain.cli.numbers import FiniteRange
 from cputrain.launch.hosts import requested_hosts, workers_per_host
 from cputrain.launch.instances import LATENCY, THROUGHPUT
 from cputrain.launch.options import NUMBERS_OR_AUTO, REQUEST_FIELDS, PlanningOptions
@@ -125,7 +126,7 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--local-batch", type=click.IntRange(1), metavar="N", help="images per step of a worker, on average"),
     click.option(
         "--link-gbit",
-        type=click.FloatRange(0.001),
+        type=FiniteRange(0.001),
         metavar="GBIT/S",
         help="link speed of a host  [default: the fabric's]",
     ),

@@ -9,6 +9,7 @@ import click
 
 from affinity.errors import InputError
 from affinity.wording import counted
+from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import settings_argument
 from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.all_reduce import ALGORITHMS
@@ -39,7 +40,7 @@ MOST_ROWS = 1000
 @click.option("--fabric", type=click.Choice(LINKED), default="opa", show_default=True, help="network between the hosts")
 @click.option(
     "--rate",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     metavar="IMG/S",
     help="images/s of one host with this recipe  [default: measured by `bench model`, or published for the processor]",
 )
@@ -52,13 +53,13 @@ MOST_ROWS = 1000
 )
 @click.option(
     "--bandwidth",
-    type=click.FloatRange(0.001),
+    type=FiniteRange(0.001),
     metavar="GBIT/S",
     help="speed of a host's link  [default: the fabric's]",
 )
 @click.option(
     "--latency-us",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     metavar="US",
     help="latency of a message between hosts  [default: the fabric's]",
 )
@@ -71,7 +72,7 @@ MOST_ROWS = 1000
 @click.option(
     "--algorithm", type=click.Choice(ALGORITHMS), help="all-reduce  [default: as oneCCL is set for the fabric]"
 )
-@click.option("--watts", type=click.FloatRange(0, min_open=True), metavar="W", help="power of a host, for the energy")
+@click.option("--watts", type=FiniteRange(0, min_open=True), metavar="W", help="power of a host, for the energy")
 @click.option("--best", is_flag=True, help="search the plan with the least time to train, for the last number of hosts")
 @click.option(
     "--batch-limit",

@@ -14,6 +14,7 @@ from affinity.topology.sysfs import this_machine
 from affinity.units import GIB
 from affinity.wording import counted
 from cputrain.cli.json_output import format_option, only_results_on_stdout, print_json
+from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import settings_argument
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
@@ -50,7 +51,7 @@ from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, compari
 @click.option("--find-batch", "find", is_flag=True, help="search for the largest local batch that trains, instead")
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="GIB",
     help="with --find-batch: memory limit for all workers together, below this machine's",
 )
@@ -82,6 +83,7 @@ def command(
     go on, and the exit status is 1. The folder gets sweep.csv, sweep.md, sweep.json and sweep.svg; if the number of
     workers varies, also workers.csv, workers.md, workers.json and workers.svg.
     """
+    settings, output = _with_output(settings, output)
     env, base = os.environ, load_recipe(recipe, settings)
     if find:
         if grids or runs or workers or limit or dry_run:
@@ -107,6 +109,15 @@ def command(
             _planned_as_json(planned) if dry_run else {"folder": str(folder), **results_as_json(base.name, results)}
         )
     return 0 if all(result.status == DONE for result in results) else 1
+
+
+def _with_output(settings: tuple[str, ...], output: Path | None) -> tuple[tuple[str, ...], Path | None]:
+    """The settings without output=DIR, which names the folder of all trainings, as --output does; and that folder."""
+    given = [word.partition("=")[2] for word in settings if word.partition("=")[0] == "output"]
+    if given and output is not None:
+        raise InputError(f"output={given[-1]} and --output {output} name two folders: give one")
+    others = tuple(word for word in settings if word.partition("=")[0] != "output")
+    return others, Path(given[-1]) if given and given[-1] else output
 
 
 def _show_results(results: Sequence[RunResult], folder: Path) -> None:

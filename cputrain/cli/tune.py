@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from affinity.errors import InputError
 from affinity.wording import counted, first_named
+from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import settings_argument
 from cputrain.cli.streams import shows_bars
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -36,7 +37,7 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
 @click.option("--time", "limit", metavar="HH:MM:SS", help="stop after this time, even without a winner")
 @click.option(
     "--resolution",
-    type=click.FloatRange(0.1, 50),
+    type=FiniteRange(0.1, 50),
     default=2.0,
     show_default=True,
     metavar="PERCENT",

@@ -8,6 +8,7 @@ import click
 
 from affinity.errors import InputError
 from affinity.terminal import redraws, shows_color
+from cputrain.cli.numbers import FiniteRange
 from cputrain.runs.events import FILE
 from cputrain.runs.folder import RECIPE
 
@@ -17,7 +18,7 @@ from cputrain.runs.folder import RECIPE
 @click.option("--once", is_flag=True, help="print the current state and exit")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=1.0,
     show_default=True,
     metavar="S",

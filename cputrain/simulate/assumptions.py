@@ -19,9 +19,12 @@ class Constants:
     core_move_bytes_per_s: float
     phi_core_slowness: float
     gloo_move_bytes_per_s: float
+    gloo_bf16_slowness: float
+    ccl_bf16_slowness: float
     tcp_move_bytes_per_s: float
     host_latency_s: float
     layer_overhead_s: float
+    core_reorder_bytes_per_s: float
     decoding_share: float
     snapshot_bytes_per_s: float
     checkpoint_bytes_per_s: float
@@ -100,6 +103,21 @@ ASSUMPTIONS = (
         source="the same through gloo's sockets: 23 ms for 25 MB and 102 ms for 100 MB (docs/benchmarks.md)",
     ),
     Assumption(
+        name="gloo_bf16_slowness",
+        value=2.0,
+        low=1.5,
+        high=2.3,
+        source="how many times longer gloo adds and sends a byte of bfloat16 than one of float32: 2 ranks took 24 to "
+        "26 ms for 12 MiB of bfloat16 and 11 to 16 ms for 12 MiB of float32, on AVX-512",
+    ),
+    Assumption(
+        name="ccl_bf16_slowness",
+        value=1.15,
+        low=1.0,
+        high=1.5,
+        source="the same for oneCCL: 7.7 ms and 6.2 to 6.8 ms, on AVX-512; assumed to be up to 1.5 times without it",
+    ),
+    Assumption(
         name="tcp_move_bytes_per_s",
         value=1.5 * GB,
         low=1 * GB,
@@ -121,6 +139,15 @@ ASSUMPTIONS = (
         high=100 * US,
         source="start and end of one operation: the framework, oneDNN's choice of code, fork and join of the threads; "
         "chosen for all published runs together",
+    ),
+    Assumption(
+        name="core_reorder_bytes_per_s",
+        value=10 * GB,
+        low=5 * GB,
+        high=15 * GB,
+        source="what one core reads and writes when oneDNN copies weights into another layout, where memory does not "
+        "limit it: 3 x 3 convolutions of 512 channels took 0.6 to 0.8 ms forward and 4.2 to 4.8 ms backward beside "
+        "their operations, 57 MB, on AVX-512",
     ),
     Assumption(
         name="decoding_share",

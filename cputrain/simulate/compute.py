@@ -11,9 +11,11 @@ from cputrain.simulate.layers import BYTES, Layer
 from cputrain.simulate.setup import Setup, Speed
 
 HALF = 0.5  # bytes of bfloat16 in those of float32
-# With comm.compression=bf16 a bucket is added to its rounding errors, rounded, compared for the new errors, and the
-# sums are widened again: reads and writes of float32 size.
-COMPRESSION_PASSES = 7.5
+# Reads and writes of a bucket, of float32 size. DDP copies each gradient into it. By comm.compression, in the backward
+# pass and when the sum of all ranks is there: with bf16 the rounding errors are added, the gradients rounded, widened
+# and subtracted for the new errors; the sum is widened again.
+BUCKET_COPY_PASSES = 2
+ROUNDING_PASSES = {"none": (0.0, 0.0), "bf16": (9.0, 1.5)}
 # Reads and writes of a convolution's weights when oneDNN reorders them: before the forward pass, and in the backward
 # pass before and, for their gradients, after.
 REORDERING_PASSES = (2, 4)
@@ -25,12 +27,13 @@ class Work:
 
     `decoding_s` is what decoding takes from the computing threads in each backward pass, where it has no core of its
     own; `loading_s` what the loader cores need for a step, at which they hold up everything else.
+    `memory_bytes_per_s` is the worker's share of the memory's speed.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     optimizer_s: float
-    compression_bytes_per_s: float
+    memory_bytes_per_s: float
     decoding_s: float
     loading_s: float
 
@@ -41,12 +44,13 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
     flops = speed.core_flops / ((1 - serial) / setup.threads + serial)
     memory = speed.host_bytes_per_s / setup.workers
     overhead = constants.layer_overhead_s * (constants.phi_core_slowness if setup.phi else 1.0)
+    reordered = min(memory, setup.threads * constants.core_reorder_bytes_per_s)
     width = HALF if setup.precision == "bf16" else 1.0
 
     def seconds(layer: Layer, direction: int) -> float:
         operations = layer.flop[direction] * setup.local_batch / flops
         moved = layer.moved_bytes[direction] * setup.local_batch * width + (1, 2)[direction] * layer.weight_bytes
-        reordering = REORDERING_PASSES[direction] * layer.weight_bytes / memory if layer.reordered else 0.0
+        reordering = REORDERING_PASSES[direction] * layer.weight_bytes / reordered if layer.reordered else 0.0
         least = max(operations, moved / memory) + reordering + (1, 2)[direction] * overhead
         return layer.slowness[direction] * least
 
@@ -61,7 +65,7 @@ def work_of(setup: Setup, speed: Speed, constants: Constants) -> Work:
         forward_s=tuple(seconds(layer, 0) for layer in setup.layers),
         backward_s=tuple(seconds(layer, 1) for layer in setup.layers),
         optimizer_s=setup.optimizer_passes * setup.gradient_bytes / memory,
-        compression_bytes_per_s=memory / COMPRESSION_PASSES,
+        memory_bytes_per_s=memory,
         decoding_s=decoding,
         loading_s=loading,
     )

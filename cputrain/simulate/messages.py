@@ -81,6 +81,9 @@ def _path(setup: Setup, constants: Constants) -> Path:
         moved = cores * constants.core_move_bytes_per_s
         if setup.link is not None and setup.link.name == "ethernet":
             wire = cores * constants.tcp_move_bytes_per_s
+    if setup.compression == "bf16":
+        slowness = constants.gloo_bf16_slowness if setup.backend == "gloo" else constants.ccl_bf16_slowness
+        moved, wire = moved / slowness, wire / slowness
     return Path(
         link=setup.link,
         host_latency_s=constants.host_latency_s,

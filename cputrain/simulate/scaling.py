@@ -27,8 +27,9 @@ SECONDS_PER_HOUR, JOULES_PER_KWH = 3600.0, 3.6e6
 class Row:
     """A scenario on `nodes` hosts with `workers` ranks together.
 
-    `low` and `high` bound images/s; `efficiency` is relative to as many single hosts. `time_to_train_s`, `node_hours`
-    and `energy_kwh` are None where images or watts are not known.
+    `low` and `high` bound images/s; `efficiency` is relative to as many single hosts, under their own plan or under
+    this one, whichever is faster there. `time_to_train_s`, `node_hours` and `energy_kwh` are None where images or watts
+    are not known.
     """
 
     nodes: int
@@ -103,7 +104,7 @@ def _row(
         images_per_s=rate,
         low=rate - deviation[0],
         high=rate + deviation[1],
-        efficiency=rate / (setup.hosts * single),
+        efficiency=rate / (setup.hosts * max(single, model.images_per_s(replace(setup, hosts=1, link=None)))),
         step_s=step.step_s,
         exposed_s=step.exposed_s,
         straggler_s=step.straggler_s,
@@ -148,7 +149,7 @@ def _unused(scenario: Scenario) -> set[str]:
     """The assumptions that the scenario's images/s do not depend on."""
     phi = set() if is_phi(scenario.machine) else {"phi_core_slowness"}
     tcp = set() if scenario.link.name == "ethernet" else {"tcp_move_bytes_per_s"}
-    gloo = set() if scenario.recipe.comm.backend == "gloo" else {"gloo_move_bytes_per_s"}
+    gloo = set() if scenario.recipe.comm.backend == "gloo" else {"gloo_move_bytes_per_s", "gloo_bf16_slowness"}
     return {"snapshot_bytes_per_s", "checkpoint_bytes_per_s", "evaluation_start_s"} | phi | tcp | gloo
 
 

@@ -14,6 +14,8 @@ from cputrain.simulate.search import Candidate
 HEAD = ("nodes", "workers", "img/s", "range", "efficiency", "step", "exposed", "stragglers", "time to train")
 KEYS = ("nodes", "workers", "images_per_s", "low", "high", "efficiency", "step_s", "exposed_s", "time_to_train_s")
 MORE_KEYS = ("straggler_s", "global_batch", "node_hours", "energy_kwh")
+POINT = ("nodes", "workers", "images_per_s", "efficiency", "step_s", "exposed_comm_s", "time_to_train_s")
+POINT_KEYS = {"exposed_comm_s": "exposed_s"}
 MINUTE, HOUR = 60, 3600
 
 
@@ -94,9 +96,13 @@ def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
 
 
 def rows_json(scenario: Scenario, rows: Sequence[Row]) -> str:
-    """{"rows": [...], "assumptions": [{"name", "value", "source", ...}]}, times in seconds."""
+    """{"rows": [...], "points": [...], "assumptions": [{"name", "value", "source", ...}]}, times in seconds.
+
+    A point has what curves are drawn of, and calls exposed communication "exposed_comm_s".
+    """
     kept = [{key: values[key] for key in (*KEYS, *MORE_KEYS)} for values in map(asdict, rows)]
-    return json.dumps({"rows": kept, "assumptions": assumption_values(scenario)}, indent=1)
+    points = [{key: values[POINT_KEYS.get(key, key)] for key in POINT} for values in kept]
+    return json.dumps({"rows": kept, "points": points, "assumptions": assumption_values(scenario)}, indent=1)
 
 
 def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cputrain.simulate.assumptions import Constants
-from cputrain.simulate.compute import Work, work_of
+from cputrain.simulate.compute import BUCKET_COPY_PASSES, ROUNDING_PASSES, Work, work_of
 from cputrain.simulate.messages import Message, messages_of
 from cputrain.simulate.setup import Setup, Speed
 from cputrain.simulate.stragglers import slowest
@@ -73,11 +73,12 @@ def _step(setup: Setup, work: Work, messages: tuple[Message, ...], slowness: flo
         clock += computed + shared
         ends.append(clock)
         while message is not None and message.layer == layer:
-            spent = _compression_s(setup, work, message.size)
-            clock, stopped = clock + spent, stopped + spent
+            pass_s = message.size / work.memory_bytes_per_s
+            rounding, widening = (passes * pass_s for passes in ROUNDING_PASSES[setup.compression])
+            clock, stopped = clock + BUCKET_COPY_PASSES * pass_s + rounding, stopped + rounding
             began = max(clock, free)
-            free = began + message.cost.seconds
-            debt += 0.0 if setup.comm_cores else message.cost.core_s
+            free = began + message.cost.seconds + widening
+            debt += 0.0 if setup.comm_cores else message.cost.core_s + widening
             buckets.append(Bucket(size=message.size, ready_s=clock, start_s=began, end_s=free))
             message = next(pending, None)
     communicated = max(free, clock)
@@ -92,8 +93,3 @@ def _step(setup: Setup, work: Work, messages: tuple[Message, ...], slowness: flo
         straggler_s=0.0,
         step_s=max(communicated + optimizer, work.loading_s),
     )
-
-
-def _compression_s(setup: Setup, work: Work, size: int) -> float:
-    """Rounding and widening of a bucket, in the thread that computes the backward pass."""
-    return size / work.compression_bytes_per_s if setup.compression == "bf16" else 0.0

@@ -26,10 +26,11 @@ from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.assumptions import ASSUMPTIONS, CONSTANTS
 from cputrain.simulate.compute import work_of
 from cputrain.simulate.links import link_of
+from cputrain.simulate.messages import messages_of
 from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
 from cputrain.simulate.published import EFFICIENCIES, RUNS, SURFSARA, PublishedEfficiency, PublishedRun
 from cputrain.simulate.scaling import checkpoints_saved
-from cputrain.simulate.setup import Setup
+from cputrain.simulate.setup import Setup, Speed
 from cputrain.simulate.timeline import Step, step_of
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
@@ -108,6 +109,80 @@ def test_bf16_gradients_halve_the_time_on_the_wire(of_256_hosts: Setup) -> None:
     slow = replace(of_256_hosts, link=link_of("ethernet", gbit=1), algorithm="ring")
     full, half = (predicted(replace(slow, compression=name)) for name in ("none", "bf16"))
     assert half.exposed_s / full.exposed_s < 0.55
+
+
+def test_gloo_moves_bf16_no_faster_than_twice_as_many_bytes(of_256_hosts: Setup) -> None:
+    alone = replace(of_256_hosts, hosts=1, link=None, comm_cores=1, backend="gloo")
+
+    def all_reduce_s(compression: str) -> float:
+        return sum(message.cost.seconds for message in messages_of(replace(alone, compression=compression), CONSTANTS))
+
+    assert all_reduce_s("bf16") == pytest.approx(all_reduce_s("none"), rel=0.01)
+
+
+def test_copies_into_buckets_belong_to_the_backward_pass(of_256_hosts: Setup) -> None:
+    reference = published_reference(runs_of(SURFSARA)[0])
+    speed = speed_at(core_flops_of(reference, CONSTANTS), machine=reference)
+    work, step = work_of(of_256_hosts, speed, CONSTANTS), step_of(of_256_hosts, speed, CONSTANTS)
+    computed = step.backward_end_s - step.forward_end_s
+    slowness = step.forward_end_s / sum(work.forward_s)
+    copied = 2 * of_256_hosts.gradient_bytes / work.memory_bytes_per_s
+    assert computed == pytest.approx(slowness * sum(work.backward_s) + copied)
+
+
+def test_a_core_reorders_weights_at_its_own_speed_where_memory_is_faster() -> None:
+    plain = published_reference(runs_of(SURFSARA)[0]).setup
+    alone = replace(plain, workers=1, threads=1, local_batch=1)
+
+    def forward_s(memory: float) -> float:
+        return sum(work_of(alone, Speed(core_flops=1e15, host_bytes_per_s=memory), CONSTANTS).forward_s)
+
+    weights = sum(layer.weight_bytes for layer in alone.layers if layer.reordered)
+    fixed = len(alone.layers) * CONSTANTS.layer_overhead_s
+    assert forward_s(1e15) - fixed == pytest.approx(2 * weights / CONSTANTS.core_reorder_bytes_per_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings"),
+    [
+        ("skx-8160-2s", ()),
+        ("knl-7250-quad-cache", ("comm.compression=bf16",)),
+        ("spr-8480plus-2s", ("precision=bf16",)),
+        ("spr-8480plus-2s", ("precision=bf16", "plan.ppn=8", "batch.local=4")),
+        ("cpx-8376h-8s", ("precision=bf16", "comm.backend=gloo")),
+    ],
+)
+@pytest.mark.parametrize("fabric", ["opa", "ethernet", "slingshot"])
+def test_hosts_gain_at_most_their_number(
+    machine: str, settings: tuple[str, ...], fabric: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--machine", machine, "--fabric", fabric, "--nodes", "1,2,3,16,1024", *settings)
+    for row in json_of(capsys, *words)["rows"]:
+        assert 0 < row["efficiency"] <= 1.0001
+        assert 0 < row["low"] <= row["images_per_s"] <= row["high"]
+
+
+def test_more_bandwidth_is_never_slower_with_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    for fabric in ("opa", "ethernet"):
+        rates = [
+            json_of(capsys, "--nodes", "64", "--fabric", fabric, "--bandwidth", gbit, "plan.comm_cores=1")["rows"][0]
+            for gbit in ("0.1", "1", "10", "25", "100", "400")
+        ]
+        assert [row["images_per_s"] for row in rates] == sorted(row["images_per_s"] for row in rates)
+
+
+def test_json_has_points_for_curves_too(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json_of(capsys, "--nodes", "1,64")
+    for row, point in zip(answer["rows"], answer["points"], strict=True):
+        assert point == {
+            "nodes": row["nodes"],
+            "workers": row["workers"],
+            "images_per_s": row["images_per_s"],
+            "efficiency": row["efficiency"],
+            "step_s": row["step_s"],
+            "exposed_comm_s": row["exposed_s"],
+            "time_to_train_s": row["time_to_train_s"],
+        }
 
 
 def test_loaders_that_are_too_slow_set_the_pace(of_256_hosts: Setup) -> None:
@@ -295,6 +370,11 @@ def test_other_lists_are_refused(text: str) -> None:
         (("--from", "80@0x2x32"), "are above 0"),
         (("--from", "80@1x2"), "as in 6303@64x2x32"),
         (("model.name=torchvision:vgg16",), "its layers are not known"),
+        (("--bandwidth", "nan"), "'--bandwidth': nan is not a finite number"),
+        (("--bandwidth", "inf"), "'--bandwidth': inf is not a finite number"),
+        (("--latency-us", "nan"), "'--latency-us': nan is not a finite number"),
+        (("--rate", "inf"), "'--rate': inf is not a finite number"),
+        (("--watts", "nan"), "'--watts': nan is not a finite number"),
     ],
 )
 def test_wrong_input_is_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
