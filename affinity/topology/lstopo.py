@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from affinity.errors import InputError
 from affinity.terminal_text import printable
-from affinity.topology.cpuset import MOST_IDS, parse_mask
+from affinity.topology.cpuset import MOST_IDS, format_list, parse_mask
 from affinity.topology.lstopo_core_types import core_types
 from affinity.topology.lstopo_nodes import MemoryObject, figures_of, machine_nodes
 from affinity.topology.lstopo_numbers import plain_number
@@ -60,6 +60,8 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
     pus = tuple(sorted(pu for core in cores for pu in core.pus))
     if len(set(pus)) < len(pus):
         raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
+    if "version" not in root.attrib:  # hwloc 1
+        _check_nodes(found.memories, _allowed(top, "nodeset"))
     if not found.memories and "local_memory" in top.attrib:  # hwloc 1 of a host without NUMA
         found.memories.append(replace(_memory(top, ()), id=0))
     model = printable(found.info.get("CPUModel", "unknown model"))
@@ -142,6 +144,15 @@ def _online_cores(cores: list[Core], online: str | None) -> list[Core]:
     pus = {*parse_mask(online)}
     narrow = (replace(core, pus=tuple(pu for pu in core.pus if pu in pus)) for core in cores)
     return [core for core in narrow if core.pus]
+
+
+def _check_nodes(memories: list[MemoryObject], named: frozenset[int] | None) -> None:
+    """Raise ValueError where a file of hwloc 1 names NUMA nodes that it does not describe. Its format has one node around
+    a set of PUs: lstopo leaves out the PUs' own nodes where a pool of memory is next to several of them."""
+    described = {memory.id for memory in memories}
+    if described and named and (lost := named - described):
+        nodes = f"NUMA node{'s' if len(lost) > 1 else ''} {format_list(sorted(lost))}"
+        raise ValueError(f"it names {nodes} without describing them: hwloc 1's format cannot")
 
 
 def _allowed(top: ElementTree.Element, attribute: str) -> frozenset[int] | None:

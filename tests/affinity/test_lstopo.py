@@ -135,6 +135,16 @@ def test_version_1_is_read_with_its_caches_and_memories(tmp_path: Path) -> None:
     assert (machine.allowed_pus, machine.allowed_nodes) == ((0, 1, 2), (0, 1))
 
 
+def test_version_1_that_has_lost_nodes_is_refused(tmp_path: Path) -> None:
+    """As lstopo writes it where a pool of memory is next to several packages: of three nodes, the pool alone."""
+    lost = V1.replace('<object type="Machine"', '<object type="Machine" nodeset="0x0000000f"')
+    (tmp_path / "x.xml").write_text(lost)
+    with pytest.raises(InputError, match="it names NUMA nodes 2-3 without describing them: hwloc 1's format cannot"):
+        read_lstopo(tmp_path / "x.xml")
+    (tmp_path / "x.xml").write_text(lost.replace("0x0000000f", "0xf...f"))
+    assert len(read_lstopo(tmp_path / "x.xml").numa_nodes) == 2
+
+
 def test_version_1_of_a_host_without_numa_has_its_memory_at_the_machine(tmp_path: Path) -> None:
     (tmp_path / "x.xml").write_text(
         """<topology><object type="Machine" os_index="0" cpuset="0x3" local_memory="1073741824">
