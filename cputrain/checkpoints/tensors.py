@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,8 @@ def read_tensors(path: Path, expected: FileRecord | None = None) -> tuple[dict[s
     """The tensors of a file and its metadata, both verified: the whole file where `expected` is given, every tensor
     that has a checksum otherwise. Raises DamagedError."""
     try:
+        if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # it might be read for ever
+            raise DamagedError(f"{path} is a pipe or a device: put a file in its place")
         if expected is not None and file_sum(path) != expected:
             raise DamagedError(f"{path} is damaged: {_damage(path, expected)}")
         tensors, metadata = _load(path)

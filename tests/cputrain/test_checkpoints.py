@@ -222,6 +222,18 @@ def test_damage_is_named(saved: Path) -> None:
         load(saved, 0, 1)
 
 
+def test_what_is_no_file_is_not_read_for_ever(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(DamagedError, match=r"model.safetensors is a pipe or a device"):
+        load(saved, 0, 1)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(DamagedError, match=r"model.safetensors is a pipe or a device"):
+        load(saved, 0, 1)
+
+
 def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
     state = state_of(network())
     for step in (1, 2, 3):
