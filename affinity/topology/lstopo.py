@@ -147,8 +147,10 @@ def _online_cores(cores: list[Core], online: str | None) -> list[Core]:
 
 
 def _check_nodes(memories: list[MemoryObject], named: frozenset[int] | None) -> None:
-    """Raise ValueError where a file of hwloc 1 names NUMA nodes that it does not describe. Its format has one node around
-    a set of PUs: lstopo leaves out the PUs' own nodes where a pool of memory is next to several of them."""
+    """Raise ValueError where a file of hwloc 1 names NUMA nodes that it does not describe.
+
+    Its format has one node around a set of PUs: lstopo drops the PUs' own nodes beside a pool of memory.
+    """
     described = {memory.id for memory in memories}
     if described and named and (lost := named - described):
         nodes = f"NUMA node{'s' if len(lost) > 1 else ''} {format_list(sorted(lost))}"

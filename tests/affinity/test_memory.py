@@ -59,7 +59,7 @@ def test_control_groups_limit_memory() -> None:
     machine = replace(build_machine(1, 1, 8, 1), memory_limit_bytes=8 * GIB)
     with pytest.raises(InputError, match=r"worker 0 has 4\.0 GiB"):
         plan(machine, 64, ppn=2)
-    with pytest.raises(InputError, match="use fewer workers$"):
+    with pytest.raises(InputError, match=r"use fewer workers$"):
         plan(replace(machine, memory_limit_bytes=2 * GIB), 1, ppn=8)
 
 
