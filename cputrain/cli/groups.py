@@ -5,9 +5,19 @@ from difflib import get_close_matches
 
 import click
 
+from cputrain.cli.suggestions import no_such_command_of
+
 
 class WholeSummaries(click.Group):
-    """A group whose help has the whole summary of each command, on several lines where that is needed."""
+    """A group whose help has the whole summary of each command, on several lines where that is needed, and which names
+    its commands to one who gives another."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise click.UsageError(no_such_command_of(ctx.command_path, args[0], self.list_commands(ctx)), ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, self.commands[name].get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]

@@ -15,10 +15,12 @@ COMMAND_MEANINGS = {
     "check": ("doctor",),
     "classify": ("predict",),
     "compare": ("report",),
+    "config": ("keys", "recipes"),
     "configs": ("recipes",),
     "convert": ("prepare", "export"),
     "dataset": ("data", "prepare"),
     "diagnose": ("doctor",),
+    "debug": ("doctor", "env"),
     "download": ("weights",),
     "examples": ("demo", "recipes"),
     "estimate": ("simulate",),
@@ -36,16 +38,25 @@ COMMAND_MEANINGS = {
     "k8s": ("job kubernetes",),
     "kubernetes": ("job kubernetes",),
     "list": ("recipes", "machines"),
+    "logs": ("watch",),
+    "lr-find": ("find-lr",),
     "lr-finder": ("find-lr",),
+    "ls": ("recipes", "machines"),
     "lscpu": ("plan", "machine"),
     "lstopo": ("plan", "machine"),
+    "models": ("recipes", "weights"),
     "monitor": ("watch",),
     "mpiexec": ("import", "launch"),
     "mpirun": ("import", "launch"),
+    "onnx": ("export",),
+    "optimize": ("tune",),
+    "options": ("keys",),
     "pack": ("prepare",),
     "pbs": ("job",),
     "plot": ("report",),
     "preprocess": ("prepare",),
+    "profile": ("bench", "report"),
+    "resume": ("train RUN --resume",),
     "run": ("launch", "train"),
     "save": ("export", "machine"),
     "sbatch": ("job",),
@@ -150,10 +161,18 @@ BOUND = (
 def no_such_command(name: str, known: Iterable[str]) -> str:
     """One line for a command that does not exist."""
     known = list(known)
-    meant = [each for each in COMMAND_MEANINGS.get(name.lower(), ()) if each in known or each.startswith("--")]
+    meant = COMMAND_MEANINGS.get(name.lower().replace("_", "-"), ())
     near = meant or get_close_matches(name, known, n=2, cutoff=0.6)
-    hint = f"did you mean {either([f'cputrain {each}' for each in near])}? " if near else ""
-    return f"No such command {name[:60]!r}: {hint}See cputrain --help"
+    hint = f": did you mean {either([f'cputrain {each}' for each in near])}?" if near else "."
+    return f"No such command {name[:60]!r}{hint} See cputrain --help"
+
+
+def no_such_command_of(group: str, name: str, known: Iterable[str]) -> str:
+    """One line for a command that a group of commands, as in "cputrain bench", does not have."""
+    known = list(known)
+    near = get_close_matches(name, known, n=2, cutoff=0.6)
+    hint = f"did you mean {either([f'{group} {each}' for each in near])}?" if near else f"give {either(known)}."
+    return f"No such command {name[:60]!r}: {hint} See {group} --help"
 
 
 def missing_argument(error: click.MissingParameter) -> str:
@@ -189,7 +208,7 @@ def no_such_option(error: click.NoSuchOption) -> str:
     near = near or _keys(name, takes_settings=any(param.name == "settings" for param in params))
     hint = f"did you mean {either(near)}?" if near else _of_other_launchers(name) if "--ppn" in known else ""
     path = error.ctx.command_path if error.ctx else "cputrain"
-    return f"No such option {typed}: {f'{hint} ' if hint else ''}See {path} --help"
+    return f"No such option {typed}{f': {hint}' if hint else '.'} See {path} --help"
 
 
 def _has(params: Iterable[click.Parameter], option: str) -> bool:

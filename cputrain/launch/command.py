@@ -1,5 +1,6 @@
 """Any command under a plan: the job that starts it, or this process as one of its ranks."""
 
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from mpi.hosts.groups import Cluster
 from mpi.launchers.job import Job
 from mpi.launchers.table import LAUNCHERS
 from mpi.supervise.local import free_port
+
+PYTHON = re.compile(r"python[0-9.]*")
 
 
 def command_job(
@@ -62,6 +65,29 @@ def program(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
     if module:
         return (sys.executable, "-m", *words)
     return (sys.executable, *words) if words[0].endswith(".py") else words
+
+
+def check_program(command: tuple[str, ...], env: Mapping[str, str]) -> None:
+    """Raise InputError where this host has no such program, or Python no such script."""
+    first, behind = command[0], command[1:2]
+    if behind and behind[0].endswith(".py") and PYTHON.fullmatch(PurePath(first).name):
+        if not Path(behind[0]).is_file():
+            raise InputError(f"script {behind[0]} does not exist: give an existing one")
+    elif shutil.which(first, path=env.get("PATH")) is None:
+        raise InputError(f"{first[:60]} is {_no_program(first)}")
+
+
+def _no_program(name: str) -> str:
+    """What a word is that was given for a program, and what to do with it."""
+    if Path(name).is_dir():
+        return "a folder, not a program: give a script or a program"
+    if Path(name).is_file():
+        return f"a file that cannot be executed: chmod +x {name}, or name its interpreter first"
+    from cputrain.recipe.loading import recipe_names  # pydantic: only where it may be one
+
+    if name in recipe_names():
+        return f"a recipe, not a program: cputrain train {name} trains it"
+    return "no program on PATH: give a script or a program, as in cputrain launch -- python x.py"
 
 
 def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:

@@ -16,7 +16,7 @@ from affinity.planner.plan import Plan, Request
 from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
-from cputrain.launch.command import check_launch, command_job, new_folder
+from cputrain.launch.command import check_launch, check_program, command_job, new_folder
 from cputrain.launch.first_measurement import measure_transports
 from cputrain.launch.hosts import uses_launcher, with_allocated_hosts, with_host_groups
 from cputrain.launch.instances import chosen, with_instances
@@ -128,6 +128,8 @@ def run_launch(
     Makes the launch's folder, whose name the user has given where `named`. `preflight` checks the hosts before the
     start; None: where there are several. `report` shows a line to the user. Raises InputError, JobFailedError.
     """
+    if launch.launcher is None:
+        check_program(launch.command, launch.env)
     check_writable(launch.folder, "--output")
     launch = replace(launch, folder=new_folder(launch.folder, named=named))
     name = uuid4().hex

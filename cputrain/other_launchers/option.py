@@ -17,6 +17,7 @@ LAUNCH_OPTIONS = {
     "allocator": "--allocator",
     "instances": "--instances",
     "instance": "--instance LIST",
+    "distributed": "the default: without --instances",
     "output": "--output DIR",
     "restarts": "--restarts N",
     "environment": "env NAME=VALUE before the command",
@@ -51,7 +52,7 @@ class Option:
         """How `cputrain launch` has it; "" where it does not."""
         if self.parts:
             return ", ".join(LAUNCH_OPTIONS[field] for field, _ in self.parts)
-        if "{}" in self.value or self.field in ("environment", "smt", "module", "no_python", "dry_run"):
+        if "{}" in self.value or self.field in ("environment", "smt", "module", "no_python", "dry_run", "distributed"):
             return LAUNCH_OPTIONS.get(self.field, "")
         return f"{LAUNCH_OPTIONS[self.field].split()[0]} {self.value}"
 
@@ -62,7 +63,8 @@ class Program:
 
     `starts_python`: the command behind its options is a Python script, not a program. `joins_letters`: letters behind
     one dash are options of their own, the last one with its value, as in -lN2. `remark`: what to know of all its
-    command lines; `remark_on_one_host`: of those that name no other hosts.
+    command lines; `remark_on_one_host`: of those that name no other hosts; `remark_without_ranks`: of those that give
+    no number of ranks.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Program:
     joins_letters: bool = False
     remark: str = ""
     remark_on_one_host: str = ""
+    remark_without_ranks: str = ""
 
 
 def to(field: str, *names: str, takes: int = 1, value: str = "{}", why: str = "", when: str = ".*") -> Option:

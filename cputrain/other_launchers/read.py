@@ -86,6 +86,8 @@ def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]
                 f"{shown}: cputrain launch {script} starts it once for each planned worker, with --instances 1 before "
                 "it once in all"
             )
+        if plain[:1] in (("numactl",), ("taskset",)):
+            raise InputError(f"{shown}: put {plain[0]} before cputrain launch, whose plan stays inside what it allows")
         raise InputError(f"{shown}: give a command line of {known} or python -m torch.backends.xeon.run_cpu")
     length = next(len(call) for call in found[0].called if plain[: len(call)] == call)
     return found, called[0], called[length:]

@@ -14,7 +14,7 @@ from mpi.hosts.nodelist import expand, fold
 # Variables that the plan sets: one beside it would contradict it.
 PLANNED = (
     *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_HW_SUBSET", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"),
-    *("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "CCL_WORKER_AFFINITY", "CCL_WORKER_COUNT"),
+    *("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "CCL_WORKER_AFFINITY"),
     *("MALLOC_CONF", "OMP_SCHEDULE"),
 )
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -44,13 +44,16 @@ def translated(reading: Reading, *, cores: int, hosts_in: Callable[[str], int | 
     options, more = _sized(options, hosts_in)
     notes += more
     one_host = not options.hosts and not options.hostfile and (options.nodes or 1) == 1
-    notes += filter(None, (reading.program.remark, reading.program.remark_on_one_host if one_host else ""))
+    numbered = any(each.field in ("ppn", "ranks") for each in reading.given)
+    program = reading.program
+    notes += (program.remark, program.remark_on_one_host if one_host else "")
+    notes += ("" if numbered else program.remark_without_ranks,)
     words = ("cputrain", "launch", *_words_of(options), *_command(options, starts_python=reading.program.starts_python))
     folder = f"cd {shlex.quote(options.folder)} && " if options.folder else ""
     return Translation(
         line=folder + shlex.join((*(("env", *front) if front else ()), *words)),
         without=(*reading.without, *dropped),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(filter(None, notes))),
     )
 
 
@@ -63,14 +66,16 @@ def _without_planned(options: Wanted, variables: tuple[str, ...]) -> tuple[Wante
             dropped.append((variable, "the plan sets it"))
         elif name == "OMP_NUM_THREADS" and value.isdecimal():
             options = replace(options, threads=options.threads or int(value))
+        elif name == "CCL_WORKER_COUNT" and value.isdecimal():
+            options = replace(options, comm_cores=int(value) if options.comm_cores is None else options.comm_cores)
         elif name not in MEETING:
             kept.append(variable)
     return replace(options, environment=tuple(kept)), dropped
 
 
 def _instances_or_ranks(options: Wanted, cores: int) -> Wanted:
-    """ipexrun and run_cpu start independent copies, ipexrun with --nnodes ranks."""
-    if options.nodes is not None:
+    """ipexrun and run_cpu start independent copies; ipexrun with --nnodes, older ones with --distributed, ranks."""
+    if options.nodes is not None or options.distributed:
         return replace(options, instances=None, instance=None)
     if options.instances in ("latency", "throughput"):
         return replace(options, threads=None)

@@ -33,6 +33,7 @@ class Wanted:
     allocator: str | None = None
     instances: str | None = None
     instance: str | None = None
+    distributed: bool = False
     output: str | None = None
     restarts: int | None = None
     environment: tuple[str, ...] = ()
@@ -109,7 +110,7 @@ def _one_of(names: dict[str, str | None]) -> Callable[[Given], str | None]:
 
 VALUES: dict[str, Callable[[Given], Any]] = {
     **dict.fromkeys(("ppn", "ranks", "threads", "restarts"), _number),
-    **dict.fromkeys(("smt", "dry_run", "module", "no_python"), _true),
+    **dict.fromkeys(("smt", "dry_run", "module", "no_python", "distributed"), _true),
     "nodes": _nodes,
     "comm_cores": _cores,
     "cores": _list,

@@ -125,7 +125,9 @@ def nearest_recipes(name: str) -> str:
     names = recipe_names()
     near = get_close_matches(name, names, n=3, cutoff=0.5) or [each for each in names if name.lower() in each][:3]
     listed = "cputrain recipes lists all of them"
-    return f"the nearest names are {', '.join(near)}; {listed}" if near else listed
+    if not near:
+        return listed
+    return f"the nearest {'name is' if len(near) == 1 else 'names are'} {', '.join(near)}; {listed}"
 
 
 def recipe_names() -> list[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from affinity.errors import InputError
 from cputrain.runs.event_types import read_event
 
 
@@ -15,7 +16,10 @@ class EventTail:
         self.damaged = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The new events, none where there is no file yet; and whether they begin a file that replaces another."""
+        """The new events, none where there is no file yet; and whether they begin a file that replaces another.
+
+        Raises InputError where the file cannot be read.
+        """
         try:
             with self._path.open("rb") as file:
                 found = self._path.stat()
@@ -27,6 +31,8 @@ class EventTail:
                 data = file.read()
         except FileNotFoundError:
             return [], False
+        except OSError as error:
+            raise InputError(f"cannot read {self._path}: {error.strerror}: give the folder of a training") from None
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         events = [read_event(line) for line in whole.splitlines()]

@@ -23,6 +23,8 @@ def other_launchers() -> str:
             for option in program.options
         ]
         on_one_host = f"On one host: {program.remark_on_one_host}" if program.remark_on_one_host else ""
-        remarks = "".join(f"\n{plain(remark)}.\n" for remark in (program.remark, on_one_host) if remark)
+        remarks = "".join(
+            f"\n{plain(remark)}.\n" for remark in (program.remark, on_one_host, program.remark_without_ranks) if remark
+        )
         parts.append(f"## {program.title}\n{remarks}\n{table(['option', 'here', 'why'], rows)}\n")
     return "\n".join(parts)

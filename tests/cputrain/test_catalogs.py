@@ -57,7 +57,7 @@ def test_a_recipe_is_shown_as_its_file_has_it(capsys: Captured) -> None:
     assert text.startswith("# ResNet-50 on scikit-learn's") and yaml.safe_load(text)["name"] == "demo-digits"
     found = json.loads(printed(capsys, "recipes", "show", "demo-digits", "--format", "json"))
     assert found["text"] == text and Path(found["file"]).read_text() == text
-    assert "the nearest names are demo-digits" in refusal(capsys, "recipes", "show", "demo-digit")
+    assert "the nearest name is demo-digits" in refusal(capsys, "recipes", "show", "demo-digit")
 
 
 def test_every_machine_is_listed(capsys: Captured) -> None:
@@ -105,7 +105,7 @@ def test_a_text_like_a_command_s_name_is_searched_too(text: str, capsys: Capture
 
 def test_a_misspelled_command_is_named_where_nothing_is_found(capsys: Captured) -> None:
     assert refusal(capsys, "machines", "serach").endswith("has 'serach': did you mean cputrain machines search?")
-    assert "Did you mean 'search'?" in refusal(capsys, "recipes", "serach", "resnet")
+    assert "did you mean cputrain recipes search?" in refusal(capsys, "recipes", "serach", "resnet")
 
 
 def test_a_machine_is_shown_with_its_memory(capsys: Captured) -> None:

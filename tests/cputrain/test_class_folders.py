@@ -85,3 +85,10 @@ def test_a_training_of_class_folders_says_where_its_validation_images_are_from(
     out = capsys.readouterr().out
     assert "54 training and 6 validation images" in out
     assert f"{classes} has no validation images of its own: 6 images drawn" in out
+
+
+def test_mnist_s_own_files_are_named_with_the_command_that_packs_them(tmp_path: Path) -> None:
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
+    for read in (open_dataset, survey):
+        with pytest.raises(InputError, match=r"MNIST's own files: pack them with cputrain prepare mnist .* OUT"):
+            read(str(tmp_path))

@@ -77,7 +77,7 @@ def test_plan_options_win_over_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("plan", "demo-digit"), "unknown recipe 'demo-digit': the nearest names are demo-digits"),
+        (("plan", "demo-digit"), "unknown recipe 'demo-digit': the nearest name is demo-digits"),
         (("plan", "--machine", "skx-9999"), "machine 'skx-9999' is not in the catalog: nearest are skx-8180-8s"),
         (("plan", "--machine", "skx-8160-2s", "--ppn", "64"), "--ppn 64 needs 64 cores; host skx-8160-2s has 48"),
         (("plan", "--ppn", "none"), "'none' is neither auto nor a number"),
@@ -92,7 +92,7 @@ def test_plan_options_win_over_the_recipe() -> None:
         (("plan", "demo-digits", "--bind", "launcher"), "--bind launcher needs a launcher"),
         (("plan", "--nod", "2"), "No such option --nod: did you mean --nodes?"),
         (("train", "imagefolder", "--ppn", "2"), "No such option --ppn: did you mean plan.ppn=VALUE?"),
-        (("train", "imagefolder", "--frob"), "No such option --frob: See cputrain train --help"),
+        (("train", "imagefolder", "--frob"), "No such option --frob. See cputrain train --help"),
         (("launch",), "Missing argument"),
         (("train", "imagefolder"), "no data.path"),
         (("train", "imagefolder", "data.path=nowhere"), "data folder nowhere does not exist"),

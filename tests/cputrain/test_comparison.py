@@ -44,6 +44,20 @@ def test_runs_given_one_by_one_link_to_their_own_pages(sweep: Path, tmp_path: Pa
     assert html.count('">report</a>') == 1 and "rates/run0/report.html" in html and (tmp_path / "two.csv").is_file()
 
 
+def test_a_glob_may_hold_sweeps_and_what_is_no_run(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "alone", steps=10, usage=False)
+    (tmp_path / "notes.csv").write_text("a\n")
+    (tmp_path / "empty").mkdir()
+    others = [str(tmp_path / name) for name in ("alone", "notes.csv", "empty")]
+    assert main(["report", str(sweep), *others, "--output", str(tmp_path / "all.html")]) == 0
+    runs = [row["run"] for row in csv.DictReader((tmp_path / "all.csv").open())]
+    assert len(runs) == 4
+    assert capsys.readouterr().err == f"left out, as there is no run in them: {others[1]}, {others[2]}\n"
+    assert main(["report", *others[1:]]) == 2 and main(["report", str(sweep), str(tmp_path / "absent")]) == 2
+
+
 def test_only_settings_that_differ_are_compared(sweep: Path) -> None:
     runs = compare_runs([sweep / f"run{i}" for i in range(3)], 1000)
     assert {key for run in runs for key, _ in run.result.settings} == {"schedule.peak_rate"}

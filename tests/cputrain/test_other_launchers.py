@@ -69,6 +69,12 @@ ipexrun --nnodes 1 --nprocs-per-node 2 --ccl-worker-count 4 x.py
     --ppn 2 --comm-cores 4 x.py
 ipexrun --nnodes 2 --nprocs-per-node 2 x.py
     --hostfile hostfile --ppn 2 x.py
+ipexrun --distributed --nproc_per_node 2 --ccl_worker_count 2 x.py
+    --ppn 2 --comm-cores 2 x.py
+ipexrun --nnodes 2 --nproc_per_node 2 --hostfile h --distributed x.py
+    --hostfile h --ppn 2 x.py
+CCL_WORKER_COUNT=2 torchrun --nproc-per-node 2 x.py
+    --ppn 2 --comm-cores 2 x.py
 ipexrun --latency-mode x.py
     --instances latency x.py
 ipexrun --throughput_mode --memory-allocator jemalloc x.py
@@ -238,6 +244,12 @@ def test_values_that_mean_something_else_here_are_noted() -> None:
     assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: auto, cpu: the plan decides",)
 
 
+@pytest.mark.parametrize("line", ["torchrun x.py", "accelerate launch --ipex x.py"])
+def test_a_number_of_ranks_that_is_not_given_is_the_plan_s_as_a_note_says(line: str) -> None:
+    (note,) = ours(line).notes
+    assert note.endswith(("without --ppn the plan decides", "without --ppn the plan decides their number"))
+
+
 @pytest.mark.parametrize("name", ["intelmpi", "openmpi", "mpich", None])
 def test_an_mpirun_that_could_be_any_is_that_of_its_launcher(name: str | None) -> None:
     (note,) = ours("mpirun -np 2 ./a", launcher=name).notes
@@ -292,7 +304,12 @@ def test_variables_that_srun_gives_alone_stand_beside_the_inherited_ones() -> No
 
 def test_the_page_of_options_has_every_remark() -> None:
     page = other_launchers()
-    remarks = [each for one in PROGRAMS.values() for each in (one.remark, one.remark_on_one_host) if each]
+    remarks = [
+        each
+        for one in PROGRAMS.values()
+        for each in (one.remark, one.remark_on_one_host, one.remark_without_ranks)
+        if each
+    ]
     assert len(remarks) >= 6 and all(plain(each) in page for each in remarks)
 
 
@@ -304,6 +321,7 @@ def test_the_page_of_options_has_every_remark() -> None:
             "python x.py --lr 1",
             "known here: cputrain launch x.py --lr 1 starts it once for each planned",
         ),
+        ("numactl -C 0-3 python x.py", "put numactl before cputrain launch, whose plan stays inside what it allows"),
         ("python -m pkg", "cputrain launch -- python -m pkg starts it"),
         (f"python x.py {'--long 1 ' * 20}'a b'", f"launch x.py {'--long 1 ' * 20}'a b' starts it once for each"),
         ("srun -lz2 ./a", "srun has no option -z"),

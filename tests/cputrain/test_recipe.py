@@ -331,7 +331,7 @@ def test_generated_data_has_no_folder() -> None:
 
 
 def test_the_error_for_an_unknown_recipe_shows_similar_names() -> None:
-    with pytest.raises(InputError, match="unknown recipe 'demo-digit': the nearest names are demo-digits"):
+    with pytest.raises(InputError, match="unknown recipe 'demo-digit': the nearest name is demo-digits"):
         load_recipe("demo-digit")
     with pytest.raises(InputError, match=r"recipe file nowhere/x\.yaml not found"):
         load_recipe("nowhere/x.yaml")

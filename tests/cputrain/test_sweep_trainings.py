@@ -52,6 +52,8 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
 def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
     shown = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
     assert shown.returncode == 0 and "2/2  batch.local=6  (global batch 6, 8 steps)" in shown.stdout
+    two = cputrain("sweep", "imagefolder", *SMALL, "--grid", "seed=1,2", "output=a", "--output", "b", cwd=place)
+    assert refused(two) == "cputrain: output=a and --output b name two folders: give one"
     none = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=600,700", cwd=place)
     assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker")
     wrong = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.locla=6,9", cwd=place)

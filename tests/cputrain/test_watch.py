@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.watch.curve import braille_curve
 from cputrain.watch.screen import screen
@@ -70,6 +71,12 @@ def test_new_lines_are_read_as_they_come_and_a_new_run_begins_anew(tmp_path: Pat
     path.write_text(line)
     events, replaced = tail.read()
     assert len(events) == 1 and replaced and tail.damaged == 0
+
+
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"cannot read .*events\.jsonl: Is a directory: give the folder of a training"):
+        EventTail(tmp_path / "events.jsonl").read()
 
 
 def test_steps_that_are_done_again_are_drawn_once() -> None:

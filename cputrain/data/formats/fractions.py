@@ -22,7 +22,10 @@ def counts_to_draw(
     for name, size, *counts in zip(classes, sizes, *drawn.values(), strict=True):
         if sum(counts) >= size:
             requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
-            raise InputError(f"class {name} has {counted(size, 'image')}: too few to split off {requested} of them")
+            raise InputError(
+                f"class {name} has {counted(size, 'image')}: too few to split off {requested} of them for validation: "
+                "add images to it, or name a folder that has validation images of its own in val/CLASS/"
+            )
     return drawn
 
 

@@ -12,6 +12,8 @@ ACCELERATE = Program(
     called=(("accelerate", "launch"), ("accelerate-launch",)),
     modules=("accelerate.commands.launch",),
     starts_python=True,
+    remark_without_ranks="accelerate launch without --num_processes starts the number that its configuration file has, "
+    "else one; without --ppn the plan decides",
     options=(
         to("ranks", "--num-processes"),
         to("nodes", "--num-machines"),
@@ -22,6 +24,7 @@ ACCELERATE = Program(
         to("environment", "--dynamo-backend", value="ACCELERATE_DYNAMO_BACKEND={}"),
         to("environment", "--dynamo-mode", value="ACCELERATE_DYNAMO_MODE={}"),
         to("hostfile", "--mpirun-hostfile", "--deepspeed-hostfile"),
+        to("comm_cores", "--mpirun-ccl"),
         to("restarts", "--max-restarts"),
         to("output", "--log-dir", why="a new folder, with plan.json and logs/"),
         to("module", "-m", "--module", takes=0),
@@ -32,6 +35,8 @@ ACCELERATE = Program(
         without(MEETING, "--main-process-ip"),
         without(PORT, "--main-process-port"),
         without(BINDING, "--enable-cpu-affinity", takes=0),
+        without("Intel's extension ended at PyTorch 2.8", "--ipex", "--use-ipex", takes=0),
+        without(CPUS, "--use-xpu", "--use-mps-device", takes=0),
         without(LOGS, "-t", "--tee"),
         without("ranks have no roles", "--role"),
         without("launch notices the end of a rank at once", "--monitor-interval"),

@@ -16,6 +16,7 @@ IPEXRUN = Program(
     options=(
         to("nodes", "--nnodes"),
         to("ppn", "--nprocs-per-node", "--nproc-per-node"),
+        to("distributed", "--distributed", takes=0, value="on"),
         to("comm_cores", "--ccl-worker-count"),
         to("hostfile", "--hostfile"),
         to("instances", "--ninstances"),
@@ -51,7 +52,7 @@ IPEXRUN = Program(
         without(MEETING, "--master-addr"),
         without(PORT, "--master-port"),
         without("give mpirun's options to cputrain import alone", "--extra-mpi-params", "--more-mpi-params"),
-        without("--nnodes and --ninstances say it", "--distributed", "--multi-instance", takes=0),
+        without("--ninstances says it", "--multi-instance", takes=0),
         without(SCRIPT, "--auto-ipex", "--auto-ipex-verbose", "--disable-ipex-graph-mode", takes=0),
         without(SCRIPT, "--dtype"),
     ),

@@ -9,6 +9,8 @@ TORCHRUN = Program(
     called=(("torchrun",),),
     modules=("torch.distributed.run", "torch.distributed.launch"),
     starts_python=True,
+    remark_without_ranks="torchrun without --nproc-per-node starts one rank on each host; without --ppn the plan "
+    "decides their number",
     options=(
         to(
             "nodes",
