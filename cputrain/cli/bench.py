@@ -1,6 +1,7 @@
 """cputrain bench: measurements of this host, each beside its limit; and norms that a run has recorded."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from cputrain.runs.events import FILE, read_events
 
 F = TypeVar("F", bound=Callable[..., Any])
 QUICK_REPEATS, REPEATS = 2, 7
+DEFAULT_RECIPE = "imagefolder"
+SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 
 
 @click.group("bench", cls=WholeSummaries)
@@ -53,7 +56,7 @@ def _repeats_option(function: F) -> F:
 
 
 @command.command("model")
-@click.argument("recipe", default="imagefolder")
+@click.argument("recipe", default=DEFAULT_RECIPE)
 @settings_argument
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="steps that are counted  [default: 10]")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="write two steps for ui.perfetto.dev")
@@ -75,6 +78,8 @@ def model(
         warm_up=1 if quick else 2, steps=counted, profiled=2, limits=precisions(this_machine().isa), quick=quick
     )
     env = os.environ
+    if SETTING.match(recipe):  # KEY=VALUE without a recipe before it
+        recipe, settings = DEFAULT_RECIPE, (recipe, *settings)
     found = measure_model(recipe, settings, spec, env)
     _show(model_report(found), output_format)
     if trace is not None:

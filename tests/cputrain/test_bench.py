@@ -205,6 +205,11 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
     assert "optim.name" in refused(wrong)
 
 
+@pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16"])
+def test_bench_model_takes_settings_without_a_recipe(wrong: str) -> None:
+    assert f"setting '{wrong}'" in refused(cputrain("bench", "model", wrong))
+
+
 @pytest.mark.skipif(len(this_machine().allowed_cores) < 2, reason="needs two cores")
 def test_bench_comm_measures_each_backend_beside_a_copy(tmp_path: Path) -> None:
     ran = cputrain("bench", "comm", "--quick", "--repeats", "2", "--format", "json")
