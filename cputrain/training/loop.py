@@ -70,7 +70,7 @@ class TrainingLoop:
             recipe=session.recipe,
             rank=session.ranks.this.rank,
             state=self.state,
-            log=self.log,
+            warn=self.log.warn,
             position=position,
             wait=self.saver.wait,
         )

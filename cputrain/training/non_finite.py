@@ -12,7 +12,6 @@ from cputrain.comm.group import all_gather
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.runs.folder import CHECKPOINTS
-from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import StepResult
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import find_newest, put_back, set_damaged_aside
@@ -23,12 +22,13 @@ MAX_ROLLBACKS = 3  # to one checkpoint
 
 @dataclass(slots=True, kw_only=True)
 class NonFiniteHandler:
-    """Handles steps whose gradients contain NaN or Inf; `wait` waits until the last checkpoint is written."""
+    """Handles steps whose gradients contain NaN or Inf; `warn` gets a step and a line, `wait` waits until the last
+    checkpoint is written."""
 
     recipe: Recipe
     rank: int
     state: TrainState
-    log: TrainingLog
+    warn: Callable[[int, str], None]
     position: Position
     wait: Callable[[], None]
 
@@ -39,17 +39,17 @@ class NonFiniteHandler:
         """
         message, origin = _describe(all_gather((result.loss, result.non_finite)), step, lr)
         if self.recipe.on_nan == "skip":
-            self.log.warn(step, f"{message}: the step is skipped")
+            self.warn(step, f"{message}: the step is skipped")
             return
         self.wait()
         dist.barrier()  # rank 0 has completed the last checkpoint
         folder, rollbacks = self.recipe.folder / CHECKPOINTS, self.position.rollbacks
         found = find_newest(folder, self.rank) if self.recipe.on_nan == "rollback" else None
         if found and rollbacks.get(found.name, 0) < MAX_ROLLBACKS:
-            set_damaged_aside(found, self.log, step, self.rank)
+            set_damaged_aside(found, self.warn, step, self.rank)
             put_back(found.loaded, self.state, self.recipe.optim.name)
             rollbacks[found.name] = rollbacks.get(found.name, 0) + 1
-            self.log.warn(step, f"{message}: restored {found.name}, training continues with the next images")
+            self.warn(step, f"{message}: restored {found.name}, training continues with the next images")
             return
         if self.rank == origin:
             saved = list_checkpoints(folder)

@@ -50,7 +50,7 @@ def start_training(
     for note in notes:
         progress.line(note)
     if found:
-        set_damaged_aside(found, log, position.step, ranks.this.rank)
+        set_damaged_aside(found, log.warn, position.step, ranks.this.rank)
     return TrainingLoop(
         session=session,
         state=state,

@@ -1,5 +1,6 @@
 """Finding the newest checkpoint that every rank can read, and putting its state back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from cputrain.checkpoints.manifest import (
 )
 from cputrain.checkpoints.tensors import read_file
 from cputrain.comm.group import all_gather
-from cputrain.training.log import TrainingLog
 from cputrain.training.saving.position import Position, position_of
 from cputrain.training.saving.snapshot import Tensors, put_optimizer, put_own_state, put_weights
 from cputrain.training.state import TrainState
@@ -54,13 +54,13 @@ class Found:
         return self.loaded.path.name
 
 
-def set_damaged_aside(found: Found, log: TrainingLog, step: int, rank: int) -> None:
+def set_damaged_aside(found: Found, warn: Callable[[int, str], None], step: int, rank: int) -> None:
     """Rename the damaged checkpoints, so that they count no more, and tell which one takes their place. To be called by
     all ranks."""
     for name, problem in found.damaged.items():
         if rank == 0:
             set_aside(found.loaded.path.with_name(name))
-        log.warn(step, f"{problem}: it is now {name}.damaged, and {found.name} is used")
+        warn(step, f"{problem}: it is now {name}.damaged, and {found.name} is used")
 
 
 def find_newest(folder: Path, rank: int) -> Found | None:

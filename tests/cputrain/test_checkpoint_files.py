@@ -1,0 +1,161 @@
+"""Which checkpoints are kept, and how they get onto a disk: replaced, unfinished, full, slow."""
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from affinity.errors import RunError
+from cputrain.checkpoints import folder as places
+from cputrain.checkpoints.folder import list_checkpoints, name_of, remove_old, remove_partial, set_best, step_of
+from cputrain.checkpoints.tensors import write_tensors
+from cputrain.comm.store import SignedKeys
+from cputrain.training.saving.position import Position
+from cputrain.training.saving.restore import load
+from cputrain.training.saving.snapshot import take_snapshot
+from cputrain.training.saving.writer import CheckpointWriter
+from tests.support.checkpoints import group_of_one, network, saved_once, state_of, written
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    with group_of_one():
+        yield
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return saved_once(tmp_path)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    state = state_of(network())
+    for step in (1, 2, 3, 4):
+        path = written(tmp_path, state, Position(step=step))
+        if step == 1:
+            set_best(path)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(step) for step in (1, 3, 4)]
+    set_best(tmp_path / name_of(4))
+    remove_old(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", name_of(4)]
+    shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
+    assert load(tmp_path.with_name("moved") / "best", 0, 1).position.step == 4
+    written(tmp_path, state, Position(step=4, best_score=1.0))
+    assert load(tmp_path / name_of(4), 0, 1).position.best_score == 1.0, "one of the same step is replaced"
+
+
+def test_best_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    state = state_of(network())
+    for step in (1, 2):
+        set_best(written(tmp_path, state, Position(step=step)))
+        assert load(tmp_path / "best", 0, 1).position.step == step and not (tmp_path / "best").is_symlink()
+
+
+def test_a_checkpoint_that_was_being_replaced_when_the_host_crashed_has_its_name_again(tmp_path: Path) -> None:
+    """Between the two renamings its name is gone, and the new one may not have reached the disk."""
+    replaced = tmp_path / ".step-0000009.replaced"
+    replaced.mkdir()
+    (tmp_path / ".step-0000009.partial").mkdir()
+    (tmp_path / "step-0000008").mkdir()
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [8, 9], "eval and --resume find it, too"
+    remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000008", "step-0000009"]
+    (tmp_path / "step-0000008").rmdir()
+    replaced.mkdir()
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000009"]
+
+
+def test_what_was_not_finished_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step-0000009.partial").mkdir()
+    (tmp_path / ".step-0000009.partial/model.safetensors").write_bytes(b"half")
+    (tmp_path / ".best.partial").symlink_to("step-0000009")
+    (tmp_path / "step-0000008").mkdir()
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000008"]
+
+
+def test_a_full_disk_is_named_where_the_training_waits(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full stands for the disk."""
+    state = state_of(network())
+    monkeypatch.setattr("cputrain.training.saving.writer.partial_name", lambda step: "partial")
+    (saved.parent / "partial").mkdir()
+    (saved.parent / "partial/rank-00000.safetensors").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*rank-00000.safetensors"):
+        written(saved.parent, state, Position(step=9))
+    assert [path.name for path in list_checkpoints(saved.parent)] == [saved.name]
+    assert not (saved.parent / "partial").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may have made sure of the folder a moment ago; without it, it would not name the full disk."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cputrain.training.saving.writer.write_tensors", full)
+    writer = CheckpointWriter(
+        folder=tmp_path,
+        keys=SignedKeys(HashStore(), ""),
+        rank=world_size - 1,
+        world_size=world_size,
+        keep=2,
+        pus=os.sched_getaffinity(0),
+    )
+    writer.begin(1, take_snapshot(state_of(network()), 0, "momentum"), {}, None)
+    with pytest.raises(OSError, match="No space left"):
+        writer.wait()
+    assert (tmp_path / places.partial_name(1)).exists() == (world_size > 1)
+
+
+def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process writes into the store over what rank 1 has said; what it writes is not signed."""
+    monkeypatch.setattr("cputrain.training.saving.writer.WRITTEN_S", 0.2)
+    store = HashStore()
+    SignedKeys(store, "token").set("saved/1/1", "1 10 10")
+    store.set("saved/1/1", "1 10 10")
+    with pytest.raises(RunError, match=r"rank 1 has not written its part of a checkpoint after 0\.2 s"):
+        written(tmp_path, state_of(network()), Position(step=1), store=store, world_size=2)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training goes on while a slow disk takes its checkpoint."""
+    state = state_of(network())
+    slow, disk = write_tensors, threading.Event()
+
+    def sluggish(*arguments):
+        assert disk.wait(60)
+        return slow(*arguments)
+
+    monkeypatch.setattr("cputrain.training.saving.writer.write_tensors", sluggish)
+    snapshot = take_snapshot(state, 0, "momentum")
+    writer = CheckpointWriter(
+        folder=tmp_path,
+        keys=SignedKeys(HashStore(), ""),
+        rank=1,
+        world_size=2,
+        keep=2,
+        pus=os.sched_getaffinity(0),
+    )
+    own = {"rank-00001.safetensors": snapshot.files["rank-00000.safetensors"]}
+    writer.begin(1, type(snapshot)(files=own, optimizer=None), {}, None)
+    assert writer.busy
+    disk.set()
+    writer.wait()
+    assert not writer.busy and (tmp_path / places.partial_name(1) / "rank-00001.safetensors").is_file()
