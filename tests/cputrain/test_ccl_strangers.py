@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from benchmarks.comm_soak import commands
 from cputrain.comm.ccl.segments import SHM, sweep_segments
 from mpi.supervise.local import free_port
+from tests.support import ccl_callbacks
 from tests.support.ccl_jobs import command, ended, lines_of, printed, started
 from tests.support.commands import mpi_path
 
@@ -34,6 +35,7 @@ GOOD = [
     "sparse_gradients_are_summed",
     "a_monitored_barrier_names_the_missing",
     "monitored_barriers_leave_nothing_in_the_store",
+    *(act.__name__ for act in ccl_callbacks.ALL),
 ]
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -41,6 +42,11 @@ REDUCTIONS = {
     "product": (dist.ReduceOp.PRODUCT, lambda values: values.prod(0)),
     "min": (dist.ReduceOp.MIN, lambda values: values.min(0).values),
     "max": (dist.ReduceOp.MAX, lambda values: values.max(0).values),
+}
+BITWISE = {
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=4).map(tuple)
 LAYOUTS = st.sampled_from(["plain", "transposed", "strided", "offset"])
@@ -99,6 +105,21 @@ def exchange(shape: tuple[int, ...], kind: torch.dtype, layout: str, how: str, *
     assert near(part, scattered, kind, spread), "reduce_scatter"
 
 
+def combine_bits(all_values: torch.Tensor, layout: str, root: int) -> None:
+    """The bitwise reductions of integers, [ranks, ...]."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    for op, combine in BITWISE.items():
+        exact = reduce(combine, all_values)
+        reduced, onto = (laid_out(all_values[me].clone(), layout) for _ in range(2))
+        dist.all_reduce(reduced, op)
+        assert torch.equal(reduced, exact), "bitwise all_reduce"
+        dist.reduce(onto, root, op)
+        assert torch.equal(onto, exact if me == root else all_values[me]), "bitwise reduce"
+        part = laid_out(torch.empty_like(exact), layout)
+        dist.reduce_scatter(part, [all_values[me].bitwise_xor(i) for i in range(world)], op)
+        assert torch.equal(part, reduce(combine, all_values.bitwise_xor(me))), "bitwise reduce_scatter"
+
+
 def examples(count: int) -> None:
     """Every collective on made shapes, types and layouts, against references in float64."""
     me, world = dist.get_rank(), dist.get_world_size()
@@ -144,6 +165,8 @@ def examples(count: int) -> None:
         dist.gather(laid_out(mine, layout), collected, dst=root)
         assert collected is None or torch.equal(torch.stack(collected), all_values), "gather"
         exchange(shape, kind, layout, how, root=root, key=key)
+        if not kind.is_floating_point:
+            combine_bits(all_values, layout, root)
 
     one()
     say(examples=made)

@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support import ccl_callbacks
+
 
 def say(**values: object) -> None:
     """A line of JSON, whole whatever others print."""
@@ -217,6 +219,7 @@ def good() -> None:
         sparse_gradients_are_summed,
         a_monitored_barrier_names_the_missing,
         monitored_barriers_leave_nothing_in_the_store,
+        *ccl_callbacks.ALL,
     ):
         act()
         dist.barrier()

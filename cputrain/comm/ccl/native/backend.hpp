@@ -76,7 +76,10 @@ class CclBackend : public c10d::Backend {
   bool awaits_messages() const;
 
   WorkPtr reduce_all(c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout);
-  WorkPtr reduce_bits(c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout);
+  WorkPtr reduce_bits(
+      c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, bool receives = true);
+  WorkPtr scatter_bits(
+      c10d::OpType type, const Tensors& outputs, const Tensors& inputs, RedOpType op, Milliseconds timeout);
   WorkPtr reduce_sparse(const Tensor& tensor, RedOpType op, Milliseconds timeout);
   WorkPtr scatter_sums(
       c10d::OpType type, const Tensors& outputs, const Tensors& inputs, RedOpType op, Milliseconds timeout);

@@ -25,6 +25,7 @@ Engine& Engine::instance() {
 
 Engine::Engine() {
   std::thread([this] { run(); }).detach();
+  std::thread([this] { look_for_unpolled(); }).detach();
 }
 
 void Engine::submit(
@@ -49,6 +50,7 @@ void Engine::submit(
       publish_oldest();
       refuse("oneCCL refused ", operation->description_, ": ", message_of(error));
     }
+    relieve_callback();
   }
   work_.notify_one();
 }
@@ -71,6 +73,7 @@ bool Engine::drive() {
     if (!lock.owns_lock() || exiting_ || forked_) {
       return false;
     }
+    polls_++;
     try {
       take_ended(ended);
     } catch (const std::exception& failure) {  // those before it have ended
@@ -80,10 +83,7 @@ bool Engine::drive() {
       publish_oldest();
     }
   }
-  // Outside the lock: a future's callback may submit the next operation.
-  for (const auto& operation : ended) {
-    operation->finish();
-  }
+  finish(ended);  // outside the lock: a future's callback may submit the next operation
   if (!error.empty()) {
     abort("ccl: oneCCL failed: " + error);
   }

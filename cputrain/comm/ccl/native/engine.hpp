@@ -21,7 +21,8 @@ struct CurrentCollective {
 };
 
 // Drives all operations of this process. A waiting caller drives them itself; the engine's thread drives those that no
-// caller waits for, and sleeps longer and longer while none ends.
+// caller waits for, and sleeps longer and longer while none ends. Who drives also runs the callbacks of futures, which
+// may wait for other operations: another thread then relieves it.
 class Engine {
  public:
   // A thread that creates a communicator may fork inside oneCCL's libraries, so its own fork handler locks again.
@@ -74,6 +75,10 @@ class Engine {
   void publish_oldest();  // needs the engine's lock
   // Moves those that have ended, also where one fails and its error is thrown; needs the engine's lock.
   void take_ended(Operations& ended);
+  void finish(const Operations& ended);
+  void relieve_callback();  // that has submitted an operation, and may wait for it; needs the engine's lock
+  void start_reliever();  // needs the engine's lock
+  void look_for_unpolled();
   void time_out(const Operation& operation);
   size_t time_out_late();
   void on_process_exit(int status);
@@ -83,11 +88,13 @@ class Engine {
   Operations pending_;
   std::string aborted_;
   bool exiting_ = false;
+  uint64_t polls_ = 0;
   std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is
   std::string absent_;
   CurrentCollective published_;
   CurrentCollective communicator_;
   std::atomic<int> waiting_callers_{0};  // these drive operations themselves
+  std::atomic<int> free_relievers_{0};  // that no callback keeps
   std::atomic<bool> forked_{false};
 };
 

@@ -8,6 +8,14 @@ namespace cputrain {
 using c10d::OpType;
 using c10d::ReduceOp;
 
+namespace {
+
+bool is_bitwise(RedOpType op) {
+  return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
+}
+
+}  // namespace
+
 WorkPtr CclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   check_one(tensors);
   if (tensors[0].is_sparse()) {
@@ -26,7 +34,7 @@ WorkPtr CclBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceC
 
 WorkPtr CclBackend::reduce_all(OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout) {
   check_dense(tensors);
-  if (op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR) {
+  if (is_bitwise(op)) {
     return reduce_bits(type, tensors, op, timeout);
   }
   std::vector<Reduction> plans;
@@ -55,8 +63,11 @@ WorkPtr CclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   check_one(tensors);
   check_dense(tensors);
   const auto tensor = tensors[0];
-  const auto plan = reduction_of(tensor, opts.reduceOp, size_, bf16_reduction_);
   const bool receives = rank_ == opts.rootRank;
+  if (is_bitwise(opts.reduceOp)) {
+    return reduce_bits(OpType::REDUCE, tensors, opts.reduceOp, opts.timeout, receives);
+  }
+  const auto plan = reduction_of(tensor, opts.reduceOp, size_, bf16_reduction_);
   const auto result = receives ? plan.values : at::empty_like(plan.values);
   return submit(
       OpType::REDUCE, tensors, opts.timeout, tensors,
@@ -103,6 +114,9 @@ WorkPtr CclBackend::reduce_scatter_tensor_coalesced(
 WorkPtr CclBackend::scatter_sums(
     OpType type, const Tensors& outputs, const Tensors& inputs, RedOpType op, Milliseconds timeout) {
   check_pairs("reduce_scatter_tensor", inputs, outputs);
+  if (is_bitwise(op)) {
+    return scatter_bits(type, outputs, inputs, op, timeout);
+  }
   std::vector<Reduction> plans;
   Tensors results;
   for (const auto& input : inputs) {

@@ -14,10 +14,32 @@ ccl::event CclBackend::gather_bytes(
       sent.data_ptr(), sent.nbytes(), received.data_ptr(), bytes, ccl::datatype::uint8, *comm_);
 }
 
-WorkPtr CclBackend::reduce_bits(OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout) {
+namespace {
+
+// The bitwise combination of the rows of a tensor.
+Tensor combined(const Tensor& rows, RedOpType op) {
+  auto result = rows[0];
+  for (int64_t rank = 1; rank < rows.size(0); rank++) {
+    const auto other = rows[rank];
+    result = op == ReduceOp::BAND ? result.bitwise_and(other)
+             : op == ReduceOp::BOR ? result.bitwise_or(other)
+                                   : result.bitwise_xor(other);
+  }
+  return result;
+}
+
+void check_bits(const Tensor& tensor) {
+  CPUTRAIN_REQUIRE(at::isIntegralType(tensor.scalar_type(), true), "ccl reduces only integers and booleans bitwise");
+}
+
+}  // namespace
+
+// `receives`: whether this rank's tensors get the result.
+WorkPtr CclBackend::reduce_bits(
+    OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, bool receives) {
   Tensors sent, gathered;
   for (const auto& tensor : tensors) {
-    CPUTRAIN_REQUIRE(at::isIntegralType(tensor.scalar_type(), true), "ccl reduces only integers and booleans bitwise");
+    check_bits(tensor);
     sent.push_back(tensor.contiguous());
     gathered.push_back(at::empty({size_, tensor.numel()}, tensor.options()));
   }
@@ -31,15 +53,34 @@ WorkPtr CclBackend::reduce_bits(OpType type, const Tensors& tensors, RedOpType o
         return events;
       },
       [=] {  // without `this`: the group may be destroyed while the operation is in flight
-        for (size_t i = 0; i < tensors.size(); i++) {
-          auto result = gathered[i][0];
-          for (int64_t rank = 1; rank < gathered[i].size(0); rank++) {
-            const auto other = gathered[i][rank];
-            result = op == ReduceOp::BAND ? result.bitwise_and(other)
-                     : op == ReduceOp::BOR ? result.bitwise_or(other)
-                                           : result.bitwise_xor(other);
-          }
-          tensors[i].copy_(result.view(tensors[i].sizes()));
+        for (size_t i = 0; receives && i < tensors.size(); i++) {
+          tensors[i].copy_(combined(gathered[i], op).view(tensors[i].sizes()));
+        }
+      });
+}
+
+WorkPtr CclBackend::scatter_bits(
+    OpType type, const Tensors& outputs, const Tensors& inputs, RedOpType op, Milliseconds timeout) {
+  Tensors sent, received;
+  for (const auto& input : inputs) {
+    check_bits(input);
+    sent.push_back(input.contiguous());
+    received.push_back(at::empty({size_, input.numel() / size_}, input.options()));
+  }
+  return submit(
+      type, inputs, timeout, outputs,
+      [=, this] {
+        Events events;
+        for (size_t i = 0; i < sent.size(); i++) {
+          const std::vector<size_t> bytes(size_, sent[i].nbytes() / size_);
+          events.push_back(ccl::alltoallv(
+              sent[i].data_ptr(), bytes, received[i].data_ptr(), bytes, ccl::datatype::uint8, *comm_));
+        }
+        return events;
+      },
+      [=] {
+        for (size_t i = 0; i < outputs.size(); i++) {
+          outputs[i].copy_(combined(received[i], op).view(outputs[i].sizes()));
         }
       });
 }
