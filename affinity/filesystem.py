@@ -12,6 +12,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
     **dict.fromkeys(FULL, "free some space, or name another folder"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another folder"),
+    **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), "move away what is there, or name another folder"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system itself failed: check its servers and disks"),
 }
 

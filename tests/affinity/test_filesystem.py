@@ -106,3 +106,13 @@ def test_folders_are_made_where_they_can_be_and_never_directly_under_the_root(pl
     assert not Path("/cputrain-nowhere").exists()
     check_writable(place / "new/folders/inside", "output")
     assert not (place / "new").exists() and not list(place.glob(".cputrain-*"))
+
+
+def test_a_file_in_place_of_a_folder_and_a_folder_in_place_of_a_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for act in ((tmp_path / "file").mkdir, (tmp_path / "file/below").mkdir, tmp_path.read_bytes):
+        with pytest.raises(OSError, match=str(tmp_path)) as error:
+            act()
+        said = refusal(error.value)
+        assert said is not None and said.startswith(f"{tmp_path}")
+        assert said.endswith(": move away what is there, or name another folder")

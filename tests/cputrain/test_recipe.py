@@ -95,7 +95,7 @@ def test_settings_win_over_the_file() -> None:
         ),
         ("precision: fp16\n", "precision must be float32, bf16 or float64, not fp16"),
         ("schedule: {milestones: [30, -1]}\n", "item 2 of schedule.milestones must be more than 0, not -1"),
-        ("sweep: {grid: {batch.local: 32}}\n", "batch.local of sweep.grid must be a list, not 32"),
+        ("sweep: {grid: {batch.local: 32}}\n", "batch.local of sweep.grid must be a list, as in [a, b], not 32"),
         ("sweep: {runs: [[1]]}\n", "item 1 of sweep.runs must be text, not [1]"),
         ("plan: {ppn: many}\n", "plan.ppn must be a whole number, or auto, not many"),
         ("plan: {ppn: 0}\n", "plan.ppn must be 1 or more, or auto, not 0"),
@@ -132,7 +132,7 @@ def test_settings_win_over_the_file() -> None:
             "r.yaml:1: phases.0.from_epoch is missing: give it a value (first epoch of the phase, counted from 0)",
         ),
         ("phases: [3]\n", "r.yaml:1: phases.0 is a section, not 3: set its keys: from_epoch, crop, train_crop"),
-        ("phases: 3\n", "r.yaml:1: phases must be a list, not 3"),
+        ("phases: 3\n", "r.yaml:1: phases must be a list, as in [a, b], not 3"),
         (
             "optim: {name: sgd, momentum: 0.5}\n",
             "r.yaml:1: optim.momentum is an option of momentum, lars or rmsprop, not of sgd: remove it",
@@ -340,3 +340,12 @@ def test_the_error_for_an_unknown_recipe_shows_similar_names() -> None:
 def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("")
     assert load_recipe(str(tmp_path / "r.yaml")) == Recipe()
+
+
+@pytest.mark.parametrize("text", ["a\\x1b[2J", "a\\0", "\\ud800", "a\\nb"])
+def test_names_and_paths_have_no_control_characters(tmp_path: Path, text: str) -> None:
+    for key in ("name", "output", "data.path"):
+        quoted = f'"{text}"'
+        line = f"data: {{path: {quoted}}}" if key == "data.path" else f"{key}: {quoted}"
+        for found in (refusal(tmp_path, line), refusal(tmp_path, "epochs: 9", f"{key}={quoted}")):
+            assert f"{key}=" in found and "a control character or no UTF-8: leave it out" in found

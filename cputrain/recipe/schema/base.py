@@ -1,8 +1,9 @@
 """The base class of a recipe's sections and the types of values that several sections use."""
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 MOST = 10**10  # of any count: what exceeds it is a slip of the keyboard, and would only fail later
@@ -12,6 +13,8 @@ Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 MISFIT = "misfit"
+# A terminal obeys control characters, no file name has NUL, and JSON has no surrogates: bytes that are not UTF-8.
+NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class Section(BaseModel):
@@ -24,6 +27,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        if isinstance(value, str) and (found := NO_TEXT.search(value)):
+            raise ValueError(f"it has {found[0]!a}, a control character or no UTF-8: leave it out")
+        return value
 
 
 def misfit(message: str, *keys: str) -> PydanticCustomError:
