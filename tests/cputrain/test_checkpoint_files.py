@@ -19,7 +19,7 @@ from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import load
 from cputrain.training.saving.snapshot import take_snapshot
 from cputrain.training.saving.writer import CheckpointWriter
-from tests.support.checkpoints import group_of_one, network, saved_once, state_of, written
+from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, written
 
 pytestmark = pytest.mark.slow
 

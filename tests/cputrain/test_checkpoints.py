@@ -22,7 +22,7 @@ from cputrain.training.metrics import EpochMetrics, StepResult
 from cputrain.training.non_finite import NonFiniteHandler
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import find_newest, load, load_eval_model, put_back
-from tests.support.checkpoints import group_of_one, network, saved_once, state_of, train, written
+from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
 
 pytestmark = pytest.mark.slow
 HAS_BETAS = ("adam", "adamw", "lamb")

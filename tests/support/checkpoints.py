@@ -1,114 +1,32 @@
-"""Checkpoints of a small network, as rank 0 of a training writes them."""
+"""Checkpoints as tests read them: tensors and manifest of a run's newest one."""
 
-import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch._C._distributed_c10d import HashStore
+from safetensors.torch import load_file
 
-from cputrain.checkpoints.folder import name_of
-from cputrain.checkpoints.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
-from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
-from cputrain.comm.store import SignedKeys
-from cputrain.optim.build import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import OptimSection
-from cputrain.training.saving.position import Position
-from cputrain.training.saving.snapshot import take_snapshot
-from cputrain.training.saving.writer import CheckpointWriter
-from cputrain.training.state import TrainState
+from cputrain.checkpoints.folder import list_checkpoints
+from cputrain.checkpoints.manifest import EMA, MODEL, Manifest, read_manifest
 
 
-@contextmanager
-def group_of_one() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run's folder."""
+    return list_checkpoints(run / "checkpoints")[-1]
 
 
-def network(outputs: int = 2) -> nn.Module:
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(4, outputs))
-    return layers.to(memory_format=torch.channels_last)
+def content(path: Path) -> dict[str, Any]:
+    """A checkpoint's tensors by file and name, its weights as "model" and "ema_model", its step."""
+    files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    return {"files": files, "model": files[MODEL], "ema_model": files.get(EMA, {}), "step": read_manifest(path).step}
 
 
-def state_of(model: nn.Module, optimizer: str = "momentum", *, bf16: bool = False, ema: bool = False) -> TrainState:
-    return TrainState(
-        network=model,
-        ddp=model,
-        optimizer=build_optimizer(model, OptimSection(name=optimizer)),
-        all_reduce=Bf16AllReduceHook() if bf16 else AllReduceHook(),
-        bucket_mib=25.0,
-        ema_model=network() if ema else None,
-    )
-
-
-def train(state: TrainState, steps: int = 3) -> None:
-    set_lr_and_decay(state.optimizer, 0.1, 1e-3)
-    for _ in range(steps):
-        state.optimizer.zero_grad()
-        state.network(torch.randn(4, 3, 3, 3)).square().sum().backward()
-        state.optimizer.step()
-        state.update_ema(0.5)
-
-
-def written(
-    folder: Path,
-    state: TrainState,
-    position: Position,
-    optimizer: str = "momentum",
-    keep: int = 2,
-    store: dist.Store | None = None,
-    world_size: int = 1,
-) -> Path:
-    """A checkpoint in this folder, as rank 0 of a training writes it."""
-    writer = CheckpointWriter(
-        folder=folder,
-        keys=SignedKeys(store or HashStore(), "token"),
-        rank=0,
-        world_size=world_size,
-        keep=keep,
-        pus=os.sched_getaffinity(0),
-    )
-    snapshot = take_snapshot(state, 0, optimizer)
-    assert snapshot.optimizer is not None
-    manifest = Manifest(
-        cputrain="0",
-        step=position.step,
-        network=NetworkRecord(
-            model={},
-            classes=("a", "b"),
-            features=None,
-            crop=3,
-            resize=3,
-            mean=(0.5, 0.5, 0.5),
-            std=(1.0, 1.0, 1.0),
-        ),
-        scale=ScaleRecord(workers=1, global_batch=4, train_images=12, classes=2),
-        training=TrainingRecord(
-            epoch_done=position.epoch_done,
-            own_statistics=True,
-            best_score=None if math.isnan(position.best_score) else position.best_score,
-            bucket_mib=25.0,
-            first_loss=position.first_loss,
-            diverged=position.diverged,
-            rollbacks=position.rollbacks,
-            optimizer=snapshot.optimizer,
-        ),
-        recipe={},
-        files={},
-    )
-    writer.begin(position.step, snapshot, position.metadata(), manifest)
-    writer.wait()
-    return folder / name_of(position.step)
-
-
-def saved_once(folder: Path) -> Path:
-    """The one checkpoint of a training, with the rounding errors of bf16 gradients."""
-    state = state_of(network(), bf16=True)
-    train(state)
-    return written(folder / "checkpoints", state, Position(step=7, best_score=50.0))
+def differing(a: Path, b: Path) -> list[str]:
+    """What differs between two checkpoints: tensors by file, and where the training was."""
+    ours, theirs = content(a)["files"], content(b)["files"]
+    assert ours.keys() == theirs.keys() and all(ours[name].keys() == theirs[name].keys() for name in ours)
+    tensors = [(file, name) for file in ours for name in ours[file]]
+    found = [f"{file}: {name}" for file, name in tensors if not torch.equal(ours[file][name], theirs[file][name])]
+    state: list[Manifest] = [read_manifest(path) for path in (a, b)]
+    same = state[0].training == state[1].training and state[0].step == state[1].step
+    return found if same else [*found, "training"]
