@@ -94,10 +94,18 @@ def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str 
 
 
 def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
-    """The nodes of the PUs next to it have no memory: the fastest memory next to them is their DRAM, but for that with
-    a high latency."""
+    """The nodes of the PUs next to it have no memory.
+
+    Memory of a high latency is slow. Of the rest, where firmware has both figures of all, the slowest is DRAM and what
+    is faster is HBM; elsewhere the fastest is DRAM.
+    """
     rivals = [o for o in nodes if o.memory_bytes and not o.pus and set(o.near) & set(node.near)]
     least = min((other.latency_ns for other in rivals if other.latency_ns), default=0)
     quick = [other for other in rivals if (other.latency_ns or least) <= LATENCY_MARGIN * least]
-    fastest = max((other.bandwidth_mb_s or 0 for other in quick), default=0)
-    return "dram" if node in quick and (node.bandwidth_mb_s or 0) == fastest else "slow"
+    if node not in quick:
+        return "slow"
+    bandwidths = [other.bandwidth_mb_s or 0 for other in quick]
+    own = node.bandwidth_mb_s or 0
+    if all(bandwidths) and all(other.latency_ns for other in rivals):
+        return "hbm" if own > BANDWIDTH_MARGIN * min(bandwidths) else "dram"
+    return "dram" if own == max(bandwidths) else "slow"

@@ -178,6 +178,24 @@ def test_beside_empty_nodes_a_pool_of_cxl_memory_is_not_taken_for_their_own(tmp_
     assert kinds == {12: "dram", 13: "dram", 14: "slow"}
 
 
+def test_beside_empty_nodes_hbm_is_told_from_dram(tmp_path: Path) -> None:
+    """A worker that needs more than the HBM has is not refused while there is DRAM."""
+    with_memories(tmp_path, bandwidth=(100, 100), latency=(100, 100))
+    nodes = tmp_path / "sys/devices/system/node"
+    for node in (0, 1):
+        (nodes / f"node{node}/meminfo").write_text(f"Node {node} MemTotal: 0 kB\n")
+        shutil.copytree(nodes / f"node{13 - node}", nodes / f"node{14 + node}")
+        hmat(nodes / f"node{14 + node}", node, "read_bandwidth", 400)
+        hmat(nodes / f"node{14 + node}", node, "read_latency", 110)
+    machine = read_machine(tmp_path)
+    assert {node.id: node.kind for node in machine.numa_nodes if not node.pus} == {
+        **{12: "dram", 13: "dram"},
+        **{14: "hbm", 15: "hbm"},
+    }
+    plan = plan_machine(machine, Request(ppn=2), Runtime())
+    assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (14,)), ("preferred", (15,))]
+
+
 @pytest.mark.parametrize(
     ("listed", "pus", "near"),
     [
