@@ -22,7 +22,7 @@ REQUIRED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "tuple_type": "a list",
+    "tuple_type": "a list, as in [a, b]",
     "dict_type": "keys with their values",
     "greater_than_equal": "{} or more",
     "greater_than": "more than {}",

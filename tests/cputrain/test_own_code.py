@@ -50,6 +50,14 @@ def test_the_documented_example_trains_on_two_ranks(tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
 
 
+def test_the_guide_s_first_script_trains_as_it_is_printed(tmp_path: Path) -> None:
+    script = (ROOT / "docs/guides/own-code.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.py").write_text(script)
+    ran = cputrain(*OF_RANKS, "mine.py", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert raw(tmp_path / "runs/mine")[-1]["status"] == "done" and raw(tmp_path / "runs/mine")[-1]["top1"] > 60
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "launch"])
 def test_a_training_that_was_interrupted_has_the_weights_of_the_unbroken_one(tmp_path: Path, launcher: str) -> None:
