@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE = ("affinity", "mpi", "cputrain", "benchmarks", "tools", "tests", "compat")
-MAX_LINES = 62
+MAX_LINES, MAX_FILE_LINES = 62, 400
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_USE_THE_ENVIRONMENT = {
     # Command lines, each read by its main(); below them it is an argument.
@@ -46,6 +46,17 @@ def test_no_function_has_more_than_62_lines() -> None:
     }
     assert len(lengths) > 1000
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_file_of_the_packages_has_more_than_400_lines() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for folder in ("affinity", "mpi", "cputrain")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".hpp", ".js", ".css", ".j2") and "vendor" not in path.parts
+    }
+    assert len(lengths) > 400
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
 def test_the_files_that_a_packages_docstring_names_exist() -> None:
