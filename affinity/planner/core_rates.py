@@ -47,22 +47,22 @@ UNITS = {TRAINING: 1.0, DECODED: 1.0, REDUCED: 1e9}  # of a rate in that of its 
 class CoreRates:
     """What one core does: GFLOP/s of a training, images/s decoded, bytes/s in an all-reduce.
 
-    `measured` are the names of those that this machine was measured for, with their dates. `known_isa` tells whether
-    its instructions are known, by which the rate of trainings is cited.
+    `measured` are the names of those that this machine was measured for, with their dates. `assumed` tells that no
+    rate of trainings is cited for its instructions, or that they are not known.
     """
 
     gflops: float
     decoded_per_s: float
     comm_bytes_per_s: float
     measured: dict[str, str]
-    known_isa: bool
+    assumed: bool
 
     def since(self, what: str) -> str:
         """Where a rate is from, as an addition to a reason: " (measured on 2026-01-31)", "" if it is cited."""
         if what in self.measured:
             return f" (measured on {self.measured[what]})"
-        if what == TRAINING and not self.known_isa:
-            return f" ({self.gflops:g} GFLOP/s per core: AVX2 or newer is not known)"
+        if what == TRAINING and self.assumed:
+            return f" (assumed: {self.gflops:g} GFLOP/s per core)"
         return ""
 
 
@@ -81,7 +81,7 @@ def core_rates(machine: Machine, workload: Workload, measured: Measured) -> Core
         decoded_per_s=1e9 / (value(DECODED, DECODING_NS[workload.decoder]) * workload.image_pixels),
         comm_bytes_per_s=value(REDUCED, comm),
         measured={what: rate.date for what, rate in found.items()},
-        known_isa=bool(machine.isa),
+        assumed=not {*known} & {*machine.isa},
     )
 
 

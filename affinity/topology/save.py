@@ -55,6 +55,7 @@ def save_machine(root: Path, file: Path) -> int:
             if content is None:
                 member.type, member.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(member, io.BytesIO(content or b""))
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(buffer.getvalue())
     return sum(content is not None for content in contents.values())
 

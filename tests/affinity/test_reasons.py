@@ -319,9 +319,11 @@ def test_caches_of_several_core_types_are_shared_for_their_types() -> None:
     )
 
 
-def test_a_rate_of_unknown_instructions_is_named() -> None:
-    plan = plan_machine(replace(build_machine(1, 1, 16, 1), isa=()), Request(), Runtime())
-    assert "on 16 cores (20 GFLOP/s per core: AVX2 or newer is not known)" in reason(plan, "loader cores per worker")
+def test_an_assumed_rate_is_called_so() -> None:
+    for isa, found in (((), True), (("asimd", "sve"), True), (("avx2",), False)):
+        plan = plan_machine(replace(build_machine(1, 1, 16, 1), isa=isa), Request(), Runtime())
+        why = reason(plan, "loader cores per worker")
+        assert ("on 16 cores (assumed: 20 GFLOP/s per core); one core decodes" in why) == found
 
 
 def test_one_node_with_memory_is_one_of_the_machine() -> None:

@@ -1,9 +1,11 @@
 """Which engine and backend a training takes: pairs of releases that fit, what was measured, what is refused."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from cputrain.comm.store import SignedKeys
 from cputrain.launch.recipe_request import request_of
 from cputrain.measurements import keep_bf16_gain, new_record, rate_record
 from cputrain.recipe.loading import load_recipe
+from cputrain.training import engine
 from cputrain.training.ipex import check_pair
 from cputrain.training.measured_engine import measured_engine
 from tests.support.commands import cputrain, refused
@@ -119,3 +122,17 @@ def test_the_tested_sets_are_what_the_extras_and_the_makefile_install() -> None:
     assert sorted(re.findall(r'"([^"]+)"', ipex)) == sorted(lines)
     newest = (sets / "torch-2.13.txt").read_text()
     assert f"torch=={version('torch').partition('+')[0]}\n" in newest or find_spec("intel_extension_for_pytorch")
+
+
+def test_a_busy_host_does_not_change_how_fast_bf16_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions in float32 and bf16 in turn, of 20 and 10 ms; the first two of every eight were interrupted."""
+
+    def clock() -> Iterator[float]:
+        now = 0.0
+        for call in count():
+            yield now
+            now += (0.01 if call % 2 else 0.02) + (0.5 if call % 8 < 2 else 0)
+            yield now
+
+    monkeypatch.setattr(engine.time, "perf_counter", clock().__next__)
+    assert engine.bf16_speedups() == pytest.approx([2.0] * engine.ROUNDS)

@@ -96,3 +96,8 @@ def test_a_saved_machine_tells_limits_but_nothing_of_its_user(tmp_path: Path) ->
 def test_a_name_that_is_no_tarball_s_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"name it HOST\.tar\.xz"):
         save_machine(tmp_path, tmp_path / "host.zip")
+
+
+def test_a_machine_is_saved_into_a_new_folder(tmp_path: Path) -> None:
+    assert main(["machine", "save", str(tmp_path / "new/host.tar")]) == 0
+    assert (tmp_path / "new/host.tar").is_file()
