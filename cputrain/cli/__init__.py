@@ -21,6 +21,7 @@ from cputrain.cli.setting_names import wording_of
 from cputrain.cli.streams import finished, is_closed, is_full, open_streams
 from cputrain.cli.suggestions import missing_argument, no_such_command, no_such_option
 from cputrain.held_signals import signals_held
+from cputrain.variables import COMPLETE
 from mpi.supervise.signals import InterruptedBySignalError
 
 COMMANDS = {
@@ -54,7 +55,6 @@ COMMANDS = {
     "completion": "print the completion script of bash, zsh or fish",
 }
 
-COMPLETE = "_CPUTRAIN_COMPLETE"  # set by a shell that completes a command line, to bash_complete and the like
 FILES = {"import": "import_line", "job kubernetes": "job_kubernetes", "find-lr": "find_lr"}  # no modules' names
 
 

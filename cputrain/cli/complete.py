@@ -14,8 +14,8 @@ from click.shell_completion import (
 )
 
 from affinity.exit_status import ExitStatus
-from cputrain.cli import COMPLETE as VARIABLE
 from cputrain.cli.completion_table import skeleton
+from cputrain.variables import COMPLETE
 
 PROGRAM = "cputrain"
 BASH = r"""%(complete_func)s() {
@@ -75,9 +75,9 @@ SHELLS: dict[str, type[ShellComplete]] = {"bash": Bash, "zsh": Zsh, "fish": Fish
 
 def script(shell: str, group: click.Group) -> str:
     """The script that a shell reads once."""
-    return SHELLS[shell](group, {}, PROGRAM, VARIABLE).source_template % {
+    return SHELLS[shell](group, {}, PROGRAM, COMPLETE).source_template % {
         "complete_func": "_cputrain_completion",
-        "complete_var": VARIABLE,
+        "complete_var": COMPLETE,
         "prog_name": PROGRAM,
     }
 
@@ -87,5 +87,5 @@ def answer(instruction: str, table: Mapping[str, object]) -> int:
     shell, _, what = instruction.partition("_")
     if shell not in SHELLS or what != "complete":
         return ExitStatus.FAILED
-    click.echo(SHELLS[shell](skeleton(dict(table)), {}, PROGRAM, VARIABLE).complete())
+    click.echo(SHELLS[shell](skeleton(dict(table)), {}, PROGRAM, COMPLETE).complete())
     return 0
