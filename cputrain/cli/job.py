@@ -1,6 +1,8 @@
 """cputrain job: a training, an image preparation or any command as a script for Slurm or PBS."""
 
 import os
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from cputrain.jobs.script import RUNTIMES, BatchJob, Command, Container, job_scr
 from cputrain.jobs.submit import submit as submit_job
 from cputrain.jobs.work import SizedWork, command_work, preparation_work, recipe_work
 from cputrain.launch.options import PlanningOptions
+from cputrain.recipe.loading import recipe_names
 from mpi.launchers.table import LAUNCHERS, launchers_for
 
 ONLY = {
@@ -262,10 +265,19 @@ def _work(
         return work
     if unknown := [word for word in words if word.startswith("-")]:
         raise click.NoSuchOption(unknown[0].partition("=")[0], ctx=context)
+    if words and not cmd and _is_program(words[0]):
+        raise InputError(f"{words[0][:60]} is a program, not a recipe: put -- before it: -- {shlex.join(words)[:100]}")
     if bool(words) == bool(cmd):
         raise InputError("a job runs one thing: name a RECIPE, or give --prepare KIND SRC OUT, or -- CMD...")
     env = os.environ
     return command_work(options, cmd, env) if cmd else recipe_work(options, words, array, stage, env)
+
+
+def _is_program(word: str) -> bool:
+    """Whether a word in the place of a recipe is a script, or a program on PATH."""
+    if word.endswith((".py", ".sh")):
+        return True
+    return word not in recipe_names() and not Path(word).exists() and shutil.which(word) is not None
 
 
 def _launcher(options: PlanningOptions, scheduler: str, ppn: int | None) -> str:

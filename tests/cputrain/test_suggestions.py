@@ -50,6 +50,8 @@ from tests.support.images import write_images
         ("doctor affinty", "did you mean cputrain doctor affinity? See cputrain doctor --help"),
         ("lr_find r", "did you mean cputrain find-lr?"),
         ("resume r", "did you mean cputrain train RUN --resume?"),
+        ("job slurm --time 1:00:00 python x.py", "python is a program, not a recipe: put -- before it: -- python x.py"),
+        ("job pbs --time 1:00:00 x.py", "x.py is a program, not a recipe: put -- before it: -- x.py"),
         ("launch nonesuch.py", "script nonesuch.py does not exist: give an existing one"),
         ("launch -- python nonesuch.py", "script nonesuch.py does not exist"),
         ("launch demo-digits", "demo-digits is a recipe, not a program: cputrain train demo-digits trains it"),
