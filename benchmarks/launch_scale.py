@@ -186,7 +186,8 @@ def row(case: Case) -> tuple[str, ...]:
 
 
 def growth(cases: Sequence[Case]) -> list[tuple[str, ...]]:
-    """What each launcher's figures are on MANY_HOSTS: a line through those of the fewest and the most hosts."""
+    """What each launcher's figures are on MANY_HOSTS: a line through those of the fewest and the most hosts, which
+    does not fall: more hosts take no less than fewer, whatever the noise of the figures."""
     grows = {
         "launch: CPU s": lambda case: case.launch.cpu_s,
         "MiB": lambda case: case.launch.rss / MIB,
@@ -203,7 +204,7 @@ def growth(cases: Sequence[Case]) -> list[tuple[str, ...]]:
         if few.hosts == many.hosts:
             continue
         share = (MANY_HOSTS - few.hosts) / (many.hosts - few.hosts)
-        values = (figure(few) + share * (figure(many) - figure(few)) for figure in grows.values())
+        values = (figure(few) + share * max(0.0, figure(many) - figure(few)) for figure in grows.values())
         rows.append((launcher, *(f"{value:,.0f}" for value in values)))
     return rows
 
