@@ -138,8 +138,7 @@ def bf16_speedups() -> list[float]:
     def ratio() -> float:
         """Of the shortest times, in turn: whatever else runs on these cores only ever lengthens them."""
         passes = [[seconds(x, w) for x, w in pairs] for _ in range(PASSES)]
-        wide, narrow = (min(durations) for durations in zip(*passes, strict=True))
-        return wide / narrow
+        return min(wide for wide, _ in passes) / min(narrow for _, narrow in passes)
 
     with torch.inference_mode():
         return [ratio() for _ in range(ROUNDS + 1)][1:]  # the first is a warm-up
