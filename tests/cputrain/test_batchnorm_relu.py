@@ -5,10 +5,8 @@ import os
 import re
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torch.nn import functional
 from affinity.errors import InputError, RunError
 from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
 from cputrain.models.batchnorm_kernels import EXTENSION, NATIVE, built_path, load
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, second_use
+from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
 from cputrain.models.build import build_model
 from cputrain.models.fusion import fuse_batchnorms
 from cputrain.recipe.schema import ModelSection
@@ -416,63 +414,3 @@ def test_the_library_links_no_openmp_runtime_of_its_own() -> None:
     ).stdout
     assert "libstdc++" in needed and "omp" not in needed.replace("compression", "")
     assert "-fopenmp" not in EXTENSION.argv("g++", built_path(os.environ))
-
-
-def two_blocks() -> nn.Sequential:
-    """Residual blocks of ResNet-18, one after the other, the second with a downsampling branch."""
-    torch.manual_seed(5)
-    network = build_model(ModelSection(name="resnet18"), 10, 32)
-    blocks = nn.Sequential(network.layer1[0], network.layer2[0]).to(memory_format=torch.channels_last)
-    fuse_batchnorms(blocks, load(os.environ))
-    return blocks
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ghost_batch", [0, 2])
-def test_gradients_of_two_uses_are_added_up_to_the_bit(
-    dtype: torch.dtype, ghost_batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = images_of((4, 64, 8, 8), 6)
-    gradients = []
-    uses = Mock(side_effect=second_use)
-    for use in (uses, lambda outputs: outputs):
-        monkeypatch.setattr("cputrain.models.fusion.second_use", use)
-        blocks = two_blocks()
-        for layer in blocks.modules():
-            if ghost_batch and type(layer) is FusedBatchNorm2d:
-                layer.__class__ = FUSED[GhostBatchNorm2d]
-                layer.ghost_batch = ghost_batch
-        given = images.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            outputs = blocks(given)
-        outputs.backward(images_of(tuple(outputs.shape), 7).to(outputs.dtype))
-        gradients.append([given.grad, *(parameter.grad for parameter in blocks.parameters())])
-    first, second = (call.args[0] for call in uses.call_args_list)
-    assert second_use(first) is first and second_use(second) is not second
-    assert second_use(second).data_ptr() == second.data_ptr()
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_changed_outputs_are_used_as_they_are_and_nothing_keeps_them() -> None:
-    layer = fused(nn.BatchNorm2d(4))
-    images, residual = (images_of((2, 4, 3, 3), seed).requires_grad_() for seed in (1, 2))
-    outputs = layer(images, residual)
-    assert second_use(outputs) is not outputs
-    outputs.mul_(2)
-    assert second_use(outputs) is outputs
-    with torch.no_grad():
-        outputs = layer(images, residual)
-    assert second_use(outputs) is outputs
-    outputs = layer(images, residual)
-    (outputs + second_use(outputs)).sum().backward()
-    kept = weakref.ref(outputs)
-    del outputs
-    assert kept() is None
-
-
-def test_one_use_alone_has_its_gradient() -> None:
-    for used in (lambda outputs: outputs, second_use):
-        layer = fused(nn.BatchNorm2d(4))
-        images, residual = (images_of((2, 4, 3, 3), seed).requires_grad_() for seed in (1, 2))
-        used(layer(images, residual)).sum().backward()
-        assert residual.grad is not None and float(residual.grad.sum()) > 0
