@@ -18,7 +18,7 @@ from mpi.launchers.command import launch_command
 from mpi.launchers.job import Job, bound_command
 from mpi.launchers.launcher import InstalledLauncher, LaunchCommand
 from mpi.supervise.connection import TOKEN_VARIABLE, new_token
-from mpi.supervise.exits import SETTLE_S, JobFailedError, describe_exit, describe_status
+from mpi.supervise.exits import SETTLE_S, JobFailedError, describe_exit, describe_status, first_cause
 from mpi.supervise.monitor import Monitor
 from mpi.supervise.output import Relay, Terminal
 from mpi.supervise.process import start_launcher, write_files
@@ -169,6 +169,12 @@ def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor
         why = f"{installed.name} {describe_status(status)} before any rank started; see its output above"
         raise JobFailedError(why, hosts=job.hosts)
     hosts = _missing(job, monitor)
+    ended = [rank.exit for rank in monitor.ranks.values() if rank.exit and rank.exit.status]
+    if not hosts and ended:  # by their agents
+        first = first_cause(ended)
+        raise JobFailedError(f"the agent of rank {first.rank} was stopped by a signal; {describe_exit(first)}")
+    if not hosts:
+        raise JobFailedError(f"{installed.name} {describe_status(status)}, after all ranks had succeeded")
     raise JobFailedError(
         f"{installed.name} {describe_status(status)}; the ranks of {_named(hosts)} have not reported their exit",
         hosts=hosts,

@@ -75,6 +75,18 @@ def test_ranks_that_refuse_their_input_make_status_2(name: str, tmp_path: Path) 
     assert "cputrain: rank " in refused.stderr and "exited with status 2; log " in refused.stderr
 
 
+def test_an_agent_that_a_signal_stops_is_named(tmp_path: Path) -> None:
+    """As where a host is preempted alone; the rank that is left ends by itself."""
+    code = (
+        f"import os, time; alone = os.environ['RANK'] == '{WORKERS - 1}'\n"
+        "if alone: os.kill(os.getppid(), 15)\ntime.sleep(60 if alone else 3)"
+    )
+    result = launch("intelmpi", "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"the agent of rank {WORKERS - 1} was stopped by a signal; rank {WORKERS - 1} on " in result.stderr
+    assert "was ended by SIGTERM" in result.stderr
+
+
 def test_torchrun_starts_agents_too(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     code = "import os; print('rank', os.environ['RANK'], flush=True)"
