@@ -107,7 +107,7 @@ def options(command: click.Command) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_options_that_a_page_names_exist(page: Path) -> None:
     known = {*options(group), *FOREIGN, "--help"}
-    assert {found for code in inline(page) for found in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code)} <= known
+    assert {found for code in inline(page) for found in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", code)} <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
