@@ -17,9 +17,9 @@ class PointwiseConv2d(nn.Conv2d):
         down, right = self.stride
         pixels = images if down == right == 1 else images[:, :, ::down, ::right]
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
-        images_last = pixels.permute(0, 2, 3, 1)
-        rows = images_last.flatten(0, 2)  # two dimensions: of more, torch may multiply image by image
-        return functional.linear(rows, weight, self.bias).unflatten(0, images_last.shape[:3]).permute(0, 3, 1, 2)
+        places = pixels.permute(0, 2, 3, 1)
+        rows = places.flatten(0, 2)  # two dimensions: of more, torch may multiply image by image
+        return functional.linear(rows, weight, self.bias).view(*places.shape[:3], -1).permute(0, 3, 1, 2)
 
 
 def use_products(network: nn.Module) -> None:
