@@ -39,9 +39,9 @@ def read_nodes(
     )
     nodes = with_kinds(nodes, {}, on_package_gib=on_package_gib)
     nodes = tuple(replace(node, kind="dram") if node.id in merged_into else node for node in nodes)
-    total = _memory_bytes(meminfo)
-    if len(nodes) == 1 and nodes[0].pus == online and nodes[0].memory_bytes < NEARLY_ALL * total:
-        nodes = (replace(nodes[0], memory_bytes=total),)
+    if len(nodes) == 1 and nodes[0].pus == online:
+        total = _memory_bytes(meminfo)
+        nodes = (replace(nodes[0], memory_bytes=total),) if nodes[0].memory_bytes < NEARLY_ALL * total else nodes
     return nodes, overlap_warnings(merged_into)
 
 

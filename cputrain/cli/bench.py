@@ -19,7 +19,7 @@ from cputrain.runs.events import FILE, read_events
 F = TypeVar("F", bound=Callable[..., Any])
 QUICK_REPEATS, REPEATS = 2, 7
 DEFAULT_RECIPE = "imagefolder"
-SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+SETTING = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z0-9_]+)*=")
 
 
 @click.group("bench", cls=WholeSummaries)

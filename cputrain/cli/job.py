@@ -18,6 +18,7 @@ from cputrain.jobs.directives import SCHEDULERS, Resources
 from cputrain.jobs.script import RUNTIMES, BatchJob, Command, Container, job_script, parse_array
 from cputrain.jobs.submit import submit as submit_job
 from cputrain.jobs.work import SizedWork, command_work, preparation_work, recipe_work
+from cputrain.launch.command import is_python
 from cputrain.launch.options import PlanningOptions
 from cputrain.recipe.loading import recipe_names
 from mpi.launchers.table import LAUNCHERS, launchers_for
@@ -274,8 +275,8 @@ def _work(
 
 
 def _is_program(word: str) -> bool:
-    """Whether a word in the place of a recipe is a script, or a program on PATH."""
-    if word.endswith((".py", ".sh")):
+    """Whether a word in the place of a recipe is a script, Python, or a program on PATH."""
+    if word.endswith((".py", ".sh")) or is_python(word):
         return True
     return word not in recipe_names() and not Path(word).exists() and shutil.which(word) is not None
 

@@ -70,11 +70,15 @@ def program(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
 def check_program(command: tuple[str, ...], env: Mapping[str, str]) -> None:
     """Raise InputError where this host has no such program, or Python no such script."""
     first, behind = command[0], command[1:2]
-    if behind and behind[0].endswith(".py") and PYTHON.fullmatch(PurePath(first).name):
-        if not Path(behind[0]).is_file():
-            raise InputError(f"script {behind[0]} does not exist: give an existing one")
-    elif shutil.which(first, path=env.get("PATH")) is None:
+    if behind and behind[0].endswith(".py") and is_python(first) and not Path(behind[0]).is_file():
+        raise InputError(f"script {behind[0]} does not exist: give an existing one")
+    if shutil.which(first, path=env.get("PATH")) is None:
         raise InputError(f"{first[:60]} is {_no_program(first)}")
+
+
+def is_python(word: str) -> bool:
+    """Whether a word names Python's interpreter: "python3", "/usr/bin/python3.11"."""
+    return PYTHON.fullmatch(PurePath(word).name) is not None
 
 
 def _no_program(name: str) -> str:
@@ -83,6 +87,8 @@ def _no_program(name: str) -> str:
         return "a folder, not a program: give a script or a program"
     if Path(name).is_file():
         return f"a file that cannot be executed: chmod +x {name}, or name its interpreter first"
+    if is_python(name):
+        return "no program here: leave it out, and a .py script runs under the Python of cputrain"
     from cputrain.recipe.loading import recipe_names  # pydantic: only where it may be one
 
     if name in recipe_names():

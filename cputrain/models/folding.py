@@ -83,7 +83,8 @@ class FoldedConv2d(nn.Module):
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """(N, C, H, W) -> (N, C', H', W')."""
-        images = images.to(self.bias.dtype)
+        dtype = self.bias.dtype
+        images, residual = images.to(dtype), None if residual is None else residual.to(dtype)
         if not self.packed:
             pack: Any = torch.ops.mkldnn._reorder_convolution_weight
             self.weight, self.packed = pack(self.weight, *self.options, list(images.shape)), True

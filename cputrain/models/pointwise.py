@@ -13,7 +13,9 @@ class PointwiseConv2d(nn.Conv2d):
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
+        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory; a single image (C, H, W) as torch does it."""
+        if images.dim() != 4:
+            return super().forward(images)
         down, right = self.stride
         pixels = images if down == right == 1 else images[:, :, ::down, ::right]
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # a view, so that the gradient has the weight's strides
@@ -34,5 +36,6 @@ def _no_padding(layer: nn.Conv2d) -> bool:
 
 
 def has_amx() -> bool:
-    """Whether this CPU and kernel have AMX, matrix registers for bfloat16 (Sapphire Rapids and later)."""
-    return bool(torch.cpu._is_amx_tile_supported())
+    """Whether this CPU has AMX, matrix registers for bfloat16 (Sapphire Rapids and later), and the kernel lets this
+    process use them: kernels before Linux 5.16 do not, and oneDNN then computes without."""
+    return bool(torch.cpu._init_amx())

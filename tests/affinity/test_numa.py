@@ -249,6 +249,7 @@ def test_the_only_node_has_all_memory_of_the_host_though_its_own_file_tells_less
     (tmp_path / "proc/meminfo").write_text("MemTotal:       25165824 kB\n")
     assert [node.memory_bytes for node in read_machine(tmp_path).numa_nodes] == [24 << 30]
     write_sysfs(build_machine(1, 2, 2, 1, memory_bytes=8 << 30), tmp_path)
+    (tmp_path / "proc/meminfo").write_text("cut off\n")
     assert [node.memory_bytes for node in read_machine(tmp_path).numa_nodes] == [8 << 30] * 2
 
 

@@ -205,7 +205,7 @@ def test_bench_model_splits_a_step_and_keeps_the_rate(tmp_path: Path) -> None:
     assert "optim.name" in refused(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16"])
+@pytest.mark.parametrize("wrong", ["optim.name=nothing", "precision=fp16", "optim.beta1=2"])
 def test_bench_model_takes_settings_without_a_recipe(wrong: str) -> None:
     assert f"setting '{wrong}'" in refused(cputrain("bench", "model", wrong))
 

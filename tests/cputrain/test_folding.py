@@ -77,6 +77,22 @@ def test_in_bf16_a_folded_network_is_as_near_to_float32_as_the_network_itself() 
     assert off <= 1.5 * expected
 
 
+@pytest.mark.skipif(not has_bf16(), reason="needs oneDNN's convolutions in bfloat16")
+@pytest.mark.parametrize("side", [1, 8])
+@torch.inference_mode()
+def test_in_bf16_a_residual_may_come_in_float32(side: int) -> None:
+    """As where no convolution is before a network's first block."""
+    torch.manual_seed(1)
+    network = nn.Sequential(build_model(ModelSection(name="resnet18"), 10, 32).layer1[0])
+    fuse_batchnorms(network, load(os.environ))
+    network.to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    images = torch.randn(4, 64, side, side).to(memory_format=torch.channels_last)
+    with autocast("bf16"):
+        got, expected = fold_batchnorms(network, torch.bfloat16)(images), network(images)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    assert torch.allclose(got, expected, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
 @torch.inference_mode()
 def test_folded_weights_go_with_the_last_use_of_their_network() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from affinity.topology.sysfs import this_machine
 from cputrain.models.build import build_model
-from cputrain.models.pointwise import PointwiseConv2d, use_products
+from cputrain.models.pointwise import PointwiseConv2d, has_amx, use_products
 from cputrain.recipe.schema import ModelSection
 
 pytestmark = pytest.mark.slow
@@ -70,6 +71,19 @@ def test_in_bf16_a_product_is_as_near_to_float64_as_the_convolution() -> None:
     assert all(each.dtype == torch.bfloat16 for each in got)
     off, allowed = (float((each - exact).detach().abs().max()) for each in reversed(got))
     assert off <= 1.5 * allowed
+
+
+def test_images_of_three_dimensions_are_those_of_the_convolution() -> None:
+    """A network of one's own may convolve an image alone."""
+    plain, image = nn.Conv2d(5, 7, 1, stride=2), torch.randn(5, 8, 9)
+    assert torch.equal(products_of(plain)(image), plain(image))
+
+
+def test_amx_is_what_the_kernel_lets_processes_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's flags do not have it before Linux 5.16, whatever the processor's own say."""
+    assert "amx_bf16" in this_machine().isa or not has_amx()
+    monkeypatch.setattr("torch.cpu._init_amx", lambda: False)
+    assert not has_amx()
 
 
 def test_other_convolutions_stay() -> None:

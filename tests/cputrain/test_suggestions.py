@@ -95,7 +95,9 @@ def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypat
     write_images(tmp_path / "photos")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/recipe.yaml").write_text("epochs: 1\n")
+    (tmp_path / "x.py").touch()
     for words, expected in {
+        "launch -- python0 x.py": "python0 is no program here: leave it out, and a .py script runs under the Python of",
         "plan x.py": "x.py is a Python script, not a recipe: cputrain launch x.py starts it",
         "plan run": "run is the folder of a run: give its recipe, run/recipe.yaml",
         "plan nowhere/x.yaml": "recipe file nowhere/x.yaml not found: give an existing file, or a name that cputrain",
