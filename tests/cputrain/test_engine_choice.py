@@ -7,6 +7,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -134,5 +135,5 @@ def test_a_busy_host_does_not_change_how_fast_bf16_is(monkeypatch: pytest.Monkey
             now += (0.01 if call % 2 else 0.02) + (0.5 if call % 8 < 2 else 0)
             yield now
 
-    monkeypatch.setattr(engine.time, "perf_counter", clock().__next__)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=clock().__next__))
     assert engine.bf16_speedups() == pytest.approx([2.0] * engine.ROUNDS)
