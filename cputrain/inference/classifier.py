@@ -83,7 +83,8 @@ def _model_section(record: NetworkRecord, checkpoint: Path) -> ModelSection:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{checkpoint / MANIFEST}: the network's {place} is wrong: {first['msg']}") from None
+        why = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{checkpoint / MANIFEST}: the network's {place} is wrong: {why}") from None
 
 
 def load_network(checkpoint: Path, *, trained: bool = True) -> tuple[nn.Module, NetworkRecord, Recipe, int]:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from affinity.planner.workload import footprint
 from cputrain.data.pixels.normalize import Normalize, choose_normalize
 from cputrain.models.build import batchnorms, build_model
+from cputrain.models.pointwise import has_amx
 from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
@@ -97,13 +98,17 @@ def test_in_top_counts_like_sorting() -> None:
         assert in_top(logits, labels, k).tolist() == expected
 
 
+IMAGES = 11  # divides no layer's size
+
+
 def kept_by(model: nn.Module, images: torch.Tensor, precision: str = "float32") -> tuple[torch.Tensor, int]:
     """The sum of a network's outputs, and the bytes of each image that autograd keeps for the backward pass."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if tensor.dim() and len(tensor) == len(images):  # neither weights, their copies in bfloat16, nor statistics
+        # Images, or all their pixels one after the other: neither weights, their copies in bfloat16, nor statistics.
+        if tensor.dim() and len(tensor) % len(images) == 0:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -122,11 +127,11 @@ def test_sizes_are_the_networks_own(name: str, side: int, classes: int) -> None:
     expected = workload_of(Recipe(model=ModelSection(name=name), data=DataSection(crop=side)), classes)
     model = build_model(ModelSection(name=name), classes, side).to(memory_format=torch.channels_last)
     assert sum(p.numel() for p in model.parameters()) == expected.parameters
-    images = torch.zeros(5, 3, side, side).to(memory_format=torch.channels_last)
+    images = torch.zeros(IMAGES, 3, side, side).to(memory_format=torch.channels_last)
     with FlopCounterMode(display=False) as counter:
         loss, kept = kept_by(model, images)
         loss.backward()
-    assert counter.get_total_flops() / 5 / 1e9 == pytest.approx(expected.gflop, rel=0.02)
+    assert counter.get_total_flops() / IMAGES / 1e9 == pytest.approx(expected.gflop, rel=0.02)
     assert kept == pytest.approx(expected.activation_bytes, rel=0.02)
 
 
@@ -139,9 +144,10 @@ def test_native_layers_keep_what_torch_s_in_place_relu_keeps(name: str) -> None:
         for engine in ("eager", "native"):
             chosen = choose_engine(engine, precision, os.environ)
             model = prepare_model(build_model(ModelSection(name=name), 1000, 224), chosen, precision)
-            images = torch.zeros(3, 3, 224, 224).to(memory_format=torch.channels_last)
+            images = torch.zeros(IMAGES, 3, 224, 224).to(memory_format=torch.channels_last)
             kept[precision, engine] = kept_by(model, images, precision)[1]
-        assert kept[precision, "native"] == pytest.approx(kept[precision, "eager"], rel=0.001)
+        strided = 0.02 if precision == "bf16" and has_amx() else 0.001  # products of every second pixel keep those
+        assert kept[precision, "native"] == pytest.approx(kept[precision, "eager"], rel=strided)
         assert kept[precision, "native"] == pytest.approx(workload_of(recipe).activation_bytes, rel=0.1)
     assert 0.5 < kept["bf16", "native"] / kept["float32", "native"] < 0.6
 

@@ -50,6 +50,7 @@ import atexit, signal
 from affinity.ranks.rank import Rank
 from cputrain.launch.rank_process import run_rank
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
 atexit.register(print, "cleaned up, as its connections would be")
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 run_rank(rank, lambda: signal.raise_signal(signal.SIGINT))

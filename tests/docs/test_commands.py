@@ -19,6 +19,7 @@ FOREIGN = {
     "--nproc-per-node",
     "--batch",
     "--batch-size",
+    "--bf16",
     "--account",
     "--bind-to",
     "--constraint",

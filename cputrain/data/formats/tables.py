@@ -164,7 +164,7 @@ def _open(path: Path) -> _Table:
         raise InputError(f"{path} needs pyarrow: pip install 'cputrain[parquet]'") from None
     try:
         return _open_parquet(path) if path.suffix == ".parquet" else _open_arrow(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
 
 
@@ -173,7 +173,7 @@ def _column(table: _Table, name: str) -> Any:
 
     try:
         return table.column(name)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(table.path, error) from None
 
 
