@@ -140,8 +140,9 @@ class LayerRecorder:
     def _end(self, name: str) -> Any:
         def end(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             self.forwards.append((name, self._began[name], time.perf_counter()))
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(self._gradient(name))  # type: ignore[no-untyped-call]
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                # a hook of the tensor would make a block's output be used in another way than in training
+                output.grad_fn.register_prehook(self._gradient(name))
             forward, backward = flop_of(module, inputs, output)
             before = self.flop.get(name, (0.0, 0.0))
             self.flop[name] = (before[0] + forward, before[1] + backward)
@@ -149,7 +150,7 @@ class LayerRecorder:
         return end
 
     def _gradient(self, name: str) -> Any:
-        def ready(_gradient: Tensor) -> None:
+        def ready(_gradients: tuple[Tensor, ...]) -> None:
             self.gradients.append((name, time.perf_counter()))
 
         return ready

@@ -21,10 +21,13 @@ SECOND_USE = "_second_use"
 def second_use(images: Tensor) -> Tensor:
     """The outputs of a fused layer with a residual, for a second use of them; other and changed tensors as they are.
 
-    The layer's backward pass then adds up the two gradients while it reads them: autograd takes a pass of its own.
+    The layer's backward pass then adds up the two gradients while it reads them: autograd takes a pass of its own. So
+    do outputs whose gradient is kept or has hooks, which are for the sum.
     """
     second, version = vars(images).get(SECOND_USE, (images, None))  # a tracer's stand-in has every attribute
-    return cast(Tensor, second) if version is None or version == images._version else images
+    if version is None or version != images._version or images._backward_hooks or images.retains_grad:
+        return images
+    return cast(Tensor, second)
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cputrain.bench.recorder import LayerRecorder
 from cputrain.models.batchnorm import GhostBatchNorm2d
 from cputrain.models.batchnorm_kernels import load
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, second_use
@@ -69,6 +70,30 @@ def test_changed_outputs_are_used_as_they_are_and_nothing_keeps_them() -> None:
     kept = weakref.ref(outputs)
     del outputs
     assert kept() is None
+
+
+@pytest.mark.parametrize("kind", ["hook", "kept"])
+def test_whoever_watches_the_gradient_of_outputs_sees_the_sum_of_both(kind: str) -> None:
+    layer = fused(nn.BatchNorm2d(4))
+    images, residual = (images_of((2, 4, 3, 3), seed).requires_grad_() for seed in (1, 2))
+    outputs, seen = layer(images, residual), []
+    if kind == "hook":
+        outputs.register_hook(seen.append)
+    else:
+        outputs.retain_grad()
+    (outputs + 2 * second_use(outputs)).sum().backward()
+    (gradient,) = seen or [outputs.grad]
+    assert torch.equal(gradient, torch.full_like(outputs, 3))
+
+
+def test_the_recorder_of_layers_changes_no_use() -> None:
+    blocks, recorder = two_blocks(), LayerRecorder()
+    with recorder.attached(blocks):
+        outputs = blocks(images_of((2, 64, 8, 8), 3).requires_grad_())
+        outputs.sum().backward()
+    assert second_use(outputs) is not outputs
+    layers = [name for name, module in blocks.named_modules() if name in recorder.kinds]
+    assert sorted({name for name, _ in recorder.gradients}) == sorted(layers)
 
 
 def test_one_use_alone_has_its_gradient() -> None:
