@@ -56,7 +56,6 @@ from tests.support.images import write_images
         ("launch -- python nonesuch.py", "script nonesuch.py does not exist"),
         ("launch demo-digits", "demo-digits is a recipe, not a program: cputrain train demo-digits trains it"),
         ("launch -- nonesuch", "nonesuch is no program on PATH"),
-        ("launch tests", "tests is a folder, not a program"),
         ("job", "Missing argument '{slurm|pbs}': give slurm, pbs or kubernetes. See cputrain job --help"),
         ("predict runs/a", "Missing argument 'IMAGE...|FOLDER...': give images, or folders of them. See cputrain"),
         ("eval", "'RECIPE|RUN|CHECKPOINT': give the folder that a training has written, or one of its checkpoints; a"),
@@ -97,6 +96,7 @@ def test_what_is_no_recipe_is_answered_with_what_it_is(tmp_path: Path, monkeypat
     (tmp_path / "run/recipe.yaml").write_text("epochs: 1\n")
     (tmp_path / "x.py").touch()
     for words, expected in {
+        "launch photos": "photos is a folder, not a program",
         "launch -- python0 x.py": "python0 is no program here: leave it out, and a .py script runs under the Python of",
         "plan x.py": "x.py is a Python script, not a recipe: cputrain launch x.py starts it",
         "plan run": "run is the folder of a run: give its recipe, run/recipe.yaml",
