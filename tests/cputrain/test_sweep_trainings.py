@@ -17,6 +17,8 @@ from tests.support.images import write_images
 
 SMALL = (*TRAINING, "plan.ppn=1")
 
+SWEPT = tuple(setting for setting in SMALL if not setting.startswith("output="))
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
@@ -29,7 +31,7 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     """One training diverges, one asks for more images than there are: they are rows, the others are done, and stay so
     in a second call."""
     rates = ("--run", "schedule.peak_rate=0.01", "--run", "schedule.peak_rate=0.02", "--run", "schedule.peak_rate=1e30")
-    ran = cputrain("sweep", "imagefolder", *SMALL, *rates, "--run", "batch.local=600", cwd=place)
+    ran = cputrain("sweep", "imagefolder", *SWEPT, *rates, "--run", "batch.local=600", cwd=place)
     assert ran.returncode == 1, ran.stderr
     assert "4/4  batch.local=600  (invalid: batch.local=600 on 1 worker needs 600 images per step" in ran.stdout
     assert "3/4  schedule.peak_rate=1e30" in ran.stdout and "lower schedule.peak_rate" in ran.stderr
@@ -41,22 +43,22 @@ def test_a_sweep_trains_what_is_not_done_and_shows_it_all(place: Path) -> None:
     picture = (folder / "sweep.svg").read_text()
     assert "<svg" in picture and picture.count("peak_rate") >= 2
     before = (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes()
-    again = cputrain("sweep", "imagefolder", *SMALL, *rates[:4], cwd=place)
+    again = cputrain("sweep", "imagefolder", *SWEPT, *rates[:4], cwd=place)
     assert again.returncode == 0, again.stderr
     assert (folder / "schedule.peak_rate=0.01/events.jsonl").read_bytes() == before
     assert [line.split()[0] for line in again.stdout.splitlines()[-4:-2]] == ["0.01", "0.02"]
-    other = cputrain("sweep", "imagefolder", *SMALL, *rates[:4], "epochs=3", cwd=place)
+    other = cputrain("sweep", "imagefolder", *SWEPT, *rates[:4], "epochs=3", cwd=place)
     assert "contains a run of another recipe: name another folder with --output" in refused(other)
 
 
 def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
-    shown = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
+    shown = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "batch.local=3,6", "--dry-run", cwd=place)
     assert shown.returncode == 0 and "2/2  batch.local=6  (global batch 6, 8 steps)" in shown.stdout
-    two = cputrain("sweep", "imagefolder", *SMALL, "--grid", "seed=1,2", "output=a", "--output", "b", cwd=place)
+    two = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "seed=1,2", "output=a", "--output", "b", cwd=place)
     assert refused(two) == "cputrain: output=a and --output b name two folders: give one"
-    none = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.local=600,700", cwd=place)
+    none = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "batch.local=600,700", cwd=place)
     assert refused(none).startswith("cputrain: none of 2 trainings can start here: batch.local=600 on 1 worker")
-    wrong = cputrain("sweep", "imagefolder", *SMALL, "--grid", "batch.locla=6,9", cwd=place)
+    wrong = cputrain("sweep", "imagefolder", *SWEPT, "--grid", "batch.locla=6,9", cwd=place)
     assert "unknown key 'batch.locla'" in refused(wrong)
     for options, expected in (
         (("--memory", "2"), "--memory goes only with --find-batch"),
@@ -64,7 +66,7 @@ def test_a_sweep_is_checked_before_it_starts(place: Path) -> None:
         (("--workers", "two"), "--workers 'two' is not a list of worker counts"),
         (("--time", "soon", "--grid", "seed=1,2"), "--time 'soon' is not a time limit"),
     ):
-        assert expected in refused(cputrain("sweep", "imagefolder", *SMALL, *options, cwd=place))
+        assert expected in refused(cputrain("sweep", "imagefolder", *SWEPT, *options, cwd=place))
     assert not (place / "runs").exists()
 
 
@@ -136,7 +138,7 @@ def test_the_largest_batch_is_tried_in_real_processes_under_a_limit(place: Path)
     assert fits["result"] == "trains" and fails["result"] == "out of memory"
     assert 0.5 < float(fits["peak RSS GiB"]) <= LARGE_GIB and float(fails["peak RSS GiB"]) <= LARGE_GIB
     known = ("batch.local=20", "data.crop=256", "--find-batch", "--memory", str(LARGE_GIB), "--output", "refused")
-    ran = cputrain("sweep", "imagefolder", *SMALL, *known, cwd=place)
+    ran = cputrain("sweep", "imagefolder", *SWEPT, *known, cwd=place)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert "next larger: 20: does not fit: resnet18 at 256 x 256 with 20 images per step needs 1.6" in ran.stdout
     none = cputrain("sweep", "imagefolder", *TINY, "data.crop=512", *known[2:], cwd=place)
