@@ -152,6 +152,13 @@ def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
     parquet.write_table(pyarrow.table({"label": [1, 2]}), last)
     with pytest.raises(InputError, match="no column"):
         open_dataset(str(hub))
+    parquet.write_table(table_of(0, 9).slice(0, 0), last)
+    with pytest.raises(InputError, match=r"validation.*has no rows: is the download complete"):
+        open_dataset(str(hub))
+    parquet.write_table(table_of(0, 9), last)
+    last.write_bytes(last.read_bytes().replace(b"label", b"l\xc2bel"))
+    with pytest.raises(InputError, match=r"cannot read .*validation.*: is the download complete"):
+        open_dataset(str(hub))
 
 
 def test_parquet_becomes_shards(hub: Path, tmp_path: Path) -> None:

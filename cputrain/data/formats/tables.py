@@ -139,6 +139,8 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
     classes = class_names_of(first.schema, label, columns["train"])
     splits: dict[str, TableImages] = {}
     for split, each in tables.items():
+        if not any(map(len, columns[split])):
+            raise InputError(f"{each[0].path} has no rows: is the download complete?")
         labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes, may_lack=split != "train")
         if labels is not None:
             splits[split] = TableImages(root, [group for table in each for group in table.groups(image)], labels)
