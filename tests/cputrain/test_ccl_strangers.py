@@ -46,9 +46,9 @@ def passed(process: subprocess.Popen[bytes]) -> list[str]:
     return [line["passed"] for line in lines_of(end.out)]
 
 
-def mpirun(*arguments: str) -> dict[str, object]:
-    """The command of two ranks under Intel MPI's mpirun, without anything else that would help."""
-    argv = ("mpirun", "-np", "2", sys.executable, "-m", STRANGER, "ccl", *arguments)
+def mpirun(*arguments: str, ranks: int = 2) -> dict[str, object]:
+    """The command of ranks under Intel MPI's mpirun, without anything else that would help."""
+    argv = ("mpirun", "-np", str(ranks), sys.executable, "-m", STRANGER, "ccl", *arguments)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return {"argv": argv, "env": {**mpi_path("intelmpi"), **meeting, "CCL_ATL_TRANSPORT": "mpi"}}
 
@@ -62,6 +62,13 @@ def test_what_runs_over_gloo_runs_over_libfabric_and_over_mpi() -> None:
         for rank in ranks:
             assert passed(rank) == GOOD
         assert sorted(passed(under_mpi)) == sorted(2 * GOOD)
+
+
+def test_mpi_ends_with_a_communicator_that_only_one_rank_has_left() -> None:
+    """Rank 0 has asked all for a message; rank 2 sent none. Where rank 0 does not end MPI, mpirun kills the others."""
+    left = mpirun("messages_are_left", ranks=3)
+    with command(*left["argv"], **left["env"], **QUIET) as job:
+        assert passed(job) == ["messages_are_left"] * 3
 
 
 def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:

@@ -312,6 +312,12 @@ def arrive_only(store: dist.Store, rank: int, size: int, _seconds: float, _name:
     raise RuntimeError("lost")
 
 
+def messages_are_left() -> None:
+    """Only rank 0 cannot destroy its communicators: it has asked others for a message that they never send."""
+    a_group_is_destroyed_after_receives_from_any_source()
+    say(passed="messages_are_left")
+
+
 def waits() -> None:
     """Each rank waits for the other for longer than a watchdog needs to read what the store holds."""
     for waiting in (0, 1):
@@ -378,6 +384,7 @@ TASKS = {
         killed_before,
         fork_while_stuck,
         waits,
+        messages_are_left,
         some,
         again,
         soak,

@@ -66,6 +66,7 @@ CclBackend::CclBackend(
     inbox_ = std::make_shared<Inbox>(for_messages, size);
     outbox_ = std::make_shared<Outbox>(for_messages, size);
     engine.guard_process();
+    engine.count_communicators(1);
   } catch (const c10::DistError& error) {  // the store's, also in the midst of oneCCL's exchange over it
     engine.publish_communicator({});
     store_is_gone("group " + name_ + " cannot be created", error);
@@ -93,6 +94,7 @@ CclBackend::~CclBackend() {
     outbox_.reset();
     message_comm_.reset();
     comm_.reset();
+    engine.count_communicators(-1);
     engine.publish_communicator({});
   } else {
     new std::pair(inbox_, outbox_);

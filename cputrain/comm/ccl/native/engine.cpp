@@ -68,6 +68,9 @@ void Engine::take_ended(Operations& ended) {
 bool Engine::drive() {
   Operations ended;
   std::string error;
+  if (leaving_) {
+    return false;
+  }
   {
     const Lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock() || exiting_ || forked_) {
@@ -81,6 +84,7 @@ bool Engine::drive() {
     }
     if (!ended.empty()) {
       publish_oldest();
+      finishing_++;
     }
   }
   finish(ended);  // outside the lock: a future's callback may submit the next operation
@@ -93,7 +97,7 @@ bool Engine::drive() {
 void Engine::run() {
   pthread_setname_np(pthread_self(), "cputrain-ccl");
   auto sleep = kMinSleep;
-  while (true) {
+  while (!leaving_) {
     bool drives = false;
     {
       Lock lock(mutex_);

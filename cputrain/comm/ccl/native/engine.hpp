@@ -57,6 +57,9 @@ class Engine {
   // Says that a communicator is being created or destroyed, until it is called with nothing.
   void publish_communicator(CurrentCollective current);
 
+  // Counts this process's communicators, those that are leaked among them: by 1, or by -1 for one that is destroyed.
+  void count_communicators(int change) { communicators_ += change; }
+
   // Whether oneCCL has no operation in flight and may still be called.
   bool idle();
 
@@ -75,12 +78,15 @@ class Engine {
   void publish_oldest();  // needs the engine's lock
   // Moves those that have ended, also where one fails and its error is thrown; needs the engine's lock.
   void take_ended(Operations& ended);
-  void finish(const Operations& ended);
+  void finish(const Operations& ended);  // these were counted in finishing_ under the engine's lock
+  bool finishes_elsewhere() const;
   void relieve_callback();  // that has submitted an operation, and may wait for it; needs the engine's lock
   void start_reliever();  // needs the engine's lock
+  void relieve();
   void look_for_unpolled();
   void time_out(const Operation& operation);
   size_t time_out_late();
+  bool end_operations(Clock::time_point deadline);
   void on_process_exit(int status);
 
   Mutex mutex_;
@@ -95,6 +101,9 @@ class Engine {
   CurrentCollective communicator_;
   std::atomic<int> waiting_callers_{0};  // these drive operations themselves
   std::atomic<int> free_relievers_{0};  // that no callback keeps
+  std::atomic<int> finishing_{0};  // calls of finish() under way
+  std::atomic<int> communicators_{0};
+  std::atomic<bool> leaving_{false};  // the process exits: no thread drives any more
   std::atomic<bool> forked_{false};
 };
 

@@ -1,6 +1,7 @@
 // Forks and the exit of a process that runs oneCCL.
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 #include <utility>
 
 #include <oneapi/ccl.hpp>
@@ -8,6 +9,7 @@
 #include <unistd.h>
 
 #include "engine.hpp"
+#include "mpi_end.hpp"
 #include "tensors.hpp"
 
 namespace cputrain {
@@ -15,6 +17,7 @@ namespace cputrain {
 namespace {
 
 constexpr auto kExitGrace = std::chrono::seconds(1);  // for operations in flight that no caller waits for
+constexpr auto kExitPause = std::chrono::microseconds(100);
 // For a call of oneCCL to return before a fork: one that waits for a lost rank does not.
 constexpr auto kForkPatience = std::chrono::seconds(5);
 thread_local bool holds_for_fork = false;
@@ -49,29 +52,39 @@ void Engine::guard_process() {
   static_cast<void>(guarded);
 }
 
-// Runs before oneCCL's own exit handlers: no thread calls oneCCL from here on. Where an operation is still in flight
-// after a grace period, oneCCL's handlers would crash or hang, so the process exits without them. A forked child, which
-// shares oneCCL's memory and connections with its parent, always does.
-void Engine::on_process_exit(int status) {
-  const auto deadline = Clock::now() + kExitGrace;
-  bool busy = true;
-  for (bool given_up = forked_; busy && !given_up; std::this_thread::yield()) {
-    given_up = Clock::now() > deadline;
-    const Lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) {
-      continue;
-    }
+// Whether nothing is in flight any more and no other thread is in a callback, at the latest at a deadline; no thread
+// calls oneCCL from the first look on.
+bool Engine::end_operations(Clock::time_point deadline) {
+  static auto* kept = new Operations();  // nothing is destroyed from here on
+  Lock lock(mutex_, std::defer_lock);
+  while (lock.try_lock_until(deadline)) {
     exiting_ = true;
-    given_up = given_up || !aborted_.empty();
     try {
-      static auto* kept = new Operations();  // nothing is destroyed from here on
       take_ended(*kept);
-      busy = !pending_.empty();
     } catch (const std::exception&) {
-      given_up = true;
+      return false;
     }
+    if (pending_.empty() && !finishes_elsewhere()) {
+      return true;
+    }
+    if ((!pending_.empty() && !aborted_.empty()) || Clock::now() > deadline) {
+      return false;
+    }
+    lock.unlock();
+    std::this_thread::sleep_for(kExitPause);
   }
-  if (busy) {
+  return false;
+}
+
+// Runs before oneCCL's own exit handlers. Where an operation is still in flight after a grace period, these would crash
+// or hang, so the process exits without them; so does a forked child, which shares oneCCL's memory and connections with
+// its parent. With a communicator left, oneCCL does not end MPI, and the launcher kills ranks that do: it is ended here,
+// unless this rank has failed, since its end then waits for ranks that wait for this one.
+void Engine::on_process_exit(int status) {
+  leaving_ = true;  // before the lock: threads that drive would take it again and again
+  const bool ended = !forked_ && end_operations(Clock::now() + kExitGrace);
+  const bool mpi_ended = ended && communicators_ > 0 && status == 0 && end_mpi();
+  if (!ended || mpi_ended) {
     std::fflush(nullptr);
     _exit(status);
   }
