@@ -32,8 +32,8 @@ def command(name: str | None, words: tuple[str, ...]) -> None:
     cputrain import torchrun --nproc-per-node 4 train.py --epochs 3
     cputrain import --from openmpi "mpirun -np 4 python train.py"
 
-    Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, srun, and mpirun of Intel
-    MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
+    Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and mpirun
+    of Intel MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
     """
     reading = read(words_of(words[0]) if len(words) == 1 else words, name, _launcher_of)
     found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)

@@ -21,6 +21,7 @@ COMMAND_MEANINGS = {
     "dataset": ("data", "prepare"),
     "diagnose": ("doctor",),
     "debug": ("doctor", "env"),
+    "deepspeed": ("import",),
     "download": ("weights",),
     "examples": ("demo", "recipes"),
     "estimate": ("simulate",),

@@ -17,6 +17,8 @@ PLANNED = (
     *("I_MPI_PIN", "I_MPI_PIN_DOMAIN", "I_MPI_PIN_PROCESSOR_LIST", "CCL_WORKER_AFFINITY"),
     *("MALLOC_CONF", "OMP_SCHEDULE"),
 )
+# Variables that are options of launch -> what they set in `Wanted`.
+VARIABLES = {"OMP_NUM_THREADS": "threads", "CCL_WORKER_COUNT": "comm_cores"}
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 LOCAL = ("localhost", "127.0.0.1")
 ALLOCATION = "in a Slurm or PBS job launch takes the job's hosts; elsewhere add --hosts n1,n2 or --hostfile FILE"
@@ -38,7 +40,8 @@ def translated(reading: Reading, *, cores: int, hosts_in: Callable[[str], int | 
     front = tuple(word for word in reading.variables if word.partition("=")[0] in MEETING)
     notes = [f"{written}: {why}" for written, why in reading.notes]
     if reading.program.name in ("ipexrun", "run_cpu"):
-        options = _instances_or_ranks(options, cores)
+        asked, options = options, _instances_or_ranks(options, cores)
+        dropped += _of_the_other_mode(reading, asked, options)
     if reading.program.name == "ipexrun" and (options.nodes or 1) > 1 and not options.hostfile:
         options = replace(options, hostfile="hostfile")
     options, more = _sized(options, hosts_in)
@@ -64,10 +67,9 @@ def _without_planned(options: Wanted, variables: tuple[str, ...]) -> tuple[Wante
         name, _, value = variable.partition("=")
         if name in PLANNED:
             dropped.append((variable, "the plan sets it"))
-        elif name == "OMP_NUM_THREADS" and value.isdecimal():
-            options = replace(options, threads=options.threads or int(value))
-        elif name == "CCL_WORKER_COUNT" and value.isdecimal():
-            options = replace(options, comm_cores=int(value) if options.comm_cores is None else options.comm_cores)
+        elif name in VARIABLES and value.isdecimal():
+            given = getattr(options, VARIABLES[name])
+            options = replace(options, **{VARIABLES[name]: int(value) if given is None else given})
         elif name not in MEETING:
             kept.append(variable)
     return replace(options, environment=tuple(kept)), dropped
@@ -77,10 +79,33 @@ def _instances_or_ranks(options: Wanted, cores: int) -> Wanted:
     """ipexrun and run_cpu start independent copies; ipexrun with --nnodes, older ones with --distributed, ranks."""
     if options.nodes is not None or options.distributed:
         return replace(options, instances=None, instance=None)
+    copies = replace(options, comm_cores=None, ppn=None)
     if options.instances in ("latency", "throughput"):
-        return replace(options, threads=None)
-    number = options.instances or (str(max(1, cores // options.threads)) if options.threads else "1")
-    return replace(options, instances=number, comm_cores=None)
+        return replace(copies, threads=None)
+    return replace(
+        copies, instances=options.instances or (str(max(1, cores // options.threads)) if options.threads else "1")
+    )
+
+
+def _of_the_other_mode(reading: Reading, asked: Wanted, kept: Wanted) -> list[tuple[str, str]]:
+    """What is given of copies where ranks start, and of ranks where copies start."""
+    copies = "independent copies start, which do not communicate"
+    reasons = {
+        "instances": "the ranks of one job start: --ppn is their number on each host",
+        "instance": "the ranks of one job start, all of them",
+        "threads": "the mode decides how many cores a copy has",
+        "comm_cores": copies,
+        "ppn": f"{copies}: --instances is their number",
+    }
+    written = {
+        **{VARIABLES.get(each.partition("=")[0], ""): each for each in reading.variables},
+        **{each.field: each.written for each in reading.given},
+    }
+    return [
+        (written[field], why)
+        for field, why in reasons.items()
+        if getattr(asked, field) is not None and getattr(kept, field) is None
+    ]
 
 
 def _sized(options: Wanted, hosts_in: Callable[[str], int | None]) -> tuple[Wanted, list[str]]:
@@ -151,7 +176,7 @@ def _words_of(options: Wanted) -> tuple[str, ...]:
         ("--hosts", options.hosts),
         ("--hostfile", options.hostfile),
         ("--nodes", options.nodes),
-        ("--ppn", None if options.instances else options.ppn),
+        ("--ppn", options.ppn),
         ("--threads", options.threads),
         ("--comm-cores", options.comm_cores),
         ("--smt", "on" if options.smt else None),

@@ -1,6 +1,6 @@
 """Ranks that are slower than the others, who wait for them in every step: found every 50 steps, and the cause."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
@@ -54,7 +54,7 @@ class Straggler:
 @dataclass(slots=True, kw_only=True)
 class StragglerWatch:
     """Measures this rank's pace on its `pus` and compares it with the others'; a rank is named once, until it or its
-    cause changes. To be used alike by all ranks; rank 0 reports."""
+    cause changes, and then after twice as many comparisons. To be used alike by all ranks; rank 0 reports."""
 
     hosts: Sequence[str]
     log: TrainingLog
@@ -62,7 +62,9 @@ class StragglerWatch:
     usage: CoreUsage = field(init=False)
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _due: int = EVERY_STEPS
-    _named: dict[int, str] = field(default_factory=dict)
+    _comparisons: int = 0
+    _slow: frozenset[tuple[int, str]] = frozenset()
+    _named: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.usage = CoreUsage(self.pus)
@@ -81,11 +83,12 @@ class StragglerWatch:
             return  # too short to tell: the next comparison has these steps, too
         self._steps.clear()
         self.usage.restart()
-        found = {one.rank: one for one in find_stragglers(paces)}
-        for rank, one in found.items():
-            if self._named.get(rank) != one.kind:
-                self.log.warn_of_straggler(step, rank, self.hosts[rank], one.factor, one.cause)
-        self._named = {rank: one.kind for rank, one in found.items()}
+        self._comparisons += 1
+        found = find_stragglers(paces)
+        for one in to_name(found, slow=self._slow, named=self._named, comparison=self._comparisons):
+            self._named[one.rank, one.kind] = self._comparisons
+            self.log.warn_of_straggler(step, one.rank, self.hosts[one.rank], one.factor, one.cause)
+        self._slow = frozenset((one.rank, one.kind) for one in found)
 
     def _pace(self, read_s: float) -> Pace:
         used = self.usage.since_restart()
@@ -119,6 +122,22 @@ def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
             kind, cause = likely_cause(pace, typical)
             found.append(Straggler(rank=rank, factor=pace.step_s / typical.step_s, kind=kind, cause=cause))
     return found
+
+
+def to_name(
+    found: Sequence[Straggler],
+    *,
+    slow: Collection[tuple[int, str]],
+    named: Mapping[tuple[int, str], int],
+    comparison: int,
+) -> list[Straggler]:
+    """Those (rank, kind) that were not `slow` in the comparison before; of those that come and go, with the comparison
+    in which they were `named`, after twice as many: else each comparison of short steps could name them again."""
+    return [
+        one
+        for one in found
+        if (one.rank, one.kind) not in slow and comparison >= 2 * named.get((one.rank, one.kind), 0)
+    ]
 
 
 def likely_cause(pace: Pace, typical: Pace) -> tuple[str, str]:

@@ -99,6 +99,12 @@ mpirun -np 8 --hostfile hosts -mca btl tcp,self ./a
     --hostfile hosts --ppn 4 -- ./a
 accelerate launch --cpu --num_processes 4 --num_machines 1 x.py
     --ppn 4 -- env ACCELERATE_USE_CPU=true python x.py
+deepspeed --num_accelerators 4 --bind_cores_to_rank --bind_core_list 0-7 x.py --deepspeed ds.json
+    --ppn 4 --cores 0-7 x.py --deepspeed ds.json
+deepspeed -H hosts --num_nodes 2 --num_gpus 2 --module train
+    --hostfile hosts --ppn 2 -m train
+python -m deepspeed.launcher.runner --num_gpus 2 --no_local_rank x.py
+    --ppn 2 x.py
 mpirun -np 4 -map-by ppr:2:node:PE=4 ./a
     --nodes 2 --ppn 2 --threads 4 -- ./a
 mpirun --map-by ppr:3:NODE -H n1,n2 ./a
@@ -156,6 +162,16 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         create_args(parser)
         return parser
     return pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+
+
+def test_every_option_of_an_installed_deepspeed_is_known() -> None:
+    """Its parser is inside of a function: its help is read."""
+    pytest.importorskip("deepspeed")
+    argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--help"]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    names = [each for each in re.findall(r"(?:^ +|, )(--?[a-z][\w-]*)", text, re.M | re.I) if each not in OF_HELP]
+    assert len(names) > 25
+    assert unknown(PROGRAMS["deepspeed"], names) == []
 
 
 @pytest.mark.parametrize("name", ["torchrun", "run_cpu", "accelerate"])
@@ -226,6 +242,20 @@ def test_what_has_no_counterpart_is_named_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "dropped"),
+    [
+        ("CCL_WORKER_COUNT=4 ipexrun --ninstances 2 x.py", ["CCL_WORKER_COUNT=4"]),
+        ("ipexrun --ninstances 2 --ccl-worker-count 4 x.py", ["--ccl-worker-count 4"]),
+        ("ipexrun --nprocs-per-node 2 x.py", ["--nprocs-per-node 2"]),
+        ("OMP_NUM_THREADS=3 ipexrun --latency-mode x.py", ["OMP_NUM_THREADS=3"]),
+        ("ipexrun --nnodes 1 --nprocs-per-node 2 --ninstances 4 x.py", ["--ninstances 4"]),
+    ],
+)
+def test_options_of_copies_and_of_ranks_that_do_not_go_together_are_named(line: str, dropped: list[str]) -> None:
+    assert [option for option, _ in ours(line).without] == dropped
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "torchrun --nproc-per-node 4 x.py",
@@ -244,7 +274,7 @@ def test_values_that_mean_something_else_here_are_noted() -> None:
     assert ours("torchrun --nproc-per-node auto x.py").notes == ("--nproc-per-node auto: auto, cpu: the plan decides",)
 
 
-@pytest.mark.parametrize("line", ["torchrun x.py", "accelerate launch --ipex x.py"])
+@pytest.mark.parametrize("line", ["torchrun x.py", "accelerate launch --ipex x.py", "deepspeed x.py"])
 def test_a_number_of_ranks_that_is_not_given_is_the_plan_s_as_a_note_says(line: str) -> None:
     (note,) = ours(line).notes
     assert note.endswith(("without --ppn the plan decides", "without --ppn the plan decides their number"))

@@ -12,7 +12,7 @@ import pytest
 from cputrain.training import stragglers
 from cputrain.training.core_usage import CoreUsage
 from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.stragglers import EVERY_STEPS, Pace, StragglerWatch, find_stragglers
+from cputrain.training.stragglers import EVERY_STEPS, Pace, StragglerWatch, find_stragglers, to_name
 
 TYPICAL = Pace(
     step_s=0.4,
@@ -94,10 +94,24 @@ def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pyte
     window(100, slow(steal=0.5))
     assert log.named[1:] == [(150, 1)], "another cause"
     window(150, TYPICAL)
-    window(200, slow(steal=0.5))
-    assert log.named[2:] == [(250, 1)], "slow again"
-    window(250, slow(steal=0.5, total_s=0.1))
+    window(200, TYPICAL)
+    window(250, slow(steal=0.5))
+    assert log.named[2:] == [(300, 1)], "slow again"
+    window(300, slow(steal=0.5, total_s=0.1))
     assert len(log.named) == 3, "steps that are too short to tell are counted with the next ones"
+
+
+def test_a_rank_that_is_slow_in_every_other_comparison_is_named_ever_more_rarely() -> None:
+    named: dict[tuple[int, str], int] = {}
+    before: list[tuple[int, str]] = []
+    times = []
+    for comparison in range(1, 1001):
+        found = find_stragglers([TYPICAL, slow() if comparison % 2 else TYPICAL])
+        for one in to_name(found, slow=before, named=named, comparison=comparison):
+            named[one.rank, one.kind] = comparison
+            times.append(comparison)
+        before = [(one.rank, one.kind) for one in found]
+    assert times == [1, 3, 7, 15, 31, 63, 127, 255, 511]
 
 
 def made_root(root: Path, busy: int, steal: int) -> Path:

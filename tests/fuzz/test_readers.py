@@ -290,6 +290,7 @@ LAUNCHES = (
     "horovodrun -np 8 -H n1:4,n2:4 python train.py",
     "srun -lN2-4 -t10:00 -w ./hosts --export=ALL,A=b,OMP_NUM_THREADS=4 --hint=nomultithread python train.py",
     "accelerate launch --cpu --num_machines 2 --num_processes 4 train.py",
+    "deepspeed --num_nodes 2 --num_accelerators 2 -i n1@n2:0,1 train.py --deepspeed ds.json",
 )
 
 

@@ -1,6 +1,7 @@
 """The options of each launcher, one file each."""
 
 from cputrain.other_launchers.programs.accelerate import ACCELERATE
+from cputrain.other_launchers.programs.deepspeed import DEEPSPEED
 from cputrain.other_launchers.programs.horovodrun import HOROVODRUN
 from cputrain.other_launchers.programs.intelmpi import INTELMPI
 from cputrain.other_launchers.programs.ipexrun import IPEXRUN
@@ -12,5 +13,5 @@ from cputrain.other_launchers.programs.torchrun import TORCHRUN
 
 PROGRAMS = {
     program.name: program
-    for program in (IPEXRUN, TORCHRUN, RUN_CPU, HOROVODRUN, INTELMPI, OPENMPI, MPICH, SRUN, ACCELERATE)
+    for program in (IPEXRUN, TORCHRUN, RUN_CPU, HOROVODRUN, INTELMPI, OPENMPI, MPICH, SRUN, ACCELERATE, DEEPSPEED)
 }
