@@ -4,6 +4,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from affinity.errors import InputError
 from affinity.wording import counted
@@ -68,8 +69,9 @@ def _without_planned(options: Wanted, variables: tuple[str, ...]) -> tuple[Wante
         if name in PLANNED:
             dropped.append((variable, "the plan sets it"))
         elif name in VARIABLES and value.isdecimal():
-            given = getattr(options, VARIABLES[name])
-            options = replace(options, **{VARIABLES[name]: int(value) if given is None else given})
+            field = VARIABLES[name]
+            number: Any = int(value) if getattr(options, field) is None else getattr(options, field)
+            options = replace(options, **{field: number})
         elif name not in MEETING:
             kept.append(variable)
     return replace(options, environment=tuple(kept)), dropped
