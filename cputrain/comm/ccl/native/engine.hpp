@@ -85,7 +85,7 @@ class Engine {
   void relieve();
   void look_for_unpolled();
   void time_out(const Operation& operation);
-  size_t time_out_late();
+  void time_out_late();
   bool end_operations(Clock::time_point deadline);
   void on_process_exit(int status);
 
@@ -101,6 +101,7 @@ class Engine {
   CurrentCollective communicator_;
   std::atomic<int> waiting_callers_{0};  // these drive operations themselves
   std::atomic<int> free_relievers_{0};  // that no callback keeps
+  std::atomic<Clock::time_point> changed_{};  // when an operation last began or ended
   std::atomic<int> finishing_{0};  // calls of finish() under way
   std::atomic<int> communicators_{0};
   std::atomic<bool> leaving_{false};  // the process exits: no thread drives any more
