@@ -13,6 +13,7 @@ from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
 from cputrain.bench.figures import Report
 from cputrain.cli.groups import WholeSummaries
+from cputrain.cli.json_output import print_json
 from cputrain.cli.options import settings_argument
 from cputrain.runs.events import FILE, read_events
 
@@ -149,7 +150,7 @@ def optimizer(run: Path | None, step: int | None, repeats: int | None, quick: bo
     as the run has recorded them with log_norms_every_steps=N. See You et al. 2018, Table 3.
     """
     if run is not None:
-        _show_norms(run, step)
+        _show_norms(run, step, output_format)
         return
     if step is not None:
         raise InputError("--step is for the norms of a RUN: name its folder")
@@ -185,7 +186,9 @@ def _keep(records: Sequence[Any], env: Mapping[str, str], *, quick: bool) -> Non
         click.echo(f"kept in {path}", err=True)
 
 
-def _show_norms(run: Path, step: int | None) -> None:
+def _show_norms(run: Path, step: int | None, output_format: str) -> None:
+    if output_format == "svg":
+        raise InputError(f"--format svg: norms are a table: cputrain report {run} draws them")
     if not (run / FILE).is_file():
         raise InputError(f"{run} contains no run: give a run's output folder")
     written = {event["step"]: event for event in read_events(run) if event["event"] == "ratios"}
@@ -196,6 +199,9 @@ def _show_norms(run: Path, step: int | None) -> None:
         raise InputError(
             f"{run} has recorded no norms at step {chosen}: its steps are {', '.join(map(str, sorted(written)))}"
         )
+    if output_format == "json":
+        print_json({key: written[chosen][key] for key in ("step", "rate", "layers")})
+        return
     click.echo(f"step {chosen:,}, learning rate {written[chosen]['rate']:g}")
     click.echo(
         align_columns(

@@ -8,6 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,8 +21,16 @@ def format_option(command: F) -> F:
         type=click.Choice(["text", "json"]),
         default="text",
         show_default=True,
+        callback=_inherited,
         help="json: one object on stdout, and everything else on stderr",
     )(command)
+
+
+def _inherited(context: click.Context, param: click.Parameter, value: str) -> str:
+    """The format, or else the one that was given to the group: of `cputrain recipes --format json list`."""
+    above = context.parent.params if context.parent is not None else {}
+    given = context.get_parameter_source(str(param.name)) is not ParameterSource.DEFAULT
+    return value if given else above.get("output_format", value)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

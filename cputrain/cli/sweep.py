@@ -94,11 +94,11 @@ def command(
     limit_s = None if limit is None else parse_clock(limit)
     grid = () if workers is None else (f"{WORKERS}={','.join(map(str, parse_workers(workers)))}",)
     chosen = variants(base.sweep, (*grid, *grids), runs)
-    if workers:
-        chosen = tuple(map(_sharing_cores, chosen))
     folder = output or Path(f"runs/{base.name}-sweep")
-    planned = [(variant, _plan(recipe, settings, variant, folder, env)) for variant in chosen]
     with only_results_on_stdout(output_format):
+        if workers:
+            chosen = tuple(map(_sharing_cores, chosen))
+        planned = [(variant, _plan(recipe, settings, variant, folder, env)) for variant in chosen]
         _show(planned)
         results = [] if dry_run else train_all(planned, env, limit_s)
         if not dry_run:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from affinity.errors import InputError
 from affinity.wording import counted, first_named
+from cputrain.cli.json_output import format_option, print_json
 from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import settings_argument
 from cputrain.cli.streams import shows_bars
@@ -45,7 +46,7 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="random seed for the order of the trials")
 @click.option("--dry-run", is_flag=True, help="list the plans that would be tried; start nothing")
-@click.option("--format", "output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@format_option
 def command(
     recipe: str,
     settings: tuple[str, ...],
@@ -75,7 +76,7 @@ def command(
     choices = run.choices_here(own, varied, env)
     plans = run.plans(own, choices, varied, env)
     if dry_run:
-        _list(own, plans.tried, plans.refused)
+        (_list_as_json if output_format == "json" else _list)(own, plans.tried, plans.refused)
         return
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
     how = run.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
@@ -120,6 +121,17 @@ def _list(own: PlannedTraining, candidates: Any, refused: Sequence[tuple[Values,
         click.echo(f"  {candidate.name:<32} {' '.join(candidate.settings)}")
     for values, why in refused:
         click.echo(f"  not {', '.join(f'{axis} {value}' for axis, value in values)}: {why}")
+
+
+def _list_as_json(own: PlannedTraining, candidates: Any, refused: Sequence[tuple[Values, str]]) -> None:
+    plans = [{"name": each.name, "settings": dict(map(_pair, each.settings))} for each in candidates]
+    others = [{"values": dict(values), "why": why} for values, why in refused]
+    print_json({"recipe": own.recipe.name, "data": own.recipe.data.path, "plans": plans, "refused": others})
+
+
+def _pair(setting: str) -> tuple[str, str]:
+    key, _, value = setting.partition("=")
+    return key, value
 
 
 @contextmanager

@@ -8,8 +8,9 @@ INTRODUCTION = """# JSON of commands
 is that of the text ([exit status](exit-status.md)). A field may be added in a later version; none changes its meaning
 without a line in the [changelog](../changelog.md).
 
-`cputrain plan --format json` is described in [plan.json](plan-json.md), a run's log in [events](events.md). bench,
-simulate and tune also take `--format json`, predict and export print JSON as their `--help` says.
+`cputrain plan --format json` is described in [plan.json](plan-json.md), a run's log in [events](events.md), the JSON of
+[simulate](../guides/simulate.md) and [predict](../guides/trained-networks.md) in their guides. bench, tune, find-lr and
+`cputrain reproduce tables` also take `--format json`; the last prints a list.
 """
 Shape = list[tuple[str, str]]
 CATALOG_RECIPE: Shape = [
@@ -120,6 +121,17 @@ SHAPES: dict[str, Shape] = {
         ("folder", "of the trials"),
         ("largest", "the largest local batch that trains"),
         ("trials", "list of local_batch, status, peak_bytes and others"),
+    ],
+    "tune --dry-run": [
+        ("recipe", "its name"),
+        ("data", "data.path of the trials"),
+        ("plans", "list of name and settings, the present plan first"),
+        ("refused", "list of values that this host cannot run, and why"),
+    ],
+    "bench optimizer": [
+        ("step", "with RUN: the recorded step"),
+        ("rate", "its learning rate"),
+        ("layers", "list of layer, weights, gradients, ratio, trust: norms, their ratio and the trust ratio"),
     ],
 }
 

@@ -14,6 +14,7 @@ from cputrain.cli import main
 from cputrain.cli.json_output import only_results_on_stdout
 from tests.support.commands import cputrain
 from tests.support.images import write_images
+from tests.support.run_folders import write_run
 
 
 def fields(command: str) -> set[str]:
@@ -37,12 +38,14 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
         ("keys", "optim"),
         ("job", "slurm", "imagefolder", "data.path=synthetic", "--nodes", "2", "--time", "1:00:00"),
         ("sweep", "linear-regression", "--grid", "optim.name=sgd,adam", "--dry-run"),
+        ("sweep", "mnist-workers", "data.path=synthetic", "--workers", "1,64", "--grid", "batch.local=5", "--dry-run"),
+        ("tune", "imagefolder", "data.crop=32", "--axes", "workers", "--dry-run"),
     ],
     ids=" ".join,
 )
 def test_the_fields_are_those_of_the_reference(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     inner = words[1] if words[0] in ("recipes", "machines") and len(words) > 1 else ""
-    name = "sweep --dry-run" if words[0] == "sweep" else " ".join(filter(None, (words[0], inner)))
+    name = f"{words[0]} --dry-run" if words[0] in ("sweep", "tune") else " ".join(filter(None, (words[0], inner)))
     assert set(printed(capsys, *words)) == fields(name)
 
 
@@ -53,6 +56,25 @@ def test_the_script_of_a_job_is_the_one_that_is_printed_otherwise(capsys: pytest
     assert main([*words, "--format", "json", "--", "true"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["script"] == script and found["submitted"] == [] and found["name"] == "true"
+
+
+@pytest.mark.parametrize("words", [("recipes", "show", "mnist-sgd"), ("machines", "search", "hbm")], ids=" ".join)
+def test_the_format_of_a_group_is_that_of_its_commands(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = printed(capsys, *words)
+    assert main([words[0], "--format", "json", *words[1:]]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main([words[0], "--format", "json", *words[1:], "--format", "text"]) == 0
+    assert not capsys.readouterr().out.startswith("{")
+
+
+def test_norms_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_run(tmp_path / "run", ranks=2, epochs=1, steps=4, usage=False))
+    found = printed(capsys, "bench", "optimizer", run)
+    assert set(found) == fields("bench optimizer") and found["layers"][0]["layer"] == "conv1.weight"
+    assert main(["bench", "optimizer", run, "--format", "svg"]) == 2
+    assert "cputrain report" in capsys.readouterr().err
 
 
 def test_a_data_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

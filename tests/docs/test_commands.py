@@ -42,6 +42,7 @@ FOREIGN = {
     "--mem",
     "--mpi",
     "--network",
+    "--ninstances",
     "--no-python",
     "--ntasks",
     "--of",
