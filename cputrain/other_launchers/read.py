@@ -1,7 +1,6 @@
 """Words of a command line -> the launcher they call, its options, the command that it starts."""
 
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,6 +9,7 @@ from pathlib import PurePath
 from affinity.errors import InputError
 from cputrain.other_launchers.option import Option, Program
 from cputrain.other_launchers.programs import PROGRAMS
+from cputrain.other_launchers.shell_words import line_of
 from cputrain.other_launchers.wanted import Given
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -28,15 +28,6 @@ class Reading:
     without: tuple[tuple[str, str], ...]
     notes: tuple[tuple[str, str], ...]
     command: tuple[str, ...]
-
-
-def words_of(text: str) -> tuple[str, ...]:
-    """The words of a shell's line; a line may be continued. Raises InputError where quotes are open."""
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise InputError(f"{text[:60]!r} is not a command line: {error}: close the quotes") from None
-    return tuple(words[1:] if words[:1] == ["$"] else words)
 
 
 def read(
@@ -62,8 +53,14 @@ def read(
         try:
             return _options(candidate, variables, rest)
         except InputError as error:
-            failures.append(error)
-    raise failures[0]
+            failures.append((candidate, error))
+    raise max(failures, key=lambda failure: _recognized(failure[0], rest))[1]
+
+
+def _recognized(program: Program, words: tuple[str, ...]) -> int:
+    """How many of the words are options of the launcher."""
+    keys = {_key(name) for option in program.options for name in option.names}
+    return sum(word.startswith("-") and _key(word.partition("=")[0]) in keys for word in words)
 
 
 def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]]:
@@ -81,7 +78,7 @@ def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]
         known = ", ".join(dict.fromkeys(" ".join(call) for p in PROGRAMS.values() for call in p.called[:1]))
         shown = f"{' '.join(words)[:60]!r} calls no launcher that is known here" if words else "no command line"
         if python and len(words) > 1:
-            script = shlex.join(called if called != words else ("--", *words))
+            script = line_of(called if called != words else ("--", *words))
             raise InputError(
                 f"{shown}: cputrain launch {script} starts it once for each planned worker, with --instances 1 before "
                 "it once in all"
@@ -127,6 +124,11 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
     command = words[place + 1 :] if words[place : place + 1] == ("--",) else words[place:]
     if not command:
         raise InputError(f"{program.title}: the command line ends before what it starts: add the script or the program")
+    if not program.starts_python and (inner := _launcher_in(command)):
+        raise InputError(
+            f"{program.title} starts {inner} here: import that command line alone, as cputrain launch starts the ranks "
+            "of all hosts by itself"
+        )
     if not program.starts_python and ":" in command:
         raise InputError(f"{program.title}: several programs in one job (:) are not supported: start them one by one")
     return Reading(
@@ -137,6 +139,20 @@ def _options(program: Program, variables: tuple[str, ...], words: tuple[str, ...
         notes=tuple(notes),
         command=command,
     )
+
+
+def _launcher_in(command: tuple[str, ...]) -> str:
+    """The launcher that a command calls; "" where it calls none."""
+    start = next((i for i, word in enumerate(command) if word != "env" and not ASSIGNMENT.match(word)), len(command))
+    called, behind = command[start:], command[start + 1 :]
+    if not called:
+        return ""
+    name = PurePath(called[0]).name
+    module = behind[behind.index("-m") + 1 :][:1] if PYTHON.fullmatch(name) and "-m" in behind else ()
+    for program in PROGRAMS.values():
+        if any((name, *behind)[: len(call)] == call for call in program.called) or set(module) & set(program.modules):
+            return program.title
+    return ""
 
 
 def _split(program: Program, word: str) -> tuple[str, str, str]:

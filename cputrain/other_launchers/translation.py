@@ -1,6 +1,5 @@
 """What a command line of another launcher requests -> the `cputrain launch` that does it, and what to know."""
 
-import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any
 from affinity.errors import InputError
 from affinity.wording import counted
 from cputrain.other_launchers.read import Reading
+from cputrain.other_launchers.shell_words import line_of, unmarked
 from cputrain.other_launchers.wanted import Wanted, wanted
 from mpi.hosts.nodelist import expand, fold
 
@@ -53,11 +53,11 @@ def translated(reading: Reading, *, cores: int, hosts_in: Callable[[str], int | 
     notes += (program.remark, program.remark_on_one_host if one_host else "")
     notes += ("" if numbered else program.remark_without_ranks,)
     words = ("cputrain", "launch", *_words_of(options), *_command(options, starts_python=reading.program.starts_python))
-    folder = f"cd {shlex.quote(options.folder)} && " if options.folder else ""
+    folder = f"{line_of(('cd', options.folder))} && " if options.folder else ""
     return Translation(
-        line=folder + shlex.join((*(("env", *front) if front else ()), *words)),
-        without=(*reading.without, *dropped),
-        notes=tuple(dict.fromkeys(filter(None, notes))),
+        line=folder + line_of((*(("env", *front) if front else ()), *words)),
+        without=tuple((unmarked(option), why) for option, why in (*reading.without, *dropped)),
+        notes=tuple(dict.fromkeys(unmarked(note) for note in notes if note)),
     )
 
 

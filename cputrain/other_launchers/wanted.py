@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from affinity.errors import InputError
+from cputrain.other_launchers.shell_words import VARIABLE
 
 NUMBER = re.compile("[0-9]{1,6}")
 HOSTS_OR_RANGE = re.compile("(?:[0-9]{1,6}[:-])?([0-9]{1,6})")
+UNDERSTOOD = ("nodes", "ppn", "ranks", "threads", "restarts", "comm_cores", "hosts", "cores", "instances")
 PLANNED = ("auto", "cpu", "gpu", "xpu", "", "-1", "0")  # values that leave a number to the launcher
 
 
@@ -57,6 +59,8 @@ def wanted(given: Iterable[Given], command: tuple[str, ...]) -> Wanted:
     """What the options ask for; of one that is repeated the last counts. Raises InputError for bad values."""
     values: dict[str, Any] = {}
     for each in given:
+        if each.field in UNDERSTOOD and VARIABLE in each.value:
+            raise InputError(f"{each.written}: a variable of the shell has no value here: put its value in its place")
         value = VALUES.get(each.field, _text)(each)
         if each.field == "environment":
             value = (*values.get("environment", ()), value)
@@ -95,6 +99,11 @@ def _instances(given: Given) -> str | None:
     return None if given.value in PLANNED else given.value
 
 
+def _instance(given: Given) -> str | None:
+    """Numbers of copies, of which 0 is the first; -1 stands for all of them."""
+    return None if given.value == "-1" else _list(given)
+
+
 def _list(given: Given) -> str | None:
     return "".join(given.value.split()) or None
 
@@ -115,7 +124,7 @@ VALUES: dict[str, Callable[[Given], Any]] = {
     "comm_cores": _cores,
     "cores": _list,
     "instances": _instances,
-    "instance": _instances,
+    "instance": _instance,
     "openmp": _one_of({"intel": "libiomp5", "default": "libgomp", "libgomp": "libgomp", "auto": None}),
     "allocator": _one_of(
         {"default": "glibc", "glibc": "glibc", "tcmalloc": "tcmalloc", "jemalloc": "jemalloc", "auto": None}

@@ -19,7 +19,8 @@ from affinity.errors import InputError
 from cputrain.cli import group
 from cputrain.other_launchers.option import Program
 from cputrain.other_launchers.programs import PROGRAMS
-from cputrain.other_launchers.read import option_named, read, words_of
+from cputrain.other_launchers.read import option_named, read
+from cputrain.other_launchers.shell_words import line_of, words_of
 from cputrain.other_launchers.translation import Translation, translated
 from mpi.launchers.detect import find_launcher
 from tests.support.commands import cputrain, here, mpi_path, refused
@@ -129,6 +130,18 @@ srun --nodes=2-4 --ntasks-per-node 2 --threads-per-core=2 ./a
     --nodes 4 --ppn 2 --smt on -- ./a
 MASTER_PORT=3 torchrun --nproc-per-node 2 x.py
     --ppn 2 x.py
+python -m torch.backends.xeon.run_cpu --ninstances 4 --rank 0 x.py
+    --instances 4 --instance 0 x.py
+ipexrun --ninstances 4 --instance-idx '0, 2' x.py
+    --instances 4 --instance 0,2 x.py
+python -m torch.backends.xeon.run_cpu --ninstances 4 --rank -1 x.py
+    --instances 4 x.py
+mpirun -np 4 -ppn 2 -f $PBS_NODEFILE -genv A "${B} c" python x.py --data ~/data '$literal'
+    --hostfile "$PBS_NODEFILE" --ppn 2 -- env "A=${B} c" python x.py --data ~/data '$literal'
+mpirun -np 4 --map-by ppr:2:node --prtemca plm_rsh_agent ssh ./a
+    --nodes 2 --ppn 2 -- ./a
+srun --container-image=torch.sqsh --container-mounts /data:/data -n 2 ./a
+    --ppn 2 -- ./a
 """
 
 
@@ -362,6 +375,13 @@ def test_the_page_of_options_has_every_remark() -> None:
         ("horovodrun -np 3 -H h1:2,h2:1 ./a", "different numbers of slots"),
         ("mpirun -np 1 ./a : -np 1 ./b", "several programs in one job"),
         ("mpirun -np", "-np needs a value"),
+        ("mpirun -np 2 --map-by node --frobnicate ./a", "mpirun of Open MPI has no option --frobnicate"),
+        ("srun torchrun --nnodes 2 x.py", "srun starts torchrun here: import that command line alone"),
+        ("mpirun -n 2 env A=b python3 -u -m torch.distributed.run x.py", "starts torchrun here"),
+        ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: a variable of the shell has no value here"),
+        ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: a variable of the shell has no value here"),
+        ("torchrun --frobnicate=$A x.py", "torchrun has no option --frobnicate"),
+        ("$SRUN -n 2 ./a", "'$SRUN -n 2 ./a' calls no launcher"),
         ("ipexrun --memory-allocator mine x.py", "'mine' is unknown: give default, glibc, tcmalloc"),
         ("torchrun 'x.py", "No closing quotation"),
     ],
@@ -369,6 +389,26 @@ def test_the_page_of_options_has_every_remark() -> None:
 def test_what_cannot_be_read_is_one_line(theirs: str, expected: str) -> None:
     line = refused(here("import", theirs))
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"$B c" $(nproc) ${D:-e} "it\'s $A" "it\'s"',
+        "bash -c 'echo $RANK'",
+        "sh -c \"echo '$HOME' \\$RANK \\`date\\`\"",
+        r"a\$b '~/c' ~/d ~ x~ 'e ~/f' ~/",
+        """python -c 'print("$A")' '`'""",
+    ],
+)
+def test_a_shell_expands_in_a_line_what_it_has_expanded_before(text: str) -> None:
+    show = shlex.join([sys.executable, "-c", "import sys; print(sys.argv[1:])"])
+    env = {"PATH": os.environ["PATH"], "HOME": "/h", "RANK": "0", "A": "1", "B": "x  y"}
+    first, again = (
+        subprocess.run(["bash", "-c", f"{show} {line}"], env=env, check=True, capture_output=True, text=True).stdout
+        for line in (text, line_of(words_of(text)))
+    )
+    assert first == again
 
 
 def test_what_is_printed_runs(tmp_path: Path) -> None:

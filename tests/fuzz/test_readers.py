@@ -29,7 +29,7 @@ from cputrain.data.formats import manifest as shards
 from cputrain.data.formats.idx import read_idx
 from cputrain.jobs.script import parse_array
 from cputrain.other_launchers.read import read as read_line
-from cputrain.other_launchers.read import words_of
+from cputrain.other_launchers.shell_words import words_of
 from cputrain.other_launchers.translation import translated
 from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
 from cputrain.report.usage import read_usage

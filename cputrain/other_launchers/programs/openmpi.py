@@ -5,6 +5,7 @@ from cputrain.other_launchers.programs.hydra import WITHOUT_MPI
 from cputrain.other_launchers.programs.reasons import BINDING, FABRIC, LABELS, LOGS
 
 OWN = "Open MPI's own: --launcher openmpi starts the ranks through it"
+PARAMETERS = "--fabric sets the network's; export others as OMPI_MCA_NAME, PRTE_MCA_NAME or PMIX_MCA_NAME"
 DEBUG = "Open MPI's own messages"
 PLACEMENT = (("ppn", r"\b([0-9]+):node\b"), ("threads", r"\bpe=([0-9]+)"))  # of ppr:2:node:PE=4
 
@@ -40,7 +41,7 @@ OPENMPI = Program(
         without("launch adds it where it is needed", "-allow-run-as-root", takes=0),
         without("launch adds it where it is needed", "-prefix"),
         without("launch adds it where it is needed", "-noprefix", takes=0),
-        without(FABRIC, "-mca", "-gmca", takes=2),
+        without(PARAMETERS, "-mca", "-gmca", "-omca", "-prtemca", "-pmixmca", "-gpmixmca", takes=2),
         without(FABRIC, "-am", "-tune"),
         without(LABELS, "-tag-output", "-timestamp-output", takes=0),
         without(LOGS, "-output", "-xterm", "-xml-file"),

@@ -5,6 +5,7 @@ from cputrain.other_launchers.programs.reasons import BINDING, ENVIRONMENT, FABR
 
 JOB = "cputrain job slurm -- CMD writes a job script, with --partition, --time and the rest"
 STEP = "launch starts one step on all hosts of the job"
+CONTAINER = "start the container's program: -- apptainer exec IMAGE CMD"
 GPUS = "cputrain starts processes on CPUs"
 NODES = (("hosts", "^([^/]+)$"), ("hostfile", "^(.*/.*)$"))  # srun takes a name with a slash for a file
 VARIABLES = (("environment", r"(?<![^,])([A-Za-z_][A-Za-z0-9_]*=[^,']*)(?![^,])"),)  # in quotes: values with commas
@@ -56,7 +57,10 @@ SRUN = Program(
         without(STEP, "--jobid", "-T", "--threads", "--task-prolog", "--task-epilog", "--prolog", "--epilog"),
         without(STEP, "--exact", "--overlap", "-E", "--preserve-env", "-Z", "--no-allocate", takes=0),
         without(STEP, "--bcast", "--bcast-exclude", "--compress", "--send-libs", "--propagate", takes=0),
-        without("start the container's program: -- apptainer exec IMAGE CMD", "--container"),
+        without(CONTAINER, "--container", "--container-image", "--container-name", "--container-mounts"),
+        without(CONTAINER, "--container-workdir", "--container-save", "--container-env"),
+        without(CONTAINER, "--container-mount-home", "--no-container-mount-home", takes=0),
+        without(CONTAINER, "--container-writable", "--container-readonly", "--container-remap-root", takes=0),
         without(JOB, "-A", "--account", "-p", "--partition", "-q", "--qos", "-t", "--time", "--time-min"),
         without(JOB, "-J", "--job-name", "-C", "--constraint", "--cluster-constraint", "--reservation", "-M"),
         without(JOB, "--mem", "--mem-per-cpu", "--mincpus", "--tmp", "-L", "--licenses", "-d", "--dependency"),
