@@ -152,6 +152,11 @@ def test_the_theme_can_be_changed_and_paper_is_white(page: Page) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     page.emulate_media(media="print")
     assert not page.locator(".tools").first.is_visible()
+    keys = page.locator(".legend i, .key i, .swatch, .scale i")
+    styles = keys.evaluate_all("all => all.map((each) => getComputedStyle(each).printColorAdjust)")
+    assert len(styles) > 10 and set(styles) == {"exact"}, "a color that is not printed names no curve"
+    assert page.locator("h2").first.evaluate("each => getComputedStyle(each).breakAfter") == "avoid"
+    assert page.locator(".scroll").first.evaluate("each => getComputedStyle(each).overflowX") == "visible"
 
 
 def test_a_comparison_filters_sorts_and_hides_runs(comparison: Path) -> None:
