@@ -25,6 +25,11 @@ class PendingCollective(NamedTuple):
     sequence: int
     overdue_s: float = 0.0
 
+    @property
+    def is_destruction(self) -> bool:
+        """Whether the group is being destroyed, as a rank does that leaves the job."""
+        return self.name.startswith("the destruction of ")  # as native/backend.cpp names it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:

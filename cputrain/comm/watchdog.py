@@ -31,6 +31,9 @@ from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
 JOIN_S = 1.0
 OVERDUE_S = 10.0  # for a backend to end a collective after its timeout, before the rank is ended
+# For the destruction of a group once the store has ended: rank 0 may have left the job, and oneCCL's destruction wait
+# until its process ends MPI.
+LEAVING_S = 30.0
 SUSPENDED_S = 2 * HEARTBEAT_S  # a thread that was away for longer did not run: suspension, or a call that kept Python
 
 log = logging.getLogger(__name__)
@@ -72,6 +75,7 @@ class Watchdog:
         self._last: dict[int, LastHeartbeat] = {}
         self._stopped = threading.Event()
         self._problem: str | None = None
+        self._store_gone: float | None = None
         self._published_absent = self._published_lost = ""
         self._store_answered = time.monotonic()
         atexit.register(self.stop)  # a thread that is inside the store would not survive the interpreter's end
@@ -132,10 +136,12 @@ class Watchdog:
             silent_for = now - self._store_answered
             frozen = f"the process that serves the job's store ({SERVERS}) has not answered for {silent_for:.0f} s"
             problem = frozen if silent_for > self._store_limit() else self._problem
-            name, _, overdue_s = self._pending()
+            pending = self._pending()
+            name, _, overdue_s = pending
+            leaves = self._store_gone is not None and pending.is_destruction and now - self._store_gone < LEAVING_S
             if overdue_s > OVERDUE_S:
                 self._end(f"its timeout was {overdue_s:.0f} s ago, and the backend does not return", name)
-            elif problem and name:
+            elif problem and name and not leaves:
                 self._end(problem, name)
 
     def _limit(self, heartbeat: StoreHeartbeat) -> float:
@@ -167,6 +173,7 @@ class Watchdog:
             self._last = newest(self._keys, (first,), self._last, time.monotonic())
             return silent_rank(self._last, time.monotonic(), self._limit)
         except RuntimeError as error:  # c10d's only error: the connection is closed, or the store does not answer
+            self._store_gone = self._store_gone or time.monotonic()
             return describe_gone(error)
 
     def _end(self, problem: str, collective: str) -> None:

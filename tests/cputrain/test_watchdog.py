@@ -35,6 +35,22 @@ Watchdog(
 )
 never.wait()
 """
+GONE = """
+import sys, threading, time
+from cputrain.comm import watchdog
+from cputrain.comm.heartbeats import PendingCollective
+class Gone:
+    def fail(self, *arguments):
+        raise RuntimeError("Connection was closed")
+    has = get = set = fail
+begun = time.monotonic()
+watchdog.LEAVING_S = 12.0
+watchdog.Watchdog(
+    Gone(), ranks=(0, 1), rank=1, timeout_s=60.0, sender=None, set_absent_ranks=print,
+    pending=lambda: PendingCollective(sys.argv[1], 3), abort=lambda reason: print(time.monotonic() - begun, flush=True),
+)
+threading.Event().wait()
+"""
 KEPT = """
 import ctypes, json, os
 from torch.distributed import HashStore
@@ -120,6 +136,18 @@ def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
         done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
         "its timeout was 12 s ago, and the backend does not return\n"
     )
+
+
+def test_a_rank_that_leaves_has_more_time_after_the_end_of_the_store_than_one_that_waits_for_a_collective() -> None:
+    names = ("ALLREDUCE #3", "the destruction of group 0")
+    argv = [sys.executable, "-c", GONE]
+    processes = [
+        subprocess.Popen([*argv, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for name in names
+    ]
+    (waited, said), (left, _) = (process.communicate(timeout=60) for process in processes)
+    assert [process.returncode for process in processes] == [1, 1]
+    assert float(left) > max(12.0, float(waited) + 5.0)
+    assert "rank 1 waits in ALLREDUCE #3: the job's store is gone" in said
 
 
 def test_the_ccl_backend_s_heartbeats_go_on_while_a_call_keeps_python() -> None:
