@@ -6,7 +6,7 @@
 # make test-ipex: engine=ipex, and ccl on torch 2.8, in a second environment (about 7 GB).
 # make lab: plans and bindings on emulated machines, after make kernels; make lab-slow: those that take minutes each.
 # make release: wheel, sdist and documentation of the tagged version, checked and tried.
-# Each installs into .venv first; nothing else is touched.
+# Each installs into .venv first; compiled code is kept in ~/.cache/cputrain.
 PYTHON ?= python3
 # The release that all figures here were measured with. Where pip would fetch a CUDA build, name a CPU one:
 #   make demo TORCH="torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu"

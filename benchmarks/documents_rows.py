@@ -51,7 +51,7 @@ ROWS = (
     ),
     Row(
         document=INTEL,
-        experiment="convergence at 8,192 (5b, the log of 5)",
+        experiment="convergence at 8,192 (its log is in 5b)",
         full=("cputrain job slurm resnet50-8k --nodes 256 --time 06:00:00 --submit",),
         small=(f"{SMALL_8K} epochs=2",),
         shows=TRAINED,
