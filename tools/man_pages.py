@@ -26,7 +26,7 @@ def man_pages() -> dict[str, str]:
 def _pages(command: click.Command, context: click.Context, purpose: str) -> Iterator[tuple[str, str]]:
     name = context.command_path.replace(" ", "-")
     inner = _inner(command, context)
-    also = [f"{name}-{each}" for each in inner]
+    also = [f"{name}-{each.replace(' ', '-')}" for each in inner]
     above = [] if context.parent is None else [context.parent.command_path.replace(" ", "-")]
     yield name, "".join(_page(command, context, name, purpose, (*above, *also)))
     for each, found in inner.items():
@@ -62,7 +62,7 @@ def _page(
         yield ".SH EXAMPLES\n.nf\n" + "".join(f"{roff(line)}\n" for line in examples) + ".fi\n"
     yield _exit_statuses()
     if also:
-        yield ".SH SEE ALSO\n" + ",\n".join(f".BR {roff(each)} (1)" for each in also) + "\n"
+        yield ".SH SEE ALSO\n.nh\n" + ",\n".join(f".BR {roff(each)} (1)" for each in also) + "\n.hy\n"
 
 
 def _exit_statuses() -> str:

@@ -128,7 +128,7 @@ def _not_prepared(folder: Path) -> str:
 @FOLDER
 @settings_argument
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)
-@click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="how many images")
+@click.option("--count", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="how many images")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -147,6 +147,7 @@ def _not_prepared(folder: Path) -> str:
     type=click.IntRange(1),
     default=1,
     show_default=True,
+    metavar="N",
     help="epoch whose augmentation is shown, with --as-trained",
 )
 @click.option("--overwrite", is_flag=True, help="replace a picture that is there")

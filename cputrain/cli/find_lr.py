@@ -28,13 +28,21 @@ SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
 @click.command("find-lr")
 @click.argument("recipe")
 @settings_argument
-@click.option("--steps", type=click.IntRange(10, 100_000), default=100, show_default=True, help="steps of the test")
+@click.option(
+    "--steps",
+    type=click.IntRange(10, 100_000),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="steps of the test",
+)
 @click.option(
     "--from",
     "low",
     type=FiniteRange(min=0, min_open=True),
     default=1e-5,
     show_default=True,
+    metavar="RATE",
     help="learning rate of the first step",
 )
 @click.option(
@@ -43,6 +51,7 @@ SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
     type=FiniteRange(min=0, min_open=True),
     default=10.0,
     show_default=True,
+    metavar="RATE",
     help="learning rate of the last step",
 )
 @click.option(

@@ -69,7 +69,7 @@ EXAMPLES = (
     required=True,
     type=click.IntRange(1, MOST_CPUS),
     metavar="N",
-    help="CPUs of each pod, which are whole ones",
+    help="whole CPUs of each pod",
 )
 @click.option("--memory", required=True, metavar="SIZE", help="memory of each pod, as in 64Gi")
 @click.option(

@@ -33,10 +33,12 @@ LONGEST_NAME = 60
 @click.command("predict")
 @click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("paths", metavar="IMAGE...|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="classes to name for each image")
+@click.option("--top", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="classes for each image")
 @click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
 @format_option
-@click.option("--batch", type=click.IntRange(1), default=BATCH, show_default=True, help="images in one forward pass")
+@click.option(
+    "--batch", type=click.IntRange(1), default=BATCH, show_default=True, metavar="N", help="images in one forward pass"
+)
 def command(checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, output_format: str, batch: int) -> None:
     """Name the likeliest classes of images by a run's best checkpoint, or by CHECKPOINT.
 

@@ -50,11 +50,25 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
 @click.argument("kind", callback=check_kind)
 @click.argument("source", type=click.Path(path_type=Path), metavar="SRC")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="determines the order of the images")
 @click.option(
-    "--shard-mib", type=click.IntRange(1), default=SHARD_BYTES // MIB, show_default=True, help="size of a shard, about"
+    "--seed",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="determines the order of the images",
 )
-@click.option("--shards", type=click.IntRange(1), help="number of shards of each split, instead of their size")
+@click.option(
+    "--shard-mib",
+    type=click.IntRange(1),
+    default=SHARD_BYTES // MIB,
+    show_default=True,
+    metavar="MIB",
+    help="approximate size of a shard",
+)
+@click.option(
+    "--shards", type=click.IntRange(1), metavar="N", help="number of shards of each split, instead of their size"
+)
 @click.option(
     "--val-fraction",
     callback=parse_fraction,
@@ -77,9 +91,15 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
     show_default=True,
     help="tar: for webdataset readers; tfrecord: for TensorFlow's ImageNet scripts, with labels from 1",
 )
-@click.option("--short-side", type=click.IntRange(8), help="scale larger images down to this short side in pixels")
-@click.option("--quality", type=click.IntRange(1, 95), help=f"quality of re-encoded JPEGs  [default: {QUALITY}]")
-@click.option("--jobs", type=click.IntRange(1), help="threads  [default: the CPUs available to this process]")
+@click.option(
+    "--short-side", type=click.IntRange(8), metavar="PIXELS", help="scale larger images down to this short side"
+)
+@click.option(
+    "--quality", type=click.IntRange(1, 95), metavar="1-95", help=f"quality of re-encoded JPEGs  [default: {QUALITY}]"
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), metavar="N", help="threads  [default: the CPUs available to this process]"
+)
 def command(
     kind: str,
     source: Path,

@@ -34,7 +34,9 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
     show_default=True,
     help="what to vary; keys that the recipe sets are kept",
 )
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="steps of a trial that count")
+@click.option(
+    "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="steps of a trial that count"
+)
 @click.option("--time", "limit", metavar="HH:MM:SS", help="stop after this time, even without a winner")
 @click.option(
     "--resolution",
@@ -44,7 +46,9 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
     metavar="PERCENT",
     help="a difference in speed that does not matter",
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="random seed for the order of the trials")
+@click.option(
+    "--seed", type=int, default=1, show_default=True, metavar="N", help="random seed for the order of the trials"
+)
 @click.option("--dry-run", is_flag=True, help="list the plans that would be tried; start nothing")
 @format_option
 def command(

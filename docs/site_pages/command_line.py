@@ -28,7 +28,10 @@ WITHOUT_TORCH = ("affinity", "affinity read", "affinity plan", "affinity show", 
 
 def command_line() -> str:
     """Every command with its options, in the order that --help has."""
-    links = [[f"[{code(f'cputrain {name}')}](#cputrain-{name})", plain(text)] for name, text in COMMANDS.items()]
+    links = [
+        [f"[{code(f'cputrain {name}')}](#cputrain-{name.replace(' ', '-')})", plain(text)]
+        for name, text in COMMANDS.items()
+    ]
     root = click.Context(group, info_name="cputrain", max_content_width=100)
     sections = [part for name in COMMANDS for part in _sections(root, group, name, "##")]
     planner = [f"```text\n$ python -m {words} --help\n{_help(words)}```\n" for words in WITHOUT_TORCH]

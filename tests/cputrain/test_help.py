@@ -1,5 +1,6 @@
 """--help of commands with many options, and the manual pages."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -125,3 +126,15 @@ def test_groff_has_nothing_to_warn_of(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin"},
     )
     assert done.stderr == "" and "CPUTRAIN-JOB(1)" in done.stdout and len(pages) > 30
+
+
+def test_no_value_is_called_by_its_type_alone() -> None:
+    """N, PIXELS or RATE in a help, not click's INTEGER RANGE."""
+    pages = {name for name, text in man_pages().items() if "INTEGER" in text or "FLOAT" in text}
+    assert pages == set()
+
+
+def test_a_page_names_the_others_as_their_files_are_named() -> None:
+    pages = man_pages()
+    named = re.findall(r"^\.BR (\S.*) \(1\)", "".join(pages.values()), re.MULTILINE)
+    assert {f"{name.replace(chr(92), '')}.1" for name in named} == set(pages)

@@ -69,6 +69,7 @@ def test_a_page_from_the_code_can_be_written(name: str) -> None:
     text = GENERATED[name]()
     assert text.endswith("\n")
     assert "TODO" not in text
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= {anchor(heading) for heading in HEADING.findall(text)}
 
 
 def test_every_event_of_a_run_is_described() -> None:
