@@ -10,7 +10,7 @@ from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
 from cputrain.other_launchers.programs import PROGRAMS
 from cputrain.other_launchers.read import read
-from cputrain.other_launchers.shell_words import unmarked, words_of
+from cputrain.other_launchers.shell_words import command_and_rest, unmarked, words_of
 from cputrain.other_launchers.translation import translated
 from mpi.hosts.hostfile import read_hostfile
 from mpi.launchers.detect import identify
@@ -36,12 +36,16 @@ def command(name: str | None, words: tuple[str, ...]) -> None:
     Known are ipexrun, torchrun, torch.backends.xeon.run_cpu, horovodrun, accelerate launch, deepspeed, srun, and mpirun
     of Intel MPI, Open MPI and MPICH; where the options do not tell whose mpirun it is, its --version does.
     """
+    rest = ""
     try:
-        reading = read(words_of(words[0]) if len(words) == 1 else words, name, _launcher_of)
+        if len(words) == 1:
+            line, rest = command_and_rest(words[0])
+            words = words_of(line)
+        reading = read(words, name, _launcher_of)
         found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
     except InputError as error:
         raise InputError(unmarked(str(error))) from None
-    click.echo(found.line)
+    click.echo(f"{found.line} {rest}".rstrip())
     if found.without:
         click.echo(f"of {reading.program.title}, not needed, or without a counterpart:", err=True)
         click.echo(align_columns([(f"  {option}", why) for option, why in found.without]), err=True)

@@ -14,6 +14,7 @@ from cputrain.other_launchers.wanted import Given
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python[0-9.]*")
+PREFIXES = ("nohup", "time", "timeout", "nice", "ionice", "stdbuf", "setsid", "exec", "sudo")
 MOST_WORDS = 10_000
 
 
@@ -85,6 +86,8 @@ def _called(words: tuple[str, ...]) -> tuple[list[Program], str, tuple[str, ...]
             )
         if plain[:1] in (("numactl",), ("taskset",)):
             raise InputError(f"{shown}: put {plain[0]} before cputrain launch, whose plan stays inside what it allows")
+        if plain[:1] and plain[0] in PREFIXES:
+            raise InputError(f"{shown}: import what follows {plain[0]}, and put {plain[0]} before cputrain launch")
         raise InputError(f"{shown}: give a command line of {known} or python -m torch.backends.xeon.run_cpu")
     length = next(len(call) for call in found[0].called if plain[: len(call)] == call)
     return found, called[0], called[length:]

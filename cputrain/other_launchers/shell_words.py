@@ -9,13 +9,31 @@ from collections.abc import Sequence
 
 from affinity.errors import InputError
 
+# A command as far as its first operator outside quotes: a redirection, a pipe, "&&", ";", "&"; or as far as a comment.
+COMMAND = re.compile(
+    r"""(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\\'"|&;<>#]|(?<=\S)#)*""",
+    re.DOTALL,
+)
+OPERATORS = "|&;<>"
 VARIABLE, HOME = "\ue000", "\ue001"  # of Unicode's private use area: no command line has them
+
+
+def command_and_rest(text: str) -> tuple[str, str]:
+    """A line's first command, and what follows it: "2>&1 | tee log"; "" for nothing, or a comment."""
+    command = COMMAND.match(text)
+    assert command is not None  # it matches "" too
+    end = command.end()
+    if text[end : end + 1] not in tuple(OPERATORS):
+        return (text[:end] if text[end : end + 1] == "#" else text), ""
+    if re.search(r"\s\d$", text[:end]) and text[end] in "<>":
+        end -= 1
+    return text[:end], text[end:].strip()
 
 
 def words_of(text: str) -> tuple[str, ...]:
     """The words of a shell's line; a line may be continued. Raises InputError where quotes are open."""
     try:
-        words = shlex.split(_marked(text.replace("\\\n", " ")), comments=True)
+        words = shlex.split(_marked(text.replace("\\\n", " ")))
     except ValueError as error:
         raise InputError(f"{text[:60]!r} is not a command line: {error}: close the quotes") from None
     return tuple(words[1:] if words[:1] == ["$"] else words)

@@ -381,6 +381,7 @@ def test_the_page_of_options_has_every_remark() -> None:
         ("torchrun --nnodes=$NODES x.py", "--nnodes $NODES: a variable of the shell has no value here"),
         ("srun -n 2 -w $HOSTS ./a", "-w $HOSTS: a variable of the shell has no value here"),
         ("torchrun --frobnicate=$A x.py", "torchrun has no option --frobnicate"),
+        ("nohup mpirun -n 2 ./a > log &", "import what follows nohup, and put nohup before cputrain launch"),
         ("$SRUN -n 2 ./a", "'$SRUN -n 2 ./a' calls no launcher"),
         ("ipexrun --memory-allocator mine x.py", "'mine' is unknown: give default, glibc, tcmalloc"),
         ("torchrun 'x.py", "No closing quotation"),
@@ -389,6 +390,21 @@ def test_the_page_of_options_has_every_remark() -> None:
 def test_what_cannot_be_read_is_one_line(theirs: str, expected: str) -> None:
     line = refused(here("import", theirs))
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ("torchrun --nproc-per-node 2 x.py 2>&1 | tee log", "--ppn 2 x.py 2>&1 | tee log"),
+        ("torchrun --nproc-per-node 2 x.py > $LOG 2> 'a b' &", "--ppn 2 x.py > $LOG 2> 'a b' &"),
+        ("torchrun --nproc-per-node 2 x.py; echo $?", "--ppn 2 x.py ; echo $?"),
+        ("torchrun --nproc-per-node 2 x.py 'a|b' a#b \\; # > c", r"--ppn 2 x.py 'a|b' 'a#b' ';'"),
+        ('torchrun --nproc-per-node 2 x.py "a > \\" b"<in', "--ppn 2 x.py 'a > \" b' <in"),
+    ],
+)
+def test_what_follows_a_command_in_a_line_stays_behind_it(theirs: str, expected: str) -> None:
+    made = here("import", theirs)
+    assert made.returncode == 0 and made.stdout == f"cputrain launch {expected}\n"
 
 
 @pytest.mark.parametrize(

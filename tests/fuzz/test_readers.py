@@ -29,7 +29,7 @@ from cputrain.data.formats import manifest as shards
 from cputrain.data.formats.idx import read_idx
 from cputrain.jobs.script import parse_array
 from cputrain.other_launchers.read import read as read_line
-from cputrain.other_launchers.shell_words import words_of
+from cputrain.other_launchers.shell_words import command_and_rest, words_of
 from cputrain.other_launchers.translation import translated
 from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
 from cputrain.report.usage import read_usage
@@ -297,7 +297,7 @@ LAUNCHES = (
 @fuzzed
 @given(text=edited(LAUNCHES))
 def test_command_lines_of_other_launchers(text: str) -> None:
-    read(lambda: translated(read_line(words_of(text), None), cores=4, hosts_in=lambda _: None))
+    read(lambda: translated(read_line(words_of(command_and_rest(text)[0]), None), cores=4, hosts_in=lambda _: None))
 
 
 SYNTHETIC = (
