@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,23 @@ def test_damaged_files_and_wrong_labels_are_named(hub: Path) -> None:
     last.write_bytes(last.read_bytes().replace(b"label", b"l\xc2bel"))
     with pytest.raises(InputError, match=r"cannot read .*validation.*: is the download complete"):
         open_dataset(str(hub))
+
+
+def test_a_file_or_a_folder_above_the_files_is_answered_with_the_folder(hub: Path, tmp_path: Path) -> None:
+    file = next((hub / "data").glob("*.parquet"))
+    with pytest.raises(InputError, match=f"data folder {file} is a file: give its folder"):
+        open_dataset(str(file))
+    with pytest.raises(InputError, match="is not a folder: give the folder of the Parquet"):
+        tables.open_tables(file)
+    above = tmp_path / "above"
+    for name in ("fine", "coarse"):
+        (above / name / "train").mkdir(parents=True)
+        shutil.copy(file, above / name / "train/0000.parquet")
+    with pytest.raises(InputError, match=f"only in folders below it: give {above}/coarse or {above}/fine"):
+        open_dataset(str(above))
+    with pytest.raises(InputError, match="only in folders below it"):
+        survey(str(above))
+    assert len(open_dataset(str(above / "fine")).train) > 0
 
 
 def test_parquet_becomes_shards(hub: Path, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ def split_folders(root: Path) -> dict[str, Path]:
 
     Without val/ the test/ folder is the validation split. Raises InputError where there are neither.
     """
+    if root.is_file():
+        raise InputError(f"data folder {root} is a file: give its folder, or pack an archive with cputrain prepare")
     if not root.is_dir():
         raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
     found = {split: root / split for split in SPLITS if (root / split).is_dir()}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.wording import either
 from cputrain.data.formats import folder
 from cputrain.data.formats.dataset import Dataset, ImageFiles, OwnSplits
 from cputrain.data.formats.fractions import PREPARED, SPLIT_SEED
@@ -10,7 +11,7 @@ from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.places import data_root, has_tfrecords
 from cputrain.data.formats.shards import Shards
 from cputrain.data.formats.subset import with_validation
-from cputrain.data.formats.table_files import has_tables
+from cputrain.data.formats.table_files import has_tables, tables_below
 from cputrain.data.formats.tables import open_tables
 from cputrain.data.formats.tfrecord import open_tfrecords
 
@@ -33,8 +34,12 @@ def open_dataset(path: str | None, *, val_fraction: float | None = None, label_c
     own: OwnSplits | Dataset
     if has_tables(root):
         own = open_tables(root, label_column)
+    elif has_tfrecords(root):
+        own = open_tfrecords(root)
+    elif below := tables_below(root):
+        raise InputError(f"{root} has Parquet or Arrow files only in folders below it: give {either(below)}")
     else:
-        own = open_tfrecords(root) if has_tfrecords(root) else folder_splits(root)
+        own = folder_splits(root)
     return with_validation(str(root), own, val_fraction, seed=SPLIT_SEED)
 
 

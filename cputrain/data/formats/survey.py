@@ -9,7 +9,7 @@ from cputrain.data.formats import folder
 from cputrain.data.formats.fractions import BOTH_SPLITS, PREPARED, VAL_FRACTION, counts_to_draw, describe_drawn
 from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.places import data_root, has_tfrecords
-from cputrain.data.formats.table_files import has_tables
+from cputrain.data.formats.table_files import has_tables, tables_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def survey(path: str | None, *, val_fraction: float | None = None, label_column:
         manifest = read_manifest(root)
         counts = {split: entry["images"] for split, entry in manifest["splits"].items()}
         return _survey(tuple(manifest["classes"]), counts)
-    if has_tables(root) or has_tfrecords(root):
+    if has_tables(root) or has_tfrecords(root) or tables_below(root):
         from cputrain.data.formats.open import open_dataset  # numpy: needed only where records must be read
 
         dataset = open_dataset(path, val_fraction=val_fraction, label_column=label_column)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 SUFFIXES = (".parquet", ".arrow")
+MOST_FOLDERS = 100  # an image folder may have thousands of classes
 # The names of splits that the Hub understands; a file without any of them is of the training split.
 NAMES = {
     "train": ("train", "training"),
@@ -16,6 +17,15 @@ SPLIT_OF = {name: split for split, names in NAMES.items() for name in names}
 def has_tables(root: Path) -> bool:
     """Whether a folder contains Parquet or Arrow files."""
     return bool(_files(root))
+
+
+def tables_below(root: Path) -> list[str]:
+    """The folders of a folder that contain such files, as the configurations of a data set on the Hub are; [] where
+    it is an image folder itself."""
+    if not root.is_dir() or (root / "train").is_dir():
+        return []
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir()][:MOST_FOLDERS]
+    return [str(path) for path in folders if has_tables(path)]
 
 
 def tables_by_split(root: Path) -> dict[str, list[Path]]:

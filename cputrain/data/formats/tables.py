@@ -127,6 +127,8 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
 
     `label` names the column with the labels; None: the only one. Raises InputError that names what is missing or wrong.
     """
+    if not root.is_dir():
+        raise InputError(f"{root} is not a folder: give the folder of the Parquet or Arrow files")
     tables = {split: [_open(path) for path in paths] for split, paths in tables_by_split(root).items()}
     if "train" not in tables:
         raise InputError(f"{root} has no files with train in their names, only of {', '.join(tables)}")
