@@ -71,6 +71,23 @@ def test_mpi_ends_with_a_communicator_that_only_one_rank_has_left() -> None:
         assert passed(job) == ["messages_are_left"] * 3
 
 
+def test_messages_between_some_ranks_do_not_confuse_who_has_joined_a_collective() -> None:
+    """Neither a timeout's message nor PyTorch's comparison of what ranks call; a callback that waits for a collective
+    which fails with its own ends at the timeout too."""
+    some = ("ccl", "messages_between_some")
+    with ExitStack() as stack:
+        missing = stack.enter_context(started(STRANGER, *some, ranks=3, MISSING="1", **QUIET))
+        compared = stack.enter_context(started(STRANGER, *some, ranks=3, TORCH_DISTRIBUTED_DEBUG="DETAIL", **QUIET))
+        callbacks = stack.enter_context(started(STRANGER, "ccl", "callbacks_fail", **QUIET))
+        for rank in (missing[0], missing[2]):
+            (said,) = lines_of(ended(rank, LIMIT_S).out)
+            assert "in ALLREDUCE #1 of group 1" in said["error"] and "not joined by rank 1 on" in said["error"]
+            assert "rank 2" not in said["error"] and "rank 0" not in said["error"]
+        for rank in compared:
+            assert passed(rank) == ["messages_between_some"]
+        assert "Timed out after 4 s in ALLREDUCE #1" in lines_of(ended(callbacks[0], 60).out)[0]["error"]
+
+
 def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:
     """By CCL_WORKER_COUNT, which accelerate and transformers want to be set: none starts, and all goes on as before."""
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """Callbacks of futures that wait for other collectives: tasks of tests/support/ccl_stranger.py."""
 
-import threading
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,22 @@ def a_callback_waits_for_the_collective_that_it_calls() -> None:
 
 def a_callback_waits_for_an_earlier_collective() -> None:
     """The larger one is in flight when the callback of the small one begins to wait for it."""
-    later: list[Future[list[torch.Tensor]]] = []
-    called = threading.Event()
+    small, large = future_of_sum(torch.ones(4)), future_of_sum(torch.ones(4 << 20))
+    assert small.then(lambda _: large.wait()[0]).wait().min() == dist.get_world_size()
 
-    def wait_for_later(_: Future[list[torch.Tensor]]) -> torch.Tensor:
-        called.wait()
-        return later[0].wait()[0]
 
-    chained = future_of_sum(torch.ones(4)).then(wait_for_later)
-    later.append(future_of_sum(torch.ones(4 << 20)))
-    called.set()
-    assert chained.wait().min() == dist.get_world_size()
+def a_callback_waits_for_a_collective_that_has_ended_with_its_own() -> None:
+    """Both end for the others when the last rank comes, between two polls."""
+    for _ in range(20):
+        if dist.get_rank() == 1:
+            time.sleep(0.01)
+        first, second = future_of_sum(torch.ones(4)), future_of_sum(torch.ones(4))
+        assert waited_for(first, second).wait().tolist() == [dist.get_world_size()] * 4
+
+
+def waited_for(first: Future[list[torch.Tensor]], second: Future[list[torch.Tensor]]) -> Future[torch.Tensor]:
+    """The result of the second one, which a callback of the first one waits for."""
+    return first.then(lambda _: second.wait()[0])
 
 
 def a_hook_of_ddp_waits_in_its_callback() -> None:
@@ -55,5 +61,20 @@ def a_hook_of_ddp_waits_in_its_callback() -> None:
 ALL = (
     a_callback_waits_for_the_collective_that_it_calls,
     a_callback_waits_for_an_earlier_collective,
+    a_callback_waits_for_a_collective_that_has_ended_with_its_own,
     a_hook_of_ddp_waits_in_its_callback,
 )
+
+
+def error_of_a_callback_that_waits_for_another_one_that_fails() -> str:
+    """Rank 1 joins neither; what the other ranks are told after 4 s."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    if dist.get_rank() == 1:
+        time.sleep(15)
+        return ""
+    first, second = (dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future() for _ in range(2))
+    try:
+        waited_for(first, second).wait()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("no error")

@@ -318,6 +318,30 @@ def messages_are_left() -> None:
     say(passed="messages_are_left")
 
 
+def callbacks_fail() -> None:
+    """A timeout, which fails a collective whose callback waits for another one that it fails too."""
+    say(error=ccl_callbacks.error_of_a_callback_that_waits_for_another_one_that_fails())
+    os._exit(0)
+
+
+def messages_between_some() -> None:
+    """Of which a third rank knows nothing; then rank 1 is missing from a collective, where the test says so."""
+    group = dist.new_group(timeout=timedelta(seconds=6))
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(3), 1, group=group)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.ones(3), 0, group=group)
+    if "MISSING" not in os.environ:
+        dist.all_reduce(torch.ones(2), group=group)
+        say(passed="messages_between_some")
+        return
+    if dist.get_rank() == 1:
+        time.sleep(15)
+    else:
+        say(error=refused(lambda: dist.all_reduce(torch.ones(2), group=group)))
+    os._exit(0)
+
+
 def waits() -> None:
     """Each rank waits for the other for longer than a watchdog needs to read what the store holds."""
     for waiting in (0, 1):
@@ -385,6 +409,8 @@ TASKS = {
         fork_while_stuck,
         waits,
         messages_are_left,
+        messages_between_some,
+        callbacks_fail,
         some,
         again,
         soak,

@@ -126,10 +126,13 @@ WorkPtr CclBackend::submit(
 WorkPtr CclBackend::submit_polled(
     c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Poll()> start,
     std::function<void()> finish, std::function<int()> source) {
-  const auto number = ++sequence_;
+  // All ranks number collectives alike, and are compared by that; messages are not everybody's.
+  const bool is_message = c10d::isP2POp(type);
+  const auto number = is_message ? ++messages_ : ++sequence_;
   auto operation = c10::make_intrusive<Operation>(
       rank_, type, "ccl:" + c10d::opTypeToString(type),
-      c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(described), ")"), number,
+      c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(described), ")"),
+      is_message ? sequence_.load() : number,
       timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
   Engine::instance().submit(operation, std::move(start), std::move(finish), std::move(source));
   return operation;

@@ -106,7 +106,8 @@ class CclBackend : public c10d::Backend {
   std::shared_ptr<Outbox> outbox_;
   Bf16Reduction bf16_reduction_;
   Bf16Reduction bf16_allreduce_;
-  std::atomic<uint64_t> sequence_{0};
+  std::atomic<uint64_t> sequence_{0};  // of collectives
+  std::atomic<uint64_t> messages_{0};
   std::atomic<uint64_t> monitored_{0};
 };
 

@@ -60,18 +60,26 @@ void Engine::submit(
   work_.notify_one();
 }
 
-void Engine::take_ended(Operations& ended) {
-  for (auto at = pending_.begin(); at != pending_.end();) {
-    const auto next = std::next(at);
-    if ((*at)->ended_()) {
-      ended.splice(ended.end(), pending_, at);
-    }
-    at = next;
+void Engine::poll_pending() {
+  for (const auto& operation : pending_) {
+    operation->has_ended_ = operation->has_ended_ || operation->ended_();
   }
 }
 
+c10::intrusive_ptr<Operation> Engine::take_ended() {
+  const auto found = std::ranges::find_if(pending_, [](const auto& one) { return one->has_ended_; });
+  if (found == pending_.end()) {
+    return {};
+  }
+  auto ended = *found;
+  pending_.erase(found);
+  publish_oldest();
+  changed_ = Clock::now();
+  return ended;
+}
+
 bool Engine::drive() {
-  Operations ended;
+  c10::intrusive_ptr<Operation> ended;
   std::string error;
   if (leaving_) {
     return false;
@@ -83,17 +91,24 @@ bool Engine::drive() {
     }
     polls_++;
     try {
-      take_ended(ended);
+      poll_pending();
     } catch (const std::exception& failure) {  // those before it have ended
       error = message_of(failure);
     }
-    if (!ended.empty()) {
-      publish_oldest();
-      changed_ = Clock::now();
-      finishing_++;
+    ended = take_ended();
+    finishing_ += ended ? 1 : 0;
+  }
+  // Outside the lock: a future's callback may submit the next operation. The others stay in pending_ meanwhile: it may
+  // wait for one of them, which another thread then finishes.
+  while (ended) {
+    finish(*ended);
+    ended.reset();  // not under the lock: the end of a tensor of Python's takes the interpreter's
+    const Lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock() && !exiting_) {
+      ended = take_ended();
+      finishing_ += ended ? 1 : 0;
     }
   }
-  finish(ended);  // outside the lock: a future's callback may submit the next operation
   if (!error.empty()) {
     abort("ccl: oneCCL failed: " + error);
   }
@@ -125,7 +140,8 @@ void Engine::time_out_late() {
   {
     const auto lock = enter();
     const auto now = awake_now();
-    const auto overdue = std::ranges::find_if(pending_, [now](const auto& one) { return now > one->deadline_; });
+    const auto overdue = std::ranges::find_if(
+        pending_, [now](const auto& one) { return now > one->deadline_ && !one->has_ended_; });
     if (overdue != pending_.end() && aborted_.empty()) {
       late = *overdue;
     }
@@ -173,7 +189,6 @@ void Engine::time_out(const Operation& operation) {
 }
 
 void Engine::abort(const std::string& reason) {
-  Operations failed;
   if (forked_) {
     return;
   }
@@ -183,12 +198,10 @@ void Engine::abort(const std::string& reason) {
       return;
     }
     aborted_ = reason;
-    failed = pending_;  // they stay in pending_: oneCCL may still write to their buffers
+    failing_ = pending_;  // they stay in pending_: oneCCL may still write to their buffers
     publish_oldest();
   }
-  for (const auto& operation : failed) {
-    operation->fail(reason);
-  }
+  fail_pending();
 }
 
 bool Engine::idle() {

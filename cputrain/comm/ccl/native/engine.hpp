@@ -76,9 +76,12 @@ class Engine {
   Engine();
   void run();
   void publish_oldest();  // needs the engine's lock
-  // Moves those that have ended, also where one fails and its error is thrown; needs the engine's lock.
-  void take_ended(Operations& ended);
-  void finish(const Operations& ended);  // these were counted in finishing_ under the engine's lock
+  // Marks those that have ended; throws the error of one that fails. Needs the engine's lock.
+  void poll_pending();
+  // Takes the oldest that is marked out of pending_; none: nullptr. Needs the engine's lock.
+  c10::intrusive_ptr<Operation> take_ended();
+  void finish(Operation& ended);  // it was counted in finishing_ under the engine's lock
+  void fail_pending();
   bool finishes_elsewhere() const;
   void relieve_callback();  // that has submitted an operation, and may wait for it; needs the engine's lock
   void start_reliever();  // needs the engine's lock
@@ -92,6 +95,7 @@ class Engine {
   Mutex mutex_;
   std::condition_variable_any work_;
   Operations pending_;
+  Operations failing_;  // those of pending_ that an abort has still to fail
   std::string aborted_;
   bool exiting_ = false;
   uint64_t polls_ = 0;

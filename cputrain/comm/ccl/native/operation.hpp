@@ -57,7 +57,8 @@ class Operation : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::optional<at::ThreadLocalState> caller_;
-  // Set and cleared under the engine's lock.
+  // Set under the engine's lock.
+  bool has_ended_ = false;  // by ended_; finish() has still to run
   Poll ended_;
   std::function<Poll()> start_;  // owns the buffers that oneCCL reads
   std::function<void()> finish_;  // copies results to the caller's tensors; owns the buffers it copies from

@@ -60,9 +60,12 @@ bool Engine::end_operations(Clock::time_point deadline) {
   while (lock.try_lock_until(deadline)) {
     exiting_ = true;
     try {
-      take_ended(*kept);
+      poll_pending();
     } catch (const std::exception&) {
       return false;
+    }
+    while (auto ended = take_ended()) {
+      kept->push_back(std::move(ended));
     }
     if (pending_.empty() && !finishes_elsewhere()) {
       return true;

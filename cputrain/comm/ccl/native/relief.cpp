@@ -16,12 +16,19 @@ constexpr auto kReliefSleep = std::chrono::microseconds(200);
 thread_local bool relieves = false;
 thread_local int finishing = 0;  // calls of finish() on this thread's stack: a callback may drive too
 
+// Whether there is one: there may be no more threads at the moment, and look_for_unpolled tries again.
+bool start_thread(std::function<void()> work) {
+  try {
+    std::thread(std::move(work)).detach();
+    return true;
+  } catch (const std::system_error&) {
+    return false;
+  }
+}
+
 }  // namespace
 
-void Engine::finish(const Operations& ended) {
-  if (ended.empty()) {
-    return;
-  }
+void Engine::finish(Operation& ended) {
   const bool was_free = relieves && finishing == 0;
   free_relievers_ -= was_free;
   finishing++;
@@ -31,9 +38,7 @@ void Engine::finish(const Operations& ended) {
     free_relievers_ += was_free;
     finishing_--;
   });
-  for (const auto& operation : ended) {
-    operation->finish();
-  }
+  ended.finish();
 }
 
 bool Engine::finishes_elsewhere() const {
@@ -48,12 +53,7 @@ void Engine::relieve_callback() {
 
 // It ends when nothing is in flight, which is decided under the lock, as is whether another one is needed.
 void Engine::start_reliever() {
-  try {
-    std::thread([this] { relieve(); }).detach();
-    free_relievers_++;
-  } catch (const std::system_error&) {
-    // No more threads at the moment: look_for_unpolled tries again.
-  }
+  free_relievers_ += start_thread([this] { relieve(); });
 }
 
 void Engine::relieve() {
@@ -73,17 +73,38 @@ void Engine::relieve() {
   }
 }
 
+// One after the other. Where a callback of one waits for another one, look_for_unpolled starts a second thread.
+void Engine::fail_pending() {
+  while (true) {
+    c10::intrusive_ptr<Operation> operation;
+    {
+      const auto lock = enter();
+      if (failing_.empty()) {
+        return;
+      }
+      operation = failing_.front();
+      failing_.pop_front();
+    }
+    operation->fail(aborted_);
+  }
+}
+
 // A callback may also wait for what was submitted before it began.
 void Engine::look_for_unpolled() {
   pthread_setname_np(pthread_self(), "cputrain-look");
   uint64_t seen = 0;
+  size_t unfailed = 0;
   while (!leaving_) {
     std::this_thread::sleep_for(kUnpolled);
     const auto lock = enter();
     if (!pending_.empty() && aborted_.empty() && polls_ == seen && free_relievers_ == 0) {
       start_reliever();
     }
+    if (!failing_.empty() && failing_.size() == unfailed) {
+      start_thread([this] { fail_pending(); });
+    }
     seen = polls_;
+    unfailed = failing_.size();
   }
 }
 
