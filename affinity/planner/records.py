@@ -137,14 +137,17 @@ def read_records(machine: Machine, env: Mapping[str, str]) -> Records:
 
 
 def _stale_notes(stale: list[Record], now: tuple[str, ...]) -> list[str]:
-    """A line for each command whose measurements are out of date."""
-    notes = []
+    """A line for the commands whose measurements are out of date since the same day and for the same reason."""
+    commands: dict[tuple[str, str], list[str]] = {}
     for command in sorted({record.command for record in stale}):
         old = max((record for record in stale if record.command == command), key=lambda record: record.date)
         changed = [f"{was}, now {new}" for was, new in zip(old.versions, now, strict=False) if was != new]
         why = ", ".join(changed) or "of another release"
-        notes.append(f"what `{command}` measured on {old.date} is not used ({why}): run it again")
-    return notes
+        commands.setdefault((old.date, why), []).append(f"`{command}`")
+    return [
+        f"what {', '.join(names)} measured on {date} is not used ({why}): run {'it' if len(names) == 1 else 'them'} again"
+        for (date, why), names in commands.items()
+    ]
 
 
 def parse_record(text: str) -> Record:

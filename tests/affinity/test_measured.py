@@ -193,6 +193,11 @@ def test_a_stale_record_is_told_and_not_used(tmp_path: Path) -> None:
         f"{current_versions()[-1]}): run it again"
     )
     assert note in plan_machine(MACHINE, REQUEST, measured=found).warnings
+    other = record(RATE, "decoding turbo", value=2.0, low=1.0, high=3.0)
+    keep(other, env, versions=was, command="cputrain bench data")
+    (note,) = read_measured(MACHINE, REQUEST, env).notes
+    assert note.startswith("what `cputrain bench comm`, `cputrain bench data` measured on 2026-01-02 is not used (")
+    assert note.endswith("): run them again")
 
 
 @pytest.mark.parametrize(
