@@ -145,7 +145,7 @@ def _stale_notes(stale: list[Record], now: tuple[str, ...]) -> list[str]:
         why = ", ".join(changed) or "of another release"
         commands.setdefault((old.date, why), []).append(f"`{command}`")
     return [
-        f"what {', '.join(names)} measured on {date} is not used ({why}): run {'it' if len(names) == 1 else 'them'} again"
+        f"what {', '.join(names)} measured on {date} is not used ({why}): run {'them' if names[1:] else 'it'} again"
         for (date, why), names in commands.items()
     ]
 
