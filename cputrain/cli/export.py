@@ -27,7 +27,7 @@ def command(checkpoint: Path, file: Path | None, format_name: str | None, last: 
     """Write the network of a run's best checkpoint, or of CHECKPOINT, to FILE, by default NAME.FORMAT here.
 
     Its weights are those that an evaluation uses, of the moving average if there is one. The file is used to compute
-    the logits of some images, and gets its name only if they are an evaluation's.
+    the logits of some images, and gets its name only if they are an evaluation's. A FILE that is there is replaced.
 
     \b
     safetensors  .safetensors       weights under torchvision's names; network, classes, normalization in the header
