@@ -17,6 +17,8 @@ def set_memory_policy(policy: str, nodes: tuple[int, ...]) -> str | None:
     number = SYSCALLS.get(platform.machine(), (None, None))[0]
     if number is None:
         return f"no set_mempolicy known on {platform.machine()}"
+    if any(node >= MAX_NODES for node in nodes):
+        return os.strerror(errno.EINVAL)  # more than any kernel has
     words = (ctypes.c_ulong * (MAX_NODES // WORD_BITS))()
     for node in nodes:
         words[node // WORD_BITS] |= 1 << node % WORD_BITS

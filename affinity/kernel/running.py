@@ -1,6 +1,7 @@
 """Running processes compared with their plans. Processes that a plan has bound are found by their environment."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path
 from affinity.kernel.numa_memory import anonymous_bytes
 from affinity.kernel.observe import Thread, threads_of
 from affinity.planner.plan import WorkerPlan
+from affinity.terminal_text import printable
 from affinity.topology.cpuset import format_list
 from affinity.units import MIB
 
@@ -104,12 +106,17 @@ def _memory(proc: Path) -> dict[int, int]:
 
 def running_processes(pids: tuple[int, ...]) -> tuple[Running, ...]:
     """These processes, or for () all that a plan has bound. Raises InputError where there is none."""
-    found = pids or planned_pids()
+    if pids:
+        return tuple(map(inspect_process, pids))
+    found = []
+    for pid in planned_pids():
+        with suppress(InputError):  # it has ended meanwhile, as children do that a bound process starts all the time
+            found.append(inspect_process(pid))
     if not found:
         raise InputError(
             "no process of yours is bound by a plan on this host: start one with a plan, or name a process"
         )
-    return tuple(map(inspect_process, found))
+    return tuple(found)
 
 
 def comparison(processes: Sequence[Running]) -> str:
@@ -118,7 +125,7 @@ def comparison(processes: Sequence[Running]) -> str:
     for process in processes:
         used = format_list({pu for thread in process.threads for pu in thread.pus})
         memory = ", ".join(f"{size / MIB:.0f} MiB on node {n}" for n, size in sorted(process.memory_bytes.items()))
-        lines = [f"pid {process.pid}: {process.command[:90]}"]
+        lines = [f"pid {process.pid}: {printable(process.command)[:90]}"]
         if process.worker is None:
             lines.append(f"  planned  {process.reason}")
         else:
@@ -127,7 +134,8 @@ def comparison(processes: Sequence[Running]) -> str:
             lines.append(f"  planned  worker {process.worker.local_rank}: {planned}")
         lines.append(f"  actual   CPUs {used} to {len(process.threads)} threads" + (f"; {memory}" if memory else ""))
         for thread in process.misplaced_threads:
-            lines.append(f"  differs  thread {thread.tid} ({thread.name}) may run on CPUs {format_list(thread.pus)}")
+            name, pus = printable(thread.name), format_list(thread.pus)
+            lines.append(f"  differs  thread {thread.tid} ({name}) may run on CPUs {pus}")
         if process.remote_bytes:
             lines.append(f"  differs  {process.remote_bytes / MIB:.0f} MiB are on other nodes")
         blocks.append("\n".join(lines))

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from affinity.errors import RequestError
 from affinity.planner.core_groups import Cores, cores_by, memory_places, uniform_groups
-from affinity.planner.layouts import Layout, best_layout, shares
+from affinity.planner.layouts import NEARLY, Layout, best_layout, shares
 from affinity.planner.reasons import SET, Reason, Unused
 from affinity.planner.worker_count import choose_layout
 from affinity.topology.machine import Machine
 from affinity.wording import spread
 
 OTHER_TYPE = "slower or faster than the compute cores: mixed, all would run at the slowest cores' speed"
+MOST_TRIED = 16  # numbers of workers below the requested one
 TOO_FEW = "too few in their NUMA node: a worker there would slow down all others"
 
 
@@ -73,6 +74,7 @@ def partition_host(
         layout, ppn_why = chosen.layout, chosen.why
     else:
         layout = best_layout(cores, ppn, room, proportional=proportional)
+    faster = None if ppn is None or proportional else _faster(cores, layout, room)
     domains = domains_of(cores, layout)
     return Partition(
         domains=domains,
@@ -82,7 +84,7 @@ def partition_host(
             *_core_type_reasons(cores, layout.used, proportional=proportional),
             *_cache_reasons(layout),
         ),
-        warnings=tuple(_warnings(layout, proportional=proportional)),
+        warnings=tuple(_warnings(layout, faster, proportional=proportional)),
     )
 
 
@@ -148,7 +150,24 @@ def _cache_reasons(layout: Layout) -> list[Reason]:
     return [Reason(what="level-3 caches per worker", value=value, why=why)]
 
 
-def _warnings(layout: Layout, *, proportional: bool) -> list[str]:
+def _faster(cores: Cores, layout: Layout, headroom: Callable[[Layout], float]) -> Layout | None:
+    """Of workers with unequal domains: the layout of somewhat fewer ones that clearly computes more, if any."""
+    if max(layout.sizes) == min(layout.sizes):
+        return None
+    count, pace = len(layout.parts), layout.pace(proportional=False)
+    numbers = range(count - 1, max(count // 2, count - MOST_TRIED - 1), -1)
+    fewer = (best_layout(cores, ppn, headroom, proportional=False) for ppn in numbers)
+    return next((one for one in fewer if NEARLY * one.pace(proportional=False) > pace and headroom(one) >= 1), None)
+
+
+def _described(faster: Layout | None, layout: Layout) -> str:
+    if faster is None:
+        return ""
+    times = faster.pace(proportional=False) / layout.pace(proportional=False)
+    return f"; {{ppn={len(faster.parts)}}} computes {times:.1f} times as much"
+
+
+def _warnings(layout: Layout, faster: Layout | None, *, proportional: bool) -> list[str]:
     found = []
     if layout.across:
         places = memory_places(layout.used)
@@ -161,6 +180,6 @@ def _warnings(layout: Layout, *, proportional: bool) -> list[str]:
     if max(layout.sizes) > min(layout.sizes) and one_type and not proportional:
         found.append(
             f"domains of {spread(layout.sizes, 'core')}: the smallest sets the pace of each step "
-            "({balance=batch} makes batches proportional to cores)"
+            f"({{balance=batch}} makes batches proportional to cores{_described(faster, layout)})"
         )
     return found

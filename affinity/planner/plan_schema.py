@@ -22,7 +22,9 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 LIMITS: dict[str, Callable[[Any, Any], bool]] = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt}
 MOST = 1 << 63
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # which a terminal may take for commands
+# Control characters, which a terminal may take for commands, and halves of characters, which nothing can encode but
+# those that stand for the bytes of a file name.
+UNSHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
 
 
 def check_plan(data: Any) -> None:
@@ -60,8 +62,8 @@ def _problems(value: Any, schema: dict[str, Any], place: str) -> Iterator[str]:
     elif isinstance(value, str):
         if len(value) < schema.get("minLength", 0):
             yield f"{here} is empty"
-        if CONTROL.search(value):
-            yield f"{here} is {_shown(value)}, which has control characters"
+        if UNSHOWN.search(value):
+            yield f"{here} is {_shown(value)}, which has characters that cannot be shown"
     elif isinstance(value, list):
         yield from _problems_of_list(value, schema, place)
     elif isinstance(value, dict):
@@ -82,8 +84,10 @@ def _problems_of_object(value: dict[str, Any], schema: dict[str, Any], place: st
     properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     yield from (f"{prefix}{name} is missing" for name in schema.get("required", ()) if name not in value)
     for name, item in value.items():
-        if CONTROL.search(name):
-            yield f"{prefix}{_shown(name)} has control characters"
+        if UNSHOWN.search(name):
+            yield f"{prefix}{_shown(name)} has characters that cannot be shown"
+        elif not re.search(schema.get("propertyNames", {}).get("pattern", ""), name):
+            yield f"{prefix}{_shown(name)} is not a name"
         elif name in properties:
             yield from _problems(item, properties[name], f"{prefix}{name}")
         elif others is False:

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isfinite
 
 from affinity.errors import RequestError
 from affinity.planner.profiles import PROFILES
 from affinity.planner.workload import Workload
+from affinity.topology.cpuset import MOST_IDS
 
 SMALLEST = {
     "ppn": 1,
@@ -86,6 +88,10 @@ def check_request(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and value < smallest:
             raise RequestError(f"{{{name}={value}}}: must be {smallest} or more")
+    if not isfinite(request.link_gbit):
+        raise RequestError(f"{{link_gbit={request.link_gbit:g}}}: must be a number of Gbit/s")
+    if request.ppn is not None and request.ppn > MOST_IDS:
+        raise RequestError(f"{{ppn={request.ppn}}}: must be {MOST_IDS:,} or fewer, the most CPUs of a host")
     if request.profile not in PROFILES:
         near = get_close_matches(request.profile, PROFILES, n=1, cutoff=0.0)[0]
         raise RequestError(

@@ -77,7 +77,7 @@ def _suited(cores: Cores, *, proportional: bool) -> Layout:
     groups = uniform_groups(cores)
     fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
     every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]
-    layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER]
+    layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER] or every  # of very slow cores
     return min(
         nearly_fastest(layouts, proportional=proportional),
         key=lambda one: (

@@ -121,12 +121,14 @@ def _opened(archive: Path) -> IO[bytes]:
 
 def _unpack(archive: Path, folder: Path) -> None:
     written = files = 0
+    contents: dict[str, tarfile.TarInfo] = {}
     try:
         with _opened(archive) as file, tarfile.open(fileobj=_Bounded(file, archive), mode="r:") as tar:  # type: ignore[call-overload]
-            for number, member in enumerate(tar, 1):
+            for number, packed in enumerate(tar, 1):
                 if number > MOST_MEMBERS:
                     raise _too_large(archive, f"more than {MOST_MEMBERS:,} members: no more are read")
-                name = posixpath.normpath(member.name)
+                name = posixpath.normpath(packed.name)
+                member = _with_content(packed, name, contents)
                 if READ.search(name) and not name.startswith(("/", "..")) and member.size <= MOST_BYTES:
                     written, files = written + member.size, files + 1
                     if written > MOST_WRITTEN:
@@ -140,6 +142,16 @@ def _unpack(archive: Path, folder: Path) -> None:
     except DAMAGE as error:
         why = "it is damaged, cut short or no tarball" if isinstance(error, tarfile.ReadError) else error
         raise InputError(f"cannot unpack {archive}: {why}: copy or pack it again") from None
+
+
+def _with_content(member: tarfile.TarInfo, name: str, contents: dict[str, tarfile.TarInfo]) -> tarfile.TarInfo:
+    """The member itself; of a hard link the file that it leads to, whose size counts. `contents` are the files so far,
+    by name."""
+    if member.islnk():
+        member = contents.get(posixpath.normpath(member.linkname), member)
+    if member.isfile():
+        contents[name] = member
+    return member
 
 
 def _check_end(tar: tarfile.TarFile) -> None:
@@ -164,5 +176,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
         path.symlink_to(member.linkname)
     elif member.isdir() or member.issym():  # initiators/nodeN is a link whose name is all that counts
         path.mkdir(exist_ok=True)
+    elif member.islnk():
+        raise tarfile.ReadError(f"{member.name} is a link to no file in it")
     elif (content := tar.extractfile(member)) is not None:
         path.write_bytes(content.read())

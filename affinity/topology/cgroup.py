@@ -3,6 +3,7 @@
 Reads cgroup v2, cgroup v1 and legacy cpusets, at the mount points that /proc/mounts names.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -92,7 +93,7 @@ def _mounts(root: Path) -> list[Mount]:
     found = {
         mount: Mount(version=version, path=root / mount.lstrip("/"), controllers=()) for version, mount in USUAL_MOUNTS
     }
-    for _, where, file_system, options, *_ in rows(root / "proc/mounts", 6):
+    for _, where, file_system, options, *_ in rows(root / "proc/mounts", 6, " "):  # a source may be empty
         names = tuple(options.split(","))
         path = root / where.lstrip("/")
         if file_system == "cgroup2":
@@ -105,7 +106,7 @@ def _mounts(root: Path) -> list[Mount]:
     return [
         replace(mount, controllers=("cpuset",)) if mount.version == "v1" and not mount.controllers else mount
         for mount in found.values()
-        if mount.path.is_dir()
+        if os.path.isdir(mount.path)  # noqa: PTH112  Path.is_dir raises where a folder above may not be searched
     ]
 
 

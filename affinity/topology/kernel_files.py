@@ -21,7 +21,7 @@ def numbered(folder: Path, prefix: str) -> dict[int, Path]:
     return {int(name): found[name] for name in sorted(found, key=len) if re.fullmatch("0|[1-9][0-9]{0,8}", name)}
 
 
-def text(path: Path) -> str:
+def text(path: Path, around: str = " \t\r\n\0") -> str:
     """A file's text without the blanks, line ends and NUL bytes around it. Raises InputError when it cannot be read."""
     data = bytearray()
     try:
@@ -33,7 +33,7 @@ def text(path: Path) -> str:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if len(data) > MOST_BYTES:
         raise InputError(f"{path} has more than {MOST_BYTES >> 20} MiB: it is not the kernel's: copy the tree again")
-    return data.decode(errors="replace").strip(" \t\r\n\0")
+    return data.decode(errors="replace").strip(around)
 
 
 def ids(path: Path) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def numbers(path: Path) -> tuple[int, ...]:
 
 def rows(path: Path, columns: int, separator: str | None = None) -> tuple[tuple[str, ...], ...]:
     """A file's lines split into columns; none where the file is missing. Raises InputError at a shorter line."""
-    lines = text(path).splitlines() if path.is_file() else ()
+    lines = text(path, "\r\n\0").splitlines() if path.is_file() else ()  # a first column may be empty
     split = tuple(tuple(line.split(separator, columns - 1)) for line in lines if line.strip())
     short = next((row for row in split if len(row) < columns), None)
     if short is not None:

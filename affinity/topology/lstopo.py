@@ -12,7 +12,7 @@ from affinity.topology.lstopo_core_types import core_types
 from affinity.topology.lstopo_nodes import MemoryObject, figures_of, machine_nodes
 from affinity.topology.lstopo_numbers import plain_number
 from affinity.topology.machine import Core, Machine, homeless_warnings, ordered
-from affinity.topology.memory_kinds import on_package_gib
+from affinity.topology.memory_kinds import on_package_gib, without_dram
 
 MOST_BYTES = 1 << 26  # a host of 4,096 PUs takes a few MiB
 MOST_LEVELS = 100  # objects inside objects: real hosts have some thirty
@@ -67,6 +67,7 @@ def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> 
     model = printable(found.info.get("CPUModel", "unknown model"))
     on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
     nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)
+    nodes = without_dram(nodes, len({core.package for core in cores}), model)
     node_of = {pu: node.id for node in nodes for pu in node.pus}
     speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), found.info.get("CPUVendor"))
     made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])

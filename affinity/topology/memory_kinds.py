@@ -29,6 +29,15 @@ def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
     return MAX_GIB if XEON_MAX.search(model) else ()
 
 
+def without_dram(nodes: tuple[NumaNode, ...], packages: int, model: str) -> tuple[NumaNode, ...]:
+    """The nodes as HBM where they are all that a Xeon Max without DRAM has: 64 GiB in each package, next to PUs."""
+    least, most = MAX_GIB[-1]
+    each_gib = sum(node.memory_bytes for node in nodes) / GIB / packages
+    if not XEON_MAX.search(model) or not all(node.pus for node in nodes) or not least <= each_gib <= most:
+        return nodes
+    return tuple(replace(node, kind="hbm") for node in nodes)
+
+
 def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: Sizes) -> tuple[NumaNode, ...]:
     """The nodes with the kind of each that has no PUs.
 

@@ -10,7 +10,7 @@ from affinity.topology.core_types import core_speeds
 from affinity.topology.cpuset import parse_list
 from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
 from affinity.topology.machine import Core, Machine, homeless_warnings, narrowed, ordered
-from affinity.topology.memory_kinds import on_package_gib
+from affinity.topology.memory_kinds import on_package_gib, without_dram
 from affinity.topology.numa import read_nodes
 
 # The flags by which oneDNN chooses its kernels, oldest first: x86's, then Arm's.
@@ -44,6 +44,7 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
     nodes, warnings = read_nodes(root / "sys/devices", online, on_package_gib=on_package)
     siblings = _sibling_sets(cpu_dir, online)
     cores = _cores(root / "sys/devices", siblings, {pu: node.id for node in nodes for pu in node.pus})
+    nodes = without_dram(nodes, len({core.package for core in cores}), model)
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
     machine = Machine(

@@ -1,7 +1,9 @@
 """Control groups and cpusets as kernels show them, each written out under a root of its own."""
 
 import io
+import os
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -184,3 +186,51 @@ def test_a_tarball_is_read_like_its_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="contains no sys/devices/system/cpu"):
         tree_root(tmp_path / "empty")
+
+
+def test_mounts_without_a_source_are_passed_over(tmp_path: Path) -> None:
+    """mount -t tmpfs "" /mnt, as some containers' starters have it."""
+    mounts = " /mnt tmpfs rw 0 0\ncgroup2 /other cgroup2 rw 0 0\n"
+    write(tmp_path, **{"proc/mounts": mounts, "proc/self/cgroup": "0::/\n", "other/cpuset.cpus.effective": "2-3\n"})
+    assert read_limits(tmp_path).pus == (2, 3)
+
+
+def test_a_mount_that_this_user_may_not_see_is_passed_over() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        write(root, **{"proc/mounts": "cgroup2 /closed/cgroup cgroup2 rw 0 0\n", "closed/cgroup/cpu.max": "1 2\n"})
+        root.chmod(0o755)
+        (root / "closed").chmod(0)
+        before = os.geteuid()
+        try:
+            if before == 0:
+                os.seteuid(65534)
+            assert read_limits(root) == NOTHING
+        finally:
+            os.seteuid(before)
+            (root / "closed").chmod(0o755)
+
+
+def linked(path: Path, links: dict[str, str], size: int = 1) -> Path:
+    """A tarball of a file "big" and hard links, name -> target."""
+    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
+        big = tarfile.TarInfo("big")
+        big.size = size
+        tar.addfile(big, io.BytesIO(bytes(size)))
+        for name, target in links.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.LNKTYPE, target
+            tar.addfile(link)
+    return path
+
+
+def test_hard_links_count_as_large_as_what_they_lead_to(tmp_path: Path) -> None:
+    """Each would be written to the disk once more, without a limit."""
+    path = linked(tmp_path / "m.tar.gz", {f"x{i}/cpu.max": "big" for i in range(5)}, 16 << 20)
+    with pytest.raises(InputError, match="more than 64 MiB of the files that are read"), unpacked(path):
+        pass
+    chain = {f"x{i}/cpu.max": f"x{i - 1}/cpu.max" if i else "big" for i in range(3000)}
+    with unpacked(linked(tmp_path / "chain.tar.gz", chain)) as folder:
+        assert (folder / "x2999/cpu.max").read_bytes() == bytes(1)
+    with pytest.raises(InputError, match="cannot unpack"), unpacked(linked(path, {"x/cpu.max": "absent"})):
+        pass

@@ -137,3 +137,18 @@ def test_batches_always_add_up(shape, batch, taken, data) -> None:
 def test_a_balance_needs_a_batch() -> None:
     with pytest.raises(InputError, match="no batch to balance"):
         plan(hybrid(), balance="batch")
+
+
+def test_a_warning_of_unequal_domains_names_the_workers_that_would_compute_more() -> None:
+    machine = synthetic("pack:1 numa:8 core:6")
+    hint = "{balance=batch} makes batches proportional to cores; {ppn=8} computes 1.8 times as much"
+    assert plan(machine, ppn=9).warnings == (f"domains of 3-6 cores: the smallest sets the pace of each step ({hint})",)
+    assert not plan(machine, ppn=8).warnings
+    assert "times as much" not in "".join(plan(find_machine("knl-7250-snc4-flat"), ppn=4).warnings)
+
+
+def test_cores_of_any_speed_are_planned() -> None:
+    """So slow ones, beside fast ones, that twice the usual number of workers leaves more than 24 to one of them."""
+    machine = build_machine(1, 1, 230, 1)
+    cores = tuple(replace(core, speed=1.0 if i < 30 else 0.09) for i, core in enumerate(machine.cores))
+    assert plan(replace(machine, cores=cores)).workers

@@ -9,9 +9,11 @@ import pytest
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
+from affinity.planner.workload import RESNET50
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import read_machine
+from affinity.units import GIB
 from affinity.views.text import plan_to_text
 from tests.support.machines import build_machine, write_sysfs
 
@@ -134,6 +136,25 @@ def added_to_hbm(root: Path, gib: int, tiers: dict[int, int], **facts: tuple[int
 def test_workers_prefer_their_own_high_bandwidth_memory(tmp_path: Path) -> None:
     plan = plan_machine(with_memories(tmp_path, PHI), Request(ppn=2), Runtime())
     assert [(w.memory_policy, w.memory_nodes) for w in plan.workers] == [("preferred", (13,)), ("preferred", (12,))]
+
+
+def test_a_xeon_max_without_dram_has_hbm_next_to_its_cpus(tmp_path: Path) -> None:
+    """64 GiB in each package and no other memory; of as many GiB a node in SNC4 mode, 256 GiB of DRAM with HBM as cache
+    are DRAM."""
+
+    def kinds(name: str, model: str, gib: float, nodes: int) -> list[str]:
+        root = tmp_path / name
+        write_sysfs(build_machine(2, nodes, 2, 1, memory_bytes=int(gib * GIB)), root)
+        (root / "proc/cpuinfo").write_text(model)
+        machine = read_machine(root)
+        plan = plan_machine(machine, Request(local_batch=8, workload=RESNET50), Runtime())
+        assert len({plan.memory_kind(worker) for worker in plan.workers}) == 1
+        return [*{node.kind for node in machine.numa_nodes}, plan.memory_kind(plan.workers[0])]
+
+    assert kinds("quad", MAX, 63.2, 1) == ["hbm", "HBM"]
+    assert kinds("snc4", MAX, 15.7, 4) == ["hbm", "HBM"]
+    assert kinds("cache", MAX, 31.5, 4) == ["dram", "DRAM"]
+    assert kinds("other", MAX.replace("CPU Max 9480", "Platinum 8480+"), 63.2, 1) == ["dram", "DRAM"]
 
 
 def test_a_tarball_keeps_what_tells_memories_apart(tmp_path: Path) -> None:

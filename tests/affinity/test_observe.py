@@ -12,7 +12,7 @@ import pytest
 
 from affinity.errors import InputError
 from affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
-from affinity.kernel.running import comparison, inspect_process
+from affinity.kernel.running import comparison, inspect_process, running_processes
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json
 from affinity.planner.runtime import Runtime, find_runtime, target_of
@@ -144,6 +144,19 @@ def test_a_running_process_is_compared_with_its_plan(tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_text("{}")
         assert "planned  the plan" in comparison([inspect_process(process.pid)]), "of another version, say"
         process.communicate(b"\n")
+
+
+def test_processes_that_end_while_they_are_looked_at_are_left_out(tmp_path: Path) -> None:
+    """Of a bound program that starts others all the time; what it was given has two lines and an escape sequence."""
+    planned(tmp_path, ppn=1)
+    code = "import subprocess, time\n# \x1b]0;title\x07\nprint(flush=True)\nwhile True: subprocess.run(['true'])"
+    with subprocess.Popen([*BIND, sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        for _ in range(30):
+            shown = comparison(running_processes(()))
+            assert f"pid {process.pid}: " in shown and shown.replace("\n", "").isprintable()
+        assert all(line.startswith(("pid ", "  ")) for line in shown.splitlines())
+        process.kill()
 
 
 def test_a_process_that_does_not_exist_is_refused() -> None:

@@ -1,3 +1,5 @@
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -347,3 +349,16 @@ def test_slower_cores_are_left_out_on_request() -> None:
         plan = plan_machine(slow, Request(e_cores=e_cores, ppn=1, loader_cores=0, comm_cores=0))
         named = {pu for item in plan.unused for pu in item.pus if "{e_cores=off}" in item.why}
         assert named == set(range(8)) - expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"link_gbit": math.nan, "nodes": 2}, "link_gbit=nan: must be a number of Gbit/s"),
+        ({"link_gbit": math.inf, "nodes": 2}, "link_gbit=inf: must be a number of Gbit/s"),
+        ({"ppn": 10**7, "oversubscribe": True}, "ppn=10000000: must be 65,536 or fewer, the most CPUs of a host"),
+    ],
+)
+def test_numbers_that_no_host_has_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        plan_machine(find_machine("skx-8160-2s"), Request(**fields), Runtime())

@@ -107,6 +107,10 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
         ("machine.model", "a\x9b6n"),
         ("warnings", ["two\nlines"]),
         ("workers.0.env", {"A\x07": "b"}),
+        ("workers.0.env", {"A=B": "c"}),
+        ("workers.0.env", {"": "c"}),
+        ("workers.0.env", {"A": "\ud800"}),
+        ("machine.name", "\udc00"),
     ],
 )
 def test_an_edit_that_leaves_valid_json_is_refused_in_a_line(tmp_path: Path, place: str, value: object) -> None:
