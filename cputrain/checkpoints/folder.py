@@ -29,7 +29,8 @@ def step_of(checkpoint: Path) -> int:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The numbered checkpoints, oldest first, damaged ones included, and those that were being replaced at a crash."""
     found = [path for path in folder.glob("step-*") if NUMBERED.fullmatch(path.name) and path.is_dir()]
-    lost = [path for path in folder.glob(f".step-*{REPLACED}") if not _name_of_replaced(path).exists()]
+    replaced = ((path, _name_of_replaced(path)) for path in folder.glob(f".step-*{REPLACED}"))
+    lost = [path for path, before in replaced if NUMBERED.fullmatch(before.name) and not before.exists()]
     return sorted((*found, *lost), key=step_of)
 
 
@@ -38,12 +39,12 @@ def put_in_place(partial: Path, path: Path) -> None:
     `list_checkpoints` finds it, and `restore_replaced` gives it its name again."""
     _sync(partial)
     replaced = path.with_name(f".{path.name}{REPLACED}")
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists() or path.is_symlink():
+        _delete(replaced)
         path.rename(replaced)
     partial.rename(path)
     _sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _delete(replaced)
 
 
 def restore_replaced(folder: Path) -> None:
@@ -51,7 +52,7 @@ def restore_replaced(folder: Path) -> None:
     for replaced in folder.glob(f".*{REPLACED}"):
         path = _name_of_replaced(replaced)
         if path.exists():
-            shutil.rmtree(replaced)
+            _delete(replaced)
         else:
             replaced.rename(path)
 
@@ -60,18 +61,30 @@ def _name_of_replaced(path: Path) -> Path:
     return path.with_name(path.name.removeprefix(".").removesuffix(REPLACED))
 
 
+def _delete(path: Path) -> None:
+    """Delete a checkpoint that has lost its name; of a link to one elsewhere only the link.
+
+    What the file system refuses stays, and the next start tries again: a file on NFS that another process still reads
+    is no reason to end a training.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint: first its name, so that no half of it is ever found."""
     gone = path.with_name(f".{path.name}.removed.partial")
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
     path.rename(gone)
-    shutil.rmtree(gone)
+    _delete(gone)
 
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it counts no more; its new path."""
     aside = path.with_name(f"{path.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
     return path.rename(aside)
 
 
@@ -87,10 +100,7 @@ def remove_partial(folder: Path) -> None:
     """Remove what an earlier start has left unfinished."""
     restore_replaced(folder)
     for partial in folder.glob(".*.partial"):
-        if partial.is_dir() and not partial.is_symlink():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink()
+        _delete(partial)
 
 
 def set_best(path: Path) -> None:

@@ -15,6 +15,7 @@ MANIFEST = "checkpoint.json"
 MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
 MAX_BYTES = 64 << 20
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 Pixels = Annotated[int, Field(ge=0, le=4096)]  # the side of an image
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Divisor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -56,7 +57,7 @@ class NetworkRecord(_Record):
 class ScaleRecord(_Record):
     """Workers, images per step, training images and classes."""
 
-    workers: Count
+    workers: Positive
     global_batch: Count
     train_images: Count
     classes: Count

@@ -12,7 +12,7 @@ from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
 from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
-from cputrain.checkpoints.manifest import MANIFEST, is_checkpoint, read_manifest
+from cputrain.checkpoints.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
 from cputrain.files import write_atomic
 from cputrain.recipe.errors import shortened
 from cputrain.recipe.loading import (
@@ -179,7 +179,9 @@ def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     before = _scale_before(folder)
     if problem := reason_not_to_resume(folder, old, recipe, before, now):
         raise InputError(problem)
-    where = f"after step {step_of(saved[-1]):,}" if saved else "from the start, as it has no checkpoint yet"
+    newest = _newest_manifest(folder)  # its step, as somebody may have renamed the folder
+    step = newest.step if newest else step_of(saved[-1]) if saved else None
+    where = "from the start, as it has no checkpoint yet" if step is None else f"after step {step:,}"
     changed = differences(old, recipe)
     changes = [describe_differences(changed)] if changed else []
     if before and before.workers != now.workers:
@@ -187,11 +189,18 @@ def _resumption(recipe: Recipe, old: Recipe, now: TrainingScale) -> str:
     return f"{folder} continues {where}" + (f", with {', '.join(changes)}" if changes else "")
 
 
-def _scale_before(folder: Path) -> TrainingScale | None:
-    """The scale of the run's newest checkpoint, else of its last start; None where neither tells."""
+def _newest_manifest(folder: Path) -> Manifest | None:
+    """That of the run's newest checkpoint that can be read."""
     for path in reversed(list_checkpoints(folder / CHECKPOINTS)):
         with suppress(InputError):  # the ranks look for the newest one that is good, and say what is wrong
-            return TrainingScale(**read_manifest(path).scale.model_dump())
+            return read_manifest(path)
+    return None
+
+
+def _scale_before(folder: Path) -> TrainingScale | None:
+    """The scale of the run's newest checkpoint, else of its last start; None where neither tells."""
+    if manifest := _newest_manifest(folder):
+        return TrainingScale(**manifest.scale.model_dump())
     starts = [event for event in read_events(folder) if event["event"] == "start"]
     return TrainingScale.of_start(starts[-1]) if starts else None
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 from affinity.errors import InputError
@@ -84,6 +85,13 @@ def check_log_formats(recipe: Recipe) -> None:
         )
 
 
+def _drop_unfinished_line(path: Path) -> None:
+    """Cut off what a crash or a full disk has left of a last line, which would spoil the next one."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
 class CsvFiles:
     """steps.csv and epochs.csv, appended to; a resumed run repeats steps there as in events.jsonl."""
 
@@ -91,6 +99,8 @@ class CsvFiles:
         folder = recipe.folder / METRICS
         folder.mkdir(exist_ok=True)
         self._paths = {name: folder / f"{name}s.csv" for name in CSV_FIELDS}
+        for path in self._paths.values():
+            _drop_unfinished_line(path)
         self._files = {name: path.open("a", newline="", buffering=1) for name, path in self._paths.items()}
         for name, file in self._files.items():
             if file.tell() == 0:

@@ -19,6 +19,7 @@ from cputrain.training.preemption import Preemption
 from cputrain.training.progress import REDRAW_S, Progress
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import Loaded, find_newest, put_back, set_damaged_aside
+from cputrain.training.saving.snapshot import check_savable
 from cputrain.training.session import Session
 from cputrain.training.state import TrainState, make_train_state
 from cputrain.training.task import sum_of
@@ -36,6 +37,7 @@ def start_training(
         remove_partial(folder)
     found = find_newest(folder, ranks.this.rank) if resume else None
     state, notes = build_state(session, found.loaded if found else None)
+    check_savable(state.network)
     position = found.loaded.position if found else Position()
     progress = Progress(
         sizes.images_until(position.step),

@@ -159,3 +159,48 @@ def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.Monkey
     disk.set()
     writer.wait()
     assert not writer.busy and (tmp_path / places.partial_name(1) / "rank-00001.safetensors").is_file()
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_replaced_and_removed_like_others(tmp_path: Path) -> None:
+    """To another disk, for room: the link goes, and what it leads to stays."""
+    state, places_ = state_of(network()), tmp_path / "checkpoints"
+    for step in (1, 1, 2, 3, 3):
+        if (path := places_ / name_of(step)).is_dir() and not (far := tmp_path / f"far-{step}").exists():
+            shutil.move(path, far)
+            path.symlink_to(far)
+        written(places_, state, Position(step=step))
+    assert sorted(path.name for path in places_.iterdir()) == [name_of(step) for step in (2, 3)]
+    assert not any(path.is_symlink() for path in places_.iterdir())
+    shutil.move(places_ / name_of(2), tmp_path / "far-2")
+    (places_ / name_of(2)).symlink_to(tmp_path / "far-2")
+    for step in (4, 5):
+        written(places_, state, Position(step=step))
+    assert sorted(path.name for path in places_.iterdir()) == [name_of(step) for step in (4, 5)]
+    assert all(load(tmp_path / f"far-{step}", 0, 1).position.step == step for step in (1, 2, 3))
+
+
+def test_names_that_no_training_gives_are_passed_over(tmp_path: Path) -> None:
+    for name in (".step-old.replaced", ".step-0000007.replaced", "step-7", "step-0000008.damaged"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == [".step-0000007.replaced"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a removed file that another process reads in its folder, which is not empty then."""
+    remove_folder = os.rmdir
+
+    def refuse(path: str, **more: object) -> None:
+        if "removed" in os.fspath(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        remove_folder(path, **more)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    for step in (1, 2, 3):
+        written(tmp_path, state_of(network()), Position(step=step))
+    remove_partial(tmp_path)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [name_of(2), name_of(3)]
+    monkeypatch.undo()
+    remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(2), name_of(3)]

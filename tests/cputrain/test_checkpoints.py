@@ -4,17 +4,19 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from affinity.errors import InputError
 from cputrain.checkpoints.folder import list_checkpoints, name_of
-from cputrain.checkpoints.manifest import MANIFEST, DamagedError
-from cputrain.checkpoints.tensors import read_tensors
+from cputrain.checkpoints.manifest import EMA, MANIFEST, DamagedError, checksum
+from cputrain.checkpoints.tensors import DTYPES, read_tensors, write_tensors
 from cputrain.models.weights import read_weights
 from cputrain.optim.build import OPTIMIZERS
 from cputrain.recipe.loading import load_recipe
@@ -22,7 +24,9 @@ from cputrain.training.metrics import EpochMetrics, StepResult
 from cputrain.training.non_finite import NonFiniteHandler
 from cputrain.training.saving.position import Position
 from cputrain.training.saving.restore import find_newest, load, load_eval_model, put_back
+from cputrain.training.saving.snapshot import check_savable
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
+from tests.support.checkpoints import content
 
 pytestmark = pytest.mark.slow
 HAS_BETAS = ("adam", "adamw", "lamb")
@@ -227,3 +231,112 @@ def test_foreign_and_hostile_files_are_refused_and_not_run(tmp_path: Path) -> No
     (tmp_path / "deep" / MANIFEST).write_text("[" * 100_000)
     with pytest.raises(DamagedError, match="is not the JSON of a checkpoint"):
         load(tmp_path / "deep", 0, 1)
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, and two names of one batch-norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+        self.last, self.same_norm = nn.Linear(4, 4, bias=False), self.norm
+        self.last.weight = self.first.weight
+
+
+def test_the_moving_average_of_tied_weights_is_saved_under_both_names(tmp_path: Path) -> None:
+    made = state_of(Tied())
+    made.ema_model = deepcopy(made.network).requires_grad_(False)
+    with torch.no_grad():
+        made.ema_model.first.weight.fill_(5.0)
+    path = written(tmp_path, made, Position(step=1))
+    files = content(path)["files"]
+    assert torch.equal(files[EMA]["last.weight"], torch.full((4, 4), 5.0))
+    evaluated = Tied()
+    load_eval_model(path, evaluated)
+    assert torch.equal(evaluated.first.weight, torch.full((4, 4), 5.0))
+    again = state_of(Tied())
+    again.ema_model = deepcopy(again.network).requires_grad_(False)
+    put_back(load(path, 0, 1), again, "momentum")
+    assert torch.equal(again.ema_model.last.weight, torch.full((4, 4), 5.0))
+    assert torch.equal(again.network.first.weight, made.network.first.weight)
+
+
+class Buffered(nn.Module):
+    """A layer and a buffer."""
+
+    def __init__(self, value: torch.Tensor, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("kept", value, persistent=persistent)
+
+
+class More(Buffered):
+    """It has state that is no tensor."""
+
+    def get_extra_state(self) -> dict:
+        return {"a": 1}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_of_tensor_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.tensor([0, 1, 1]).to(dtype)
+    check_savable(Buffered(value))
+    fresh = state_of(Buffered(torch.zeros_like(value)))
+    put_back(load(written(tmp_path, state_of(Buffered(value)), Position(step=1)), 0, 1), fresh, "momentum")
+    assert torch.equal(fresh.network.kept, value) and fresh.network.kept.dtype == dtype
+
+
+def test_a_network_that_checkpoints_cannot_hold_is_refused_before_it_trains() -> None:
+    with pytest.raises(InputError, match=r"kept of the network is torch\.complex128, which checkpoints cannot hold"):
+        check_savable(Buffered(torch.zeros(3, dtype=torch.complex128)))
+    with pytest.raises(InputError, match="_extra_state of the network is no tensor"):
+        check_savable(More(torch.zeros(3)))
+
+
+def test_a_buffer_that_is_no_part_of_the_state_may_have_another_size(tmp_path: Path) -> None:
+    """A cache that grows. Its values are not spread over another size."""
+    path = written(tmp_path, state_of(Buffered(torch.tensor([7.0]), persistent=False)), Position(step=1))
+    for size in (1, 3):
+        fresh = state_of(Buffered(torch.zeros(size), persistent=False))
+        put_back(load(path, 0, 1), fresh, "momentum")
+        assert torch.equal(fresh.network.kept, torch.full((size,), 7.0 if size == 1 else 0.0))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "header", "why"),
+    [
+        ({"random": torch.zeros(3, dtype=torch.uint8)}, True, "has no random numbers of this torch"),
+        ({}, True, "has no random numbers of this torch"),
+        ({"random": torch.get_rng_state()}, True, "has no 1.running_mean of shape"),
+        ({"random": torch.get_rng_state()}, False, "is damaged: a rank's file lacks its sums of the epoch"),
+    ],
+)
+def test_a_rank_s_file_of_something_else_is_refused_in_a_line(
+    tensors: dict, header: bool, why: str, saved: Path
+) -> None:
+    """With right checksums: put together by hand, or by another program."""
+    name = "rank-00000.safetensors"
+    text = read_tensors(saved / name)[1] if header else {}
+    record = write_tensors(saved / name, tensors, {key: value for key, value in text.items() if key != "crc32c"})
+
+    def change(content: dict) -> None:
+        content["files"][name] = record.model_dump()
+        content["training"]["epoch_done"] = False
+
+    rewrite(saved, change)
+    with pytest.raises(InputError, match=why):
+        put_back(load(saved, 0, 1), state_of(network(), bf16=True), "momentum")
+
+
+def test_a_manifest_without_workers_is_refused_in_a_line(saved: Path) -> None:
+    rewrite(saved, lambda content: content["scale"].update(workers=0))
+    with pytest.raises(InputError, match=r"scale\.workers"):
+        load(saved, 0, 1)
+
+
+def rewrite(path: Path, change: Callable[[dict], object]) -> None:
+    """Change a manifest, with its checksum."""
+    data = json.loads((path / MANIFEST).read_text())
+    change(data["checkpoint"])
+    data["crc32c"] = checksum(data["checkpoint"])
+    (path / MANIFEST).write_text(json.dumps(data))

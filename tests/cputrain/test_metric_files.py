@@ -44,6 +44,16 @@ def test_csv_files_have_one_heading_however_often_the_run_is_resumed(tmp_path: P
     assert len(read_events(tmp_path / "run")) == 8
 
 
+def test_a_row_that_a_crash_has_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    metrics = logged(tmp_path / "run", "csv")
+    whole = (metrics / "steps.csv").read_text()
+    with (metrics / "steps.csv").open("a") as file:
+        file.write("17.5,3,0.0")
+    logged(tmp_path / "run", "csv")
+    assert (metrics / "steps.csv").read_text().startswith(whole)
+    assert [row["step"] for row in csv.DictReader((metrics / "steps.csv").open())] == ["1", "2", "1", "2"]
+
+
 def test_mlperf_lines_are_an_interval_of_the_run_with_its_evaluations(tmp_path: Path) -> None:
     lines = (logged(tmp_path / "run", "mlperf") / "mlperf.log").read_text().splitlines()
     assert all(line.startswith(":::MLLOG {") for line in lines)

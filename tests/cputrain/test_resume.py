@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from cputrain.checkpoints.folder import step_of
+from cputrain.checkpoints.folder import name_of, step_of
 from cputrain.models.weights import read_weights
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
+from cputrain.runs.folder import check_folder
 from cputrain.runs.resume import TrainingScale, changes_training, differences, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
@@ -86,6 +87,20 @@ def test_a_run_goes_on_from_another_folder_and_says_with_what(place: Path) -> No
     given = f'# Paths as given in "{place}": data.path="images", output="run"'
     assert (place / "killed/recipe.yaml").read_text().splitlines()[0] == given
     assert [e["step"] for e in read_events(place / "run") if e["event"] == "step"] == list(range(1, steps + 1))
+
+
+def test_a_resumed_run_names_the_step_inside_its_checkpoint(place: Path) -> None:
+    """Somebody may have renamed the folder."""
+    run = place / "renamed"
+    shutil.copytree(place / "killed", run, symlinks=True)
+    before = newest(run)
+    step = step_of(before)
+    before.rename(before.with_name(name_of(step + 1000)))
+    recipe = load_recipe(str(run / "recipe.yaml"), (f"output={run}",))
+    start = next(event for event in raw(run) if event["event"] == "start")
+    assert f"continues after step {step:,}" in check_folder(
+        recipe, TrainingScale.of_start(start), resume=True, overwrite=False
+    )
 
 
 def test_time_to_train_is_that_of_all_starts_and_wall_time_has_the_waits(place: Path) -> None:

@@ -96,7 +96,10 @@ def load(path: Path, rank: int, world_size: int) -> Loaded:
     writers = manifest.scale.workers
     own, _ = read_file(path, manifest, rank_file(rank % writers))
     mine = (read_file(path, manifest, rank_file(each))[1] for each in range(rank, writers, world_size))
-    position = position_of(manifest.step, manifest.training, mine)
+    try:
+        position = position_of(manifest.step, manifest.training, mine)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise DamagedError(f"{path} is damaged: a rank's file lacks its sums of the epoch") from None
     same_ranks = writers == world_size
     return Loaded(path=path, manifest=manifest, files=files, own=own, position=position, same_ranks=same_ranks)
 
@@ -111,7 +114,7 @@ def put_back(loaded: Loaded, state: TrainState, optimizer_name: str) -> None:
             raise InputError(f"checkpoint {where} has no moving average: it was trained with ema_decay=null, set it so")
         put_weights(where, loaded.files[EMA], state.ema_model)
     put_optimizer(where, training.optimizer, loaded.files[OPTIMIZER], state, optimizer_name)
-    put_own_state(loaded.own, state, same_ranks=loaded.same_ranks, own_statistics=training.own_statistics)
+    put_own_state(where, loaded.own, state, same_ranks=loaded.same_ranks, own_statistics=training.own_statistics)
 
 
 def load_eval_model(path: Path, network: nn.Module) -> int:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from affinity.errors import InputError
 from cputrain.checkpoints.manifest import EMA, MODEL, OPTIMIZER, OptimizerRecord, rank_file
+from cputrain.checkpoints.tensors import DTYPES
 from cputrain.comm.hooks import Bf16AllReduceHook
 from cputrain.models.weights import describe_difference, shapes
 from cputrain.training.evaluation import mean_statistics
@@ -36,7 +37,7 @@ def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot
         return Snapshot(files=files, optimizer=None)
     files[MODEL] = _weights(state.network, means)
     if state.ema_model is not None:
-        averaged = dict(state.ema_model.named_parameters())
+        averaged = dict(state.ema_model.named_parameters(remove_duplicate=False))  # tied weights have two names
         files[EMA] = {
             name: averaged[name].detach().clone() if name in averaged else value.clone()
             for name, value in files[MODEL].items()
@@ -46,7 +47,8 @@ def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot
 
 
 def _weights(network: nn.Module, means: Mapping[int, Tensor]) -> Tensors:
-    buffers = {name: means.get(id(buffer), buffer) for name, buffer in network.named_buffers()}
+    named = network.named_buffers(remove_duplicate=False)
+    buffers = {name: means.get(id(buffer), buffer) for name, buffer in named}
     return {name: buffers.get(name, value).detach().clone() for name, value in network.state_dict().items()}
 
 
@@ -103,6 +105,8 @@ def put_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: Tr
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in record.values.items()}
     for place, value in saved.items():
         name, _, key = place.rpartition("/")
+        if name not in weights:
+            raise InputError(f"checkpoint {where} has an optimizer of {name[:60]!r}, which the network lacks")
         entries.setdefault(name, {})[key] = _laid_out_as(weights[name], value)
     index = {name: number for number, name in enumerate(name for names in order for name in names)}
     optimizer.load_state_dict(
@@ -116,18 +120,42 @@ def put_optimizer(where: str, record: OptimizerRecord, saved: Tensors, state: Tr
     )
 
 
-def put_own_state(saved: Tensors, state: TrainState, *, same_ranks: bool, own_statistics: bool) -> None:
-    """Load a rank's random numbers and, where as many ranks go on, its statistics and rounding errors."""
-    torch.set_rng_state(saved[RANDOM].clone())
+def put_own_state(where: str, saved: Tensors, state: TrainState, *, same_ranks: bool, own_statistics: bool) -> None:
+    """Load a rank's random numbers and, where as many ranks go on, its statistics and rounding errors. Raises
+    InputError where they are those of another network; `where` names their checkpoint."""
+    random = saved.get(RANDOM, torch.empty(0))
+    if (random.shape, random.dtype) != ((now := torch.get_rng_state()).shape, now.dtype):
+        raise InputError(f"checkpoint {where} has no random numbers of this torch: put back a copy of it")
+    torch.set_rng_state(random.clone())
     if same_ranks and own_statistics:
-        for name, buffer in state.network.named_buffers():
-            buffer.copy_(saved[f"{BUFFER}{name}"])
+        _put_buffers(where, saved, state.network)
     state.all_reduce.reset()
     if same_ranks and isinstance(state.all_reduce, Bf16AllReduceHook):
         weights = dict(state.network.named_parameters())
         for place, value in saved.items():
             if place.startswith(RESIDUAL):
                 state.all_reduce.residuals[weights[place.removeprefix(RESIDUAL)]] = value.clone()
+
+
+def _put_buffers(where: str, saved: Tensors, network: nn.Module) -> None:
+    """Load this rank's own buffers. One that is not a part of the network's state (persistent=False) stays as it is
+    where it had another shape: the network makes it by itself, as caches that grow."""
+    persistent = network.state_dict().keys()
+    for name, buffer in network.named_buffers():
+        found = saved.get(f"{BUFFER}{name}")
+        if found is not None and found.shape == buffer.shape:
+            buffer.copy_(found)
+        elif name in persistent:
+            raise InputError(f"checkpoint {where} has no {name} of shape {tuple(buffer.shape)}: put back a copy of it")
+
+
+def check_savable(network: nn.Module) -> None:
+    """Raise InputError where checkpoints cannot hold a network's state: hours of training would be lost."""
+    for name, value in {**network.state_dict(), **dict(network.named_buffers())}.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{name} of the network is no tensor, and checkpoints hold nothing else: leave it out")
+        if value.dtype not in DTYPES:
+            raise InputError(f"{name} of the network is {value.dtype}, which checkpoints cannot hold: convert it")
 
 
 def _laid_out_as(weight: Tensor, value: Tensor) -> Tensor:
