@@ -27,7 +27,7 @@ from cputrain.training.engine import possible_bf16_speedups
 from cputrain.training.environment import binding_record, describe_environment
 from cputrain.training.loop import TrainResult
 from cputrain.training.measured_engine import with_measured_engine
-from cputrain.training.preemption import ignore_preemption
+from cputrain.training.preemption import end_by, ignore_preemption
 from cputrain.training.sampling import sample_usage
 from cputrain.training.session import Session, start_session
 from cputrain.training.start import start_training
@@ -83,6 +83,8 @@ def train_rank(
     if is_main_rank:  # without the others, which would keep their cores busy while they wait
         with no_exit_limit():
             _print_summary(session, result, max(peaks))
+    if result.ends_by:
+        end_by(result.ends_by)
     return result
 
 

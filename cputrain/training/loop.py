@@ -36,7 +36,7 @@ class TrainResult:
     """The end of a training: steps done, and accuracies on validation and test images.
 
     `accuracy` is None after a preemption, `test` also without test images. `trained_s` are the seconds of steps since
-    this start; `ended` is the moment before the test images were evaluated.
+    this start; `ended` is the moment before the test images were evaluated. `ends_by`: as in Preemption.
     """
 
     accuracy: Accuracy | None
@@ -44,6 +44,7 @@ class TrainResult:
     step: int
     trained_s: float
     ended: dict[str, float]
+    ends_by: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +112,10 @@ class TrainingLoop:
         ended = moment()
         has_test = accuracy is not None and self.session.data.dataset.test is not None
         test = self._evaluate_test() if has_test else None
-        return TrainResult(accuracy=accuracy, test=test, step=self.step, trained_s=trained_s, ended=ended)
+        ends_by = self.preemption.ends_by if self.preempted else 0
+        return TrainResult(
+            accuracy=accuracy, test=test, step=self.step, trained_s=trained_s, ended=ended, ends_by=ends_by
+        )
 
     def _warn_of_settings(self) -> None:
         recipe = self.session.recipe

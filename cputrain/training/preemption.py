@@ -1,6 +1,7 @@
 """What rank 0 makes all ranks do after the same step: stop, after a signal, or save a checkpoint."""
 
 import signal
+import sys
 import time
 from types import FrameType
 
@@ -19,8 +20,9 @@ class Preemption:
     """Handles the preemption signal in every rank: one that reaches any of them stops all. To be created once, in the
     main thread, where signals that came before arrive then.
 
-    Ranks whose run no launcher has `prepared` handle SIGTERM and SIGINT too: the first stops the training after a step
-    that is saved, one that comes later than AGAIN_S ends the process.
+    SIGTERM and SIGHUP stop it after a step that is saved, too; in ranks whose run no launcher has `prepared` SIGINT as
+    well. One that comes later than AGAIN_S ends the process. A prepared rank ends by the first one in the end, for its
+    launcher to know: where that has not got it, too, this rank alone was told to end.
     """
 
     def __init__(self, keys: SignedKeys, *, is_main_rank: bool, prepared: bool) -> None:
@@ -28,19 +30,28 @@ class Preemption:
         self._is_main_rank = is_main_rank
         self._signaled_at: float | None = None
         self._requested = False
+        self._prepared = prepared
+        self._stop_signal = 0
         self._last_step = self._save_step = NEVER
         self._every, self._next = 1, NEVER
-        for number in (PREEMPTION_SIGNAL, *(() if prepared else stop_signals())):
+        for number in (PREEMPTION_SIGNAL, *(n for n in stop_signals() if not prepared or n != signal.SIGINT)):
             signal.signal(number, self._handle)
         release_signals()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
+        if number != PREEMPTION_SIGNAL:
+            self._stop_signal = self._stop_signal or number
         if self._signaled_at is None:
             self._signaled_at = now
         elif number != PREEMPTION_SIGNAL and now - self._signaled_at > AGAIN_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    @property
+    def ends_by(self) -> int:
+        """The signal by which this rank is to end once it has saved; 0: by none."""
+        return self._stop_signal if self._prepared else 0
 
     def set_pace(self, step_s: float) -> None:
         """Look into the store every LOOK_S from the next look on, by the seconds of a step, the same on all ranks."""
@@ -88,3 +99,11 @@ def ignore_preemption() -> None:
     An ending interpreter gives handled signals their default action, which ends the process; ignored ones stay ignored.
     """
     signal.signal(PREEMPTION_SIGNAL, signal.SIG_IGN)
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal, for its launcher to see; its output is written before."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)

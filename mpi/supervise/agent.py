@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError, RunError
-from affinity.exit_status import ExitStatus, exit_status
+from affinity.exit_status import ExitStatus, exit_status, one_line, status_of
 from affinity.ranks.rank import Rank, discover
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, heartbeat_interval, join
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Stack, Stop
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Signaled, Stack, Stop
 from mpi.supervise.ranks import RankSupervisor
 from mpi.supervise.signals import (
     FAILURE_GRACE_S,
@@ -52,8 +52,12 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         if any(isinstance(order, Stop) for order in orders):
             return ExitStatus.FAILED
         label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
-        supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=(options.live, options.live))
-        return supervise(rank, tuple(options.command), env, supervisor, connection, orders, label=label)
+        try:
+            supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=(options.live, options.live))
+            return supervise(rank, tuple(options.command), env, supervisor, connection, orders, label=label)
+        except Exception as error:
+            _report_failure(connection, options.logs / f"rank-{rank.rank}.log", error)
+            raise
     except Exception as error:  # noqa: BLE001  bugs are raised again
         return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
 
@@ -99,7 +103,8 @@ def supervise(
                 link.take(orders)
                 supervisor.sample(whole_host=rank.local_rank == 0)
                 exited = _watch(supervisor, link)
-        except InterruptedBySignalError:
+        except InterruptedBySignalError as stop:
+            connection.send(Signaled(number=stop.args[0]))
             link.grace_s = SAVE_S  # the launcher or the scheduler ends this agent
         finally:
             supervisor.stop(link.grace_s, link.at_once)
@@ -186,6 +191,13 @@ def _watch(supervisor: RankSupervisor, link: MonitorLink) -> bool:
             return False
         if supervisor.all_exited:
             return True
+
+
+def _report_failure(connection: Connection, log: Path, error: Exception) -> None:
+    """Tell the monitor why this agent fails, as the exit of its rank, and wait until it has ended the job."""
+    line = (one_line(error) or repr(error))[:MAX_LINE]
+    if connection.send(Exit(status=status_of(error), tail=(line,), log=str(log), by_job=False)):
+        _await_stop(connection)
 
 
 def _await_stop(connection: Connection) -> None:

@@ -69,11 +69,14 @@ def describe_exit(one: RankExit) -> str:
     return f"rank {one.rank} on {one.host} {how}; log {one.log}{output}"
 
 
+def signal_name(number: int) -> str:
+    """A signal as messages name it: "SIGTERM"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal
+
+
 def describe_status(status: int) -> str:
     """What a process did: "exited with status 3", "was ended by SIGKILL" (a negative status)."""
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"  # a real-time signal
+    return f"exited with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"

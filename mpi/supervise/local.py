@@ -20,7 +20,7 @@ from mpi.launchers.job import Job
 from mpi.launchers.local import local_commands
 from mpi.supervise.connection import TOKEN_VARIABLE, new_token
 from mpi.supervise.exits import SETTLE_S, JobFailedError, describe_exit, first_cause
-from mpi.supervise.ranks import RankSupervisor
+from mpi.supervise.ranks import RankProcess, RankSupervisor
 from mpi.supervise.signals import (
     FAILURE_GRACE_S,
     PREEMPTION_SIGNAL,
@@ -28,6 +28,7 @@ from mpi.supervise.signals import (
     InterruptedBySignalError,
     interrupt,
     interruptible,
+    stop_signals,
     until_interrupted,
 )
 from mpi.supervise.stalls import (
@@ -91,7 +92,7 @@ def run_local(
                 # Held back so far: no rank could take it before.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
                 supervisor.sample(whole_host=True)
-                status = _watch(supervisor, stop, job)
+                status = _watch(supervisor, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
             return status_of_signal(stop.number) if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
@@ -116,12 +117,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
-    """Wait for all workers, or for the first failure; the exit status of the job. Raises InterruptedBySignalError where
-    the workers take too long to save."""
+def _failed(supervisor: RankSupervisor, stop: SavedStop) -> list[RankProcess]:
+    """The ranks that have failed; not those that a signal to end has ended as the whole job: schedulers send it to all
+    processes, and ranks save before they end by it."""
+    ending = [-number for number in stop_signals()] if stop.number else []
+    return [rank for rank in supervisor.ranks if rank.failed and rank.process.returncode not in ending]
+
+
+def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job, grace_s: float) -> int:
+    """Wait for all workers, or for the first failure, after which the others have `grace_s`; the job's exit status.
+    Raises InterruptedBySignalError where the workers take too long to save."""
     stalls = StallWatch(job.starting)
     together = job.instances is None  # they wait for each other: one that is stopped stops all
-    while not any(rank.failed for rank in supervisor.ranks):
+    while not _failed(supervisor, stop):
         if stop.unreported:  # not by the signal's handler, which may interrupt another message
             stop.unreported = False
             name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
@@ -135,7 +143,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(POLL_S)
-    failed = [rank for rank in supervisor.ranks if rank.failed]
+    failed = _failed(supervisor, stop)
     if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):  # they have printed it
         if not job.names_errors:
             supervisor.drain()
@@ -143,7 +151,7 @@ def _watch(supervisor: RankSupervisor, stop: SavedStop, job: Job) -> int:
         return ExitStatus.WRONG_INPUT
     standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
     stacks = _stacks(supervisor, stall)
-    supervisor.stop(FAILURE_GRACE_S)
+    supervisor.stop(grace_s)
     supervisor.drain()
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save

@@ -55,6 +55,13 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Signaled:
+    """A stop signal has reached the rank's agent, which ends its rank."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The launching host's answer to a Hello or a heartbeat."""
 

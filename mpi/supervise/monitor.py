@@ -10,14 +10,15 @@ from affinity.ranks.rank import LOOPBACK
 from mpi.supervise.activity import Activity
 from mpi.supervise.clock import RunningClock
 from mpi.supervise.connection import ANSWER_S, HEARTBEAT_TIMEOUT_S
-from mpi.supervise.exits import LAST_LINES, STATUSES, RankExit, first_cause
+from mpi.supervise.exits import LAST_LINES, STATUSES, RankExit, describe_exit, first_cause, signal_name
 from mpi.supervise.memory import Shortage
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Stack, Stop
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Signaled, Stack, Stop
 from mpi.supervise.server import RankServer
 from mpi.supervise.signals import undivided
 from mpi.supervise.stalls import Stacks, Stall, Standing, describe_failure
 
 SILENCE_CHECK_S = 0.25  # between two looks for silent ranks
+ALONE_S = 10.0  # a scheduler that ends a job signals the agents of all hosts within this time
 GATHER_S = 1e-5  # for each rank: the reports of many ranks are taken together
 
 
@@ -25,7 +26,8 @@ GATHER_S = 1e-5  # for each rank: the reports of many ranks are taken together
 class RankStatus:
     """A rank as its agent reports it. `heartbeat` is the time of its last message by the monitor's clock, `answered`
     that of the last one that was answered. `exit` is None while it runs; with `by_job` the job has ended it. `stack`:
-    the Python stack that was requested last."""
+    the Python stack that was requested last. `signal`, `signaled`: the stop signal that its agent has got (0: none),
+    and when."""
 
     rank: int
     host: str
@@ -35,6 +37,8 @@ class RankStatus:
     exit: RankExit | None = None
     by_job: bool = False
     stack: tuple[str, ...] | None = None
+    signal: int = 0
+    signaled: float = 0.0
 
     @property
     def succeeded(self) -> bool:
@@ -57,12 +61,13 @@ class Monitor:
         self.clock = RunningClock()
         self._timeout_s = timeout_s
         self._failed: list[RankStatus] = []
+        self._alone: list[RankStatus] = []  # of the failed ones, those that failed by nothing else
         self._checked_at = self.clock.now() - SILENCE_CHECK_S
         self._preempts = False
         self._size = len(hosts)
         self._exits = 0
         self._ended = 0  # of the exits and lost agents, those of which `failed` knows
-        self._server = RankServer(token, hosts, address, (Heartbeat, Exit, Stack))
+        self._server = RankServer(token, hosts, address, (Heartbeat, Exit, Stack, Signaled))
 
     @property
     def port(self) -> int:
@@ -96,6 +101,8 @@ class Monitor:
             status.activity = Activity(stopped_s=message.stopped_s, idle_s=message.idle_s, busy_s=message.busy_s)
         elif isinstance(message, Stack):
             status.stack = message.lines
+        elif isinstance(message, Signaled):
+            status.signal, status.signaled = message.number, now
         elif status.exit is not None or message.status not in STATUSES:
             self._server.drop(rank)
         else:
@@ -104,14 +111,16 @@ class Monitor:
             self._exits += 1
 
     def failed(self) -> list[RankStatus]:
-        """The ranks that have failed by themselves, are silent, or whose agents are gone.
+        """The ranks that have failed by themselves, are silent, or whose agents are gone or were stopped alone.
 
         Judged when one has exited or lost its agent, otherwise every SILENCE_CHECK_S: only silence takes time then.
         """
         now, ended = self.clock.now(), self._exits + len(self._server.lost)
         if ended != self._ended or now - self._checked_at >= SILENCE_CHECK_S:
             self._checked_at, self._ended, oldest = now, ended, now - self._timeout_s
-            self._failed = [status for status in self.ranks.values() if self._has_failed(status, oldest)]
+            failed = [status for status in self.ranks.values() if self._has_failed(status, oldest)]
+            self._alone = [] if failed else self._stopped_alone(now - ALONE_S)
+            self._failed = failed or self._alone
         return self._failed
 
     def _has_failed(self, status: RankStatus, oldest: float) -> bool:
@@ -119,6 +128,13 @@ class Monitor:
         if status.exit is not None:
             return status.exit.status != 0 and not status.by_job
         return status.heartbeat < oldest or status.rank in self._server.lost
+
+    def _stopped_alone(self, latest: float) -> list[RankStatus]:
+        """The ranks whose agents a signal has stopped before `latest`, where others run and no signal has reached them:
+        nobody ends this job, and the others may wait for these ranks."""
+        signaled = [one for one in self.ranks.values() if one.signal and one.signaled < latest]
+        ends = not signaled or all(one.signal or one.exit is not None for one in self.ranks.values())
+        return [] if ends else signaled
 
     def standings(self) -> tuple[Standing, ...]:
         """What the ranks do, or did when they exited."""
@@ -134,6 +150,11 @@ class Monitor:
     def cause(self, stall: Stall | None = None, stacks: Stacks = MappingProxyType({})) -> str:
         """The failure that the others followed from, in one line and the last lines of output. `stall` is the one just
         before it, `stacks` are those of its ranks."""
+        if self.failed() and self._alone:
+            alone = min(self._alone, key=lambda one: (one.signaled, one.rank))
+            end = "" if alone.exit is None else f"; {describe_exit(alone.exit)}"
+            stopped = f"the agent of rank {alone.rank} on {alone.host} was stopped by {signal_name(alone.signal)}"
+            return f"{stopped}, while other ranks ran on{end}"
         if (cause := self.first_exit()) is not None:
             return describe_failure(cause, self.standings(), stall, stacks)
         lost = self._server.lost

@@ -46,6 +46,7 @@ AGENT_EXIT_S = 1.0  # of the agents, after their ranks
 RELAY_S = 1.0  # for the rest of the launcher's output
 KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
 START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next one's
+LAUNCHER_END_S = 60.0  # from the last rank's exit to the launcher's own
 logger = logging.getLogger(__name__)
 
 
@@ -107,10 +108,12 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
     arrived, arrived_at = 0, monitor.clock.now()
     checked_at = arrived_at
     stalls = StallWatch(job.starting)
+    done_at: float | None = None
     while True:
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else POLL_S)
         ended = process.poll() is not None
+        done_at = (done_at or monitor.clock.now()) if done else None
         if done and ended and process.returncode == 0:
             return 0
         if ended or monitor.failed():
@@ -129,6 +132,10 @@ def _watch(job: Job, installed: InstalledLauncher, process: subprocess.Popen[byt
         if ended:
             return _after_launcher(job, installed, process.returncode, monitor)
         now = monitor.clock.now()
+        if done_at is not None and now - done_at > LAUNCHER_END_S:
+            late = f"{installed.name} has not ended {LAUNCHER_END_S:g} s after all ranks, and is stopped"
+            logger.warning("cputrain: %s; the ranks have exited with status 0", late)
+            return 0
         if len(monitor.ranks) > arrived:
             arrived, arrived_at = len(monitor.ranks), now
         if arrived < job.world_size and now - arrived_at > START_TIMEOUT_S:

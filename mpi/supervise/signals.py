@@ -44,13 +44,18 @@ def interruptible(
 ) -> Iterator[None]:
     """Take stop signals, for `until_interrupted` and `stopped_again`, and call `preempt` at a preemption signal; the
     handlers are restored afterwards. With `first_stop`, that is called at the first stop signal, which does not count.
+    Nor does a SIGHUP after another stop signal: nobody repeats it to be heard.
     """
     _stop_signals.received, _stop_signals.raises, _stop_signals.raised = 0, False, False
-    calls = [first_stop] if first_stop is not None else []
+    begun = False
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if calls:
-            calls.pop()(number)
+        nonlocal begun
+        again, begun = begun, True
+        if again and number == signal.SIGHUP:
+            return  # systemd ends sessions by SIGTERM and at once SIGHUP: systemd.kill(5), SendSIGHUP
+        if first_stop is not None and not again:
+            first_stop(number)
         else:
             interrupt(number)
 

@@ -74,7 +74,8 @@ def made(*, is_main_rank: bool, prepared: bool, store: HashStore) -> Preemption:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    kept = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -107,6 +108,22 @@ def test_a_signal_at_another_rank_than_0_stops_all(prepared: bool, handlers: Non
         assert main.should_stop_after(step) == other.should_stop_after(step)
         stops += [step] * main.should_stop_after(step)
     assert stops[0] == 3
+
+
+def test_a_prepared_rank_saves_at_sigterm_and_ends_by_it(handlers: None) -> None:
+    """A scheduler's signal reaches all processes of a job: the launcher's and each rank's own."""
+    store = HashStore()
+    other, main = (made(is_main_rank=main, prepared=True, store=store) for main in (False, True))
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR1)  # from the launcher
+    signal.raise_signal(signal.SIGHUP)
+    other.agree(3)
+    main.agree(3)
+    other.agree(4)
+    assert main.should_stop_after(4) and other.should_stop_after(4)
+    assert (main.ends_by, other.ends_by) == (signal.SIGTERM, 0)
+    assert signal.getsignal(signal.SIGINT) is not signal.getsignal(signal.SIGTERM)
+    assert made(is_main_rank=True, prepared=False, store=store).ends_by == 0
 
 
 def test_a_stranger_cannot_request_a_stop(handlers: None) -> None:

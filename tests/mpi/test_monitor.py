@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Stop
+from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Signaled, Stop
 from mpi.supervise.monitor import Monitor
 from mpi.supervise.stalls import describe_stopped, stopped_rank
 
@@ -193,3 +193,45 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
             process.wait(0.5)
         monitor.stop(3.0)
         assert process.wait(20) == 3
+
+
+def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one host is preempted; a scheduler that ends the job signals all of them."""
+    monkeypatch.setattr("mpi.supervise.monitor.ALONE_S", 0.6)
+    connections = [agent(monitor, rank) for rank in range(3)]
+    await_hello(monitor, 3)
+    for rank in (1, 2):
+        connections[rank].send(Signaled(number=15))
+        connections[rank].send(Exit(status=-15, tail=("half way",), log="l", by_job=True))
+    deadline = time.monotonic() + 0.4
+    while time.monotonic() < deadline:
+        monitor.poll(0.05)
+        assert monitor.failed() == []
+    deadline = time.monotonic() + 20
+    while not monitor.failed() and time.monotonic() < deadline:
+        monitor.poll(0.05)
+    expected = "the agent of rank 1 on h1 was stopped by SIGTERM, while other ranks ran on; rank 1 on h1 was ended by "
+    assert monitor.cause().startswith(expected) and "  | half way" in monitor.cause()
+    connections[0].send(Signaled(number=15))
+    deadline = time.monotonic() + 20
+    while monitor.failed() and time.monotonic() < deadline:
+        monitor.poll(0.05)
+    assert monitor.failed() == [], "all of them: the job was ended"
+    for connection in connections:
+        connection.close()
+
+
+def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path: Path) -> None:
+    """It is neither killed nor cut off."""
+    (tmp_path / "file").write_text("")
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
+    report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "file/logs"))
+    command = (sys.executable, "-m", "mpi.supervise.agent", *report, "--", "true")
+    with subprocess.Popen(command, env={**os.environ, **world}, stderr=subprocess.PIPE, text=True) as process:
+        await_hello(monitor, 1)
+        deadline = time.monotonic() + 20
+        while not monitor.failed() and time.monotonic() < deadline:
+            monitor.poll(0.05)
+        assert "exited with status 1" in monitor.cause() and "file/logs: Not a directory" in monitor.cause()
+        monitor.stop(3.0)
+        assert process.communicate(timeout=20)[1].startswith("mpi.supervise.agent: ") and process.returncode == 1

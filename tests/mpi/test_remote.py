@@ -1,11 +1,14 @@
 """Jobs through real launchers: on this host, and on four hosts that are network namespaces."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,10 @@ from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
 from cputrain.report.usage import read_usage
 from cputrain.runs.events import read_events
+from mpi.hosts.groups import HostGroup
+from mpi.launchers.detect import find_launcher
+from mpi.launchers.job import Job
+from mpi.supervise.remote import run_remote
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
@@ -76,15 +83,37 @@ def test_ranks_that_refuse_their_input_make_status_2(name: str, tmp_path: Path) 
 
 
 def test_an_agent_that_a_signal_stops_is_named(tmp_path: Path) -> None:
-    """As where a host is preempted alone; the rank that is left ends by itself."""
+    """As where a host is preempted alone; the rank that is left would go on."""
     code = (
         f"import os, time; alone = os.environ['RANK'] == '{WORKERS - 1}'\n"
-        "if alone: os.kill(os.getppid(), 15)\ntime.sleep(60 if alone else 3)"
+        "if alone: os.kill(os.getppid(), 15)\ntime.sleep(300)"
     )
     result = launch("intelmpi", "--", sys.executable, "-c", code, cwd=tmp_path)
     assert result.returncode == 1
-    assert f"the agent of rank {WORKERS - 1} was stopped by a signal; rank {WORKERS - 1} on " in result.stderr
+    place = f"rank {WORKERS - 1} on {socket.gethostname()}"
+    assert f"the agent of {place} was stopped by SIGTERM, while other ranks ran on; {place} " in result.stderr
     assert "was ended by SIGTERM" in result.stderr
+
+
+def test_a_launcher_that_does_not_end_after_its_ranks_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the connection to a host is lost in the last second."""
+    path = mpi_path("mpich")["PATH"]
+    mpirun = tmp_path / "bin/mpirun"
+    mpirun.parent.mkdir()
+    real = shutil.which("mpirun", path=path)
+    mpirun.write_text(f'#!/bin/sh\n{real} "$@"\ncase "$*" in *agent*) exec sleep {OWN};; esac\n')
+    mpirun.chmod(0o755)
+    env = {**os.environ, "PATH": f"{mpirun.parent}:{path}"}
+    installed = replace(find_launcher("mpich", env), program=str(mpirun))
+    monkeypatch.setattr("mpi.supervise.remote.LAUNCHER_END_S", 2.0)
+    plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
+    groups = (HostGroup(hosts=("localhost",), plan=plan),)
+    job = Job(groups=groups, command=("true",), plan_path=tmp_path / "plan.json", log_dir=tmp_path / "logs")
+    assert run_remote(job, installed, tmp_path, env) == 0
+    assert "has not ended 2 s after all ranks, and is stopped" in caplog.text
+    assert subprocess.run(["pgrep", "-f", f"sleep {OWN}"], capture_output=True).returncode == 1
 
 
 def test_torchrun_starts_agents_too(tmp_path: Path) -> None:

@@ -137,6 +137,22 @@ def test_a_stop_signal_raises_once_and_only_where_work_is_done() -> None:
         assert stopped_again()
 
 
+def test_a_hangup_after_another_stop_signal_ends_nothing_at_once() -> None:
+    """As systemd ends a session: SIGTERM, and SIGHUP right after it."""
+    first: list[int] = []
+    with interruptible(first_stop=first.append):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
+            signal.raise_signal(number)
+        assert first == [signal.SIGTERM] and not stopped_again()
+        signal.raise_signal(signal.SIGTERM)
+        assert first == [signal.SIGTERM] and stopped_again()
+    with interruptible():
+        with pytest.raises(InterruptedBySignalError), until_interrupted():
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert not stopped_again()
+
+
 def test_a_stop_signal_divides_no_message() -> None:
     done = []
 

@@ -25,6 +25,17 @@ def signaled_twice(place: Place) -> Seen:
         return Seen(status=run.end(), text=run.text, seconds=run.seconds, lost=place.lost)
 
 
+def session_ended(place: Place) -> Seen:
+    """SIGTERM, and then SIGHUP."""
+    with place.training() as run:
+        after(33)(place, run)
+        run.begun = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        run.wait_for(lambda: "repeat the signal to stop at once" in run.text)
+        run.process.send_signal(signal.SIGHUP)
+        return Seen(status=run.end(), text=run.text, seconds=run.seconds, lost=place.lost)
+
+
 def suspended(place: Place) -> Seen:
     """All processes of a job stopped for 22 s, then continued: it trains on."""
     with place.training() as run:
@@ -114,6 +125,30 @@ FAULTS = (
         kind=END,
         name="SIGTERM (scancel)",
         cause=signaled(signal.SIGTERM, launcher, after(33)),
+        status=143,
+        says=("SIGTERM: 2 workers save and stop after the next step", "stopped by a signal after step"),
+        loses=0,
+    ),
+    Fault(
+        kind=END,
+        name="SIGTERM at all processes at once (a scheduler, systemd)",
+        cause=signaled(signal.SIGTERM, everything, after(33)),
+        status=143,
+        says=("SIGTERM: 2 workers save and stop after the next step", "stopped by a signal after step"),
+        loses=0,
+    ),
+    Fault(
+        kind=END,
+        name="SIGTERM at one rank alone",
+        cause=signaled(signal.SIGTERM, rank(1), after(33)),
+        status=1,
+        says=("stopped by a signal after step", "rank 1 on", "was ended by SIGTERM"),
+        loses=0,
+    ),
+    Fault(
+        kind=END,
+        name="SIGTERM and then SIGHUP (a session's end by systemd)",
+        cause=session_ended,
         status=143,
         says=("SIGTERM: 2 workers save and stop after the next step", "stopped by a signal after step"),
         loses=0,
