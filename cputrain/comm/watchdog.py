@@ -9,6 +9,7 @@ was suspended, the silence of the others counts anew.
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -183,4 +184,18 @@ class Watchdog:
         time.sleep(EXIT_S)
         if not self._stopped.is_set():
             log.error("cputrain: rank %d waits in %s: %s", self._rank, collective, problem)
+            _flush_output()
             os._exit(1)
+
+
+def _flush_output() -> None:
+    """Write what the program has printed, as os._exit does not; where nobody reads it, the process ends all the same."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:  # a program may have closed it, or have none
+                stream.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(JOIN_S)

@@ -166,9 +166,10 @@ def test_a_lost_rank_ends_a_sub_group_of_a_gloo_world_and_a_lost_store_is_an_err
 
 def test_a_rank_that_is_lost_before_it_makes_a_group_is_named_without_a_local_rank_too() -> None:
     """Scripts that start their ranks with mp.spawn have none."""
-    with started(STRANGER, "ccl", "killed_before", LOCAL_RANK="", **QUIET) as ranks:
+    with started(STRANGER, "ccl", "killed_before", LOCAL_RANK="", PYTHONUNBUFFERED="", **QUIET) as ranks:
         end = ended(ranks[0], 60)  # the group's timeout is 120 s
     assert end.status == 1 and "Traceback" not in end.err, end.err
+    assert end.out == "printed before\n"
     assert "rank 0 waits in the creation of group 1" in end.err and "rank 1 on" in end.err and "no heartbeat" in end.err
 
 
