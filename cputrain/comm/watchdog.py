@@ -189,7 +189,7 @@ class Watchdog:
 
 
 def _flush_output() -> None:
-    """Write what the program has printed, as os._exit does not; where nobody reads it, the process ends all the same."""
+    """Write what the program has printed, as os._exit does not; where nobody reads it, the process still ends."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
