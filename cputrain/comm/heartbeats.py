@@ -120,6 +120,9 @@ def absent_ranks(last: Mapping[int, LastHeartbeat]) -> str:
     newest = max(heartbeat.sequence for heartbeat in waiting.values())
     absent = [rank for rank in last if rank not in waiting or waiting[rank].sequence < newest]
     if not absent:
+        names = {heartbeat.waits_in for heartbeat in waiting.values()}
+        if len(names) == 1:
+            return f"all ranks are in {names.pop()}"
         return f"all ranks are in collective #{newest}, but not all in the same one"
     described = [f"rank {rank} on {last[rank].heartbeat.host} ({_where(last[rank].heartbeat)})" for rank in absent]
     return f"not joined by {first_named(described)}"

@@ -124,6 +124,7 @@ def test_ranks_that_have_not_joined_the_newest_collective_are_named() -> None:
     )
     assert absent_ranks({0: last(0), 1: last(0)}) == ""
     assert "not all in the same one" in absent_ranks({0: last(0, "ALLREDUCE #5", 5), 1: last(0, "BROADCAST #5", 5)})
+    assert absent_ranks({i: last(0, "BARRIER #2", 2) for i in range(2)}) == "all ranks are in BARRIER #2"
     many = {0: last(0, "ALLREDUCE #1", 1), **{i: last(0) for i in range(1, 20)}}
     assert absent_ranks(many).endswith("rank 5 on n1 (in no collective) and 14 more")
 
