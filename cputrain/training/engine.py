@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 import torch
@@ -67,7 +68,13 @@ def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:
 
 
 def prepare_model(model: nn.Module, engine: Engine, precision: str) -> nn.Module:
-    """Convert the weights to channels-last, which oneDNN's convolutions need; fuse layers or compile on first use."""
+    """Convert the weights to channels-last, which oneDNN's convolutions need; fuse layers or compile on first use.
+
+    Raises InputError for complex tensors, whose imaginary parts the conversion to a real type would drop.
+    """
+    for name, value in chain(model.named_parameters(), model.named_buffers()):
+        if value.is_complex():
+            raise InputError(f"{name} of the network is {value.dtype}: make it real, by torch.view_as_real")
     model.to(dtype=DTYPES[precision], memory_format=torch.channels_last)  # type: ignore[call-overload]
     if engine.kernels is not None:
         fuse_batchnorms(model, engine.kernels)

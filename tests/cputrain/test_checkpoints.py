@@ -20,6 +20,7 @@ from cputrain.checkpoints.tensors import DTYPES, read_tensors, write_tensors
 from cputrain.models.weights import read_weights
 from cputrain.optim.build import OPTIMIZERS
 from cputrain.recipe.loading import load_recipe
+from cputrain.training.engine import choose_engine, prepare_model
 from cputrain.training.metrics import EpochMetrics, StepResult
 from cputrain.training.non_finite import NonFiniteHandler
 from cputrain.training.saving.position import Position
@@ -340,3 +341,10 @@ def rewrite(path: Path, change: Callable[[dict], object]) -> None:
     change(data["checkpoint"])
     data["crc32c"] = checksum(data["checkpoint"])
     (path / MANIFEST).write_text(json.dumps(data))
+
+
+def test_complex_tensors_are_refused_and_not_made_real() -> None:
+    """Module.to(float32) drops their imaginary parts."""
+    engine = choose_engine("eager", "float32", {})
+    with pytest.raises(InputError, match=r"kept of the network is torch\.complex64: make it real"):
+        prepare_model(Buffered(torch.ones(3, dtype=torch.complex64)), engine, "float32")
