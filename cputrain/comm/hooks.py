@@ -6,7 +6,7 @@ gradients; the loss has that factor here.
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,8 +28,7 @@ class AllReduceHook:
     def hook(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
         """Add up a bucket of gradients over the ranks."""
         self.last_ready_s = time.perf_counter()
-        summed: Future[Tensor] = _all_reduce(bucket.buffer(), group).then(_first)
-        return summed
+        return _all_reduce(bucket.buffer(), bucket, group, _itself)
 
     def reset(self) -> None:
         """Drop what is kept from earlier gradients, because they contained NaN or Inf."""
@@ -68,12 +67,7 @@ class Bf16AllReduceHook(AllReduceHook):
         gradients.add_(kept.errors)
         kept.compressed.copy_(gradients)
         torch.sub(gradients, kept.errors.copy_(kept.compressed), out=kept.errors)  # of one type: no temporary copy
-
-        def decompress(done: Future[list[Tensor]]) -> Tensor:
-            return gradients.copy_(done.value()[0])
-
-        summed: Future[Tensor] = _all_reduce(kept.compressed, group).then(decompress)
-        return summed
+        return _all_reduce(kept.compressed, bucket, group, gradients.copy_)
 
     def reset(self) -> None:
         """Drop the rounding errors of gradients that contained NaN or Inf."""
@@ -98,15 +92,25 @@ class Bf16AllReduceHook(AllReduceHook):
         return kept
 
 
-def _all_reduce(values: Tensor, group: dist.ProcessGroup | None) -> Future[list[Tensor]]:
-    """The sum over the ranks, in place. dist.all_reduce does the same, and costs a small network's step more."""
+def _all_reduce(
+    values: Tensor, bucket: GradBucket, group: dist.ProcessGroup | None, finish: Callable[[Tensor], Tensor]
+) -> Future[Tensor]:
+    """`finish` of the sum over the ranks, which is computed in place.
+
+    dist.all_reduce does the same, and costs a small network's step more. The last bucket is waited for at once, as
+    nothing is left to compute beside it: a callback runs in the backend's thread, which needs Python's lock for it.
+    """
     work = (group or dist.group.WORLD).allreduce([values])  # type: ignore[union-attr]
-    summed: Future[list[Tensor]] = work.get_future()
+    if bucket.is_last():
+        work.wait()
+        summed: Future[Tensor] = Future()
+        summed.set_result(finish(values))
+        return summed
+    return work.get_future().then(lambda done: finish(done.value()[0]))
+
+
+def _itself(summed: Tensor) -> Tensor:
     return summed
-
-
-def _first(done: Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
 
 
 HOOKS = {"none": AllReduceHook, "bf16": Bf16AllReduceHook}
