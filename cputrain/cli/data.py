@@ -18,9 +18,9 @@ from cputrain.cli.json_output import format_option, print_json
 from cputrain.cli.options import settings_argument
 from cputrain.cli.streams import shows_bars
 from cputrain.data.formats.dataset import Dataset
-from cputrain.data.formats.folder import SPLITS
 from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.places import SPLITS
 from cputrain.data.from_recipe import training_transform
 from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels.decode import choose_decoder
@@ -49,8 +49,8 @@ def info(folder: Path, output_format: str) -> None:
         return
     more = ", ..." if len(dataset.classes) > 5 else ""
     click.echo(f"{len(dataset.classes):,} classes: {printable(', '.join(dataset.classes[:5]))}{more}")
-    if dataset.note:
-        click.echo(printable(dataset.note))
+    for note in dataset.notes:
+        click.echo(printable(note))
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     for split, images in dataset.splits.items():
         labels = images.labels

@@ -14,6 +14,7 @@ from affinity.terminal_text import printable
 from affinity.units import MIB
 from affinity.wording import counted
 from cputrain.cli.streams import shows_bars
+from cputrain.data.damage import damaged_text
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.prepare.digits import write_digits
 from cputrain.data.prepare.options import SHARD_BYTES, Options
@@ -152,8 +153,8 @@ def command(
     dataset = open_source(
         kind, source, val_fraction=val_fraction, test_fraction=test_fraction, seed=seed, label_column=label_column
     )
-    if dataset.note:
-        click.echo(printable(dataset.note))
+    for note in dataset.notes:
+        click.echo(printable(note))
     splits = _pack(dataset, out, options, jobs)
     _show(out, dataset.classes if shard_format == "tfrecord" else (), splits)
 
@@ -192,5 +193,4 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
         if entry["unusual"]:
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
-            first = printable("; ".join(entry["damaged"][:3]))
-            click.echo(f"  {counted(len(entry['damaged']), 'unreadable image')} skipped: {first}")
+            click.echo(printable(f"  skipped {damaged_text(entry['damaged'])}"))

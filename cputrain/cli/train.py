@@ -117,8 +117,8 @@ def _show_sizes(planned: PlannedTraining) -> None:
         f"{recipe.name}: {recipe.model.name}, {planned.survey.summary}; "
         f"{counted(planned.ppn, 'worker')} of {threads} each"
     )
-    if planned.survey.note:
-        say(planned.survey.note)
+    for note in planned.survey.notes:
+        say(note)
     say(aligned(explain(recipe, planned.sizes, ppn=planned.ppn, nodes=1)))
 
 

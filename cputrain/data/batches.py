@@ -69,7 +69,7 @@ def decoded_batches(
         def start(share: Indices) -> None:
             buffer = buffer_for(len(share))
             futures = [
-                pool.submit(_read_and_decode, images, share[first : first + IMAGES_PER_CALL], decode, buffer[first:])
+                pool.submit(read_and_decode, images, share[first : first + IMAGES_PER_CALL], decode, buffer[first:])
                 for first in range(0, len(share), IMAGES_PER_CALL)
             ]
             waiting.append((share, buffer, futures))
@@ -114,7 +114,7 @@ def batches_ahead(batch_bytes: int) -> int:
     return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
 
 
-def _read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: Pixels) -> list[str | None]:
+def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: Pixels) -> list[str | None]:
     """Read and decode images into the first places of `out`; each image's error with its name, or None."""
     numbers = share.tolist()
     encoded, unreadable = [], {}
@@ -123,7 +123,7 @@ def _read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: 
             encoded.append(images.read(i))
         except OSError as error:
             encoded.append(b"")
-            unreadable[i] = str(error)
+            unreadable[i] = error.strerror or str(error)  # strerror: the path is in the name
     problems = decode(encoded, numbers, out[: len(numbers)])
     for k, i in enumerate(numbers):
         if problem := unreadable.get(i) or problems[k]:

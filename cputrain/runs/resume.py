@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "data.stage_dir",
     "data.decoder",
     "data.on_error",
+    "data.max_damaged",
     "data.train_images",
     "data.prepare",
     "batch",

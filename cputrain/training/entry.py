@@ -111,7 +111,7 @@ def _train(
         ready = startup.done()
         if not quiet:
             lines = startup_lines(**in_use, ranks=session.ranks.this.world_size, bf16_speedup=median(speedups or [1.0]))
-            notes = [session.data.dataset.note] if session.data.dataset.note and not prepared else []
+            notes = () if prepared else session.data.dataset.notes
             print("\n".join((*notes, *lines, ready)), flush=True)
         events.write(
             "start",

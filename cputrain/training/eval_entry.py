@@ -18,9 +18,9 @@ from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from affinity.text_table import align_columns
-from affinity.wording import counted
 from cputrain.comm.group import all_gather, end_group
 from cputrain.data.batches import GRAY
+from cputrain.data.damage import damaged_text
 from cputrain.data.formats.generated import SyntheticImages
 from cputrain.data.formats.survey import Survey
 from cputrain.data.pixels.crops import center_crop
@@ -29,6 +29,7 @@ from cputrain.models.build import build_model
 from cputrain.recipe.schema import Recipe
 from cputrain.report.confusion import Predicted, class_accuracies, confused_classes, confusion_text
 from cputrain.report.eval_page import write_eval_page
+from cputrain.training.damage import DamageCheck
 from cputrain.training.engine import prepare_model
 from cputrain.training.evaluation import evaluate
 from cputrain.training.feed import evaluation_batch, evaluation_steps, feed_of
@@ -76,7 +77,7 @@ def eval_rank(
     """Evaluate checkpoints one after another as one rank; rank 0 prints, and writes the page of the last one."""
     if recipe.engine == "ipex":  # takes part in training steps alone, and is not installed wherever runs are evaluated
         recipe = recipe.model_copy(update={"engine": "auto"})
-    session = start_session(recipe, rank, worker, observed, env, check=check, phase=startup.phase)
+    session = start_session(recipe, rank, worker, observed, env, check=check, phase=startup.phase, splits=("val",))
     startup.done()
     network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
     prepare_model(network, session.engine, recipe.precision)
@@ -108,6 +109,8 @@ def _evaluate(path: Path, network: nn.Module, session: Session, *, bar: bool, li
     log = PredictionLog()
     with closing(progress):
         accuracy = evaluate(network, session, on_batch=progress.step, predictions=log)
+    damage = DamageCheck(splits=session.data.dataset.splits, share=session.recipe.data.max_damaged, wait=lambda: None)
+    damage.evaluation("val", accuracy)
     predicted = log.gathered() if accuracy.top1 is not None else None
     damaged = tuple(sorted(name for names in all_gather(accuracy.damaged) for name in names))
     seconds = time.perf_counter() - started
@@ -169,7 +172,7 @@ def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> st
     if one.predicted is not None and len(one.predicted.label):
         lines.append(confusion_text(one.predicted, classes))
     if one.damaged:
-        lines.insert(0, f"warning: {counted(len(one.damaged), 'damaged image')} skipped: {'; '.join(one.damaged[:3])}")
+        lines.insert(0, f"warning: skipped {damaged_text(one.damaged)}")
     return "\n".join(lines)
 
 

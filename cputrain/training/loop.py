@@ -14,6 +14,7 @@ from cputrain.optim.schedules import lr_at
 from cputrain.recipe.phases import settings_at
 from cputrain.recipe.rates import rate_warning
 from cputrain.runs.events import moment
+from cputrain.training.damage import DamageCheck
 from cputrain.training.engine import bf16_speedup
 from cputrain.training.evaluation import average_batchnorm, evaluate
 from cputrain.training.feed import feed_of, training_batches
@@ -62,6 +63,7 @@ class TrainingLoop:
     replicas: ReplicaCheck = field(init=False)
     stragglers: StragglerWatch = field(init=False)
     divergence: DivergenceCheck = field(init=False)
+    damage: DamageCheck = field(init=False)
     rank_times: RankTimes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,10 @@ class TrainingLoop:
         )
         pus = session.binding.worker.pus
         self.stragglers = StragglerWatch(hosts=self.replicas.hosts, log=self.log, pus=pus)
-        self.rank_times = RankTimes(log=self.log, rank=session.ranks.this.rank)
+        recipe, splits = session.recipe, session.data.dataset.splits
+        self.damage = DamageCheck(splits=splits, share=recipe.data.max_damaged, wait=self.saver.wait)
+        rank = session.ranks.this.rank
+        self.rank_times = RankTimes(log=self.log, rank=rank, position=position, damage=self.damage)
 
     @property
     def step(self) -> int:
@@ -96,7 +101,8 @@ class TrainingLoop:
     def run(self) -> TrainResult:
         """Train to the last step or a preemption, then evaluate the test images.
 
-        Raises RunError for NaN or Inf with on_nan=stop, and for a damaged image with data.on_error=raise.
+        Raises RunError for NaN or Inf with on_nan=stop, and for a damaged image with data.on_error=raise; InputError
+        for more damaged images than data.max_damaged allows.
         """
         self._warn_of_settings()
         gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
@@ -145,6 +151,7 @@ class TrainingLoop:
         """
         recipe, position = self.session.recipe, self.position
         seconds = self._run_steps(epoch, min(last_step, (epoch + 1) * self.session.sizes.steps_per_epoch))
+        sums = self._sum_up()
         if self.preempted:
             self._save()
             return None, seconds
@@ -155,7 +162,7 @@ class TrainingLoop:
             self._save()
         average_batchnorm(self.state.network)
         accuracy = self._evaluate() if evaluates else None
-        self._log_epoch(epoch, accuracy)
+        self._log_epoch(epoch, sums, accuracy)
         best = accuracy is not None and accuracy.images > 0 and not accuracy.score <= position.best_score
         if accuracy is not None and best:
             position.best_score = accuracy.score
@@ -221,12 +228,18 @@ class TrainingLoop:
         every = self.session.recipe.checkpoint.every_steps
         return self.preemption.should_save_after(self.step) if every is None else self.step % every == 0
 
-    def _log_epoch(self, epoch: int, accuracy: Accuracy | None) -> None:
-        """Add up the metrics of an epoch so far over the ranks and log them."""
+    def _sum_up(self) -> list[float]:
+        """An epoch's losses, correct predictions, readable and damaged images so far, over all ranks. Raises InputError
+        where too many are damaged: nothing is saved then."""
+        metrics = self.position.epoch
+        sums = all_reduce_sum(metrics.loss, metrics.correct, metrics.images, len(metrics.damaged))
+        self.damage.epoch(metrics, damaged=sums[3], readable=sums[2], ended=True)
+        return sums
+
+    def _log_epoch(self, epoch: int, sums: list[float], accuracy: Accuracy | None) -> None:
+        """Log the sums of an epoch so far."""
         data, sizes, metrics = self.session.data, self.session.sizes, self.position.epoch
-        loss, correct, readable, damaged = all_reduce_sum(
-            metrics.loss, metrics.correct, metrics.images, len(metrics.damaged)
-        )
+        loss, correct, readable, damaged = sums
         if damaged or (accuracy and accuracy.images < len(data.dataset.val)):
             self._warn_of_damaged([*metrics.damaged, *(accuracy.damaged if accuracy else ())])
         self.log.epoch(
@@ -240,7 +253,9 @@ class TrainingLoop:
         )
 
     def _evaluate(self, split: str = "val") -> Accuracy:
-        return evaluate(self.state.eval_model(), self.session, split)
+        accuracy = evaluate(self.state.eval_model(), self.session, split)
+        self.damage.evaluation(split, accuracy)
+        return accuracy
 
     def _evaluate_test(self) -> Accuracy:
         """Evaluate the test images, once and with the last weights: nothing was chosen by them."""

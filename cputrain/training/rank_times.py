@@ -1,12 +1,14 @@
-"""Where each rank's time goes: collected from all ranks now and then, and logged by rank 0."""
+"""Where each rank's time goes, and its damaged images: collected from all ranks now and then, logged by rank 0."""
 
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from cputrain.training.damage import DamageCheck
 from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import StepResult
+from cputrain.training.saving.position import Position
 
 INTERVAL_S, PER_RANK_S = 10.0, 0.1  # between records at least: so events.jsonl grows by 300 bytes/s at most
 MOST_STEPS, SECOND_STEPS = 100_000, 100  # the first step, which is slow, tells little of the others
@@ -16,6 +18,8 @@ MOST_STEPS, SECOND_STEPS = 100_000, 100  # the first step, which is slow, tells 
 class RankTimes:
     """This rank's seconds since the last record: whole steps, waiting for communication, waiting for data.
 
+    The damaged images of the epoch of `position` are added up in the same exchange, and checked by `damage`.
+
     `slowest_s` is the slowest rank's mean step at the last record of several steps, 0 before: the first step is slow.
 
     Every rank takes part in a record after the same step: the first one, then as many steps later as the slowest rank
@@ -24,6 +28,8 @@ class RankTimes:
 
     log: TrainingLog
     rank: int
+    position: Position
+    damage: DamageCheck
     steps: int = 0
     due: int = 1
     slowest_s: float = 0.0
@@ -38,12 +44,16 @@ class RankTimes:
             self.record(step)
 
     def record(self, step: int) -> None:
-        """Log the mean step of every rank since the last record, if there was one. To be called by all ranks."""
+        """Log the mean step of every rank since the last record, if there was one. To be called by all ranks.
+
+        Raises InputError where too many images are damaged.
+        """
         if not self.steps:
             return
         ranks = dist.get_world_size()
-        table = torch.zeros(ranks, len(self.sums), dtype=torch.float64)
-        table[self.rank] = torch.tensor(self.sums, dtype=torch.float64) / self.steps
+        epoch, means = self.position.epoch, [value / self.steps for value in self.sums]
+        table = torch.zeros(ranks, len(means) + 2, dtype=torch.float64)
+        table[self.rank] = torch.tensor([*means, len(epoch.damaged), epoch.images], dtype=torch.float64)
         dist.all_reduce(table)
         slowest_s = float(table[:, 0].max())
         if self.steps > 1:
@@ -51,5 +61,7 @@ class RankTimes:
         interval_s = max(INTERVAL_S, PER_RANK_S * ranks)
         most = MOST_STEPS if self.steps > 1 else SECOND_STEPS
         self.due = min(max(round(interval_s / max(slowest_s, 1e-9)), 1), most)
-        self.log.rank_times(step, self.steps, table.T.tolist())
+        *times, damaged, readable = table.T.tolist()
+        self.log.rank_times(step, self.steps, times)
         self.steps, self.sums = 0, [0.0, 0.0, 0.0]
+        self.damage.epoch(epoch, damaged=sum(damaged), readable=sum(readable), ended=False)

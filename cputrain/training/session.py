@@ -15,6 +15,7 @@ from cputrain.data.formats.block_reader import images_per_block
 from cputrain.data.formats.dataset import Dataset, check_labels
 from cputrain.data.formats.generated import Points
 from cputrain.data.formats.own_samples import OwnSamples
+from cputrain.data.formats.places import SPLITS
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
 from cputrain.data.pixels.normalize import choose_normalize
@@ -22,6 +23,7 @@ from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.resume import TrainingScale
 from cputrain.training.binding import Binding, check_comm_threads, start_threads
+from cputrain.training.damage import check_sample
 from cputrain.training.engine import Engine, choose_engine, same_engine
 from cputrain.training.facts import facts_of
 from cputrain.training.task import OwnTask, Task, recipe_task
@@ -98,13 +100,14 @@ def start_session(
     check: bool,
     phase: Callable[[str], None],
     own: OwnTask | None = None,
+    splits: tuple[str, ...] = SPLITS,
 ) -> Session:
     """Set torch's threads, open the data, join the process group; `phase` hears what begins. `own` is what a user's own
-    code trains in place of the recipe's network and data.
+    code trains in place of the recipe's network and data; `splits` are those of which images will be read.
 
-    Raises InputError where the data or the launcher does not fit the recipe, or a rank has other versions, settings or
-    images; with `check`, RunError where OpenMP's threads, the first large allocation or oneCCL's threads are not where
-    the plan puts them.
+    Raises InputError where the data or the launcher does not fit the recipe, images cannot be read, or a rank has other
+    versions, settings or images; with `check`, RunError where OpenMP's threads, the first large allocation or oneCCL's
+    threads are not where the plan puts them.
     """
     binding = start_threads(worker, observed, check=check)
     torch.manual_seed(recipe.seed)
@@ -127,6 +130,9 @@ def start_session(
     if check:
         check_comm_threads(worker, rank, group.backend, env)
     ranks = Ranks(this=rank, group=group, local_batches=_local_batches(recipe, worker, sizes))
+    if not recipe.data.generated:
+        used = {split: images for split, images in dataset.splits.items() if split in splits}
+        check_sample(used, data.decode, recipe.data.crop, recipe.data.max_damaged, rank)
     engine = same_engine(all_gather((engine.name, engine.why)), engine)
     return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, task=task, binding=binding, engine=engine)
 

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from affinity.errors import InputError
+from cputrain.data.formats.flat_labels import DEVKIT, SYNSETS
 from cputrain.data.formats.idx import read_idx
-from cputrain.data.formats.imagenet import DEVKIT, SYNSETS, TRAIN, VAL
+from cputrain.data.formats.imagenet import TRAIN, VAL
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.prepare.pack import prepare
 from cputrain.data.prepare.sources import open_source
@@ -97,7 +98,7 @@ def append_twice(folder: Path) -> None:
     ("harm", "expected"),
     [
         (lambda f: (f / VAL).unlink(), f"has no {VAL}"),
-        (lambda f: (f / SYNSETS[0]).unlink(), f"put {DEVKIT} there"),
+        (lambda f: (f / SYNSETS[0]).unlink(), "no labels for them: put "),
         (lambda f: (f / SYNSETS[0]).write_text("n01440764\n"), "has 1 lines, .* 6 images"),
         (lambda f: (f / SYNSETS[0]).write_text("n09999999\n" * 6), "'n09999999' is not a class of"),
         (lambda f: archive(f / TRAIN, {"../n01440764.zip": b"x"}), "n01440764.zip contains no image"),
@@ -153,7 +154,9 @@ def test_caltech256_comes_as_an_archive_or_a_folder(tmp_path: Path) -> None:
     tar = tmp_path / "256_ObjectCategories.tar"
     archive(tar, {**files, "256_ObjectCategories/001.thing1/RENAME2": b"text"})
     packed = open_source("caltech256", tar, val_fraction=None, seed=1)
-    assert packed.note.endswith("4 images drawn from its classes in proportion, a share of 0.2, are for validation")
+    assert packed.notes[-1].endswith(
+        "4 images drawn from its classes in proportion, a share of 0.2, are for validation"
+    )
     with tarfile.open(tar) as opened:
         opened.extractall(tmp_path / "unpacked", filter="data")
     unpacked = open_source("caltech256", tmp_path / "unpacked", val_fraction=0.2, seed=1)

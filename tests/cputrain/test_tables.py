@@ -15,8 +15,8 @@ from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats import tables
 from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.places import table_files
 from cputrain.data.formats.survey import survey
-from cputrain.data.formats.table_files import tables_by_split
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -104,7 +104,7 @@ def test_texts_numbers_and_several_label_columns(tmp_path: Path, wanted: str | N
         return
     dataset = open_dataset(str(tmp_path), label_column=wanted)
     assert dataset.classes == ("0", "5", "10", "15") and (len(dataset.train), len(dataset.val)) == (16, 4)
-    assert dataset.note and sorted(dataset.val.labels.tolist()) == [0, 1, 2, 3]
+    assert dataset.notes and sorted(dataset.val.labels.tolist()) == [0, 1, 2, 3]
 
 
 def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_splits_are_known_by_names(tmp_path: Path) -> None:
     for name in ("train-0.parquet", "dev.parquet", "my_test.parquet", "constraint.parquet", "valid/0.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    found = {split: [path.name for path in paths] for split, paths in tables_by_split(tmp_path).items()}
+    found = {split: [path.name for path in paths] for split, paths in table_files(tmp_path).items()}
     assert found == {
         "train": ["constraint.parquet", "train-0.parquet"],
         "val": ["dev.parquet", "0.parquet"],

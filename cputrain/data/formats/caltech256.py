@@ -4,24 +4,31 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from cputrain.data.formats.dataset import ArchiveMembers, ImageFiles, OwnSplits
-from cputrain.data.formats.folder import SUFFIXES, folders_in, list_images
+from cputrain.data.formats.folder import folders_in, list_images, notes_of
+from cputrain.data.formats.places import is_image
 from cputrain.data.formats.tar import members
+
+ARCHIVE = "256_ObjectCategories.tar"
 
 
 def open_caltech256(source: Path) -> OwnSplits:
     """Classes and images of 001.ak47/001_0001.jpg, ..., without splits. Raises InputError."""
+    if (source / ARCHIVE).is_file():
+        source = source / ARCHIVE
     if not source.is_file():
-        inner = source / "256_ObjectCategories"
+        inner = source / Path(ARCHIVE).stem
         folder = inner if inner.is_dir() else source
         if not folder.is_dir():
             raise InputError(f"{folder} does not exist: name a folder with a folder for each class")
         names = tuple(folders_in(folder))
-        return OwnSplits(classes=names, train=ImageFiles(*list_images(folder, names, every_class=True)))
-    found = [row for row in members(source, 0) if row[0].lower().endswith(SUFFIXES)]
+        listing = list_images(folder, names, every_class=True)
+        train = ImageFiles(listing.paths, listing.labels)
+        return OwnSplits(classes=names, train=train, notes=tuple(notes_of(folder, listing)))
+    found = [row for row in members(source, 0) if is_image(row[0])]
     by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]
     classes = tuple(sorted({row[0] for row in by_class}))
     if not by_class:
-        raise InputError(f"{source} contains no image: is it 256_ObjectCategories.tar?")
+        raise InputError(f"{source} contains no image: is it {ARCHIVE}?")
     label = {name: number for number, name in enumerate(classes)}
     images = ArchiveMembers(
         source,

@@ -56,26 +56,28 @@ class PiecewiseImages(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSplits:
-    """What a source has: classes and training images, and perhaps validation and test images of its own."""
+    """What a source has: classes and training images, and perhaps validation and test images of its own; `notes` are
+    lines that the user should see."""
 
     classes: tuple[str, ...]
     train: Images
     val: Images | None = None
     test: Images | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """Training, validation and perhaps test images with the same classes; a label is a class's place in `classes`.
 
-    `note` is a line that the user should see, such as where the validation images are from; "" for none.
+    `notes` are lines that the user should see, such as where the validation images are from.
     """
 
     classes: tuple[str, ...]
     train: Images
     val: Images
     test: Images | None = None
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def splits(self) -> dict[str, Images]:

@@ -1,19 +1,56 @@
-"""An image folder: SPLIT/CLASS/*.jpg, or CLASS/*.jpg without splits."""
+"""An image folder: SPLIT/CLASS/*.jpg, or CLASS/*.jpg without splits; ImageNet's, where val/ has no class folders."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.wording import counted, first_named
+from cputrain.data.formats.flat_labels import check_classes, flat_labels, has_labels
+from cputrain.data.formats.places import NAMES, SPLITS, TEST, TRAIN, VAL, is_hidden, is_image, suffix_of, visible
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-SPLITS = ("train", "val", "test")
-TRAIN, VAL, TEST = SPLITS
+KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
+LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The images of a split: paths and labels; `others` counts the files that are no images, by suffix, "" for none."""
+
+    paths: list[str]
+    labels: list[int]
+    others: Counter[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolder:
+    """The classes of an image folder, sorted, its splits, and lines that the user should see."""
+
+    classes: tuple[str, ...]
+    splits: dict[str, Listing]
+    notes: tuple[str, ...]
+
+
+def read_folder(root: Path) -> ImageFolder:
+    """List the images of train/CLASS/* and perhaps val/CLASS/* and test/CLASS/*, or of CLASS/* for training.
+
+    Raises InputError that names what is missing or wrong.
+    """
+    folders = split_folders(root)
+    classes, notes = class_names(folders), []
+    if TEST in folders and not set(folders_in(folders[TEST])) & set(classes):  # as in competitions
+        notes.append(f"{folders[TEST]} has no folder of a class of {folders[TRAIN]}: it is not used")
+        del folders[TEST]
+    splits = {split: _list_split(folder, classes, training=folders[TRAIN]) for split, folder in folders.items()}
+    notes += [note for split, folder in folders.items() for note in notes_of(folder, splits[split])]
+    return ImageFolder(classes=classes, splits=splits, notes=tuple(notes))
 
 
 def split_folders(root: Path) -> dict[str, Path]:
-    """The folders of the splits: train/, and those of val/ and test/ that contain class folders; of a folder CLASS/*
+    """The folders of the splits, which may have other usual names (training, valid, testing); of a folder CLASS/*
     itself, without splits, it alone as train.
 
     Without val/ the test/ folder is the validation split. Raises InputError where there are neither.
@@ -22,10 +59,9 @@ def split_folders(root: Path) -> dict[str, Path]:
         raise InputError(f"data folder {root} is a file: give its folder, or pack an archive with cputrain prepare")
     if not root.is_dir():
         raise InputError(f"data folder {root} does not exist: give one with CLASS/*, or train/CLASS/* and val/CLASS/*")
-    found = {split: root / split for split in SPLITS if (root / split).is_dir()}
-    if TEST in found and not folders_in(found[TEST]):
-        del found[TEST]  # images without classes, as in competitions
-    if VAL not in found and TEST in found:
+    root = next((root / inner for inner in KAGGLE if (root / inner / TRAIN).is_dir()), root)
+    found = {split: folder for split in SPLITS if (folder := _split_folder(root, split))}
+    if VAL not in found and TEST in found and folders_in(found[TEST]):
         found[VAL] = found.pop(TEST)
     if not any(folders_in(folder) for folder in found.values()) and _has_class_folders(root):
         return {TRAIN: root}
@@ -34,56 +70,139 @@ def split_folders(root: Path) -> dict[str, Path]:
             f"{root} has MNIST's own files: pack them with cputrain prepare mnist {root} OUT, and name OUT"
         )
     if TRAIN not in found:
+        inside = first_named([path.name for path in visible(root)]) or "nothing"
         raise InputError(
-            f"{root} has no {TRAIN}/ folder: an image folder is train/CLASS/* and val/CLASS/*, or CLASS/* alone"
+            f"{root} has no {TRAIN}/ folder, but {inside}: an image folder is train/CLASS/* and val/CLASS/*, or "
+            "CLASS/* alone"
         )
     return found
 
 
+def _split_folder(root: Path, split: str) -> Path | None:
+    """The folder of a split by any of its names. Raises InputError where there are several."""
+    found = [path for path in visible(root) if path.name.lower() in NAMES[split] and path.is_dir()]
+    exact = [path for path in found if path.name == split]
+    if len(found) > 1 and not exact:
+        raise InputError(f"{root} has {' and '.join(path.name for path in found)}: rename the right one to {split}")
+    return next(iter(exact or found), None)
+
+
 def _has_class_folders(root: Path) -> bool:
     """Whether one of the folders in a folder contains an image."""
-    for name in folders_in(root):
-        with _entries(root / name) as entries:
-            if any(entry.name.lower().endswith(SUFFIXES) for entry in entries):
-                return True
-    return False
+    return any(_has_images(root / name) for name in folders_in(root))
+
+
+def _has_images(folder: Path) -> bool:
+    with _entries(folder) as entries:
+        return any(is_image(entry.name) for entry in entries)
 
 
 def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
     """The classes of train/, sorted: a class's place is its label.
 
-    Raises InputError when train/ has no class, or another split has one that train/ lacks.
+    Raises InputError when train/ has no class, or validation images are of one that train/ lacks.
     """
     names = folders_in(folders[TRAIN])
     if not names:
         raise InputError(f"{folders[TRAIN]} has no class folders: put images into train/CLASS/")
-    for folder in folders.values():
-        if extra := sorted(set(folders_in(folder)) - set(names)):
+    for split, folder in folders.items():
+        mine = set(folders_in(folder))
+        if not mine & set(names) and (split == TEST or has_labels(_label_places(folder))):
+            continue
+        if extra := sorted(mine - set(names)):
             raise InputError(f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or remove them")
     return tuple(names)
 
 
-def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> tuple[list[str], list[int]]:
-    """Paths and labels of the images in a folder CLASS/*, sorted by class and file name.
+def _label_places(folder: Path) -> list[Path]:
+    """Where a file of the labels of a split's images may be."""
+    return [folder, *folder.absolute().parents[:LEVELS_ABOVE]]
+
+
+def _list_split(folder: Path, classes: Sequence[str], *, training: Path) -> Listing:
+    """The images of a split, by class folders, or by a file of labels where none of its folders is one of a class."""
+    if folder == training or set(folders_in(folder)) & set(classes):
+        return list_images(folder, classes, every_class=folder == training)
+    paths, others = _images_in(folder)
+    if not paths:
+        return list_images(folder, classes, every_class=False)  # which says so
+    named, source = flat_labels(_label_places(folder), [path.rpartition("/")[2] for path in paths], folder)
+    check_classes(named, classes, source, training)
+    if source.parent == folder:
+        others[source.suffix] -= 1
+    label = {name: number for number, name in enumerate(classes)}
+    return Listing(paths=paths, labels=[label[name] for name in named], others=+others)
+
+
+def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> Listing:
+    """The images in a folder CLASS/*, at any depth, sorted by class and path.
 
     Raises InputError when it contains no image, or with `every_class` when a class has none.
     """
     paths: list[str] = []
     labels: list[int] = []
+    others: Counter[str] = Counter()
     for label, name in enumerate(classes):
         class_folder = folder / name
         if not class_folder.is_dir():
             continue  # val/ need not have every class
-        with _entries(class_folder) as entries:
-            names = sorted(e.name for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file())
-        if every_class and not names:
-            suffixes = " ".join(SUFFIXES)
-            raise InputError(f"class {name} has no image in {class_folder} ({suffixes}): add some, or remove it")
-        paths += [f"{class_folder}/{name}" for name in names]
-        labels += [label] * len(names)
+        mine, rest = _images_in(class_folder)
+        if every_class and not mine:
+            found = f": it has {_by_suffix(rest)}" if rest else ""
+            raise InputError(f"class {name} has no image in {class_folder}{found}: add some, or remove it")
+        paths += mine
+        labels += [label] * len(mine)
+        others += rest
     if not paths:
-        raise InputError(f"{folder} contains no image ({' '.join(SUFFIXES)}): put images into {folder.name}/CLASS/")
-    return paths, labels
+        found = f", only {_by_suffix(others)}" if others else ""
+        raise InputError(f"{folder} contains no image{found}: put images into {folder.name}/CLASS/")
+    return Listing(paths=paths, labels=labels, others=others)
+
+
+def _images_in(folder: Path) -> tuple[list[str], Counter[str]]:
+    """The images in a folder and the folders in it, sorted, and how many other files have each suffix.
+
+    A link to an image that is gone is an image that cannot be read.
+    """
+    paths: list[str] = []
+    others: Counter[str] = Counter()
+    inner: list[Path] = []
+    with _entries(folder) as entries:
+        for entry in entries:
+            if is_hidden(entry.name):
+                continue
+            if entry.is_dir():
+                inner.append(folder / entry.name)
+            elif is_image(entry.name):
+                if entry.is_file() or not Path(entry.path).exists():  # no pipes
+                    paths.append(f"{folder}/{entry.name}")
+            else:
+                others[suffix_of(entry.name)] += 1
+    paths.sort()
+    for path in sorted(inner):
+        if not (path.is_symlink() and folder.resolve().is_relative_to(path.resolve())):  # a link back would not end
+            deeper, more = _images_in(path)
+            paths += deeper
+            others += more
+    return paths, others
+
+
+def notes_of(folder: Path, listing: Listing) -> Iterator[str]:
+    """What is said of the files of a split that are not read."""
+    if listing.others:
+        yield (
+            f"{folder}: {counted(listing.others.total(), 'file')} of formats that are not read: "
+            f"{_by_suffix(listing.others)}: convert those that are images to JPEG or PNG"
+        )
+    with _entries(folder) as entries:
+        outside = sum(is_image(entry.name) for entry in entries) if folders_in(folder) else 0
+    if outside and not any(path.rpartition("/")[0] == str(folder) for path in listing.paths):
+        yield f"{folder}: {counted(outside, 'image')} outside the class folders: not used"
+
+
+def _by_suffix(others: Counter[str]) -> str:
+    """ "12 .heic, 3 without a suffix", the most frequent first."""
+    return first_named([f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common()])
 
 
 def image_files(paths: Sequence[Path]) -> list[str]:
@@ -94,11 +213,11 @@ def image_files(paths: Sequence[Path]) -> list[str]:
     found: list[str] = []
     for path in paths:
         if path.is_dir():
-            named = [each for each in path.rglob("*") if each.name.lower().endswith(SUFFIXES)]
-            inside = sorted(str(each) for each in named if each.is_file() or not each.exists())  # no folders, no pipes
+            inside, others = _images_in(path)
             if not inside:
-                raise InputError(f"{path} contains no image ({' '.join(SUFFIXES)}): name a folder with some")
-            found += inside
+                only = f", only {_by_suffix(others)}" if others else ""
+                raise InputError(f"{path} contains no image{only}: name a folder with some")
+            found += sorted(inside)
         elif path.exists():
             found.append(str(path))
         else:
@@ -109,7 +228,7 @@ def image_files(paths: Sequence[Path]) -> list[str]:
 def folders_in(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted, without hidden ones."""
     with _entries(folder) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
 
 
 @contextmanager

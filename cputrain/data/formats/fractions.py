@@ -1,4 +1,4 @@
-"""How many images of each class are split off for validation or test: arithmetic alone, without numpy."""
+"""How many images of each class are split off for validation or test, and what is said of classes: without numpy."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from affinity.wording import counted
 
 VAL_FRACTION = 0.2  # of a source without validation images, unless another is requested
 SPLIT_SEED = 1  # of a training, and of cputrain prepare unless it gets another: both draw the same images
-PREPARED = " is prepared: remove data.val_fraction, or prepare again with --val-fraction"
+ALREADY_PREPARED = " is prepared: remove data.val_fraction, or prepare again with --val-fraction"
 BOTH_SPLITS = " has validation and test images of its own: remove data.val_fraction"
 
 
@@ -45,4 +45,17 @@ def describe_drawn(source: str, images: int, fraction: float) -> str:
     return (
         f"{source} has no validation images of its own: {counted(images, 'image')} drawn from its classes in "
         f"proportion, a share of {fraction:g}, are for validation"
+    )
+
+
+def order_notes(classes: Sequence[str]) -> tuple[str, ...]:
+    """A line where the classes are numbers, and their order as texts, which makes the labels, is another one."""
+    if not all(name.isdecimal() for name in classes):
+        return ()
+    first = next((label for label, name in enumerate(sorted(classes, key=int)) if name != classes[label]), None)
+    if first is None:
+        return ()
+    return (
+        f"the classes are numbers in the order of texts, as torchvision's ImageFolder has them: label {first} is class "
+        f'"{classes[first]}"',
     )

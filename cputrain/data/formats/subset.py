@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images, OwnSplits, PiecewiseImages
-from cputrain.data.formats.fractions import BOTH_SPLITS, VAL_FRACTION, counts_to_draw, describe_drawn
+from cputrain.data.formats.fractions import BOTH_SPLITS, VAL_FRACTION, counts_to_draw, describe_drawn, order_notes
 from cputrain.data.order.permutations import Indices, epoch_order
 
 
@@ -105,13 +105,14 @@ def with_validation(
     They are drawn where it has none (a share of VAL_FRACTION if `val_fraction` is None), or `val_fraction` is given;
     its own validation images are the test split then. Raises InputError where it has a test split, too.
     """
+    notes = (*own.notes, *order_notes(own.classes))
     if own.val is not None and val_fraction is None:
-        return Dataset(classes=own.classes, train=own.train, val=own.val, test=own.test)
+        return Dataset(classes=own.classes, train=own.train, val=own.val, test=own.test, notes=notes)
     if own.test is not None:
         raise InputError(f"{source}{BOTH_SPLITS}")
     share = VAL_FRACTION if val_fraction is None else val_fraction
     fractions = {"val": share} | ({} if test_fraction is None else {"test": test_fraction})
     drawn = split_off(own.classes, own.train, fractions, seed)
     if own.val is not None:
-        return replace(drawn, test=own.val)
-    return replace(drawn, note=describe_drawn(source, len(drawn.val), share))
+        return replace(drawn, test=own.val, notes=notes)
+    return replace(drawn, notes=(*notes, describe_drawn(source, len(drawn.val), share)))

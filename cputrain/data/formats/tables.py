@@ -1,8 +1,8 @@
 """Images in Parquet or Arrow files: a column of encoded images and one of labels, as Hugging Face `datasets` has them.
 
-The image column is of structs {bytes, path} or of bytes. Labels are class numbers with their names in the schema's
-metadata (ClassLabel), or texts or numbers, whose sorted values are the classes. Parquet is read a row group at a time;
-Arrow files are mapped into memory.
+The image column is of structs {bytes, path}, of bytes, or of the paths of image files. Labels are class numbers with
+their names in the schema's metadata (ClassLabel), or texts or numbers, whose sorted values are the classes. Parquet is
+read a row group at a time; Arrow files are mapped into memory.
 """
 
 import threading
@@ -16,12 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.data.formats.dataset import LabeledImages, OwnSplits, PiecewiseImages
-from cputrain.data.formats.label_columns import choose_columns, class_names_of, labels_of
-from cputrain.data.formats.table_files import tables_by_split
+from affinity.wording import counted
+from cputrain.data.formats.dataset import Images, LabeledImages, OwnSplits, PiecewiseImages
+from cputrain.data.formats.label_columns import UNLABELED, choose_columns, class_names_of, labels_of
+from cputrain.data.formats.places import table_files
+from cputrain.data.formats.subset import subset_of
 
 CACHE_BYTES = 64 << 20  # of decompressed row groups of a split
 PIECE_BYTES = 16 << 20  # of neighboring images that are kept for one place in a batch
+FILE_MAGIC = b"ARROW1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +114,13 @@ class TableImages(LabeledImages, PiecewiseImages):
 
     def _bytes_of(self, cell: Any) -> bytes:
         value = cell.as_py()
+        if isinstance(value, str):
+            value = {"path": value}
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         if data is None and path:
             file = (self._folder / path).resolve()
             if not file.is_relative_to(self._folder.resolve()):
-                raise OSError(f"the image is {path}, which is outside {self._folder}")
+                raise OSError(f"the image is a file outside {self._folder}: {path}")
             return bytes(file.read_bytes())
         if data is None:
             raise OSError("the row has no image")
@@ -123,13 +128,14 @@ class TableImages(LabeledImages, PiecewiseImages):
 
 
 def open_tables(root: Path, label: str | None = None) -> OwnSplits:
-    """Open the Parquet or Arrow files of a folder, splits by the files' names; a split without labels is left out.
+    """Open the Parquet or Arrow files of a folder, splits by the files' names; rows and splits without labels are left
+    out.
 
     `label` names the column with the labels; None: the only one. Raises InputError that names what is missing or wrong.
     """
     if not root.is_dir():
         raise InputError(f"{root} is not a folder: give the folder of the Parquet or Arrow files")
-    tables = {split: [_open(path) for path in paths] for split, paths in tables_by_split(root).items()}
+    tables = {split: [_open(path) for path in paths] for split, paths in table_files(root).items()}
     if "train" not in tables:
         raise InputError(f"{root} has no files with train in their names, only of {', '.join(tables)}")
     first = tables["train"][0]
@@ -139,16 +145,24 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
             raise InputError(f"{table.path} has no column {missing[0]}, which {first.path} has")
     columns = {split: [_column(table, label) for table in each] for split, each in tables.items()}
     classes = class_names_of(first.schema, label, columns["train"])
-    splits: dict[str, TableImages] = {}
+    splits: dict[str, Images] = {}
+    notes: list[str] = []
     for split, each in tables.items():
         if not any(map(len, columns[split])):
             raise InputError(f"{each[0].path} has no rows: is the download complete?")
-        labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes, may_lack=split != "train")
-        if labels is not None:
-            splits[split] = TableImages(root, [group for table in each for group in table.groups(image)], labels)
+        labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes)
+        labeled = np.flatnonzero(labels != UNLABELED)
+        if len(labeled) < len(labels) and (split == "train" or len(labeled)):
+            without = counted(len(labels) - len(labeled), "row")
+            notes.append(f"{each[0].path.parent}: {without} of the split {split} without a {label}: not used")
+        if len(labeled):
+            images = TableImages(root, [group for table in each for group in table.groups(image)], labels)
+            splits[split] = images if len(labeled) == len(labels) else subset_of(images, labeled)
+    if "train" not in splits:
+        raise InputError(f"{first.path}: column {label} has no label")
     if "val" not in splits and "test" in splits:
         splits["val"] = splits.pop("test")
-    return OwnSplits(classes=tuple(classes.names), **splits)
+    return OwnSplits(classes=tuple(classes.names), notes=tuple(notes), **splits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +181,7 @@ def _open(path: Path) -> _Table:
     except ImportError:
         raise InputError(f"{path} needs pyarrow: pip install 'cputrain[parquet]'") from None
     try:
-        return _open_parquet(path) if path.suffix == ".parquet" else _open_arrow(path)
+        return _open_parquet(path) if path.suffix.lower() == ".parquet" else _open_arrow(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
 
@@ -209,7 +223,10 @@ def _open_parquet(path: Path) -> _Table:
 def _open_arrow(path: Path) -> _Table:
     import pyarrow
 
-    table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()  # mapped: nothing is loaded
+    data = pyarrow.memory_map(str(path))  # nothing is loaded
+    is_file = data.read(len(FILE_MAGIC)) == FILE_MAGIC  # of the IPC format, as polars and Feather have it, or a stream
+    data.seek(0)
+    table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(data).read_all()
     return _Table(
         path=path,
         schema=table.schema,

@@ -24,6 +24,7 @@ Decode = Callable[[Sequence[bytes], Sequence[CropFunction], Pixels], list[str | 
 MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # Pillow's name for the bytes of a file
 # All that Pillow raises on files that are no image, or damaged.
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
 
 
 class ImageError(Exception):
@@ -88,5 +89,22 @@ def _open(data: bytes) -> Image.Image:
     """The decoded image as RGB, or as gray, which is cheaper to scale before it is made RGB."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata; the pixels are what counts
-        image = Image.open(io.BytesIO(data))
-        return image if image.mode in ("RGB", "L") else image.convert("RGB")
+        return bytes_of_pixels(Image.open(io.BytesIO(data)))
+
+
+def bytes_of_pixels(image: Image.Image) -> Image.Image:
+    """The image in 8 bits, as gray or as RGB: of deeper gray the upper 8 bits, as Pillow itself has of deeper colors.
+
+    Raises ValueError for gray in 32 bits, signed or floating-point numbers, whose black and white are unknown.
+    """
+    if image.mode in ("RGB", "L"):
+        return image
+    if not image.mode.startswith(("I", "F")):
+        return image.convert("RGB")
+    # Mode I is of 32 bits, but where a file has 16 that Pillow, or its earlier releases, widen.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        raise ValueError("gray in 32-bit, signed or floating-point numbers has no known white: convert it to 8 bits")
+    tags = getattr(image, "tag_v2", {})  # of TIFF
+    depth = tags.get(BITS_PER_SAMPLE, (16,))[0]
+    gray = (np.asarray(image) >> (depth - 8)).astype(np.uint8)
+    return Image.fromarray(255 - gray if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else gray)

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from cputrain.data.pixels.decode import DAMAGE, ImageError
+from cputrain.data.pixels.decode import DAMAGE, ImageError, bytes_of_pixels
 
 NEARLY_LOSSLESS = 100  # the JPEG quality that TensorFlow's ImageNet scripts convert PNG and CMYK files with
 JPEG_END = b"\xff\xd9"
 EXIF_ORIENTATION = 0x0112
-SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "BMP": ".bmp", "WEBP": ".webp", "TIFF": ".tif", "GIF": ".gif"}
+JPEG_START = b"\xff\xd8\xff"  # also of what Pillow calls MPO: photos with a preview or a second picture behind them
+SUFFIXES = {"TIFF": ".tif", "JPEG2000": ".jp2"}  # others are the format's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """An image as it is stored in a shard: its bytes, the suffix of its real format, width and height in pixels.
 
-    `unusual` lists properties: "gray", "cmyk", "no jpeg", "exif rotation" (which is ignored, as torchvision does),
+    `unusual` lists properties: "gray", "16 bits", "cmyk", "no jpeg", "exif rotation" (ignored, as torchvision does),
     "no end marker".
     """
 
@@ -47,9 +48,10 @@ def inspect(data: bytes) -> Encoded:
     try:
         with _open(data) as image:
             unusual = _oddities(image, data)
-            if "no end marker" in unusual or image.format != "JPEG":
-                image.load()
-            suffix = SUFFIXES.get(image.format or "", ".img")
+            if "no end marker" in unusual or "no jpeg" in unusual:
+                bytes_of_pixels(image).load()
+            name = image.format or ""
+            suffix = SUFFIXES.get(name, f".{name.lower()}") if "no jpeg" in unusual else ".jpg"
             return Encoded(data=data, suffix=suffix, width=image.width, height=image.height, unusual=unusual)
     except DAMAGE as error:
         raise ImageError(str(error)) from None
@@ -60,7 +62,7 @@ def reencode(data: bytes, *, short_side: int | None, quality: int) -> Encoded:
     try:
         with _open(data) as image:
             unusual = _oddities(image, data)
-            pixels = image if image.mode == "L" else image.convert("RGB")
+            pixels = bytes_of_pixels(image)
             short = min(pixels.size)
             if short_side is not None and short > short_side:
                 size = (round(pixels.width * short_side / short), round(pixels.height * short_side / short))
@@ -81,12 +83,14 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _oddities(image: Image.Image, data: bytes) -> tuple[str, ...]:
+    is_jpeg = data.startswith(JPEG_START)
     found = {
-        "no jpeg": image.format != "JPEG",
-        "gray": image.mode in ("L", "LA", "1", "I;16"),
+        "no jpeg": not is_jpeg,
+        "gray": image.mode in ("L", "LA", "1") or image.mode.startswith("I"),
+        "16 bits": image.mode.startswith("I"),
         "cmyk": image.mode == "CMYK",
         "exif rotation": _orientation(image) not in (0, 1),
-        "no end marker": image.format == "JPEG" and not data.endswith(JPEG_END),
+        "no end marker": is_jpeg and not data.endswith(JPEG_END),
     }
     return tuple(name for name, is_so in found.items() if is_so)
 

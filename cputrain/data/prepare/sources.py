@@ -54,8 +54,7 @@ def _own_splits(kind: str, source: Path, label_column: str | None) -> OwnSplits 
 
 def _imagenet(source: Path) -> OwnSplits | Dataset:
     """The two archives, or the image folder that they are usually unpacked to."""
-    unpacked = (source / "train").is_dir() and not (source / TRAIN).exists()
-    return folder_splits(source) if unpacked else open_imagenet(source)
+    return open_imagenet(source) if (source / TRAIN).exists() else folder_splits(source)
 
 
 KINDS: dict[str, Callable[[Path], OwnSplits | Dataset]] = {

@@ -92,6 +92,9 @@ class DataSection(Section):
     on_error: Literal["skip", "raise"] = "skip"
     """What to do with an image that cannot be decoded. skip: remove it from its batch, with a warning and a count;
     raise: end the training with an error."""
+    max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest fraction of a split's images that may be damaged with on_error=skip; one image may be in any case, unless
+    it is 0. With more of them, or none that can be read, the training or evaluation ends with an error."""
     last_batch: Literal["drop", "spread"] = "drop"
     """What to do with the images of an epoch that are too few for another global batch. drop: skip them in this
     epoch (each epoch draws a new order); spread: add one step and make all steps of the epoch slightly smaller."""
