@@ -14,7 +14,7 @@ from affinity.terminal_text import printable
 from affinity.units import MIB
 from affinity.wording import counted
 from cputrain.cli.streams import shows_bars
-from cputrain.data.damage import damaged_text
+from cputrain.data.damage import causes
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.prepare.digits import write_digits
 from cputrain.data.prepare.options import SHARD_BYTES, Options
@@ -193,4 +193,5 @@ def _show(out: Path, tfrecord_classes: tuple[str, ...], splits: Splits) -> None:
         if entry["unusual"]:
             click.echo("  " + ", ".join(f"{name}: {count:,}" for name, count in sorted(entry["unusual"].items())))
         if entry["damaged"]:
-            click.echo(printable(f"  skipped {damaged_text(entry['damaged'])}"))
+            count = counted(len(entry["damaged"]), "unreadable image")
+            click.echo(printable(f"  {count} skipped: {causes(entry['damaged'])}"))

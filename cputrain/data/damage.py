@@ -10,8 +10,8 @@ NUMBERS = re.compile(r"[\d,]+")  # bytes and offsets differ from file to file, a
 CAUSES = 3  # that a line names
 
 
-def damaged_text(damaged: Sequence[str]) -> str:
-    """ "12 damaged images: cannot identify image file (11, first a.jpg), image file is truncated (b.jpg)".
+def causes(damaged: Sequence[str]) -> str:
+    """ "cannot identify image file (11, first a.jpg), image file is truncated (b.jpg)".
 
     `damaged` are lines "NAME: CAUSE". Images of one cause are counted together, the most frequent first.
     """
@@ -25,7 +25,7 @@ def damaged_text(damaged: Sequence[str]) -> str:
         for group in groups[:CAUSES]
     ]
     more = f", {counted(len(groups) - CAUSES, 'other cause')}" if len(groups) > CAUSES else ""
-    return f"{counted(len(damaged), 'damaged image')}: {', '.join(texts)}{more}"
+    return f"{', '.join(texts)}{more}"
 
 
 def allowed_damage(images: int, share: float) -> int:
@@ -41,6 +41,6 @@ def is_too_damaged(damaged: float, images: int, share: float) -> bool:
 def refusal(split: str, damaged: Sequence[str], read: int, images: int, share: float) -> InputError:
     """The error about a split of `images` of which these lines are about `read` ones."""
     return InputError(
-        f"{split} split: {damaged_text(damaged)}; {read:,} of {images:,} images were read, and "
+        f"{split} split: {counted(len(damaged), 'damaged image')} among {read:,} of {images:,}: {causes(damaged)}: "
         f"data.max_damaged={share:g} allows {allowed_damage(images, share):,}: repair or remove them, or raise it"
     )

@@ -34,7 +34,7 @@ from affinity.kernel.bound_plan import bound_worker
 from affinity.ranks.rank import discover
 from affinity.wording import counted
 from cputrain.data.batches import Batch, decoded_batches
-from cputrain.data.damage import damaged_text
+from cputrain.data.damage import causes
 from cputrain.data.formats.block_reader import BlockReader, images_per_block
 from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages, check_labels
 from cputrain.data.formats.open import open_dataset
@@ -158,8 +158,10 @@ class ImageLoader:
             images, labels = batch.images, batch.labels
             if batch.damaged:
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
-                    raise RunError(f"in a batch: {damaged_text(batch.damaged)}")
-                logger.warning("skipped %s", damaged_text(batch.damaged))
+                    raise RunError(
+                        f"{counted(len(batch.damaged), 'damaged image')} in a batch: {causes(batch.damaged)}"
+                    )
+                logger.warning("%s skipped: %s", counted(len(batch.damaged), "damaged image"), causes(batch.damaged))
                 undamaged = batch.weights > 0
                 images, labels = images[undamaged], labels[undamaged]
             yield self._normalize(images), labels

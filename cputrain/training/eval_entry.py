@@ -18,9 +18,10 @@ from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from affinity.text_table import align_columns
+from affinity.wording import counted
 from cputrain.comm.group import all_gather, end_group
 from cputrain.data.batches import GRAY
-from cputrain.data.damage import damaged_text
+from cputrain.data.damage import causes
 from cputrain.data.formats.generated import SyntheticImages
 from cputrain.data.formats.survey import Survey
 from cputrain.data.pixels.crops import center_crop
@@ -172,7 +173,7 @@ def result_text(one: EvalResult, kind: str, classes: tuple[str, ...] = ()) -> st
     if one.predicted is not None and len(one.predicted.label):
         lines.append(confusion_text(one.predicted, classes))
     if one.damaged:
-        lines.insert(0, f"warning: skipped {damaged_text(one.damaged)}")
+        lines.insert(0, f"warning: {counted(len(one.damaged), 'damaged image')} skipped: {causes(one.damaged)}")
     return "\n".join(lines)
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from affinity.wording import counted
 from cputrain.checkpoints.folder import name_of
-from cputrain.data.damage import damaged_text
+from cputrain.data.damage import causes
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog
 from cputrain.runs.folder import CHECKPOINTS
@@ -34,7 +35,7 @@ class TrainingLog:
 
     def warn_of_damaged_images(self, step: int, names: Sequence[str]) -> None:
         """Report images that could not be read, of all ranks."""
-        self.progress.line(f"warning: skipped {damaged_text(names)}")
+        self.progress.line(f"warning: {counted(len(names), 'damaged image')} skipped: {causes(names)}")
         self.events.write("warning", step=step, what="damaged images", images=list(names))
 
     def warn_of_straggler(self, step: int, rank: int, host: str, factor: float, cause: str) -> None:

@@ -125,7 +125,7 @@ def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) 
     (tmp_path / "a.png").rename(tmp_path / "alone/a.png")
     train = tables.open_tables(tmp_path / "alone").train
     assert train.read(0) == png(99)
-    for i, problem in ((1, "which is outside"), (2, "the row has no image")):
+    for i, problem in ((1, "the image is a file outside "), (2, "the row has no image")):
         with pytest.raises(OSError, match=problem):
             train.read(i)
 

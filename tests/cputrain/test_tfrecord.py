@@ -105,17 +105,16 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
         train.read(7)
     for data, told in (
         (whole[:-9], "ends within a record"),
-        (b"", "is empty"),
         (b"no records at all", "is not a TFRecord file, or it is damaged at byte 0"),
         (record(b"no example"), "the record at byte 0 is not the Example of an image"),
-        (record(field(1, b"")), "the record at byte 0 is not the Example of an image: b'image/encoded'"),
+        (
+            record(field(1, b"")),
+            "the record at byte 0 is not the Example of an image: it has no image/encoded or image, ",
+        ),
     ):
         path.write_bytes(data)
         with pytest.raises(InputError, match=told):
             open_dataset(str(tmp_path / "in"))
-    (tmp_path / "in/validation-00000-of-00001").unlink()
-    with pytest.raises(InputError, match="has no validation-"):
-        open_source("tfrecord", tmp_path / "in", val_fraction=None, seed=1)
 
 
 def example_class() -> Any:

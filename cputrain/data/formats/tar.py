@@ -24,7 +24,7 @@ def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
             file.seek(start)
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:
-                    if member.isfile() and not any(map(is_hidden, Path(member.name).parts)):
+                    if member.isfile() and not any(is_hidden(part) for part in Path(member.name).parts if part != ".."):
                         if member.name in names:
                             raise InputError(f"{archive} contains {member.name} twice: was something appended to it?")
                         names.add(member.name)
