@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from affinity.errors import InputError, RunError
-from affinity.exit_status import ExitStatus
 from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.planner.plan import WorkerPlan
 from affinity.planner.this_machine import plan_this_machine
 from affinity.terminal_text import printable_lines
+from affinity.wording import counted
 from cputrain.checkpoints.manifest import is_checkpoint
 from cputrain.cli.json_output import format_option
+from cputrain.data.damage import causes
 from cputrain.data.formats.folder import image_files
 from cputrain.launch.recipe_request import for_evaluation, request_of
 from cputrain.recipe.schema import PlanSection
@@ -44,7 +45,7 @@ def command(checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, out
 
     Network, class names, crop and normalization are in the checkpoint, and are those of an evaluation. All images
     in a FOLDER are taken, at any depth. A file that is no image, or a damaged one, is named on stderr; the others are
-    classified, and the exit status is 1.
+    classified, and the exit status is 1; it is 2 where none can be read.
     """
     found = find_checkpoint(checkpoint, last=last)
     images = image_files(paths)
@@ -61,8 +62,10 @@ def command(checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, out
     predictions = predict(classifier, images, top=top, batch=batch, threads=threads, cpus=cpus)
     head = {"checkpoint": str(found), "step": classifier.step}
     failed = _write_json(head, predictions) if output_format == "json" else _write_text(images, predictions)
+    if len(failed) == len(images):
+        raise InputError(f"none of {counted(len(images), 'image')} can be read: {causes(failed)}: name other files")
     if failed:
-        raise RunError(f"{failed:,} of {len(images):,} images could not be read: see the lines above")
+        raise RunError(f"{len(failed):,} of {len(images):,} images could not be read: {causes(failed)}")
 
 
 def find_checkpoint(named: Path, *, last: bool) -> Path:
@@ -91,25 +94,26 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
     return worker
 
 
-def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> int:
-    """A line for each image; how many could not be read."""
-    failed, width = 0, min(LONGEST_NAME, max(map(len, images)))
+def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> list[str]:
+    """A line for each image; those about images that could not be read."""
+    failed: list[str] = []
+    width = min(LONGEST_NAME, max(map(len, images)))
     for one in predictions:
         if one.error is not None:
-            failed += _report(one)
+            failed.append(_report(one))
             continue
         classes = "".join(f"  {_shown(name)} {100 * probability:.2f} %" for name, probability in one.top)
         click.echo(f"{_shown(one.image).ljust(width)}{classes}")
     return failed
 
 
-def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) -> int:
-    """One JSON object, an image on each line; how many could not be read."""
+def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) -> list[str]:
+    """One JSON object, an image on each line; the lines about images that could not be read."""
     click.echo(json.dumps(head)[:-1] + ', "predictions": [')
-    failed = 0
+    failed: list[str] = []
     for number, one in enumerate(predictions):
         if one.error is not None:
-            failed += _report(one)
+            failed.append(_report(one))
             entry: dict[str, object] = {"image": one.image, "error": one.error}
         else:
             entry = {"image": one.image, "top": [{"class": name, "probability": value} for name, value in one.top]}
@@ -118,9 +122,10 @@ def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) ->
     return failed
 
 
-def _report(one: "Prediction") -> int:
-    click.echo(f"cputrain: {_shown(one.image)}: {one.error}", err=True)
-    return ExitStatus.FAILED
+def _report(one: "Prediction") -> str:
+    line = f"{_shown(one.image)}: {one.error}"
+    click.echo(f"cputrain: {line}", err=True)
+    return line
 
 
 def _shown(name: str) -> str:

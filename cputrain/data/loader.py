@@ -157,11 +157,10 @@ class ImageLoader:
         for batch in self.raw_batches(self.epoch):
             images, labels = batch.images, batch.labels
             if batch.damaged:
+                count = counted(len(batch.damaged), "damaged image")
                 if self._on_error == "raise" or len(batch.damaged) == len(labels):
-                    raise RunError(
-                        f"{counted(len(batch.damaged), 'damaged image')} in a batch: {causes(batch.damaged)}"
-                    )
-                logger.warning("%s skipped: %s", counted(len(batch.damaged), "damaged image"), causes(batch.damaged))
+                    raise RunError(f"{count} in a batch: {causes(batch.damaged)}")
+                logger.warning("%s skipped: %s", count, causes(batch.damaged))
                 undamaged = batch.weights > 0
                 images, labels = images[undamaged], labels[undamaged]
             yield self._normalize(images), labels
