@@ -144,12 +144,15 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
         if missing := [name for name in (image, label) if name not in table.schema.names]:
             raise InputError(f"{table.path} has no column {missing[0]}, which {first.path} has")
     columns = {split: [_column(table, label) for table in each] for split, each in tables.items()}
-    classes = class_names_of(first.schema, label, columns["train"])
-    splits: dict[str, Images] = {}
-    notes: list[str] = []
     for split, each in tables.items():
         if not any(map(len, columns[split])):
             raise InputError(f"{each[0].path} has no rows: is the download complete?")
+    classes = class_names_of(first.schema, label, columns["train"])
+    if not classes.names:
+        raise InputError(f"{first.path}: column {label} has no label in any row")
+    splits: dict[str, Images] = {}
+    notes: list[str] = []
+    for split, each in tables.items():
         labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes)
         labeled = np.flatnonzero(labels != UNLABELED)
         if len(labeled) < len(labels) and (split == "train" or len(labeled)):
@@ -159,7 +162,7 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
             images = TableImages(root, [group for table in each for group in table.groups(image)], labels)
             splits[split] = images if len(labeled) == len(labels) else subset_of(images, labeled)
     if "train" not in splits:
-        raise InputError(f"{first.path}: column {label} has no label")
+        raise InputError(f"{first.path}: column {label} has no label in any row")
     if "val" not in splits and "test" in splits:
         splits["val"] = splits.pop("test")
     return OwnSplits(classes=tuple(classes.names), notes=tuple(notes), **splits)

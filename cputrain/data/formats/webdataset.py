@@ -97,7 +97,7 @@ def _samples(path: Path, file: int) -> Iterator[tuple[str, Place, int | str]]:
 
 
 def _sample(path: Path, file: int, sample: dict[str, tuple[str, Place]]) -> tuple[str, Place, int | str]:
-    images = [entry for suffix, entry in sample.items() if is_image(f"x.{suffix}")]
+    images = [entry for suffix, entry in sample.items() if "." not in suffix and is_image(f"x.{suffix}")]
     if len(images) != 1 or not {"cls", "json"} & sample.keys():
         has = ", ".join(name for name, _ in sample.values())
         raise InputError(

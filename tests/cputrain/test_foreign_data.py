@@ -1,0 +1,340 @@
+"""Data sets as others make them: Kaggle's ImageNet, tensorflow_datasets, webdataset, tables of polars and of paths."""
+
+import gzip
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import webdataset
+from pyarrow import parquet
+
+from affinity.errors import InputError
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.survey import survey
+from tests.cputrain.test_image_files import counts
+from tests.cputrain.test_prepare import jpeg
+from tests.cputrain.test_tables import png
+from tests.cputrain.test_tfrecord import field, record, varint
+from tests.support.commands import cputrain
+from tests.support.images import write_images
+
+SYNSETS = ("n01440764", "n01443537", "n02086240")
+
+
+def kaggle(top: Path) -> Path:
+    """Kaggle's ImageNet as its archive unpacks: training images by synset, flat validation images, a CSV of both."""
+    images = top / "ILSVRC/Data/CLS-LOC"
+    for k, synset in enumerate(SYNSETS):
+        (images / "train" / synset).mkdir(parents=True)
+        for i in range(4):
+            (images / "train" / synset / f"{synset}_{i}.JPEG").write_bytes(jpeg(10 * k + i))
+    rows = ["ImageId,PredictionString"]
+    for split in ("val", "test"):
+        (images / split).mkdir()
+        for i in range(6):
+            name = f"ILSVRC2012_{split}_{i + 1:08d}"
+            (images / split / f"{name}.JPEG").write_bytes(jpeg(100 + i))
+            if split == "val":  # in an order of its own; several objects of an image are of one class
+                rows.insert(1, f"{name},{SYNSETS[i % 3]} 85 1 499 272 " + (f"{SYNSETS[i % 3]} 1 2 3 4 " if i else ""))
+    (top / "LOC_val_solution.csv").write_text("\n".join(rows) + "\n")
+    (top / "LOC_synset_mapping.txt").write_text("n01440764 tench, Tinca tinca\n")
+    return top
+
+
+@pytest.mark.parametrize("below", ["", "ILSVRC", "ILSVRC/Data", "ILSVRC/Data/CLS-LOC"])
+def test_kaggle_s_imagenet_is_read_from_any_of_its_folders(tmp_path: Path, below: str) -> None:
+    folder = kaggle(tmp_path / "kaggle") / below
+    assert counts(folder) == (12, 6)
+    dataset = open_dataset(str(folder))
+    assert dataset.classes == SYNSETS and dataset.val.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert dataset.val.read(4) == jpeg(104) and dataset.test is None
+    (note,) = dataset.notes
+    assert note.endswith(
+        "test has no folder of a class of " + str(folder.rglob("train").__next__()) + ": it is not used"
+    )
+    packed = cputrain("prepare", "imagenet", str(folder), "out", cwd=tmp_path)
+    assert packed.returncode == 0, packed.stderr
+    assert open_dataset(str(tmp_path / "out")).classes == SYNSETS
+
+
+def test_flat_validation_images_need_labels_that_fit(tmp_path: Path) -> None:
+    top = kaggle(tmp_path / "kaggle")
+    labels = top / "LOC_val_solution.csv"
+    whole = labels.read_text()
+    for text, told in (
+        (whole.replace(SYNSETS[1], "n99999999"), "LOC_val_solution.csv: 'n99999999' is not a class of "),
+        (whole.replace("_val_00000003", "_val_00000009"), "has no line for ILSVRC2012_val_00000003.JPEG of "),
+        (None, "val has 6 images and no labels for them: put LOC_val_solution.csv"),
+    ):
+        labels.unlink() if text is None else labels.write_text(text)
+        for reader in (open_dataset, survey):
+            with pytest.raises(InputError, match=told):
+                reader(str(top))
+    (top / "ILSVRC/imagenet_2012_validation_synset_labels.txt").write_text("".join(f"{s}\n" for s in SYNSETS * 2))
+    assert open_dataset(str(top)).val.labels.tolist() == [0, 1, 2, 0, 1, 2], "a synset a line, in the files' order"
+
+
+def test_tiny_imagenet_is_read_as_it_unpacks(tmp_path: Path) -> None:
+    """cs231n.stanford.edu/tiny-imagenet-200.zip: train/CLASS/images/*, val/images/*, val/val_annotations.txt."""
+    for k, synset in enumerate(SYNSETS):
+        (tmp_path / "train" / synset / "images").mkdir(parents=True)
+        (tmp_path / "train" / synset / f"{synset}_boxes.txt").write_text(f"{synset}_0.JPEG\t0\t10\t63\t58\n")
+        (tmp_path / "train" / synset / "images" / f"{synset}_0.JPEG").write_bytes(jpeg(k))
+    for split in ("val", "test"):
+        (tmp_path / split / "images").mkdir(parents=True)
+        for i in range(3):
+            (tmp_path / split / "images" / f"{split}_{i}.JPEG").write_bytes(jpeg(10 + i))
+    lines = [f"val_{i}.JPEG\t{SYNSETS[2 - i]}\t0\t32\t44\t62\n" for i in range(3)]
+    (tmp_path / "val/val_annotations.txt").write_text("".join(lines))
+    assert counts(tmp_path) == (3, 3)
+    assert open_dataset(str(tmp_path)).val.labels.tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("train", "val"), [("training", "validation"), ("Train", "Valid"), ("train", "dev"), ("Training", "Testing")]
+)
+def test_split_folders_have_other_usual_names(tmp_path: Path, train: str, val: str) -> None:
+    folder = write_images(tmp_path / "images", train=3, val=2)
+    (folder / "train").rename(folder / train)
+    (folder / "val").rename(folder / val)
+    assert counts(folder) == (9, 6) and not survey(str(folder)).notes, "no images are drawn for validation"
+
+
+def test_two_folders_of_one_split_are_refused(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=3, val=2)
+    (folder / "val").rename(folder / "valid")
+    (folder / "validation").mkdir()
+    with pytest.raises(InputError, match="has valid and validation: rename the right one to val"):
+        survey(str(folder))
+
+
+def example(**features: bytes | int) -> bytes:
+    """A tf.train.Example of texts and integers, by example.proto and feature.proto."""
+    entries = b""
+    for name, value in features.items():
+        held = field(1, field(1, value)) if isinstance(value, bytes) else field(3, field(1, varint(value % (1 << 64))))
+        entries += field(1, field(1, name.encode()) + field(2, held))
+    return field(1, entries)
+
+
+def tfds(folder: Path, *, names: bool) -> Path:
+    """A data set as tensorflow_datasets writes it: its features image, label and file_name, no label (-1) in test."""
+    folder.mkdir(parents=True)
+    for split, count, shards in (("train", 8, 2), ("validation", 4, 1), ("test", 2, 1)):
+        for shard in range(shards):
+            records = [
+                example(file_name=b"x.JPEG", image=jpeg(i), label=-1 if split == "test" else 2 * (i % 2) + names)
+                for i in range(shard, count, shards)
+            ]
+            path = folder / f"imagenet2012-{split}.tfrecord-{shard:05d}-of-{shards:05d}"
+            path.write_bytes(b"".join(map(record, records)))
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "features.json").write_text("{}")
+    if names:
+        (folder / "label.labels.txt").write_text("tench\nshark\nhen\ncat\n")
+    return folder
+
+
+def test_data_of_tensorflow_datasets_is_read(tmp_path: Path) -> None:
+    folder = tfds(tmp_path / "data/imagenet2012/5.1.0", names=False)
+    assert counts(folder) == (8, 4)
+    dataset = open_dataset(str(folder))
+    assert dataset.classes == ("0", "2") and dataset.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert dataset.train.read(5) == jpeg(3) and dataset.test is None
+    assert dataset.notes == (f"{folder}: 2 images of the split test without a label",)
+    for above in (tmp_path / "data", tmp_path / "data/imagenet2012"):
+        with pytest.raises(InputError, match=f"has TFRecords only in folders below it: give {folder}"):
+            survey(str(above))
+
+
+def test_their_class_names_are_taken_where_they_are_written(tmp_path: Path) -> None:
+    dataset = open_dataset(str(tfds(tmp_path / "5.1.0", names=True)))
+    assert dataset.classes == ("tench", "shark", "hen", "cat") and set(dataset.train.labels.tolist()) == {1, 3}
+
+
+def test_records_of_other_names_and_keys_are_read(tmp_path: Path) -> None:
+    """Those of the flowers on Kaggle (image, class, id; test images have no class), one folder for each split."""
+    for split, first in (("train", 0), ("val", 3), ("test", 6)):
+        (tmp_path / split).mkdir()
+        label = {} if split == "test" else {"class": 0}
+        records = [example(image=jpeg(first + i), id=b"x", **dict.fromkeys(label, i % 2)) for i in range(3)]
+        (tmp_path / split / f"00-512x512-{first}.tfrec").write_bytes(b"".join(map(record, records)))
+    assert counts(tmp_path) == (3, 3)
+    assert open_dataset(str(tmp_path)).val.read(1) == jpeg(4)
+
+
+def test_records_that_are_no_labeled_images_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "train-00000-of-00001"
+    for data, told in (
+        (example(audio=b"x", label=1), "it has no image/encoded or image, but audio, label"),
+        (example(image=jpeg(1), text=b"a dog"), "not one record has a label, image/class/label or label or class"),
+        (example(image=jpeg(1), label=b"dog"), "its label is no integer"),
+    ):
+        path.write_bytes(record(data))
+        with pytest.raises(InputError, match=told):
+            survey(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("compress", "tool"),
+    [(gzip.compress, "gzip -dc"), (zlib.compress, "pigz -dc"), (lambda d: zlib.compress(d, 1), "pigz")],
+)
+def test_compressed_records_are_called_so(tmp_path: Path, compress: Callable[[bytes], bytes], tool: str) -> None:
+    path = tmp_path / "train-00000-of-00001"
+    path.write_bytes(compress(record(example(image=jpeg(1), label=1))))
+    with pytest.raises(InputError, match=f"is compressed, .*unpack each file with {tool}"):
+        survey(str(tmp_path))
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(InputError, match="is not a TFRecord file"):
+        survey(str(tmp_path))
+
+
+def test_empty_shards_hold_nothing_and_are_counted(tmp_path: Path) -> None:
+    folder = tfds(tmp_path / "in", names=False)
+    for number in (2, 3):
+        (folder / f"imagenet2012-train.tfrecord-{number:05d}-of-00004").touch()
+    assert counts(folder) == (8, 4)
+    assert survey(str(folder)).notes[0] == f"{folder}: 2 empty files of the split train"
+    for path in folder.glob("*-validation*"):
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match="is empty, as are all files of its split: is the download complete"):
+        survey(str(folder))
+
+
+def write_tars(folder: Path, label: Callable[[int], dict[str, Any]], *, train: int = 8, image: str = "jpg") -> Path:
+    """Shards by webdataset's own writer."""
+    folder.mkdir(parents=True)
+    half = train // 2
+    for split, shard, first, count in (("train", 0, 0, half), ("train", 1, half, half), ("validation", 0, 50, 4)):
+        with webdataset.TarWriter(str(folder / f"imagenet1k-{split}-{shard:04d}.tar"), encoder=False) as sink:
+            for i in range(first, first + count):
+                sink.write({"__key__": f"n{i:04d}_x", image: jpeg(i), **label(i)})
+    return folder
+
+
+LABELS: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
+    "numbers": (lambda i: {"cls": str(3 * (i % 2) + 8).encode(), "json": b'{"label": 99}'}, ("8", "11")),
+    "texts": (lambda i: {"cls": ("dog", "cat")[i % 2].encode() + b"\n"}, ("cat", "dog")),
+    "in JSON": (lambda i: {"json": json.dumps({"label": i % 2, "width": 8}).encode(), "txt": b"a photo"}, ("0", "1")),
+}
+
+
+@pytest.mark.parametrize("how", LABELS)
+def test_shards_of_webdataset_are_read(tmp_path: Path, how: str) -> None:
+    label, classes = LABELS[how]
+    folder = write_tars(tmp_path / "in", label)
+    assert counts(folder) == (8, 4)
+    dataset = open_dataset(str(folder))
+    assert dataset.classes == classes
+    assert dataset.train.labels.tolist() == [(i + (how == "texts")) % 2 for i in range(8)]
+    assert [dataset.train.read(i) for i in range(8)] == [jpeg(i) for i in range(8)] and dataset.val.read(3) == jpeg(53)
+    assert dataset.train.name(5) == f"{folder}/imagenet1k-train-0001.tar:n0005_x.jpg"
+
+
+def test_tars_that_are_no_samples_of_classes_are_named(tmp_path: Path) -> None:
+    captions = write_tars(tmp_path / "captions", lambda _i: {"txt": b"a photo"})
+    pairs = write_tars(tmp_path / "pairs", lambda i: {"cls": b"1", "mask.png": png(i)})
+    packed = tmp_path / "gz"
+    packed.mkdir()
+    with tarfile.open(packed / "train-0.tar.gz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("a.cls"), io.BytesIO(b""))
+    nothing = write_tars(tmp_path / "nothing", lambda _i: {"cls": b"1"}, train=0)
+    archives = tmp_path / "archives"
+    archives.mkdir()
+    (archives / "ILSVRC2012_img_train.tar").touch()
+    for folder, told in (
+        (captions, r"train-0000.tar has n0000_x.jpg, n0000_x.txt: a sample is KEY.jpg, .* and its class in KEY.cls"),
+        (packed, r"train-0.tar.gz is gzipped, .*: unpack it with gunzip"),
+        (nothing, "has no image: is the download complete"),
+        (archives, "has ILSVRC2012_img_train.tar: pack it with cputrain prepare imagenet "),
+    ):
+        with pytest.raises(InputError, match=told):
+            survey(str(folder))
+    assert counts(pairs) == (8, 4), "a mask beside an image has a longer suffix"
+
+
+def test_prepared_shards_without_their_manifest_are_webdataset_s(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", train=4, val=2)
+    assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
+    whole = open_dataset(str(tmp_path / "out"))
+    (tmp_path / "out/manifest.json").unlink()
+    again = open_dataset(str(tmp_path / "out"))
+    assert again.train.labels.tolist() == whole.train.labels.tolist() and again.classes == ("0", "1", "2")
+    assert [again.val.read(i) for i in range(6)] == [whole.val.read(i) for i in range(6)]
+
+
+def table(**columns: Any) -> Any:
+    return pyarrow.table(columns)
+
+
+def views(first: int, count: int) -> Any:
+    """As polars 1.38 writes tables: view types for bytes and texts."""
+    image = pyarrow.array([png(i) for i in range(first, first + count)], pyarrow.binary_view())
+    return table(
+        image=image, label=pyarrow.array(["dog" if i % 2 else "cat" for i in range(count)], pyarrow.string_view())
+    )
+
+
+def test_tables_of_polars_are_read(tmp_path: Path) -> None:
+    parquet.write_table(views(0, 6), tmp_path / "train-0.parquet", row_group_size=4)
+    parquet.write_table(views(6, 2), tmp_path / "validation-0.parquet")
+    assert str(parquet.ParquetFile(tmp_path / "train-0.parquet").schema_arrow.field("image").type) == "binary_view"
+    assert counts(tmp_path) == (6, 2)
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.classes == ("cat", "dog") and dataset.train.labels.tolist() == [0, 1] * 3
+    assert dataset.train.read(5) == png(5) and dataset.val.read(1) == png(7)
+    categories = table(image=[png(i) for i in range(4)], label=pyarrow.array(["b", "a", "b", "a"]).dictionary_encode())
+    parquet.write_table(categories, tmp_path / "train-0.parquet")
+    parquet.write_table(categories, tmp_path / "validation-0.parquet")
+    assert open_dataset(str(tmp_path)).train.labels.tolist() == [1, 0, 1, 0]
+
+
+def test_arrow_files_are_read_in_both_of_their_formats(tmp_path: Path) -> None:
+    """polars' write_ipc and Feather write the file format, `datasets` the stream."""
+    rows = table(image=[png(i) for i in range(4)], label=[0, 1, 0, 1])
+    with pyarrow.OSFile(str(tmp_path / "train.feather"), "wb") as out, pyarrow.ipc.new_file(out, rows.schema) as file:
+        file.write_table(rows)
+    with pyarrow.OSFile(str(tmp_path / "test.arrow"), "wb") as out, pyarrow.ipc.new_stream(out, rows.schema) as stream:
+        stream.write_table(rows)
+    assert counts(tmp_path) == (4, 4) and open_dataset(str(tmp_path)).train.read(3) == png(3)
+
+
+def test_a_column_of_paths_is_read_from_beside_the_table(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for i in range(4):
+        (tmp_path / f"photos/{i}.png").write_bytes(png(i))
+    rows = table(file_name=[f"photos/{i}.png" for i in range(4)], label=["a", "b", "a", "b"])
+    for split in ("train", "validation"):
+        parquet.write_table(rows, tmp_path / f"{split}.parquet")
+    assert counts(tmp_path) == (4, 4) and open_dataset(str(tmp_path)).train.read(2) == png(2)
+    parquet.write_table(table(text=["a", "b"], label=[0, 1]), tmp_path / "train.parquet")
+    told = r"has no column of images \(bytes, .*paths of files\): its columns are text \(string\), label \(int64\)"
+    with pytest.raises(InputError, match=told):
+        survey(str(tmp_path))
+
+
+def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
+    labels = pyarrow.array([0, None, 1, -1, 0, None], pyarrow.int64())
+    rows = table(image=[png(i) for i in range(6)], label=labels)
+    parquet.write_table(rows, tmp_path / "train.parquet")
+    parquet.write_table(rows.slice(0, 1), tmp_path / "validation.parquet")
+    parquet.write_table(rows.slice(0, 0), tmp_path / "train-more.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.classes == ("-1", "0", "1"), "where -1 is among the values, it is one"
+    assert counts(tmp_path) == (4, 1) and dataset.train.labels.tolist() == [1, 2, 0, 1]
+    assert [dataset.train.read(i) for i in range(4)] == [png(i) for i in (0, 2, 3, 4)]
+    assert dataset.notes == (f"{tmp_path}: 2 rows of the split train without a label: not used",)
+    for rows_of, told in (
+        (rows.slice(1, 1), "column label has no label in any row"),
+        (rows.slice(0, 0), "has no rows: is the"),
+    ):
+        for name in ("train", "train-more"):
+            parquet.write_table(rows_of, tmp_path / f"{name}.parquet")
+        with pytest.raises(InputError, match=told):
+            survey(str(tmp_path))
