@@ -330,11 +330,8 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
     assert counts(tmp_path) == (4, 1) and dataset.train.labels.tolist() == [1, 2, 0, 1]
     assert [dataset.train.read(i) for i in range(4)] == [png(i) for i in (0, 2, 3, 4)]
     assert dataset.notes == (f"{tmp_path}: 2 rows of the split train without a label: not used",)
-    for rows_of, told in (
-        (rows.slice(1, 1), "column label has no label in any row"),
-        (rows.slice(0, 0), "has no rows: is the"),
-    ):
+    for first, count, told in ((1, 1, "column label has no label in any row"), (0, 0, "has no rows: is the download")):
         for name in ("train", "train-more"):
-            parquet.write_table(rows_of, tmp_path / f"{name}.parquet")
+            parquet.write_table(rows.slice(first, count), tmp_path / f"{name}.parquet")
         with pytest.raises(InputError, match=told):
             survey(str(tmp_path))

@@ -1,0 +1,183 @@
+"""Data of which too much cannot be read: refused before the first step, or ends the training or evaluation."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from affinity.errors import InputError
+from affinity.ranks.rank import Rank
+from cputrain.data.damage import allowed_damage, causes, refusal
+from cputrain.data.formats.dataset import ImageFiles
+from cputrain.data.formats.folder import image_files
+from cputrain.data.pixels.decode import decode_by_pillow
+from cputrain.runs.events import read_events
+from cputrain.training import damage
+from cputrain.training.damage import TRIED, DamageCheck, check_sample
+from cputrain.training.metrics import Accuracy, EpochMetrics
+from tests.support.commands import cputrain
+from tests.support.images import write_images
+from tests.support.trainings import PPN, SMALL
+
+TRAIN = ("train", "imagefolder", *SMALL)
+
+
+def spoil(images: list[str], keep: int = 0) -> None:
+    """Make files of no image, but of the first `keep`."""
+    for path in images[keep:]:
+        Path(path).write_bytes(b"no image, " + Path(path).name.encode())
+
+
+def untried(folder: Path, count: int) -> list[str]:
+    """Images of a split that are not among those tried before the first step."""
+    images = image_files([folder])
+    tried = set(np.linspace(0, len(images) - 1, TRIED).astype(int).tolist())
+    return [path for i, path in enumerate(images) if i not in tried][:count]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoints/step-*"))
+
+
+def test_a_share_allows_one_image_unless_it_is_0() -> None:
+    assert [allowed_damage(n, 0.01) for n in (1, 99, 100, 199, 200, 1_281_167)] == [1, 1, 1, 1, 2, 12_811]
+    assert allowed_damage(1000, 0.0) == 0 and allowed_damage(10, 1.0) == 10
+
+
+def test_damaged_images_are_counted_by_cause() -> None:
+    lines = [f"a/{i}.jpg: image file is truncated ({i} bytes not processed)" for i in range(1000, 1005)]
+    lines += ["b.jpg: cannot identify image file", "c.jpg: No such file or directory"]
+    assert causes(lines) == (
+        "image file is truncated (1000 bytes not processed) (5, first a/1000.jpg), cannot identify image file (b.jpg), "
+        "No such file or directory (c.jpg)"
+    )
+    assert causes([*lines, "d.jpg: x", "e.jpg: y"]).endswith(", 2 other causes")
+    told = str(refusal("val", lines, 32, 50_000, 0.01))
+    assert told.startswith("val split: 7 damaged images among 32 of 50,000: image file is truncated")
+    assert told.endswith("data.max_damaged=0.01 allows 500: repair or remove them, or raise it")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "images", "share", "refused"),
+    [
+        (16, 16, 0.01, True),
+        (1, 16, 0.01, False),
+        (2, 16, 0.01, True),
+        (2, 16, 0.2, False),
+        (16, 16, 1.0, True),
+        (2, 300, 0.01, False),
+        (4, 300, 0.01, True),
+        (8, 300, 0.2, False),
+        (32, 300, 1.0, True),
+        (1, 300, 0.0, True),
+    ],
+)
+def test_a_sample_refuses_what_cannot_be_by_chance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int, images: int, share: float, refused: bool
+) -> None:
+    """`damaged` of the images that are tried, of a split of so many; four of 32 at 1 % are one case in 3,000."""
+    folder = write_images(tmp_path / "images", classes=1, train=min(images, TRIED), val=0, size=16)
+    good = image_files([folder])
+    tried = np.linspace(0, images - 1, TRIED).astype(int) if images > TRIED else np.arange(images)
+    names = [good[0]] * images
+    for number, path in zip(tried, good, strict=True):
+        names[number] = path
+    spoil(good[-damaged:])
+    monkeypatch.setattr(damage, "all_gather", lambda value: [value])
+    rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="torchrun")
+    split = {"train": ImageFiles(names, [0] * images)}
+    if not refused:
+        check_sample(split, decode_by_pillow, 16, share, rank)
+        return
+    with pytest.raises(InputError, match=rf"train split: {damaged} damaged image.* among {len(tried)} of {images}: "):
+        check_sample(split, decode_by_pillow, 16, share, rank)
+
+
+def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(damage, "all_gather", lambda value: [value])
+    waited: list[bool] = []
+    splits = {name: ImageFiles(["x"] * 300, [0] * 300) for name in ("train", "val")}
+    check = DamageCheck(splits=splits, share=0.01, wait=lambda: waited.append(True))
+    own = EpochMetrics(damaged=["a.jpg: x", "b.jpg: x"])
+    check.epoch(own, damaged=2, readable=0, ended=False)
+    check.epoch(own, damaged=3, readable=1, ended=True)
+    assert not waited
+    for damaged, readable, ended in ((2, 0, True), (4, 100, False)):
+        with pytest.raises(InputError, match="train split: 2 damaged images among "):
+            check.epoch(own, damaged=damaged, readable=readable, ended=ended)
+    assert len(waited) == 2, "until the last checkpoint is complete"
+    for readable, refused in ((297, False), (296, True), (0, True)):
+        accuracy = Accuracy(loss=1.0, top1=1.0, top5=1.0, images=readable, damaged=("c.jpg: x",))
+        if not refused:
+            check.evaluation("val", accuracy)
+            continue
+        with pytest.raises(InputError, match="val split: 1 damaged image among 300 of 300: x"):
+            check.evaluation("val", accuracy)
+
+
+@pytest.mark.parametrize("more", [(), ("data.max_damaged=1",)])
+def test_a_folder_of_garbage_is_refused_before_the_first_step(tmp_path: Path, more: tuple[str, ...]) -> None:
+    folder = write_images(tmp_path / "images", train=9, val=7)
+    spoil(image_files([folder]))
+    result = cputrain(*TRAIN, *more, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "train split: 27 damaged images among 27 of 27: cannot identify image file (27, first " in result.stderr
+    assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
+    assert not [event for event in read_events(tmp_path / "run") if event["event"] == "step"]
+
+
+def test_a_table_of_paths_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for path, cause, more in (
+        ("/data/{}.jpg", "the image is a file outside ", ()),
+        ("{}.jpg", "No such file or directory (19, first ", ("--overwrite",)),
+    ):
+        rows = pyarrow.table({"image": [path.format(i) for i in range(24)], "label": [i % 3 for i in range(24)]})
+        parquet.write_table(rows, tmp_path / "images/train.parquet")
+        result = cputrain(*TRAIN, *more, cwd=tmp_path)
+        assert result.returncode == 2 and f"19 damaged images among 19 of 19: {cause}" in result.stderr, result.stderr
+
+
+def test_damage_that_shows_in_training_ends_all_ranks_without_a_checkpoint(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=40, val=7)
+    spoil(untried(folder / "train", 4))  # 1 of 120 is allowed
+    result = cputrain(*TRAIN, "batch.local=20", cwd=tmp_path)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr.count("train split: ") == PPN and "of 120: cannot identify image file (" in result.stderr
+    assert "data.max_damaged=0.01 allows 1: repair or remove them, or raise it" in result.stderr
+    assert "Traceback" not in result.stderr and not checkpoints(tmp_path / "run")
+
+
+def test_what_the_recipe_allows_is_skipped_and_counted_once(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=40, val=20)
+    spoil(untried(folder / "train", 6))
+    spoil(untried(folder / "val", 3))
+    allowed = (*TRAIN, "batch.local=60", "epochs=1", "schedule.warmup_epochs=0", "plan.ppn=1")
+    result = cputrain(*allowed, "batch.local=40", "data.max_damaged=0.05", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "warning: 9 damaged images skipped: cannot identify image file (9, first " in result.stdout
+    assert "(57 images, each once)" in result.stdout
+    told = "val split: 3 damaged images among 60 of 60: cannot identify image file (3, first "
+    strict = cputrain("eval", "run", "data.max_damaged=0.01", cwd=tmp_path)
+    assert strict.returncode == 2 and told in strict.stderr, strict.stderr
+    again = cputrain("eval", "run", cwd=tmp_path)
+    assert again.returncode == 0 and "warning: 3 damaged images skipped: cannot identify image file (3" in again.stdout
+    spoil(image_files([folder / "val"]))
+    nothing = cputrain("eval", "run", "data.max_damaged=1", cwd=tmp_path)
+    assert nothing.returncode == 2 and "val split: 32 damaged images among 32 of 60: " in nothing.stderr
+    predicted = cputrain("predict", "run", "images/val", cwd=tmp_path)
+    assert (
+        predicted.returncode == 2
+        and "none of 60 images can be read: cannot identify image file (60" in predicted.stderr
+    )
+
+
+def test_validation_images_that_cannot_be_read_end_the_first_evaluation(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", train=9, val=30)
+    spoil(untried(folder / "val", 3))
+    result = cputrain(*TRAIN, cwd=tmp_path)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "val split: 3 damaged images among 90 of 90: cannot identify image file (3, first " in result.stderr
+    assert "Traceback" not in result.stderr and len(checkpoints(tmp_path / "run")) == 1, "its last step is saved"
