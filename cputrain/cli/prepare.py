@@ -121,11 +121,11 @@ def command(
     \b
     imagefolder  SRC/train/CLASS/*, SRC/val/CLASS/* and SRC/test/CLASS/*, or some of them,
                  or SRC/CLASS/*
-    imagenet     ILSVRC2012's archives in SRC, or the folders that they unpack to
+    imagenet     ILSVRC2012's archives in SRC, the folders that they unpack to, or Kaggle's
     mnist        the four idx files in SRC, gzipped or not
     caltech256   256_ObjectCategories.tar or its folder
     parquet      Parquet or Arrow files of Hugging Face datasets, in SRC, SRC/data or SRC/SPLIT
-    tfrecord     ImageNet's TFRecords, train-*-of-*, validation-*-of-*
+    tfrecord     TFRecords: train-*-of-*, validation-*-of-*; NAME-train.tfrecord-*-of-*
     digits       scikit-learn's handwritten digits, written to SRC first
     torchvision:NAME  one of torchvision's data sets, in SRC, or downloaded to it
 

@@ -101,7 +101,7 @@ class ImageLoader:
         decoder: Literal["auto", "turbo", "pillow"] = "auto",
         on_error: Literal["skip", "raise"] = "skip",
     ) -> "ImageLoader":
-        """Open a split of a folder: train/CLASS/* and val/CLASS/*, CLASS/*, Parquet, TFRecords, or prepared shards.
+        """Open a split of a folder: train/CLASS/* and val/CLASS/*, CLASS/*, Parquet, TFRecords, tar files or shards.
 
         batch_size, image_size: images in a batch of this rank, and their side in pixels. split: "train", "val", "test".
         val_fraction: the share of the training images that is drawn for validation, the same for every seed.
