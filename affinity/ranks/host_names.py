@@ -46,13 +46,19 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is that of every host for itself: localhost, 127.0.0.1, ::1."""
+    address = _address(network_name(host))
+    return host_key(host) == LOCALHOST if address is None else address.is_loopback
+
+
 def repeated_host(hosts: Iterable[str]) -> tuple[str, str] | None:
     """The first two spellings of the same host in a list; None where all hosts differ."""
     seen: dict[str, str] = {}
     for host in hosts:
-        first = seen.setdefault(host_key(host), host)
-        if first is not host:
-            return first, host
+        if (key := host_key(host)) in seen:
+            return seen[key], host
+        seen[key] = host
     return None
 
 

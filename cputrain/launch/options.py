@@ -23,7 +23,7 @@ REQUEST_FIELDS = (
     *("profile", "openmp", "allocator", "cores", "e_cores", "oversubscribe", "balance"),
     *("local_batch", "link_gbit"),
 )
-THIS_MACHINE, THIS_HOST = "this", ("localhost",)
+THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
