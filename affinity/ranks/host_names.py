@@ -160,6 +160,12 @@ def _own_names() -> list[str]:
     return names
 
 
+def share_first_label(hosts: Sequence[str]) -> bool:
+    """Whether the names of several hosts begin with the same label."""
+    labels = [host_key(host).partition(".")[0] for host in hosts if not is_address(host)]
+    return len(set(labels)) < len(labels)
+
+
 def host_labels(hosts: Sequence[str]) -> tuple[str, ...]:
     """A short name for each host that no other host of the list has: its first label, or as many as tell it apart; an
     address as it is."""

@@ -16,6 +16,7 @@ from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.hosts import check_binder, converted_hostfile, uses_launcher
 from cputrain.launch.options import (
+    THIS_HOST,
     THIS_MACHINE,
     PlanningOptions,
     assumed,

@@ -281,6 +281,6 @@ def _unbracketed(name: str) -> str:
 def _in_hydra(name: str) -> str:
     if ":" in name:
         raise InputError(
-            f"host {name}: the lists of Intel MPI and MPICH, and Open MPI's --host, take no IPv6 addresses: give its name"
+            f"host {name}: lists of Intel MPI and MPICH, and Open MPI's --host, take no IPv6 addresses: give its name"
         )
     return name

@@ -190,9 +190,7 @@ class Monitor:
 
 def _labels(hosts: tuple[str, ...]) -> dict[str, str]:
     """Each host's label; "" where the job does not name it, but says localhost."""
-    return {
-        host: "" if is_loopback(host) else label for host, label in zip(hosts, host_labels(hosts), strict=True)
-    }
+    return {host: "" if is_loopback(host) else label for host, label in zip(hosts, host_labels(hosts), strict=True)}
 
 
 def _exit(rank: int, host: str, message: Exit, now: float) -> RankExit:
