@@ -106,7 +106,7 @@ def found_here(name: str, hosts: str, listed: list[str], folder: Path) -> str:
     (folder / "nsswitch").write_text("hosts: files\n")
     mounts = f"mount --bind {folder}/hosts /etc/hosts && mount --bind {folder}/nsswitch /etc/nsswitch.conf"
     network = "ip link set lo up && ip addr add 10.7.0.1/32 dev lo"
-    script = f"hostname {name} && {mounts} && {network} && exec \"$@\""
+    script = f'hostname {name} && {mounts} && {network} && exec "$@"'
     argv = ["unshare", "--uts", "--mount", "--net", "sh", "-c", script, "sh", sys.executable, "-c", FIND, *listed]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
@@ -117,7 +117,12 @@ def found_here(name: str, hosts: str, listed: list[str], folder: Path) -> str:
     [
         ("n1.local", "", ["n2", "n1"], "1"),
         ("node17", "", ["10.7.0.2", "10.7.0.1"], "1"),
-        ("mpi-worker", "10.7.0.9 mpi-worker.1.foo\n10.7.0.1 mpi-worker.2.foo\n", ["mpi-worker.1.foo", "mpi-worker.2.foo"], "1"),
+        (
+            "mpi-worker",
+            "10.7.0.9 mpi-worker.1.foo\n10.7.0.1 mpi-worker.2.foo\n",
+            ["mpi-worker.1.foo", "mpi-worker.2.foo"],
+            "1",
+        ),
         ("n1.local", "10.7.0.9 n1.a.org\n10.7.0.1 n1.b.org\n", ["n1.a.org", "n1.b.org"], "1"),
         ("n1.local", "10.7.0.9 n1.a.org\n", ["n1.a.org"], "None"),  # that is another host
         ("n1.local", "", ["n1.a.org", "n2.a.org"], "0"),
