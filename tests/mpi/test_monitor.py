@@ -130,7 +130,7 @@ def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
     await_hello(monitor, 1)
     monitor.preempt()
     monitor.poll(0.05)
-    assert first.receive() == [Answer()]
+    assert first.receive() == [Answer(label="h0")]
     connections = [first, *(agent(monitor, rank) for rank in range(1, RANKS))]
     await_hello(monitor, RANKS)
     monitor.poll(0.05)

@@ -212,7 +212,7 @@ def test_a_job_on_this_host_alone_needs_no_launcher(tmp_path: Path) -> None:
         options = ("--hosts", host, "--ppn", "1", "--output", str(tmp_path / str(number)))
         argv = (*options, "--", sys.executable, "-c", "print('hello')")
         result = cputrain("launch", *argv, cwd=tmp_path, PATH="/nonexistent")
-        assert (result.returncode, result.stdout) == (0, "hello\n"), result.stderr
+        assert (result.returncode, result.stdout) == (0, "[0] hello\n"), result.stderr
 
 
 PS_SHOWS_TOKEN = """
