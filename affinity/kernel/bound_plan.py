@@ -1,13 +1,12 @@
 """The plan that a process was bound by, as its environment names it: a file, or a plan kept in memory."""
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from affinity.planner.plan import Plan, WorkerPlan
-from affinity.planner.plan_file import PLAN_FILE, plan_of_host, plan_to_json, read_json, worker_from_dict
+from affinity.planner.plan_file import PLAN_FILE, plan_of_this_host, plan_to_json, read_json, worker_from_dict
 
 # They name the plan that a command was bound by, and its worker in that plan.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"
@@ -30,7 +29,7 @@ def planned_worker(path: Path, local_rank: int) -> WorkerPlan:
 
 def read_host_plan(path: Path) -> Any:
     """This host's plan in a plan file, as JSON data. Raises InputError when there is none."""
-    return plan_of_host(read_json(path), socket.gethostname())
+    return plan_of_this_host(read_json(path))
 
 
 def plan_path_of(env: Mapping[str, str], pid: int | str = "self") -> Path | None:

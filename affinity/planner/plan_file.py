@@ -1,7 +1,8 @@
 """Plan <-> JSON, the format of plan.json, which docs/plan.schema.json describes."""
 
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from affinity.planner.plan_schema import check_plan
 from affinity.planner.reasons import Reason, Unused
 from affinity.planner.runtime import Runtime
 from affinity.planner.workload import Workload
+from affinity.ranks.host_names import find_host, find_this_host
 from affinity.topology.machine import Core, Machine, NumaNode
 
 SCHEMA_VERSION = 1
@@ -168,18 +170,27 @@ def read_json(path: Path) -> Any:
 def plan_of_host(data: Any, host: str) -> Any:
     """A host's plan in the JSON of one plan, or of several host groups with their hosts' names, full or short.
 
-    Raises InputError when the host is in none of them.
+    Raises InputError when the host is in none of them, or may be several of theirs.
     """
+    return _plan_in_groups(data, host, lambda hosts: find_host(host, hosts))
+
+
+def plan_of_this_host(data: Any) -> Any:
+    """The plan of this host, whichever of its names or addresses the host groups have; otherwise as `plan_of_host`."""
+    return _plan_in_groups(data, socket.gethostname(), find_this_host)
+
+
+def _plan_in_groups(data: Any, host: str, find: Callable[[Sequence[str]], int | None]) -> Any:
     groups = data.get("host_groups") if isinstance(data, dict) else None
     if groups is None:
         return data
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
         raise InputError("the plan is damaged: host_groups is not a list of hosts and plans: plan again")
-    short = host.partition(".")[0]
-    for group in groups:
-        if any(name in (host, short) or name.partition(".")[0] == short for name in group["hosts"]):
-            return group["plan"]
-    raise InputError(f"host {host} is not in the plan: plan again with this host name, or run on the plan's hosts")
+    hosts = [(name, group["plan"]) for group in groups for name in group["hosts"]]
+    place = find([name for name, _ in hosts])
+    if place is None:
+        raise InputError(f"host {host} is not in the plan: plan again with this host name, or run on the plan's hosts")
+    return hosts[place][1]
 
 
 def _is_group(group: Any) -> bool:

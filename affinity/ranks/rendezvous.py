@@ -12,9 +12,8 @@ from affinity.errors import InputError, RunError
 from affinity.process_stat import read_stat
 from affinity.ranks.launcher_variables import HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS, SLURM, START_IDS
 from affinity.ranks.rank import LOOPBACK, MASTER_PORT, NUMBER, Rank, rendezvous
-from affinity.ranks.route import interface_to
+from affinity.ranks.route import LOOPBACK_INTERFACE, interface_to
 
-LOOPBACK_INTERFACE = "lo"
 # Below the ports that Linux gives to outgoing connections (32768 and up) and to Kubernetes' services (30000 and up).
 FIRST_PORT, PORTS = 20_000, 10_000
 # Names that scripts read instead of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. An MPI does not conclude from
@@ -22,7 +21,8 @@ FIRST_PORT, PORTS = 20_000, 10_000
 OTHER_NAMES = {each.convention: each.rank_names for each in LAUNCHER_VARIABLES if each.for_scripts}
 # oneCCL's own default: accelerate and transformers with Intel's bindings take "ccl" only where it is set.
 ONE_CCL_WORKER = {"CCL_WORKER_COUNT": "1"}
-FIRST_HOST = re.compile(r"([^\[,]+)(?:\[(\d+)[\d,-]*\]([^\[,]*))?")
+FIRST_HOSTS = re.compile(r"(?:[^\[,]|\[[^\]]*\])+")  # of Slurm's list, to the first comma that is not in brackets
+FIRST_NUMBER = re.compile(r"\[(\d+)[\d,-]*\]")
 
 
 def with_rank(rank: Rank, env: Mapping[str, str]) -> dict[str, str]:
@@ -72,13 +72,13 @@ def port_of(env: Mapping[str, str]) -> int | None:
 
 def _first_host(env: Mapping[str, str]) -> str:
     nodes = env.get("SLURM_STEP_NODELIST") if env.get("SLURM_STEP_ID", "").isdigit() else None
-    match = FIRST_HOST.match(nodes or env.get("SLURM_JOB_NODELIST", ""))
+    match = FIRST_HOSTS.match(nodes or env.get("SLURM_JOB_NODELIST", ""))
     if match is None:
         raise InputError(
             "several hosts, but the host of rank 0 is not known: set MASTER_ADDR to its name for all ranks (mpirun "
             "-genv MASTER_ADDR HOST; Open MPI: -x MASTER_ADDR=HOST), or start with cputrain launch --hosts"
         )
-    return "".join(part or "" for part in match.groups())
+    return FIRST_NUMBER.sub(r"\1", match[0])
 
 
 def _job(env: Mapping[str, str]) -> str | None:

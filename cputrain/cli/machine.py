@@ -23,7 +23,7 @@ def save(file: Path | None) -> None:
     It contains the small files of /sys and /proc that cputrain and hwloc read: CPUs, caches, NUMA nodes, the limits of
     this process, the host's name. `cputrain plan --machine FILE` plans for it anywhere.
     """
-    file = file or Path(f"{platform.node().split('.')[0] or 'host'}.tar.xz")
+    file = file or Path(f"{platform.node() or 'host'}.tar.xz")
     check_writable(file.parent, "FILE's folder")
     files = save_machine(Path("/"), file)
     click.echo(f"{file}: {files:,} files; plan with: cputrain plan --machine {file}")

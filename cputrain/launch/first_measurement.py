@@ -1,7 +1,6 @@
 """Before a host's first job whose ranks may use MPI or libfabric: oneCCL's transports are measured, in processes of
 their own."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from affinity.errors import RunError
 from affinity.filesystem import cache_folder
+from affinity.ranks.host_names import is_this_host
 from cputrain.transports import TITLES, VARIABLE, kept_seconds
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Launcher
@@ -31,7 +31,7 @@ def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], rep
 
 def is_due(job: Job, launcher: Launcher, env: Mapping[str, str]) -> bool:
     """Whether a job may use oneCCL over both transports, on this host alone, and their times are not known."""
-    here = job.hosts in (("localhost",), (socket.gethostname(),))
+    here = len(job.hosts) == 1 and is_this_host(job.hosts[0])
     may_use_ccl = Path(job.command[0]).name.startswith(MAY_USE_CCL) and _has_backend(env)
     open_choice = here and launcher.has_pmi and VARIABLE not in env and may_use_ccl
     return open_choice and len(kept_seconds(env)) < len(TITLES)

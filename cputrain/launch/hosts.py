@@ -1,18 +1,16 @@
 """Which hosts a job has, from options, a hostfile or the batch job around this process."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.ranks.host_names import LOCALHOST, is_this_host, repeated_host
 from affinity.wording import counted
-from cputrain.launch.options import THIS_MACHINE, PlanningOptions
-from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_name, read_hostfile
+from cputrain.launch.options import THIS_HOST, THIS_MACHINE, PlanningOptions
+from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_name, host_with_slots, read_hostfile
 from mpi.hosts.nodelist import MAX_HOSTS, expand
 from mpi.launchers.launcher import InstalledLauncher
-
-SLOTS = re.compile("[1-9][0-9]{0,5}")
 
 
 def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
@@ -24,22 +22,16 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
     if hostfile is not None:
         listed = read_hostfile(hostfile)
     elif names is not None:
-        listed = HostList(hosts=tuple(map(_host, expand(names))), format="plain")
+        listed = HostList(hosts=tuple(host_with_slots(text, "--hosts") for text in expand(names)), format="plain")
     elif nodes in (None, 1):
-        listed = HostList(hosts=(Host(name="localhost"),), format="plain")
+        listed = HostList(hosts=(Host(name=LOCALHOST),), format="plain")
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
+    if (twice := repeated_host(host.name for host in listed.hosts)) is not None:
+        raise InputError(f"--hosts: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
     if nodes not in (None, len(listed.hosts)):
         raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
     return listed
-
-
-def _host(text: str) -> Host:
-    """A host of --hosts: NAME, or NAME:SLOTS as mpirun and horovodrun have it."""
-    name, colon, slots = text.rpartition(":")
-    if colon and ":" not in name and SLOTS.fullmatch(slots):
-        return Host(name=check_name(name, "--hosts"), slots=int(slots))
-    return Host(name=check_name(text, "--hosts"))
 
 
 def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
@@ -81,6 +73,15 @@ def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> Pl
         raise InputError(
             "launch needs the names of its hosts: give --hosts or --hostfile, or run it in a Slurm or PBS job"
         )
+    return options
+
+
+def with_this_host(options: PlanningOptions) -> PlanningOptions:
+    """The options with this host as localhost where it is the job's only host, by any of its names, and no launcher is
+    named: then none is needed."""
+    alone = len(options.hosts) == 1 and not options.groups and options.machine == THIS_MACHINE
+    if alone and options.launcher in ("auto", "local") and is_this_host(options.hosts[0]):
+        return replace(options, hosts=THIS_HOST)
     return options
 
 

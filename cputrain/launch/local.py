@@ -11,6 +11,7 @@ from affinity.kernel.neighbors import plan_beside
 from affinity.planner.plan import Plan
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
+from cputrain.launch.options import THIS_HOST
 from cputrain.launch.rank_software import COMPILING
 from cputrain.launch.recipe_request import request_of
 from cputrain.launch.shortage import remedy
@@ -107,7 +108,7 @@ def local_job(
     The output of `plain_rank` is shown without a label.
     """
     return Job(
-        groups=(HostGroup(hosts=("localhost",), plan=plan),),
+        groups=(HostGroup(hosts=THIS_HOST, plan=plan),),
         command=command,
         plan_path=folder / PLAN,
         log_dir=folder / LOGS,

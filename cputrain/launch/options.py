@@ -10,6 +10,7 @@ from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.records import read_measured
 from affinity.planner.runtime import Runtime
 from affinity.planner.this_machine import plan_this_machine
+from affinity.ranks.host_names import LOCALHOST
 from affinity.topology.catalog import find_machine
 from affinity.topology.cpuset import format_list
 from mpi.fabric import Fabric, Setting, fabric_between
@@ -23,7 +24,7 @@ REQUEST_FIELDS = (
     *("profile", "openmp", "allocator", "cores", "e_cores", "oversubscribe", "balance"),
     *("local_batch", "link_gbit"),
 )
-THIS_MACHINE, THIS_HOST = "this", ("localhost",)
+THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

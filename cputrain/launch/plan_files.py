@@ -16,6 +16,7 @@ from affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.hosts import check_binder, converted_hostfile, uses_launcher
 from cputrain.launch.options import (
+    THIS_HOST,
     THIS_MACHINE,
     PlanningOptions,
     assumed,
@@ -55,7 +56,7 @@ def start_command(job: Job, options: PlanningOptions, env: Mapping[str, str]) ->
             return workers_line(replace(job, plan_on_host=True), MASTER_PORT), ""
         return workers_line(job, MASTER_PORT), "plan.json is the output of --format json"
     launcher = planned_launcher(options, env)
-    real = options.machine == THIS_MACHINE and (options.real_hosts or job.hosts == ("localhost",))
+    real = options.machine == THIS_MACHINE and (options.real_hosts or job.hosts == THIS_HOST)
     if real and len(job.groups) == 1 and not (job.binder == "launcher" and launcher.launcher.binds_by_file):
         alone = replace(job, plan_on_host=True)
         return shell_line(launch_command(alone, launcher, bound_command(alone), None)), ""

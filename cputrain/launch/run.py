@@ -18,7 +18,7 @@ from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
 from cputrain.launch.command import check_launch, check_program, command_job, new_folder
 from cputrain.launch.first_measurement import measure_transports
-from cputrain.launch.hosts import uses_launcher, with_allocated_hosts, with_host_groups
+from cputrain.launch.hosts import uses_launcher, with_allocated_hosts, with_host_groups, with_this_host
 from cputrain.launch.instances import chosen, with_instances
 from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
 from cputrain.launch.pods import in_pods, wait_for_name, with_pods
@@ -96,7 +96,8 @@ def make_launch(
 ) -> Launch:
     """The launch of a command as requested, on the hosts of the batch job around this process where none are named.
     Raises InputError where options cannot be combined."""
-    options = with_pods(with_allocated_hosts(with_host_groups(options, host_groups), env), env)
+    options = with_allocated_hosts(with_host_groups(options, host_groups), env)
+    options = with_pods(with_this_host(options), env)
     check_launch(options, plan_on_host=switches.plan_on_host)
     if instances is not None:
         options = with_instances(options, instances, this_machine())

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from affinity.errors import InputError
+from affinity.ranks.host_names import is_loopback
 from affinity.wording import counted
 from cputrain.other_launchers.read import Reading
 from cputrain.other_launchers.shell_words import line_of, unmarked
 from cputrain.other_launchers.wanted import Wanted, wanted
+from mpi.hosts.hostfile import split_slots
 from mpi.hosts.nodelist import expand, fold
 
 # Variables that the plan sets: one beside it would contradict it.
@@ -21,7 +23,6 @@ PLANNED = (
 # Variables that are options of launch -> what they set in `Wanted`.
 VARIABLES = {"OMP_NUM_THREADS": "threads", "CCL_WORKER_COUNT": "comm_cores"}
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-LOCAL = ("localhost", "127.0.0.1")
 ALLOCATION = "in a Slurm or PBS job launch takes the job's hosts; elsewhere add --hosts n1,n2 or --hostfile FILE"
 
 
@@ -155,9 +156,8 @@ def _with_slots(options: Wanted) -> Wanted:
     slots: Counter[str] = Counter()
     ranges = "[" in options.hosts  # Slurm's, and without slots
     for host in expand(options.hosts) if ranges else options.hosts.split(","):
-        name, colon, number = host.strip().rpartition(":")
-        numbered = bool(colon) and number.isdecimal()
-        slots[name if numbered else host.strip()] += int(number) if numbered else 1
+        name, number = split_slots(host.strip())
+        slots[name] += int(number or 1)
     each = set(slots.values())
     has_slots = each != {1} or ":" in options.hosts
     if has_slots and len(each) > 1:
@@ -166,7 +166,7 @@ def _with_slots(options: Wanted) -> Wanted:
         )
     if has_slots and options.ppn is None and (options.ranks is None or options.ranks == sum(slots.values())):
         options = replace(options, ppn=each.pop(), ranks=None)
-    return replace(options, hosts=None if set(slots) <= set(LOCAL) else fold(slots) if ranges else ",".join(slots))
+    return replace(options, hosts=None if all(map(is_loopback, slots)) else fold(slots) if ranges else ",".join(slots))
 
 
 def _words_of(options: Wanted) -> tuple[str, ...]:

@@ -1,11 +1,9 @@
 """What a run prints at its start: what it communicates, decodes and allocates with, and what would be faster."""
 
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.kernel.bound_plan import PLAN_VARIABLE
-from affinity.planner.plan_file import plan_of_host, read_json
+from affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
 
 # Measured: docs/benchmarks.md. An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
 CCL_GAIN = "all-reduces of 25 MiB up to 3.2 times as fast"
@@ -58,5 +56,5 @@ def bf16_line(speedup: float) -> str:
 
 def planned_allocator(env: Mapping[str, str]) -> str:
     """The memory allocator of the plan that has bound this process."""
-    plan = plan_of_host(read_json(Path(env[PLAN_VARIABLE])), socket.gethostname())
+    plan = read_host_plan(Path(env[PLAN_VARIABLE]))
     return str(plan["runtime"]["allocator"])

@@ -8,6 +8,7 @@ from affinity.errors import InputError
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
 from affinity.planner.runtime import Runtime
+from affinity.ranks.host_names import repeated_host
 from affinity.topology.machine import Machine
 from mpi.hosts.nodelist import fold
 
@@ -36,9 +37,9 @@ class Cluster:
 def plan_cluster(groups: Sequence[tuple[tuple[str, ...], Machine]], request: Request) -> Cluster:
     """Plan each group of hosts once, as part of one job. Raises InputError when a host is in two groups."""
     hosts = [host for names, _ in groups for host in names]
-    if len(set(hosts)) < len(hosts):
-        twice = next(host for host in hosts if hosts.count(host) > 1)
-        raise InputError(f"host {twice} is in two groups: name each host once")
+    if (twice := repeated_host(hosts)) is not None:
+        same = "" if twice[0] == twice[1] else f", as {twice[0]}"
+        raise InputError(f"host {twice[1]} is in two groups{same}: name each host once")
     whole = replace(request, nodes=len(hosts))
     planned = tuple(HostGroup(hosts=names, plan=plan_machine(machine, whole, Runtime())) for names, machine in groups)
     threads = sorted({worker.intra_op for group in planned for worker in group.plan.workers})

@@ -1,31 +1,54 @@
 """The hosts of a job: hostfiles of any launcher, the environment of Slurm and PBS <-> tuple of Host."""
 
-import ipaddress
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.ranks.host_names import host_key, is_address, network_name
 from affinity.ranks.rank import tasks_per_node
 from affinity.units import MIB
 from affinity.wording import counted
 from mpi.hosts.nodelist import expand
 
-# Names reach shells, ssh and files: nothing else is let through.
-NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+# Names reach shells, ssh and files: nothing else is let through. An absolute name ends with a dot.
+NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and a name in DNS
 MAX_SLOTS = 1 << 16
 MAX_BYTES = 64 << 20
+SSH_PORT = "22"
 NUMBER = re.compile("[0-9]{1,9}")
 WITH_SLOTS = re.compile("(.+):([0-9]+)")
+COMMENT = re.compile(r"#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+END_OF_LINE = "\0"  # Open MPI takes a block comment for one
+EQUALS = re.compile(r"[ \t]*=[ \t]*")
 TASKS = "SLURM_TASKS_PER_NODE"
-SLOTS_KEYS = ("slots", "max_slots", "max-slots")
 FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
     "hydra": "Intel MPI's and MPICH's format (h1:4)",
+    "sge": "Grid Engine's format (h1 4 all.q@h1 UNDEFINED)",
     "plain": "no launcher's format (h1)",
+}
+# The settings of a line, as Open MPI's lexer (hostfile_lex.l) and Hydra's have them -> what they mean.
+MOST = {word for one in ("slots", "cpu", "count") for word in (f"{one}-max", f"{one}_max", f"max-{one}", f"max_{one}")}
+OPEN_MPI = {
+    **dict.fromkeys(("slots", "cpu", "count"), "slots"),
+    **dict.fromkeys(MOST, "most"),
+    **dict.fromkeys(("username", "user-name", "user_name"), "user"),
+    "port": "port",
+}
+GRID_ENGINE_WORDS = (3, 4)  # host, slots, queue, and the processors where they are known
+SETTINGS = {"openmpi": OPEN_MPI, "hydra": {"binding": "binding", "user": "user"}}
+VALUES = {
+    **dict.fromkeys(("slots", "most", "port"), NUMBER),
+    "user": re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*"),
+    "binding": re.compile(".+"),
+}
+KNOWN = {
+    "openmpi": "slots=N, max_slots=N, username=NAME or port=N",
+    "hydra": "binding=... or user=NAME",
+    "plain": "slots=N, max_slots=N, username=NAME, port=N, binding=... or user=NAME",
 }
 
 
@@ -45,12 +68,31 @@ class HostList:
     format: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """What a line of a hostfile says: names, slots and its format, a key of FORMATS."""
+
+    names: tuple[str, ...]
+    slots: int | None
+    format: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Listed:
+    """A host as the lines so far have it: the line that was first, slots, and how many lines were without."""
+
+    name: str
+    line: int
+    slots: int | None = None
+    repeats: int = 0
+
+
 def read_hostfile(path: Path) -> HostList:
     """The hosts of a file in any launcher's format. Raises InputError naming file and line."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # editors of Windows write a byte-order mark
     except OSError as error:
         raise InputError(f"hostfile {path}: {error.strerror}: give a file with one host per line") from None
     except UnicodeDecodeError as error:
@@ -61,56 +103,123 @@ def read_hostfile(path: Path) -> HostList:
 
 
 def parse_hosts(text: str, source: str) -> HostList:
-    """Hosts of a text from a source: one per line, comments after #; repeated lines count as slots (PBS's node file).
+    """Hosts of a text from a source, one per line, as the launcher or scheduler reads them that has the format.
 
-    Raises InputError naming a line that is wrong, or that has another format than those before it.
+    Comments begin with #, in Open MPI's format also with // or are between /* and */. A host on several lines: those
+    without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Grid Engine's slots in
+    several queues add up. Raises InputError naming a line that is wrong, or that has another format than those before.
     """
     formats: dict[str, int] = {}
-    slots: dict[str, int | None] = {}
-    repeats: Counter[str] = Counter()
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        names, line_format, count = _parse_line(words, f"{source}:{number}")
-        formats.setdefault(line_format, number)
-        for name in names:
-            repeats[name] += 1
-            if repeats[name] > 1 and count is not None:
-                raise InputError(
-                    f"{source}:{number}: the file contains {name} twice, with slots: remove one of the two lines"
-                )
-            slots[name] = count
-    if not slots:
+    hosts: dict[str, _Listed] = {}
+    for number, line in _lines(text, source, formats):
+        place = f"{source}:{number}"
+        read = _parse_line(EQUALS.sub("=", line).split(), place, next(iter(formats), "plain"))
+        if read.format != "plain":
+            formats.setdefault(read.format, number)
+        for name in read.names:
+            _add(hosts.setdefault(host_key(name), _Listed(name=name, line=number)), name, read, place)
+    if not hosts:
         raise InputError(f"{source} contains no hosts: write one host per line")
-    if "openmpi" in formats and "hydra" in formats:
+    if len(formats) > 1:
+        (first, line_of_first), (second, line_of_second) = sorted(formats.items(), key=lambda one: one[1])[:2]
         raise InputError(
-            f"{source} mixes two formats: line {formats['openmpi']} is in {FORMATS['openmpi']}, line "
-            f"{formats['hydra']} in {FORMATS['hydra']}: use one of them"
+            f"{source} mixes two formats: line {line_of_first} is in {FORMATS[first]}, line {line_of_second} in "
+            f"{FORMATS[second]}: use one of them"
         )
-    several = any(count > 1 for count in repeats.values())
-    hosts = (Host(name=n, slots=repeats[n] if several and count is None else count) for n, count in slots.items())
-    found = next((name for name in ("openmpi", "hydra") if name in formats), "plain")
-    return HostList(hosts=tuple(hosts), format=found)
+    several = any(host.slots is None and host.repeats > 1 for host in hosts.values())
+    return HostList(
+        hosts=tuple(
+            Host(name=host.name, slots=host.repeats if several and host.slots is None else host.slots)
+            for host in hosts.values()
+        ),
+        format=next(iter(formats), "plain"),
+    )
 
 
-def _parse_line(words: list[str], place: str) -> tuple[tuple[str, ...], str, int | None]:
-    """Host names, format and slots of a line."""
-    first, settings = words[0], dict(word.partition("=")[::2] for word in words[1:])
-    line_format, slots = "plain", None
-    match = WITH_SLOTS.fullmatch(first)
-    if match and not _is_ip(first):
-        line_format, first, slots = "hydra", match[1], _slots(match[2], place)
-    for key, value in settings.items():
-        if key in SLOTS_KEYS and line_format != "hydra" and NUMBER.fullmatch(value):
-            line_format, slots = "openmpi", _slots(value, place) if key == "slots" else slots
-        elif key == "binding" and line_format != "openmpi":
-            line_format = "hydra"
-        else:
-            word = next(word for word in words[1:] if word.partition("=")[0] == key)
-            raise InputError(f"{place}: {word[:60]!r} is not slots=N, max_slots=N or binding=...: remove or correct it")
-    names = expand(first) if "[" in first and not first.startswith("[") else (first,)
-    return tuple(check_name(name, place) for name in names), line_format, slots
+def _lines(text: str, source: str, formats: dict[str, int]) -> Iterator[tuple[int, str]]:
+    """The lines that say something, without comments, and their numbers; adds the format that comments are of."""
+
+    def blank(match: re.Match[str]) -> str:
+        comment, line = match[0], text.count("\n", 0, match.start()) + 1
+        if comment.startswith("/*") and not (comment.endswith("*/") and len(comment) > len("/*/")):
+            raise InputError(f"{source}:{line}: the comment after /* has no end: write */ behind it")
+        if not comment.startswith("#"):
+            formats.setdefault("openmpi", line)
+        return END_OF_LINE + "\n" * comment.count("\n") if comment.startswith("/*") else ""
+
+    for number, line in enumerate(COMMENT.sub(blank, text).split("\n"), 1):
+        for part in line.split(END_OF_LINE):
+            if part.strip():
+                yield number, part
+
+
+def _add(host: _Listed, name: str, line: _Line, place: str) -> None:
+    """Add a line that names a host to what is known of it."""
+    known = host.slots is not None or host.repeats > 0
+    if name != host.name:
+        raise InputError(f"{place}: {name} is {host.name} of line {host.line}: write its name in one way")
+    if line.slots is None:
+        host.slots = None if host.slots is None else host.slots + 1
+        host.repeats += 1
+    elif not known or (line.format == "sge" and not host.repeats) or (line.format == "hydra" and host.slots is None):
+        host.slots = line.slots + (host.slots or host.repeats)
+    else:
+        raise InputError(
+            f"{place}: the file contains {name} twice, with slots, in {FORMATS[line.format]}: remove this line or "
+            f"line {host.line}"
+        )
+
+
+def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
+    """Host names, format and slots of a line of a file that has had this format so far."""
+    first = words[0]
+    if len(words) in GRID_ENGINE_WORDS and NUMBER.fullmatch(words[1]) and "=" not in "".join(words):
+        return _Line(names=(check_name(first, place),), slots=_slots(words[1], place), format="sge")
+    name, digits = split_slots(first)
+    line_format = "plain" if digits is None else "hydra"
+    said: dict[str, str] = {}
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if line_format == "plain":
+            line_format = next((each for each, settings in SETTINGS.items() if key in settings), "plain")
+        meaning = SETTINGS.get(line_format, {}).get(key, "")
+        if meaning not in VALUES or not VALUES[meaning].fullmatch(value):
+            known = file_format if line_format == "plain" else line_format
+            raise InputError(
+                f"{place}: {word[:60]!r} is not {KNOWN.get(known, KNOWN['plain'])}; the line is in {FORMATS[known]}: "
+                "remove or correct it"
+            )
+        if meaning in said:
+            raise InputError(
+                f"{place}: {word[:60]!r} says again what the line says before, which {FORMATS[line_format]} excludes: "
+                "remove one of the two"
+            )
+        said[meaning] = value
+    if said.get("port", SSH_PORT) != SSH_PORT:
+        raise InputError(
+            f"{place}: port={said['port']} is of {FORMATS[line_format]}, which not every launcher takes: write "
+            f"'Port {said['port']}' under 'Host {network_name(name)}' into ~/.ssh/config, and remove it here"
+        )
+    text = digits or said.get("slots") or said.get("most")
+    slots = None if text is None else _slots(text, place)
+    if slots is not None and int(said.get("most", slots)) < slots:
+        raise InputError(f"{place}: max_slots={said['most']} is less than slots={slots}: correct one of the two")
+    names = expand(name) if "[" in name else (name,)
+    if "user" in said:
+        names = tuple(f"{said['user']}@{one.rpartition('@')[2]}" for one in names)
+    return _Line(names=tuple(check_name(one, place) for one in names), slots=slots, format=line_format)
+
+
+def split_slots(text: str) -> tuple[str, str | None]:
+    """A host's name, and the digits of its slots where they are behind it: "h1:4", "[fe80::1]:4"."""
+    match = None if is_address(text) else WITH_SLOTS.fullmatch(text)
+    return (text, None) if match is None else (match[1], match[2])
+
+
+def host_with_slots(text: str, source: str) -> Host:
+    """A host as mpirun and horovodrun list it: NAME or NAME:SLOTS. Raises InputError on anything else."""
+    name, digits = split_slots(text)
+    return Host(name=check_name(name, source), slots=None if digits is None else _slots(digits, source))
 
 
 def _slots(text: str, place: str) -> int:
@@ -123,17 +232,9 @@ def check_name(name: str, source: str) -> str:
     """The name, if it is a valid name of a host. Raises InputError otherwise."""
     if len(name) > MAX_NAME:
         raise InputError(f"{source}: the host name {name[:30]!r}... has more than {MAX_NAME} characters: correct it")
-    if not NAME.fullmatch(name) and not _is_ip(name.rpartition("@")[2]):
+    if not NAME.fullmatch(name) and not is_address(name):
         raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
     return name
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.strip("[]"))
-    except ValueError:
-        return False
-    return True
 
 
 def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
@@ -158,9 +259,9 @@ def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
 def format_hosts(hosts: Iterable[Host], file_format: str) -> str:
     """A hostfile in a format of FORMATS; the inverse of `parse_hosts` where slots are given."""
     if file_format == "openmpi":
-        lines = [host.name if host.slots is None else f"{host.name} slots={host.slots}" for host in hosts]
+        lines = [_unbracketed(host.name) + ("" if host.slots is None else f" slots={host.slots}") for host in hosts]
     elif file_format == "hydra":
-        lines = [_name_in_hydra(host.name) + ("" if host.slots is None else f":{host.slots}") for host in hosts]
+        lines = [_in_hydra(host.name) + ("" if host.slots is None else f":{host.slots}") for host in hosts]
     else:
         lines = [host.name for host in hosts for _ in range(host.slots or 1)]
     return "\n".join(lines) + "\n"
@@ -171,5 +272,15 @@ def hosts_with_slots(hosts: Iterable[Host]) -> str:
     return ",".join(format_hosts(hosts, "hydra").split())
 
 
-def _name_in_hydra(name: str) -> str:
-    return f"[{name}]" if ":" in name and not name.startswith("[") else name
+def _unbracketed(name: str) -> str:
+    """The name, of an IPv6 address the form that ssh takes."""
+    user, at, host = name.rpartition("@")
+    return f"{user}{at}{network_name(host)}"
+
+
+def _in_hydra(name: str) -> str:
+    if ":" in name:
+        raise InputError(
+            f"host {name}: lists of Intel MPI and MPICH, and Open MPI's --host, take no IPv6 addresses: give its name"
+        )
+    return name

@@ -1,12 +1,16 @@
-"""Lists of host names, expanded and folded as Slurm does: n[001-128,130],gpu-x3."""
+"""Lists of host names, expanded and folded as Slurm does: n[001-128,130],rack[0-1]_blade[0-3],gpu-x3."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable
+from itertools import product
+from math import prod
 
 from affinity.errors import InputError
+from affinity.ranks.host_names import repeated_host
 
-PART = re.compile(r"([^\[\],]*)(?:\[([0-9,-]+)\]([^\[\],]*))?")
+ADDRESS = r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]"  # of IPv6
+NAMES = re.compile(rf"(?:[^\[\],]|\[[0-9,-]+\]|{ADDRESS})*")
+RANGES = re.compile(r"\[([0-9,-]+)\]")
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)", re.DOTALL)
 MAX_HOSTS = 200_000  # more than any machine has
@@ -14,11 +18,12 @@ MAX_DIGITS = 9
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Host names of a list, in its order. Raises InputError on an empty list, a bad range or a name given twice."""
+    """Host names of a list, in its order. Raises InputError on an empty list, a bad range or a host that is in it
+    twice."""
     hosts: list[str] = []
     place = 0
     while place < len(text):
-        match = PART.match(text, place)
+        match = NAMES.match(text, place)
         assert match is not None  # it matches the empty text too
         place = match.end()
         if place < len(text) and text[place] != ",":
@@ -27,19 +32,31 @@ def expand(text: str) -> tuple[str, ...]:
                 "n1,n2 or n[001-128,130]"
             )
         place += 1
-        prefix, ranges, suffix = match.groups()
-        if ranges is None:
-            hosts += [prefix.strip()] if prefix.strip() else []
-        else:
-            hosts += [f"{prefix.strip()}{number}{suffix.strip()}" for number in _numbers(ranges, text)]
+        hosts += _names(match[0].strip(), text)
         if len(hosts) > MAX_HOSTS:
             raise _too_many(text)
     if not hosts:
         raise InputError(f"hosts {text[:60]!r}: the list is empty: give HOST,HOST,...")
-    if len(set(hosts)) < len(hosts):
-        twice = next(name for name, count in Counter(hosts).items() if count > 1)
-        raise InputError(f"hosts {text[:60]!r}: the list contains {twice} twice: remove one of the two")
+    twice = repeated_host(hosts)
+    if twice is not None:
+        what = f"{twice[0]} twice" if twice[0] == twice[1] else f"{twice[0]} and {twice[1]}, the same host"
+        raise InputError(f"hosts {text[:60]!r}: the list contains {what}: remove one of the two")
     return tuple(hosts)
+
+
+def _names(item: str, text: str) -> list[str]:
+    """The names of one item of a list, with any number of ranges, in Slurm's order: the last number changes fastest,
+    then the first, the second and so on."""
+    words, ranges = RANGES.split(item)[::2], RANGES.split(item)[1::2]
+    if not ranges:
+        return [item] if item else []
+    *before, last = [_numbers(one, text) for one in ranges]
+    if len(last) * prod(map(len, before)) > MAX_HOSTS:
+        raise _too_many(text)
+    return [
+        "".join(word + number for word, number in zip(words, (*reversed(slow), fast, ""), strict=True))
+        for *slow, fast in product(*reversed(before), last)
+    ]
 
 
 def _numbers(ranges: str, text: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import request_to_json
+from affinity.ranks.host_names import LOCALHOST, network_name
 from affinity.ranks.pods import Pods
 from affinity.ranks.rank import LOOPBACK
 from mpi.hosts.groups import HostGroup
@@ -107,6 +108,6 @@ def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
 
 def rank_variables(job: Job) -> Variables:
     """Variables of every rank beside its plan's environment: where the ranks meet, and the job's own variables."""
-    first = LOOPBACK if job.hosts == ("localhost",) else job.hosts[0].rpartition("@")[2]
+    first = LOOPBACK if job.hosts == (LOCALHOST,) else network_name(job.hosts[0])
     port = () if job.master_port is None else (("MASTER_PORT", str(job.master_port)),)
     return (("MASTER_ADDR", job.master_addr or first), *port, *job.variables)

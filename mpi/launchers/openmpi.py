@@ -5,11 +5,14 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks import launcher_variables
+from affinity.ranks.host_names import share_first_label
 from affinity.topology.cpuset import format_list
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Files, InstalledLauncher, Launcher, Tokens, hosts_with_ranks
 
 RANKFILE = "rankfile"
+# Otherwise it cuts names at their first dot. Each version has a name of its own for this and ignores the other.
+FULL_NAMES = ("--mca", "prte_keep_fqdn_hostnames", "1", "--mca", "orte_keep_fqdn_hostnames", "1")
 RANKFILE_IS_A_MAPPER = (5,)  # from this version on a rankfile is an argument of --map-by
 
 
@@ -17,6 +20,7 @@ def _rank_counts(job: Job, installed: InstalledLauncher) -> Tokens:
     return (
         *(("--allow-run-as-root",) if installed.as_root else ()),
         *(("--prefix", installed.prefix) if installed.prefix else ()),
+        *(FULL_NAMES if share_first_label(job.hosts) else ()),
         *("-np", str(job.world_size)),
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks import launcher_variables
+from affinity.ranks.host_names import LOCALHOST
 from affinity.topology.cpuset import format_mask
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Files, HostOptions, InstalledLauncher, Launcher, Tokens
@@ -15,7 +16,7 @@ PLACEMENT = "--distribution=block:block"
 
 
 def _rank_counts(job: Job, _installed: InstalledLauncher) -> Tokens:
-    if job.hosts == ("localhost",):
+    if job.hosts == (LOCALHOST,):
         raise InputError("srun starts ranks on the hosts of an allocation, not on localhost: name them with --hosts")
     cpus = len(job.plan.machine.allowed_pus)
     return (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from affinity.planner.plan import Plan
+from affinity.ranks.host_names import network_name
 from affinity.wording import first_named
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import HostGroup
@@ -143,7 +144,7 @@ def unreachable(hosts: list[str]) -> list[str]:
 
     def is_silent(host: str) -> bool:
         try:
-            socket.create_connection((host.rpartition("@")[2].strip("[]"), SSH_PORT), timeout=SSH_TIMEOUT_S).close()
+            socket.create_connection((network_name(host), SSH_PORT), timeout=SSH_TIMEOUT_S).close()
         except ConnectionRefusedError:
             return False
         except OSError:

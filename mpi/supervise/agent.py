@@ -51,7 +51,8 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         connection, orders = _join(options.report_to, env.get(TOKEN_VARIABLE, ""), rank)
         if any(isinstance(order, Stop) for order in orders):
             return ExitStatus.FAILED
-        label = "" if rank.rank == options.plain_rank else f"[{socket.gethostname().partition('.')[0]}:{rank.rank}] "
+        host = next(order.label for order in orders if isinstance(order, Answer))
+        label = "" if rank.rank == options.plain_rank else f"[{host}:{rank.rank}] "
         try:
             supervisor = RankSupervisor(options.logs, sys.stdout, sys.stderr, live=(options.live, options.live))
             return supervise(rank, tuple(options.command), env, supervisor, connection, orders, label=label)

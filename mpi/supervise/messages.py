@@ -63,7 +63,9 @@ class Signaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The launching host's answer to a Hello or a heartbeat."""
+    """The launching host's answer to a Hello or a heartbeat; to a Hello, with the label of the rank's host."""
+
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

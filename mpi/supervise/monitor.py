@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from affinity.ranks.host_names import host_labels, is_loopback
 from affinity.ranks.rank import LOOPBACK
 from mpi.supervise.activity import Activity
 from mpi.supervise.clock import RunningClock
@@ -64,7 +65,8 @@ class Monitor:
         self._alone: list[RankStatus] = []  # of the failed ones, those that failed by nothing else
         self._checked_at = self.clock.now() - SILENCE_CHECK_S
         self._preempts = False
-        self._size = len(hosts)
+        self._hosts, self._size = hosts, len(hosts)
+        self._labels = _labels(tuple(dict.fromkeys(hosts)))
         self._exits = 0
         self._ended = 0  # of the exits and lost agents, those of which `failed` knows
         self._server = RankServer(token, hosts, address, (Heartbeat, Exit, Stack, Signaled))
@@ -90,7 +92,8 @@ class Monitor:
         if isinstance(message, Hello):
             status = RankStatus(rank=rank, host=message.host, heartbeat=now, activity=Activity(), answered=now)
             self.ranks[rank] = status
-            self._server.connections[rank].send(Answer())
+            label = self._labels[self._hosts[rank]] or message.host.partition(".")[0]
+            self._server.connections[rank].send(Answer(label=label))
             return
         status = self.ranks[rank]
         status.heartbeat = now
@@ -183,6 +186,11 @@ class Monitor:
     def close(self) -> None:
         """Close every connection: an agent that is left ends its rank then, at once."""
         self._server.close()
+
+
+def _labels(hosts: tuple[str, ...]) -> dict[str, str]:
+    """Each host's label; "" where the job does not name it, but says localhost."""
+    return {host: "" if is_loopback(host) else label for host, label in zip(hosts, host_labels(hosts), strict=True)}
 
 
 def _exit(rank: int, host: str, message: Exit, now: float) -> RankExit:

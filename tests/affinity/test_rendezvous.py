@@ -40,6 +40,11 @@ def test_ranks_of_one_job_find_one_port_and_other_jobs_another() -> None:
     assert meeting_place(rank(1), {}) == (LOOPBACK, MASTER_PORT)
 
 
+def test_the_first_host_of_a_list_with_several_ranges() -> None:
+    for nodes, first in (("rack[0-1]_blade[03-4],m1", "rack0_blade03"), ("n[1][2]", "n12"), ("a.b.,n[1-2]", "a.b.")):
+        assert meeting_place(rank(1, on_host=2), {"SLURM_JOB_NODELIST": nodes})[0] == first
+
+
 def test_slurm_s_first_host_is_rank_0_s() -> None:
     assert meeting_place(rank(3, on_host=2), SPREAD)[0] == "n003-ib"
     assert meeting_place(rank(3, on_host=2), {**SPREAD, **STEP})[0] == "n2"

@@ -8,7 +8,7 @@ from affinity.planner.plan_file import plan_from_dict
 from affinity.topology.catalog import find_machine
 from mpi.hosts.groups import cluster_to_dict, plan_cluster
 from mpi.hosts.nodelist import expand
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, here, refused
 
 GROUPS = (
     ("n[0001-4000]", "skx-8160-2s"),
@@ -32,6 +32,14 @@ def test_a_host_in_two_groups_is_refused() -> None:
     machine = find_machine("skx-8160-2s")
     with pytest.raises(InputError, match="host n2 is in two groups"):
         plan_cluster([(("n1", "n2"), machine), (("n2",), machine)], Request())
+    with pytest.raises(InputError, match=r"host ana@N2\. is in two groups, as n2: name each host once"):
+        plan_cluster([(("n1", "n2"), machine), (("ana@N2.",), machine)], Request())
+
+
+def test_a_host_is_listed_once_however_it_is_written() -> None:
+    plan = ("plan", "--machine", "skx-8160-2s", "--hosts")
+    assert "n1 and N1 are the same host" in refused(here(*plan, "n1:2,N1:3"))
+    assert "N1 and n1, the same host" in refused(here(*plan, "N1,n1"))
 
 
 def test_on_the_command_line() -> None:

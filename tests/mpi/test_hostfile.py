@@ -1,5 +1,8 @@
 """Hostfiles of every launcher, right and wrong."""
 
+import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,10 +11,14 @@ from hypothesis import strategies as st
 
 from affinity.errors import InputError
 from mpi.hosts.hostfile import MAX_SLOTS, Host, allocated_hosts, format_hosts, parse_hosts, read_hostfile
+from tests.support.commands import cputrain, mpi_path
 
 
 def parsed(text: str) -> list[tuple[str, int | None]]:
     return [(host.name, host.slots) for host in parse_hosts(text, "f").hosts]
+
+
+COMMENTED = [("h1", 1), ("h2", 2), ("h3", None)]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +34,17 @@ def parsed(text: str) -> list[tuple[str, int | None]]:
         ("fe80::1\n::1\n", "plain", [("fe80::1", None), ("::1", None)]),
         ("[fe80::1]:4\n", "hydra", [("[fe80::1]", 4)]),
         ("h1", "plain", [("h1", None)]),
+        ("h1.foo. slots=2\nh2.foo.\n", "openmpi", [("h1.foo.", 2), ("h2.foo.", None)]),
+        ("h1 slots = 2 max-slots=4\nh2 cpu=2\nh3 count= 2 port=22\n", "openmpi", [("h1", 2), ("h2", 2), ("h3", 2)]),
+        ("// racks\n/* two,\n one new */\nh1 slots=1 // a\n/* b */h2 slots=2/* c */h3\n", "openmpi", COMMENTED),
+        ("h1 slots=2\nh2 username=ana max_count=3\n", "openmpi", [("h1", 2), ("ana@h2", 3)]),
+        ("h1 slots=2\nh1\n", "openmpi", [("h1", 3)]),
+        ("h1:2\nh1\nh2\nh2:2\n", "hydra", [("h1", 3), ("h2", 3)]),
+        ("h1:2 user=ana\n", "hydra", [("ana@h1", 2)]),
+        ("rack[0-1]_blade[0-1]:2\n", "hydra", [(f"rack{i}_blade{j}", 2) for i in "01" for j in "01"]),
+        ("h1 4 all.q@h1 UNDEFINED\nh2 4 all.q@h2 <NULL>\nh1 2 b.q@h1 0,1\n", "sge", [("h1", 6), ("h2", 4)]),
+        ("c101\nc101\nc102\nc102\n", "plain", [("c101", 2), ("c102", 2)]),  # $LSB_DJOB_HOSTFILE
+        ("h1.a slots=2\nh1.b slots=2\nh1 slots=1\n", "openmpi", [("h1.a", 2), ("h1.b", 2), ("h1", 1)]),
     ],
 )
 def test_every_format_is_recognized(text: str, file_format: str, hosts: list) -> None:
@@ -64,6 +82,20 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         (f"h1:{'9' * 5000}", "set slots to 1 to 65,536"),
         ("h1 slots=\u00b2", "is not slots=N"),
         ("h" * 4097, "more than 255 characters"),
+        ("vm-a\nvm-a slots=2", r"f:2: the file contains vm-a twice, with slots, in Open MPI's format .*line 1"),
+        ("h1 slots=2\nh1 slots=2", "f:2: the file contains h1 twice, with slots, in Open MPI's format"),
+        ("h1:2\nh1:2", "f:2: the file contains h1 twice, with slots, in Intel MPI's and MPICH's format"),
+        ("h1 slots=2 slots=3", "f:1: 'slots=3' says again .* Open MPI's format"),
+        ("h1 slots=2 cpu=2", "f:1: 'cpu=2' says again .* Open MPI's format"),
+        ("VM-A slots=2\nvm-a", "f:2: vm-a is VM-A of line 1: write its name in one way"),
+        ("a@h1\nh1", "f:2: h1 is a@h1 of line 1"),
+        ("/* x */\n\nh1 slots=2\n\n/* h2", r"f:5: the comment after /\* has no end"),
+        ("// x\nh1:4", "line 1 is in Open MPI's .* line 2 in Intel MPI's and MPICH's"),
+        ("h1 4 all.q UNDEFINED\nh2:4", "line 1 is in Grid Engine's format .* line 2 in Intel MPI's"),
+        ("h1 slots=4 max_slots=2", "f:1: max_slots=2 is less than slots=4"),
+        ("h1 slots=4\nh2 boards=1", "f:2: 'boards=1' is not slots=N.*; the line is in Open MPI's format"),
+        ("h1 slots=2\nana@h2 port=2222", "f:2: port=2222 is of Open MPI's format .* 'Host h2' into ~/.ssh/config"),
+        ("rank 0=h1 slot=1", "f:1: '0=h1' is not slots=N"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, message: str) -> None:
@@ -91,6 +123,55 @@ def test_any_text_is_a_hostfile_or_refused(text: str) -> None:
     except InputError:
         return
     assert all(host.slots is None or 1 <= host.slots <= MAX_SLOTS for host in hosts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h1 slots = 2 max-slots=4\nh2 cpu=2\nana@h3 count=3\n",
+        "// old\n/* two,\n one new */\nh1 slots=2 /* a */ h2 slots=1\n",
+        "h1 slots=2\nh1\n",
+        "h1 max_slots=3\nh2 slots-max=2\n",
+        "h1\nh1\nh1\n",
+        "h1.foo. slots=2\n",
+        "h1\nh1 slots=2\n",
+        "h1 slots=2\nh1 slots=2\n",
+        "h1 slots=2 slots=3\n",
+        "h1 slots=3 max_slots=2\n",
+        "h1 slots\n",
+        "h1 Slots=2\n",
+        "h1 boards=1 slots=2\n",
+    ],
+)
+def test_hostfiles_are_read_or_refused_as_by_open_mpi(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    path = {**os.environ, **mpi_path("openmpi")}
+    prefix = str(Path(path["PATH"].partition(":")[0]).resolve().parent)
+    options = ("--allow-run-as-root", "--prefix", prefix, "--hostfile", "hosts", "--map-by", "slot:NOLOCAL")
+    argv = ["mpirun", *options, "-np", "1", "--display", "allocation", "--do-not-launch", "true"]
+    result = subprocess.run(argv, env=path, cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=60)
+    read = dict(re.findall(r"^ +(h\d\S*): slots=(\d+)", result.stdout, re.MULTILINE))
+    if "hostfile:" in result.stderr:
+        with pytest.raises(InputError, match=r"hosts:[12]"):
+            read_hostfile(tmp_path / "hosts")
+    else:
+        ours = read_hostfile(tmp_path / "hosts").hosts
+        assert {host.name.rpartition("@")[2].partition(".")[0]: str(host.slots) for host in ours} == read, result.stderr
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfh1 slots=2\r\nh2 slots=2\r\n")
+    assert read_hostfile(tmp_path / "hosts").hosts == (Host(name="h1", slots=2), Host(name="h2", slots=2))
+    options = ("--machine", "skx-8160-2s", "--hostfile", "hosts", "--launcher", "mpich", "--write", "job")
+    assert cputrain("plan", *options, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
+
+
+def test_addresses_of_ipv6_are_written_as_their_launcher_reads_them() -> None:
+    hosts = (Host(name="[fe80::1]", slots=2), Host(name="ana@[fe80::2]", slots=2))
+    assert format_hosts(hosts, "openmpi") == "fe80::1 slots=2\nana@fe80::2 slots=2\n"
+    with pytest.raises(InputError, match="take no IPv6 addresses: give its name"):
+        format_hosts(hosts, "hydra")
 
 
 def test_endless_files_are_refused() -> None:

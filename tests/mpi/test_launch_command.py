@@ -104,6 +104,23 @@ def test_each_host_group_has_its_own_slots_and_plan(tmp_path: Path) -> None:
             launch_command(mixed, newest_version(name), ("CMD",), Path())
 
 
+def test_open_mpi_keeps_full_names_where_hosts_share_their_first_label() -> None:
+    def argv(*hosts: str) -> tuple[str, ...]:
+        groups = (HostGroup(hosts=hosts, plan=job(1).groups[0].plan),)
+        return launch_command(job(1, groups=groups), newest_version("openmpi"), ("CMD",), Path()).argv
+
+    assert "prte_keep_fqdn_hostnames" in argv("w.1.foo", "w.2.foo")
+    assert "prte_keep_fqdn_hostnames" not in argv("w1.foo", "w2.foo", "10.0.0.1", "10.0.0.2")
+
+
+def test_torchrun_and_the_ranks_meet_at_the_first_host_s_bare_name() -> None:
+    for first, endpoint, address in (("ana@n1.", "n1.:29500", "n1."), ("[fe80::1]", "[fe80::1]:29500", "fe80::1")):
+        groups = (HostGroup(hosts=(first, "n2"), plan=job(1).groups[0].plan),)
+        started = launch_command(job(1, groups=groups), newest_version("torchrun"), ("CMD",), Path()).argv
+        assert f"--rdzv-endpoint={endpoint}" in started
+        assert dict(rank_variables(job(1, groups=groups)))["MASTER_ADDR"] == address
+
+
 def test_ten_thousand_hosts_of_four_ranks() -> None:
     plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=4, nodes=10_000), Runtime())
     hosts = tuple(f"n{i:05}" for i in range(10_000))

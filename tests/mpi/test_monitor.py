@@ -119,7 +119,7 @@ def test_a_preemption_between_two_halves_of_a_message_is_the_next_message(monito
     while len(received) < 3 and time.monotonic() < deadline:
         monitor.poll(0.05)
         received += connection.receive() or []
-    assert received == [Answer(), Answer(), Preempt()]
+    assert received == [Answer(label="h0"), Answer(), Preempt()]
     for each in (connection, *others):
         each.close()
 
@@ -130,7 +130,7 @@ def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
     await_hello(monitor, 1)
     monitor.preempt()
     monitor.poll(0.05)
-    assert first.receive() == [Answer()]
+    assert first.receive() == [Answer(label="h0")]
     connections = [first, *(agent(monitor, rank) for rank in range(1, RANKS))]
     await_hello(monitor, RANKS)
     monitor.poll(0.05)

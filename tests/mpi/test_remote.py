@@ -179,6 +179,42 @@ def test_an_all_reduce_over_four_hosts(hosts: FakeHosts, name: str, tmp_path: Pa
     assert [*usage.planned] == [*range(size)]
 
 
+ALIKE = ("mpi-worker.1.foo.example", "mpi-worker.2.foo.example")
+THREADS = "import os, socket; print(socket.gethostname(), os.environ['OMP_NUM_THREADS'])"
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHosts]:
+    with fake_hosts(tmp_path_factory.mktemp("alike"), ALIKE) as hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_hosts_that_share_their_first_label_have_their_own_plans_and_labels(
+    alike: FakeHosts, name: str, tmp_path: Path
+) -> None:
+    env = [f"{key}={value}" for key, value in {**alike.env, **mpi_path(name), "PYTHONPATH": str(Path.cwd())}.items()]
+    groups = (f"{ALIKE[0]}=pack:1 core:1 pu:1", f"{ALIKE[1].upper()}=pack:1 core:2 pu:1")
+    options = ("--ppn", "1", "--comm-cores", "0", "--allow-other-layout", "--output", str(tmp_path / "out"))
+    launch = (sys.executable, "-m", "cputrain", "launch", "--launcher", name.removesuffix("4"), *options)
+    listed = [word for group in groups for word in ("--host-group", group)]
+    argv = alike.inside(ALIKE[0], "env", *env, *launch, *listed, "--", sys.executable, "-c", THREADS)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert sorted(result.stdout.splitlines()) == [
+        f"[MPI-WORKER.2:1] {ALIKE[1]} 2",
+        f"[mpi-worker.1:0] {ALIKE[0]} 1",
+    ]
+
+
+def test_a_job_on_this_host_alone_needs_no_launcher(tmp_path: Path) -> None:
+    for number, host in enumerate((socket.gethostname().upper(), "127.0.0.1", "localhost")):
+        options = ("--hosts", host, "--ppn", "1", "--output", str(tmp_path / str(number)))
+        argv = (*options, "--", sys.executable, "-c", "print('hello')")
+        result = cputrain("launch", *argv, cwd=tmp_path, PATH="/nonexistent")
+        assert (result.returncode, result.stdout) == (0, "[0] hello\n"), result.stderr
+
+
 PS_SHOWS_TOKEN = """
 import os, socket, subprocess, time
 time.sleep(1)

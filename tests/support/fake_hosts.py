@@ -122,14 +122,14 @@ def bridge(network: int) -> str:
 
 
 @contextmanager
-def fake_hosts(folder: Path, hosts: int) -> Iterator[FakeHosts]:
-    """Start so many hosts, h1 to hN; end them all, by pid, and the bridge between them."""
+def fake_hosts(folder: Path, hosts: int | tuple[str, ...]) -> Iterator[FakeHosts]:
+    """Start so many hosts, h1 to hN, or hosts of these names; end them all, by pid, and the bridge between them."""
     if os.geteuid() != 0:
         pytest.skip(reason="needs root (network namespaces)")
     for package, program in (("iproute2", "ip"), ("openssh-server", "/usr/sbin/sshd"), ("util-linux", "nsenter")):
         if shutil.which(program) is None:
             pytest.skip(reason=f"needs the system package {package} ({program})")
-    names = [f"h{i}" for i in range(1, hosts + 1)]
+    names = [f"h{i}" for i in range(1, hosts + 1)] if isinstance(hosts, int) else list(hosts)
     started: list[subprocess.Popen[bytes]] = []
     network = next(NETWORKS)
     write_ssh_files(folder, names, network)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
-from affinity.ranks.rendezvous import LOOPBACK_INTERFACE
-from affinity.ranks.route import interface_to
+from affinity.ranks.route import LOOPBACK_INTERFACE, interface_to
 from affinity.wording import counted
 from cputrain.comm.ccl.libraries import Libraries
 from cputrain.comm.ccl.segments import SHM

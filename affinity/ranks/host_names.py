@@ -1,0 +1,183 @@
+"""Which host a name means: names and addresses compared, a host found in a list by any of its names, hosts told apart.
+
+Names are compared as DNS does, without regard to case (RFC 4343) and to the final dot of an absolute name (RFC 1034,
+3.1). A name is short for those that begin with all of its labels: n1 for n1.cluster.
+"""
+
+import ipaddress
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from affinity.errors import InputError
+from affinity.ranks.route import own_addresses
+from affinity.wording import either
+
+LOCALHOST = "localhost"
+NUMBERS = re.compile("[0-9]+")
+MAX_CANDIDATES = 4  # named in a message
+
+
+def network_name(host: str) -> str:
+    """The host's name or address as sockets take it: without a user, and without the brackets of an IPv6 address."""
+    return host.rpartition("@")[2].strip("[]")
+
+
+def host_key(host: str) -> str:
+    """What all spellings of a host have in common: ana@N1. and n1, FE80::1 and [fe80:0::1]."""
+    name = network_name(host).lower()
+    address = _address(name)
+    return name.removesuffix(".") if address is None else str(address)
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is given by its IPv4 or IPv6 address."""
+    return _address(network_name(host)) is not None
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    if ":" not in name and not name.replace(".", "").isdecimal():
+        return None  # most names, in a tenth of the time
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is that of every host for itself: localhost, 127.0.0.1, ::1."""
+    address = _address(network_name(host))
+    return host_key(host) == LOCALHOST if address is None else address.is_loopback
+
+
+def repeated_host(hosts: Iterable[str]) -> tuple[str, str] | None:
+    """The first two spellings of the same host in a list; None where all hosts differ."""
+    seen: dict[str, str] = {}
+    for host in hosts:
+        if (key := host_key(host)) in seen:
+            return seen[key], host
+        seen[key] = host
+    return None
+
+
+def find_host(host: str, listed: Sequence[str]) -> int | None:
+    """A host's place in a list, by names alone: the same full name, else the only one that is short for the other, else
+    the only one with the same first label in another domain; None without one.
+
+    Raises InputError where several may be meant.
+    """
+    found = _candidates(host, listed)
+    if len(found) > 1:
+        names = [listed[place] for place in found[:MAX_CANDIDATES]]
+        raise InputError(f"host {host} may be {either(names)}: name it in full")
+    return found[0] if found else None
+
+
+def _candidates(host: str, listed: Sequence[str]) -> list[int]:
+    """The places of those that a host's name may mean: one, where it is there in full."""
+    key, keys = host_key(host), [host_key(name) for name in listed]
+    if key in keys:
+        return [keys.index(key)]
+    if is_address(key):
+        return []
+    label = key.partition(".")[0]
+    alike = [place for place, other in enumerate(keys) if other.partition(".")[0] == label and not is_address(other)]
+    short = [place for place in alike if f"{key}.".startswith(f"{keys[place]}.") or keys[place].startswith(f"{key}.")]
+    # Names that differ only in numbers are those of a series: worker.1.net, worker.2.net.
+    series = NUMBERS.sub("0", key)
+    return short or [place for place in alike if NUMBERS.sub("0", keys[place]) != series]
+
+
+def find_this_host(listed: Sequence[str]) -> int | None:
+    """This host's place in a list: by its name, else by an address that is its own; None where it is not there.
+
+    Asks the name service only where its name is not in the list. Raises InputError where several may be meant.
+    """
+    here = socket.gethostname()
+    found = _candidates(here, listed)
+    if len(found) == 1 and _is_short_for(here, listed[found[0]]):
+        return found[0]
+    own = [place for place, name in enumerate(listed) if _is_own(name)]
+    own = own or [place for place in found if any(map(is_own_address, addresses_of(listed[place])))]
+    if own:
+        return own[0]
+    unknown = [place for place in found if not addresses_of(listed[place])]  # the others are other hosts
+    if not unknown:
+        names = {host_key(name) for name in _own_names()}
+        return next((place for place, name in enumerate(listed) if host_key(name) in names), None)
+    place = find_host(here, [listed[place] for place in unknown])
+    return None if place is None else unknown[place]
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a name is localhost, this host's own, full or short, or one of its addresses; asks no name service."""
+    return _is_own(name) or _is_short_for(socket.gethostname(), name)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a name is localhost or one of this host's addresses."""
+    return host_key(name) == LOCALHOST or (is_address(name) and is_own_address(network_name(name)))
+
+
+def _is_short_for(one: str, other: str) -> bool:
+    """Whether two names are equal, or one is short for the other."""
+    if is_address(one) or is_address(other):
+        return host_key(one) == host_key(other)
+    shorter, longer = sorted((f"{host_key(one)}.", f"{host_key(other)}."), key=len)
+    return longer.startswith(shorter)
+
+
+def is_own_address(address: str) -> bool:
+    """Whether an address is one of this host's: only then may a socket have it."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def addresses_of(name: str) -> list[str]:
+    """A host's addresses by the name service; none where it does not know the name."""
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(network_name(name), None, type=socket.SOCK_DGRAM)]
+    except (OSError, UnicodeError):
+        return []
+
+
+def _own_names() -> list[str]:
+    """This host's names by the name service, aliases among them, in /etc/hosts too."""
+    names = []
+    for address in own_addresses():
+        try:
+            name, aliases, _ = socket.gethostbyaddr(address)
+        except OSError:
+            continue
+        names += [name, *aliases]
+    return names
+
+
+def share_first_label(hosts: Sequence[str]) -> bool:
+    """Whether the names of several hosts begin with the same label."""
+    labels = [host_key(host).partition(".")[0] for host in hosts if not is_address(host)]
+    return len(set(labels)) < len(labels)
+
+
+def host_labels(hosts: Sequence[str]) -> tuple[str, ...]:
+    """A short name for each host that no other host of the list has: its first label, or as many as tell it apart; an
+    address as it is."""
+    names = [network_name(host).removesuffix(".") for host in hosts]
+    shortened = [_shortened(name) for name in names]
+    uses = Counter(text.lower() for texts in shortened for text in texts)
+    return tuple(
+        next((text for text in texts if uses[text.lower()] == 1), name)
+        for name, texts in zip(names, shortened, strict=True)
+    )
+
+
+def _shortened(name: str) -> list[str]:
+    """A name's beginnings, label by label: n1, n1.cluster."""
+    return [name] if is_address(name) else list(accumulate(name.split("."), "{}.{}".format))
