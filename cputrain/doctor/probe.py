@@ -5,11 +5,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from affinity.start import own_program
 
 Found = dict[str, Any]
 Env = Mapping[str, str]
@@ -92,7 +93,7 @@ def main(env: Env) -> None:
 
 def start_probe(env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     """Start the probe."""
-    command = [sys.executable, "-m", "cputrain.doctor.probe"]
+    command = own_program("cputrain.doctor.probe")
     return subprocess.Popen(
         command,
         env=dict(env),

@@ -25,7 +25,6 @@ MAY_USE_THE_ENVIRONMENT = {
     "cputrain/doctor/probe.py",
     "cputrain/sweep/trial_rank.py",
     # Called by torch, which hands nothing over, or by a user's own script.
-    "cputrain/comm/autoload.py",
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",
     "cputrain/training/own.py",

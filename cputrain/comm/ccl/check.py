@@ -17,13 +17,14 @@ from affinity.exit_status import ExitStatus, status_of
 from affinity.planner.records import Record
 from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
+from affinity.start import own_program
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.measurements import keep
 from cputrain.transports import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, transport_records
 from mpi.supervise.local import free_port
 
-PROGRAM = (sys.executable, "-m", "cputrain.comm.ccl.check_rank")
+PROGRAM = own_program("cputrain.comm.ccl.check_rank")
 MPIRUN = "bin/mpiexec.hydra"
 TIMEOUT_S, END_S = 120.0, 5.0
 # Of a job around this process, which the two ranks are no part of.
