@@ -1,5 +1,10 @@
 """`python -m affinity read|plan|bind|show`: the package on its own, for any training and without torch."""
 
+from affinity.start import isolate
+
+if __name__ == "__main__":
+    isolate()
+
 import argparse
 import json
 import os

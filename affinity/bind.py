@@ -3,6 +3,11 @@
 It binds, verifies, exports the worker's environment and torch.distributed's env:// variables, and becomes the command.
 """
 
+from affinity.start import isolate
+
+if __name__ == "__main__":
+    isolate()
+
 import argparse
 import logging
 import os

@@ -1,7 +1,6 @@
 """All-reduces between two ranks of this host, a core each: time and bandwidth by size, for each backend."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from affinity.planner.measured import ALL_REDUCE
 from affinity.planner.plan import Plan, Request
 from affinity.planner.records import Record
 from affinity.planner.this_machine import plan_this_machine
+from affinity.start import own_program
 from affinity.topology.machine import Machine
 from affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
@@ -83,7 +83,7 @@ def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: 
         folder = Path(name)
         write_plan(folder / PLAN, plan)
         file = folder / "times.json"
-        program = (sys.executable, "-m", "cputrain.bench.all_reduce_rank")
+        program = own_program("cputrain.bench.all_reduce_rank")
         command = (*program, backend, str(repeats), str(file), *map(str, sizes))
         run_ranks(plan, command, folder, env, what=f"the all-reduce over {backend}")
         return {int(size): times for size, times in json.loads(file.read_text()).items()}

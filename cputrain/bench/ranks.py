@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from affinity.errors import InputError, RunError
 from affinity.planner.plan import Plan
+from affinity.start import own_program
 from cputrain.bench.model_rank import SPEC, Spec, result_file
 from cputrain.launch.local import PlannedTraining, local_job
 from cputrain.runs.folder import LOGS, RECIPE, make_folder
@@ -53,6 +53,6 @@ def measure_training(
     folder = planned.recipe.folder
     make_folder(planned.recipe, planned.plan, overwrite=True)
     (folder / SPEC).write_text(json.dumps(asdict(spec)))
-    command = (sys.executable, "-m", "cputrain.bench.model_rank", str(folder / RECIPE))
+    command = (*own_program("cputrain.bench.model_rank"), str(folder / RECIPE))
     run_ranks(planned.plan, command, folder, env, what=what)
     return [json.loads(result_file(folder, rank).read_text()) for rank in range(planned.ppn)]

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from affinity.start import own_program
 from cputrain.cli.options import settings_argument
 from cputrain.cli.plan import command as plan_command
 from cputrain.cli.prepare import command as prepare_command
@@ -31,4 +32,4 @@ def command(settings: tuple[str, ...]) -> None:
     training = ("train", RECIPE, *settings, "--overwrite")
     click.echo(f"cputrain {shlex.join(training)}")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "cputrain", *training])
+    os.execv(sys.executable, (*own_program("cputrain"), *training))

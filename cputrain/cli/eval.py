@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import click
 
 from affinity.errors import InputError
 from affinity.ranks.rank import discover
+from affinity.start import own_program
 from cputrain.checkpoints.manifest import is_checkpoint
 from cputrain.cli.json_output import format_option
 from cputrain.cli.options import no_verify_option, settings_argument
@@ -115,7 +115,7 @@ def _evaluate_here(
     check_checkpoints(checkpoints, training, survey_recipe(training))
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
     write_plan(scratch / PLAN, plan)
-    command = (sys.executable, "-m", "cputrain", "eval", *arguments)
+    command = (*own_program("cputrain"), "eval", *arguments)
     status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
     shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
     return status

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank, discover
+from affinity.start import own_program
 from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import no_verify_option, settings_argument
 from cputrain.launch.local import local_job, plan_training
@@ -100,7 +100,7 @@ def command(
     arguments = (*options, *drawn, *flags, "--", recipe, *settings)
     job = local_job(
         planned.plan,
-        (sys.executable, "-m", "cputrain", "find-lr", *arguments),
+        (*own_program("cputrain"), "find-lr", *arguments),
         scratch,
         verify=not no_verify,
         plain_rank=0,

@@ -181,7 +181,7 @@ def _workers(options: PlanningOptions, training: Recipe | None, cpus: int) -> in
 
 def _train(training: Recipe) -> tuple[str, ...]:
     file = f"{RECIPE_FOLDER}/{RECIPE_FILE}"
-    return ("python", "-m", "cputrain", "train", file, f"output={training.folder}")
+    return ("cputrain", "train", file, f"output={training.folder}")
 
 
 def _seconds(text: str) -> int:

@@ -14,6 +14,7 @@ from affinity.kernel.bound_plan import bound_worker, plan_in_memory
 from affinity.kernel.exec_bound import exec_bound
 from affinity.planner.plan import WorkerPlan
 from affinity.planner.this_machine import plan_this_machine
+from affinity.start import own_program
 from affinity.terminal_text import printable_lines
 from affinity.wording import counted
 from cputrain.checkpoints.manifest import is_checkpoint
@@ -88,7 +89,7 @@ def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
     if worker is None:
         recipe = for_evaluation(load_training(str(checkpoint))).model_copy(update={"plan": PlanSection(ppn=1)})
         plan = plan_this_machine(request_of(recipe), env)
-        again = (sys.executable, "-m", "cputrain", *sys.argv[1:])
+        again = (*own_program("cputrain"), *sys.argv[1:])
         exec_bound(plan.workers[0], plan_in_memory(plan), again, env, rank=None, check=True)
     assert worker is not None
     return worker

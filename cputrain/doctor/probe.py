@@ -5,11 +5,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from affinity.start import own_program
 
 Found = dict[str, Any]
 Env = Mapping[str, str]
@@ -50,17 +51,21 @@ def torch(_env: Env) -> Found:
 
 def oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
+    from affinity.errors import RunError
     from cputrain.comm.ccl.build import built_path
     from cputrain.comm.ccl.libraries import find_libraries
+    from cputrain.native_build import is_intact
 
     found = find_libraries(env)
-    built = built_path(found, env)
+    built = None
+    with suppress(RunError):  # no cache folder
+        built = built_path(found, env)
     return {
         "version": ".".join(map(str, found.version)),
         "library": str(found.ccl),
         "mpi": str(found.mpi),
         "fabric": str(found.fabric),
-        "compiled": str(built) if built.is_file() else None,
+        "compiled": str(built) if built and is_intact(built) else None,
     }
 
 
@@ -92,7 +97,7 @@ def main(env: Env) -> None:
 
 def start_probe(env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     """Start the probe."""
-    command = [sys.executable, "-m", "cputrain.doctor.probe"]
+    command = own_program("cputrain.doctor.probe")
     return subprocess.Popen(
         command,
         env=dict(env),

@@ -217,7 +217,7 @@ def _volumes(job: PodJob) -> list[Manifest]:
 
 def _shell(job: PodJob, hosts: tuple[str, ...]) -> tuple[str, ...]:
     """The container's command. A training continues the run that its folder holds; rank 0's pod decides."""
-    launch = ("python", "-m", "cputrain", "launch", *hosts, "--ppn", str(job.ppn), *job.launch, "--")
+    launch = ("cputrain", "launch", *hosts, "--ppn", str(job.ppn), *job.launch, "--")
     if job.recipe is None or job.output is None:
         return (*launch, *job.command)
     output = shlex.quote(job.output)

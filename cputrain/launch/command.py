@@ -55,7 +55,7 @@ def command_job(
         allow_other_layout=allow_other_layout,
         keep_env=keep_env,
         plan_on_host=plan_on_host,
-        names_errors="cputrain" in [PurePath(word).name for word in command[:3]],  # or python -m cputrain
+        names_errors="cputrain" in [PurePath(word).name for word in command[:4]],  # or python -m cputrain
         starting=COMPILING,
     )
 

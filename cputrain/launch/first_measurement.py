@@ -2,7 +2,6 @@
 their own."""
 
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from affinity.errors import RunError
 from affinity.filesystem import cache_folder
 from affinity.ranks.host_names import is_this_host
+from affinity.start import own_program
 from cputrain.transports import TITLES, VARIABLE, kept_seconds
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import Launcher
@@ -23,7 +23,7 @@ def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], rep
     if not is_due(job, launcher, env):
         return
     report(f"measuring oneCCL over MPI and libfabric, once ({VARIABLE}=mpi or ofi starts without)")
-    command = (sys.executable, "-m", "cputrain.comm.ccl.check")
+    command = own_program("cputrain.comm.ccl.check")
     done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     last_line = (done.stdout.strip().splitlines() or [f"the measurement ended with status {done.returncode}"])[-1]
     report(f"warning: not measured: {last_line}" if done.returncode else f"measured: {last_line}")

@@ -1,7 +1,6 @@
 """A training on this machine: planned, then started with its own workers."""
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from affinity.errors import InputError
 from affinity.kernel.neighbors import plan_beside
 from affinity.planner.plan import Plan
+from affinity.start import own_program
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.options import THIS_HOST
@@ -87,7 +87,7 @@ def train_here(
     named = (str(folder / RECIPE), f"output={json.dumps(str(folder))}")  # messages name the folder as the user does
     given = {"--resume": resume, "--no-verify": not verify, "--quiet": quiet}
     flags = tuple(flag for flag, wanted in given.items() if wanted)
-    command = (sys.executable, "-m", "cputrain", "train", *named, "--prepared", *flags)
+    command = (*own_program("cputrain"), "train", *named, "--prepared", *flags)
     try:
         with locked(folder, restarted=is_restarted(env), job=lock_name_in(env)):
             make_folder(recipe, planned.plan, overwrite=overwrite)

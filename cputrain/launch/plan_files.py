@@ -1,15 +1,15 @@
 """A planned job as text: the plan as JSON, the command that starts it, and the files of `cputrain plan --write`."""
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinity.errors import InputError, as_option
-from affinity.filesystem import check_writable
+from affinity.filesystem import check_execution, check_writable
 from affinity.planner.plan_file import PLAN_FILE
 from affinity.ranks.rank import MASTER_PORT
+from affinity.start import own_program
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import plan_to_text
 from affinity.wording import counted
@@ -99,7 +99,12 @@ def write_plan_files(
     files = plan_files(job, launcher, recipe)
     files.write(folder)
     arguments = "" if recipe else " CMD..."
-    return f"{folder}: {', '.join(sorted(files.texts))}; start with {folder}/launch.sh{arguments}"
+    shell = ""
+    try:
+        check_execution(folder / "launch.sh")
+    except PermissionError:  # a mount with noexec: the shell reads the script
+        shell = "sh "
+    return f"{folder}: {', '.join(sorted(files.texts))}; start with {shell}{folder}/launch.sh{arguments}"
 
 
 def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> PlanFiles:
@@ -113,7 +118,7 @@ def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -
         from cputrain.recipe.loading import dump_recipe, with_absolute_paths
 
         texts["recipe.yaml"] = dump_recipe(with_absolute_paths(recipe))
-        command = (sys.executable, "-m", "cputrain", "train", str(HERE / "recipe.yaml"))
+        command = (*own_program("cputrain"), "train", str(HERE / "recipe.yaml"))
     job = replace(job, command=command, plan_path=HERE / PLAN_FILE)
     made = launch_command(job, launcher, bound_command(job), HERE)
     size = f"{counted(job.world_size, 'rank')} on {counted(len(job.hosts), 'host')}"

@@ -13,6 +13,7 @@ from affinity.kernel.observe import Observed, observe, verify
 from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.start import own_program
 from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.schema import Recipe
 
@@ -69,5 +70,5 @@ def _bind_and_restart(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, che
             "cputrain train by itself or with cputrain launch --share"
         )
     plan, index = plan_for_rank(request_of(recipe), rank, (), env)
-    command = (sys.executable, "-m", "cputrain", *sys.argv[1:])
+    command = (*own_program("cputrain"), *sys.argv[1:])
     exec_bound(plan.workers[index], plan_in_memory(plan), command, env, rank=rank, check=check)

@@ -1,9 +1,10 @@
 """`cputrain train` as the command of a job: written, and recognized."""
 
-import sys
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
+
+from affinity.start import own_program
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -25,7 +26,7 @@ def training_arguments(command: tuple[str, ...]) -> tuple[str, ...] | None:
 def training_command(name: str, settings: tuple[str, ...], here: "Recipe | None") -> tuple[str, ...]:
     """The command that trains a recipe, by its file or name; `here`, the recipe itself, where this machine will train:
     it finds recipe and data from any folder."""
-    command = (sys.executable, "-m", "cputrain", "train")
+    command = (*own_program("cputrain"), "train")
     if here is None:
         return (*command, name, *settings)
     from cputrain.recipe.loading import input_settings  # pydantic: only where there is a recipe

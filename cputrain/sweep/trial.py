@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import RunError
+from affinity.start import own_program
 from cputrain.launch.local import PlannedTraining, local_job
 from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
 from cputrain.sweep.outcomes import FAILED, outcome_of
@@ -45,7 +45,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     for old in folder.glob(peak_file(folder, "*").name):
         old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
-    command = (sys.executable, "-m", "cputrain.sweep.trial_rank", str(folder / RECIPE), str(share))
+    command = (*own_program("cputrain.sweep.trial_rank"), str(folder / RECIPE), str(share))
     job = local_job(planned.plan, command, folder)
     status, why = TRAINS, ""
     with Path(os.devnull).open("w") as nowhere:

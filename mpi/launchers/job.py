@@ -1,6 +1,5 @@
 """Plans x hosts x command -> frozen Job, and what each of its ranks runs and finds in its environment."""
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from affinity.planner.plan_file import request_to_json
 from affinity.ranks.host_names import LOCALHOST, network_name
 from affinity.ranks.pods import Pods
 from affinity.ranks.rank import LOOPBACK
+from affinity.start import own_program
 from mpi.hosts.groups import HostGroup
 from mpi.hosts.hostfile import Host
 
@@ -103,7 +103,7 @@ def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
     plan = ("--plan", str(job.plan_path))
     if job.plan_on_host:
         plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
-    return (sys.executable, "-m", "affinity.bind", *plan, *flags, "--", *job.command)
+    return (*own_program("affinity.bind"), *plan, *flags, "--", *job.command)
 
 
 def rank_variables(job: Job) -> Variables:

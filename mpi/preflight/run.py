@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from affinity.planner.plan import Plan
 from affinity.ranks.host_names import network_name
+from affinity.start import own_program
 from affinity.wording import first_named
 from mpi.hosts.address import own_address
 from mpi.hosts.groups import HostGroup
@@ -78,7 +78,7 @@ def run_preflight(
             secrets=((TOKEN_VARIABLE, server.token),),
         )
         options = ("--report-to", f"{address}:{server.port}", "--packages", ",".join(packages))
-        probe = (sys.executable, "-m", "mpi.preflight.checks", *options, "--", *files)
+        probe = (*own_program("mpi.preflight.checks"), *options, "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         try:

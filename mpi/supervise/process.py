@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
+from _cputrain_autoload import STACK_VARIABLE
 from mpi.launchers.launcher import Files, LaunchCommand
 from mpi.supervise import guard
 from mpi.supervise.reaper import adopt_orphans
-from mpi.supervise.stacks import STACK_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 

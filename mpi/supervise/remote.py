@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.exit_status import ExitStatus, status_of_signal
+from affinity.start import own_program
 from affinity.terminal import redraws
 from affinity.wording import counted, first_named
 from mpi.hosts.address import own_address
@@ -57,7 +58,7 @@ def remote_command(
     progress bars are redrawn, for a person who watches."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
-    agent = (sys.executable, "-m", "mpi.supervise.agent", *report, *plain, *(["--live"] if live else ()), "--")
+    agent = (*own_program("mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
     with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
     return launch_command(with_token, installed, (*agent, *bound), folder.resolve())

@@ -15,6 +15,7 @@ MAY_USE_THE_ENVIRONMENT = {
     # Command lines, each read by its main(); below them it is an argument.
     "affinity/__main__.py",
     "affinity/bind.py",
+    "affinity/start.py",
     "mpi/first_host.py",
     "mpi/preflight/checks.py",
     "mpi/supervise/agent.py",
@@ -25,7 +26,6 @@ MAY_USE_THE_ENVIRONMENT = {
     "cputrain/doctor/probe.py",
     "cputrain/sweep/trial_rank.py",
     # Called by torch, which hands nothing over, or by a user's own script.
-    "cputrain/comm/autoload.py",
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",
     "cputrain/training/own.py",

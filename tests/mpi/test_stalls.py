@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _cputrain_autoload import STACK_VARIABLE
 from affinity.topology.sysfs import this_machine
 from mpi.supervise.activity import READ_S, Activity, ActivityMeter, tree
 from mpi.supervise.clock import RunningClock
 from mpi.supervise.exits import RankExit
-from mpi.supervise.stacks import STACK_VARIABLE, frames, read_stack, stack_file
+from mpi.supervise.stacks import frames, read_stack, stack_file
 from mpi.supervise.stalls import (
     STARTING_S,
     WAITING_S,
@@ -201,7 +202,7 @@ def test_the_kernel_tells_what_a_rank_does() -> None:
 
 SHOWING = """
 import os, sys
-from mpi.supervise.stacks import offer_stack
+from _cputrain_autoload import offer_stack
 if "offer" in sys.argv:
     offer_stack(os.environ)
 def forever():
@@ -229,7 +230,7 @@ def test_the_stack_of_a_rank_that_offers_it_is_read_while_it_computes(words: tup
 
 def test_no_stack_is_offered_into_another_file(tmp_path: Path) -> None:
     with (tmp_path / "mine").open("w") as file:
-        code = "import os; from mpi.supervise.stacks import STACK_SIGNAL, offer_stack; offer_stack(os.environ); "
+        code = "import os; from _cputrain_autoload import STACK_SIGNAL, offer_stack; offer_stack(os.environ); "
         argv = [sys.executable, "-c", code + SAYS_WHETHER_IT_CATCHES]
         for number in (str(file.fileno()), "977", "x", ""):
             env = {**os.environ, STACK_VARIABLE: number}
@@ -239,7 +240,7 @@ def test_no_stack_is_offered_into_another_file(tmp_path: Path) -> None:
 
 def test_a_program_that_imports_torch_offers_its_stack() -> None:
     file = stack_file()
-    code = "import torch, os; from mpi.supervise.stacks import STACK_SIGNAL; " + SAYS_WHETHER_IT_CATCHES
+    code = "import torch, os; from _cputrain_autoload import STACK_SIGNAL; " + SAYS_WHETHER_IT_CATCHES
     env = {**os.environ, STACK_VARIABLE: str(file)}
     done = subprocess.run([sys.executable, "-c", code], env=env, pass_fds=(file,), capture_output=True, text=True)
     os.close(file)
@@ -254,7 +255,7 @@ def test_frames_are_taken_from_faulthandler_s_text() -> None:
 WORKERS = min(2, len(this_machine().allowed_cores))
 LOOP = """
 import os, sys, time
-from mpi.supervise.stacks import offer_stack
+from _cputrain_autoload import offer_stack
 offer_stack(os.environ)  # as `import torch` does
 def forever():
     while True: pass

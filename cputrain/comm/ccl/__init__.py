@@ -1,6 +1,6 @@
 """oneCCL as a c10d backend for CPU tensors: torch.distributed.init_process_group("ccl").
 
-Where the package is installed, `import torch` knows the backend (cputrain.comm.autoload); importing this module
+Where the package is installed, `import torch` knows the backend (_cputrain_autoload); importing this module
 registers it too.
 """
 

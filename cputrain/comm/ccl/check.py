@@ -17,13 +17,14 @@ from affinity.exit_status import ExitStatus, status_of
 from affinity.planner.records import Record
 from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
+from affinity.start import own_program
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.measurements import keep
 from cputrain.transports import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, transport_records
 from mpi.supervise.local import free_port
 
-PROGRAM = (sys.executable, "-m", "cputrain.comm.ccl.check_rank")
+PROGRAM = own_program("cputrain.comm.ccl.check_rank")
 MPIRUN = "bin/mpiexec.hydra"
 TIMEOUT_S, END_S = 120.0, 5.0
 # Of a job around this process, which the two ranks are no part of.
@@ -67,7 +68,8 @@ def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str])
     lines, failed = _run(commands)
     result = next((line for line in lines if line.startswith("{")), None)
     if failed or result is None:
-        errors = [line for line in lines if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
+        told = [line for line in lines if line == line.lstrip()]  # a traceback's source text is indented
+        errors = [line for line in told if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
         raise RunError(f"all-reduces of two ranks over oneCCL and {TITLES[transport]} failed: {errors[0].strip()}")
     return {int(size): seconds for size, seconds in json.loads(result).items()}
 

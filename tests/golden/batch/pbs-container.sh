@@ -63,17 +63,17 @@ unset OMP_NUM_THREADS  # PBS sets it, on the first host only
 cp -- "$PBS_NODEFILE" "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
 # Every rank checks that its host's kernel gave it what is planned.
-bash "$files/container.sh" python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
+bash "$files/container.sh" python -I -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-bash "$files/container.sh" python -m mpi.first_host "$files" --launcher srun --fabric auto \
+bash "$files/container.sh" python -I -m mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-"${launch[@]}" bash "$files/container.sh" python -m affinity.bind --plan "$files/plan.json" -- \
-    python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
+"${launch[@]}" bash "$files/container.sh" python -I -m affinity.bind --plan "$files/plan.json" -- \
+    python -I -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 # At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next
 # job of the chain continues from there.

@@ -24,6 +24,8 @@ module load python
 . '/home/me/my venv/bin/activate'
 set -u  # only now: modules and activate may read unset variables
 
+# Runs the trainer's modules, and keeps those of this folder and of PYTHONPATH from it.
+start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/../affinity/start.py"
 output=runs/resnet50
 settings=(plan.threads=20 )
 values=(16 32 )
@@ -49,10 +51,10 @@ unset OMP_NUM_THREADS  # PBS sets it, on the first host only
 cp -- "$PBS_NODEFILE" "$files/nodes"
 # Tasks and CPUs above are those of "skx-8160-2s". The plan itself is made here, on the job's first host.
 # Every rank checks that its host's kernel gave it what is planned.
-python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
+python -I "$start" cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-python -m mpi.first_host "$files" --launcher intelmpi --fabric opa \
+python -I "$start" mpi.first_host "$files" --launcher intelmpi --fabric opa \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
@@ -68,8 +70,8 @@ data="$(realpath -e -- /data/imagenet)"  # pbsdsh starts in the home folder
 pbsdsh -- sh -c 'mkdir -p -- "$1" && cp -R -n -- "$2"/. "$1"' stage "$stage" "$data"
 settings+=("data.path=$stage")
 
-"${launch[@]}" python -m affinity.bind --plan "$files/plan.json" -- \
-    python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
+"${launch[@]}" python -I "$start" affinity.bind --plan "$files/plan.json" -- \
+    python -I "$start" cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 # At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next
 # job of the chain continues from there.

@@ -9,6 +9,8 @@
 cd -- "$PBS_O_WORKDIR"
 set -euo pipefail
 
+# Runs the trainer's modules, and keeps those of this folder and of PYTHONPATH from it.
+start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/../affinity/start.py"
 output=runs/resnet50
 settings=()
 settings+=("output=$output")
@@ -31,17 +33,17 @@ unset OMP_NUM_THREADS  # PBS sets it, on the first host only
 cp -- "$PBS_NODEFILE" "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
 # Every rank checks that its host's kernel gave it what is planned.
-python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
+python -I "$start" cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-python -m mpi.first_host "$files" --launcher srun --fabric auto \
+python -I "$start" mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-"${launch[@]}" python -m affinity.bind --plan "$files/plan.json" -- \
-    python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
+"${launch[@]}" python -I "$start" affinity.bind --plan "$files/plan.json" -- \
+    python -I "$start" cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 # At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next
 # job of the chain continues from there.

@@ -100,7 +100,7 @@ end_of_job() {
 }
 trap end_of_job EXIT
 
-bash "$files/container.sh" python -m cputrain prepare imagenet raw 'my data/shards' --short-side 256 &
+bash "$files/container.sh" python -I -m cputrain prepare imagenet raw 'my data/shards' --short-side 256 &
 running=$!
 # At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next
 # job of the chain continues from there.

@@ -64,10 +64,10 @@ unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the var
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
 # Every rank checks that its host's kernel gave it what is planned.
-bash "$files/container.sh" python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
+bash "$files/container.sh" python -I -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-bash "$files/container.sh" python -m mpi.first_host "$files" --launcher srun --fabric auto \
+bash "$files/container.sh" python -I -m mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
@@ -88,8 +88,8 @@ requeue() {
 }
 trap requeue USR1
 
-"${launch[@]}" bash "$files/container.sh" python -m affinity.bind --plan "$files/plan.json" -- \
-    python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
+"${launch[@]}" bash "$files/container.sh" python -I -m affinity.bind --plan "$files/plan.json" -- \
+    python -I -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 wait "$running"
 

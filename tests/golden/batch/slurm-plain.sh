@@ -10,6 +10,8 @@
 #SBATCH --output=resnet50-%j.out
 set -euo pipefail
 
+# Runs the trainer's modules, and keeps those of this folder and of PYTHONPATH from it.
+start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/../affinity/start.py"
 output=runs/resnet50
 settings=()
 settings+=("output=$output")
@@ -32,10 +34,10 @@ unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the var
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
 # Every rank checks that its host's kernel gave it what is planned.
-python -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
+python -I "$start" cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-python -m mpi.first_host "$files" --launcher srun --fabric auto \
+python -I "$start" mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
@@ -56,8 +58,8 @@ requeue() {
 }
 trap requeue USR1
 
-"${launch[@]}" python -m affinity.bind --plan "$files/plan.json" -- \
-    python -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
+"${launch[@]}" python -I "$start" affinity.bind --plan "$files/plan.json" -- \
+    python -I "$start" cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 wait "$running"
 

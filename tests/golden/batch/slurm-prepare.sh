@@ -119,7 +119,7 @@ requeue() {
 }
 trap requeue USR1
 
-bash "$files/container.sh" python -m cputrain prepare imagenet raw 'my data/shards' --short-side 256 &
+bash "$files/container.sh" python -I -m cputrain prepare imagenet raw 'my data/shards' --short-side 256 &
 running=$!
 wait "$running"
 
