@@ -1,16 +1,14 @@
-"""The hosts of a job: hostfiles of any launcher, the environment of Slurm and PBS <-> tuple of Host."""
+"""The hosts of a job: hostfiles of any launcher <-> tuple of Host."""
 
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.ranks.rank import tasks_per_node
 from affinity.units import MIB
-from affinity.wording import counted
 from mpi.hosts.nodelist import expand
 
 # Names reach shells, ssh and files: nothing else is let through.
@@ -20,7 +18,6 @@ MAX_SLOTS = 1 << 16
 MAX_BYTES = 64 << 20
 NUMBER = re.compile("[0-9]{1,9}")
 WITH_SLOTS = re.compile("(.+):([0-9]+)")
-TASKS = "SLURM_TASKS_PER_NODE"
 SLOTS_KEYS = ("slots", "max_slots", "max-slots")
 FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
@@ -134,25 +131,6 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
-    """The hosts of the Slurm or PBS job around this process; None outside one."""
-    if nodes := env.get("SLURM_JOB_NODELIST"):
-        names = expand(nodes)
-        tasks = env.get(TASKS) if "SLURM_NTASKS" in env else None
-        counts: tuple[int | None, ...] = tasks_per_node(env, TASKS) if tasks else (None,) * len(names)
-        if len(counts) != len(names):
-            raise InputError(
-                f"{TASKS}={tasks!r} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes!r} has "
-                f"{len(names):,}: unset {TASKS}, or name the hosts with --hosts"
-            )
-        source = "SLURM_JOB_NODELIST"
-        hosts = tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))
-        return HostList(hosts=hosts, format="plain")
-    if path := env.get("PBS_NODEFILE"):
-        return read_hostfile(Path(path))
-    return None
 
 
 def format_hosts(hosts: Iterable[Host], file_format: str) -> str:
