@@ -97,7 +97,7 @@ def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster
     if options.on_this_host:
         if found.uses_one_host and not found.hosts:
             yield found.uses_one_host
-        given = found.hosts if len(found.hosts) == 1 else ()
+        given: tuple[Host, ...] = found.hosts if len(found.hosts) == 1 else ()
     else:
         given = tuple(host for host in found.hosts if host.name in used)
         if found.note and used == frozenset(_names(found.hosts)):
