@@ -138,21 +138,11 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
 @pytest.mark.long
 def test_launch_uses_all_components_of_a_heterogeneous_slurm_job(slurm: Slurm, place: Path) -> None:
     """Each component is started by a part of one srun: numbered through, each rank on its component's host."""
-    command = (
-        sys.executable,
-        "-m",
-        "cputrain",
-        "launch",
-        "--ppn",
-        "1",
-        "--no-preflight",
-        "--output",
-        str(place / "run"),
-    )
+    launch = (sys.executable, "-m", "cputrain", "launch", "--ppn", "1", "--no-preflight", "--output", "run")
     shown = "import os; print(os.environ['SLURMD_NODENAME'], os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
     script = (
-        f"#!/bin/sh\n#SBATCH --exclusive -N1 -n1 -w n1 -o {place}/out\n#SBATCH hetjob\n#SBATCH --exclusive -N1 -n1 -w n2\n"
-        f"cd {place}\n{shlex.join((*command, '--', sys.executable, '-c', shown))}\n"
+        "#!/bin/sh\n#SBATCH --exclusive -N1 -n1 -w n1 -o out\n#SBATCH hetjob\n#SBATCH --exclusive -N1 -n1 -w n2\n"
+        f"{shlex.join((*launch, '--', sys.executable, '-c', shown))}\n"
     )
     state = slurm.finish(script, place)
     printed = (place / "out").read_text()
