@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from affinity.errors import RunError
 from affinity.kernel.mempolicy import set_memory_policy
 from affinity.planner.plan import WorkerPlan
 from affinity.topology.cpuset import format_list
+from affinity.topology.sysfs import isolated_pus
 
 
 def bind_process(worker: WorkerPlan) -> str | None:
@@ -27,6 +29,13 @@ def bind_process(worker: WorkerPlan) -> str | None:
         ) from None
     problem = set_memory_policy(worker.memory_policy, worker.memory_nodes)
     return None if problem is None else f"memory policy {worker.memory_policy} not applied: {problem}"
+
+
+def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
+    """Bind the calling thread, the number-th of those that share these PUs, to all of them; where some are isolated, to
+    one of its own, as the scheduler moves no thread between isolated PUs."""
+    alone = not frozenset(pus).isdisjoint(isolated_pus(Path("/")))
+    os.sched_setaffinity(0, pus[number % len(pus) :][:1] if alone else pus)
 
 
 @contextmanager

@@ -115,11 +115,11 @@ def plan_machine(
             *runtime_reasons(
                 loaded,
                 several_threads=max(w.intra_op for w in workers) > 1,
-                pin=full.pin_threads,
+                pin=any(_pins(usable.machine, full, role) for role in roles),
                 allocator_why=allocator_why(runtime, full.allocator, default_why.get("allocator", SET)),
             ),
         ),
-        warnings=machine.warnings + partition.warnings + misfit + runtime_warnings + measured.notes,
+        warnings=machine.warnings + usable.warnings + partition.warnings + misfit + runtime_warnings + measured.notes,
         measured=measured,
     )
     _check(plan)
@@ -200,12 +200,17 @@ def _workers(
             intra_op=size.intra_op,
             inter_op=size.inter_op,
             local_batch=batch,
-            env=environment(role.compute, runtime, packed=role.packed, pin=request.pin_threads and not role.single_pu)
-            + ccl,
+            env=environment(role.compute, runtime, packed=role.packed, pin=_pins(machine, request, role)) + ccl,
         )
         for i, (role, size, batch, peak, memory) in enumerate(zip(roles, sizes, batches, peaks, memories, strict=True))
     )
     return workers, memories, misfit
+
+
+def _pins(machine: Machine, request: Request, role: CoreRoles) -> bool:
+    """Whether OpenMP binds each thread of a worker: on isolated PUs all would stay on the first one."""
+    wanted = request.pin_threads or not set(role.compute).isdisjoint(machine.isolated_pus)
+    return wanted and not role.single_pu
 
 
 def _once(sizes: tuple[WorkerSizes, ...], memories: tuple[Memory, ...]) -> list[Reason]:

@@ -39,6 +39,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "allowed_nodes": list(machine.allowed_nodes),
             "cpu_quota": machine.cpu_quota,
             "memory_limit_bytes": machine.memory_limit_bytes,
+            **({"isolated_pus": list(machine.isolated_pus)} if machine.isolated_pus else {}),
             "warnings": list(machine.warnings),
             "core_list": [asdict(core) for core in machine.cores],
             "numa_node_list": [asdict(node) for node in machine.numa_nodes],

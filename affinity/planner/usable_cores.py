@@ -18,15 +18,19 @@ class UsableCores:
     machine: Machine
     unused: tuple[Unused, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def usable_cores(machine: Machine, request: Request) -> UsableCores:
     """The requested cores, outside occupied PUs, that the CPU quota feeds. Raises RequestError where none is left."""
     found = UsableCores(machine=machine)
-    for narrow in (_listed, _fastest, _without_occupied, _within_quota):
+    for narrow in (_listed, _without_isolated, _fastest, _without_occupied, _within_quota):
         step = narrow(found.machine, request)
         found = UsableCores(
-            machine=step.machine, unused=step.unused + found.unused, reasons=found.reasons + step.reasons
+            machine=step.machine,
+            unused=step.unused + found.unused,
+            reasons=found.reasons + step.reasons,
+            warnings=found.warnings + step.warnings,
         )
     return found
 
@@ -50,6 +54,36 @@ def _listed(machine: Machine, request: Request) -> UsableCores:
             ),
         ),
         reasons=(Reason(what="CPUs used", value=listed, why=SET),),
+    )
+
+
+def _without_isolated(machine: Machine, request: Request) -> UsableCores:
+    """Leave out isolated PUs, unless they are requested, or there are no others. Between those that stay the scheduler
+    moves no thread: each has to be bound to one."""
+    isolated = tuple(pu for pu in machine.allowed_pus if pu in frozenset(machine.isolated_pus))
+    others = tuple(pu for pu in machine.allowed_pus if pu not in isolated)
+    if not isolated:
+        return UsableCores(machine=machine)
+    listed = format_list(isolated)
+    if request.cores or not others:
+        bound = (
+            f"CPUs {listed} are isolated (isolcpus): the scheduler moves no thread between them, so that each OpenMP, "
+            "loader and comm thread is bound to one; what else a program starts stays on one CPU"
+        )
+        return UsableCores(machine=machine, warnings=(bound,))
+    return UsableCores(
+        machine=narrowed(machine, frozenset(others), None),
+        unused=(Unused(pus=isolated, why=f"isolated (isolcpus): {{cores={listed}}} plans them"),),
+        reasons=(
+            Reason(
+                what="CPUs used",
+                value=format_list(others),
+                why="the others are isolated (isolcpus): the scheduler moves no thread between them",
+            ),
+        ),
+        warnings=(
+            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} plans them, each thread bound to one",
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from affinity.topology.kernel_files import MOST_BYTES
 
 # What is read of a host's files, which has thousands that are not and that take long to unpack.
 CPU = (
-    r"online|cpu\d+/(online|cpu_capacity|cache/index\d/(level|shared_cpu_list|shared_cpu_map)|"
+    r"online|isolated|cpu\d+/(online|cpu_capacity|cache/index\d/(level|shared_cpu_list|shared_cpu_map)|"
     r"topology/(core_cpus_list|thread_siblings(_list)?|(package_cpus|core_siblings)(_list)?|physical_package_id|die_id)|"
     r"acpi_cppc/(highest_perf|nominal_perf)|cpufreq(/cpuinfo_max_freq)?)|cpufreq/policy\d+/cpuinfo_max_freq"
 )
@@ -29,7 +29,7 @@ DEVICES = (
 )
 PROCESS = r"proc/(cpuinfo|meminfo|mounts|self/(cgroup|cpuset|status)|sys/kernel/hostname)"
 GROUPS = (
-    r"(cpuset\.)?(cpus|mems)|cpuset\.(cpus|mems)\.effective|cpu\.(max|cfs_quota_us|cfs_period_us)|"
+    r"(cpuset\.)?(cpus|mems)|cpuset\.(cpus|mems)\.effective|cpuset\.cpus\.partition|cpu\.(max|cfs_quota_us|cfs_period_us)|"
     r"memory\.(max|limit_in_bytes)"
 )
 # Control groups are mounted anywhere, but for the folders of sys/ that have other files by these names.

@@ -20,9 +20,11 @@ USUAL_MOUNTS = (
 )
 CPUS = {"v2": "cpuset.cpus.effective", "v1": "cpuset.cpus", "legacy": "cpus"}
 MEMS = {"v2": "cpuset.mems.effective", "v1": "cpuset.mems", "legacy": "mems"}
+PARTITION, ISOLATED = "cpuset.cpus.partition", "isolated"  # "isolated invalid (...)" is no partition
 LIMIT_FILES = (
     *CPUS.values(),
     *MEMS.values(),
+    PARTITION,
     *("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us", "memory.max", "memory.limit_in_bytes"),
 )
 NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
@@ -30,12 +32,14 @@ NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """PUs, NUMA nodes, CPU time in PUs' worth, bytes of memory; None where there is no limit."""
+    """PUs, NUMA nodes, CPU time in PUs' worth, bytes of memory; None where there is no limit. `isolated`: the PUs are a
+    partition in which the scheduler moves no threads."""
 
     pus: tuple[int, ...] | None
     nodes: tuple[int, ...] | None
     cpu_quota: float | None
     memory_bytes: int | None
+    isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,7 @@ def read_limits(root: Path) -> Limits:
         nodes=_innermost(cpusets, MEMS),
         cpu_quota=min(quotas, default=None),
         memory_bytes=min(memory, default=None),
+        isolated=any((folder / PARTITION).is_file() and text(folder / PARTITION) == ISOLATED for folder, _ in cpusets),
     )
 
 

@@ -38,7 +38,7 @@ def text(path: Path, around: str = " \t\r\n\0") -> str:
 
 def ids(path: Path) -> tuple[int, ...]:
     """The ids in a list file (...list, online, cpus) or a mask file. Raises InputError when it contains neither."""
-    is_list = path.name.endswith("list") or path.name in ("online", "cpus")
+    is_list = path.name.endswith("list") or path.name in ("online", "cpus", "isolated")
     try:
         return parse_list(text(path)) if is_list else parse_mask(text(path))
     except ValueError:

@@ -52,7 +52,8 @@ class Machine:
     `cores` are ordered by package, NUMA node, die, caches and first PU. `allowed_pus` is a subset of all PUs,
     `allowed_nodes` of all NUMA nodes' ids; both come from the kernel (affinity mask, cpuset), never from the topology
     alone. `cpu_quota` is the control groups' limit of CPU time, in PUs' worth; None without a limit, like
-    `memory_limit_bytes`. `warnings` tell what is wrong or missing in the description that the machine was read from.
+    `memory_limit_bytes`. Between `isolated_pus` the scheduler moves no thread (isolcpus). `warnings` tell what is wrong
+    or missing in the description that the machine was read from.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Machine:
     allowed_nodes: tuple[int, ...]
     cpu_quota: float | None = None
     memory_limit_bytes: int | None = None
+    isolated_pus: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property

@@ -7,7 +7,7 @@ from affinity.errors import InputError
 from affinity.terminal_text import printable
 from affinity.topology.cgroup import read_limits
 from affinity.topology.core_types import core_speeds
-from affinity.topology.cpuset import parse_list
+from affinity.topology.cpuset import format_list, parse_list
 from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
 from affinity.topology.machine import Core, Machine, homeless_warnings, narrowed, ordered
 from affinity.topology.memory_kinds import on_package_gib, without_dram
@@ -25,18 +25,21 @@ PACKAGE_SETS = ("package_cpus_list", "core_siblings_list", "package_cpus", "core
 
 def this_machine() -> Machine:
     """This host, with the CPUs and memory that this thread may use: affinity mask, memory nodes, control groups."""
-    return narrowed(read_machine(Path("/")), frozenset(os.sched_getaffinity(0)), None)
+    return read_machine(Path("/"), mask=frozenset(os.sched_getaffinity(0)))
 
 
-def read_machine(root: Path, *, name: str | None = None) -> Machine:
+def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | None = None) -> Machine:
     """Read the machine whose `sys/` and `proc/` are under root, with the limits of its process and control groups.
 
     Core identity comes from thread siblings, never from core_id (which repeats) or from the order of the PUs. `name` is
-    for hosts that do not tell theirs; default: the folder's. Raises InputError that names the file that is missing or
-    contradicts another.
+    for hosts that do not tell theirs; default: the folder's. `mask`: the PUs that the kernel allows; default: those of
+    proc/self/status. They hold against all other files: in containers lxcfs shows others. Raises InputError that names
+    the file that is missing or contradicts another.
     """
     cpu_dir = root / "sys/devices/system/cpu"
-    online = _online_pus(cpu_dir)
+    process = _allowed(root / "proc/self/status")
+    allowed = mask or (frozenset(process["Cpus"]) if process.get("Cpus") else None)
+    online, contradictions = _online_pus(cpu_dir, allowed, live=mask is not None)
     cpuinfo = _cpuinfo(root / "proc/cpuinfo")
     flags = {*cpuinfo.get("flags", "").split(), *cpuinfo.get("Features", "").split()}
     model = printable(cpuinfo.get("model name", "unknown model"))
@@ -47,6 +50,7 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
     nodes = without_dram(nodes, len({core.package for core in cores}), model)
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
+    isolated = online if limits.isolated else isolated_pus(root)
     machine = Machine(
         name=printable((text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
         model=model,
@@ -57,12 +61,21 @@ def read_machine(root: Path, *, name: str | None = None) -> Machine:
         allowed_nodes=tuple(node.id for node in nodes),
         cpu_quota=limits.cpu_quota,
         memory_limit_bytes=limits.memory_bytes,
-        warnings=(*warnings, *homeless_warnings(cores)),
+        isolated_pus=tuple(pu for pu in isolated if pu in online),
+        warnings=(*contradictions, *warnings, *homeless_warnings(cores)),
     )
-    process = _allowed(root / "proc/self/status")
-    for pus, memory in ((limits.pus, limits.nodes), (process.get("Cpus"), process.get("Mems"))):
-        machine = narrowed(machine, *(None if ids is None else frozenset(ids) for ids in (pus, memory)))
+    # The kernel keeps a process's mask inside its cpuset.
+    pus = allowed if allowed is not None else None if limits.pus is None else frozenset(limits.pus)
+    machine = narrowed(machine, pus, None)
+    for nodes_allowed in (limits.nodes, process.get("Mems")):
+        machine = narrowed(machine, None, None if nodes_allowed is None else frozenset(nodes_allowed))
     return machine
+
+
+def isolated_pus(root: Path) -> tuple[int, ...]:
+    """The PUs that isolcpus on the kernel's command line takes from the scheduler's load balancing."""
+    path = root / "sys/devices/system/cpu/isolated"
+    return ids(path) if path.is_file() else ()
 
 
 def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
@@ -77,21 +90,41 @@ def _allowed(status: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _online_pus(cpu_dir: Path) -> tuple[int, ...]:
-    listed = cpu_dir / "online"
-    if listed.is_file():
-        pus = ids(listed)
-    else:  # kernels without cpu/online: a PU is online unless its own file has 0
-        pus = tuple(
-            sorted(
-                pu
-                for pu, folder in numbered(cpu_dir, "cpu").items()
-                if (folder / "topology").is_dir() and number_if_any(folder / "online") != 0
-            )
+def _online_pus(
+    cpu_dir: Path, allowed: frozenset[int] | None, *, live: bool
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The online PUs, and a warning where cpu/online contradicts the allowed ones.
+
+    Those of a running process (`live`) are online, those of a saved proc/self/status may be offline.
+    """
+    path = cpu_dir / "online"
+    listed = frozenset(ids(path)) if path.is_file() else _online_by_folders(cpu_dir)
+    pus = listed
+    warnings: tuple[str, ...] = ()
+    if allowed is not None and not allowed <= listed:
+        by_folders = _online_by_folders(cpu_dir)
+        beyond = allowed - listed
+        beyond = (
+            beyond if live or (allowed.isdisjoint(listed) and allowed.isdisjoint(by_folders)) else beyond & by_folders
         )
+        if beyond:
+            pus = by_folders | beyond | (allowed & listed)
+            warnings = (
+                f"{path} lists CPUs {format_list(listed)}, but the kernel lets this process run on CPUs "
+                f"{format_list(allowed)}: these are planned (lxcfs, for one, numbers a container's CPUs anew)",
+            )
     if not pus:
         raise InputError(f"no online CPU found in {cpu_dir}: name a folder that has sys/devices/system/cpu")
-    return pus
+    return tuple(sorted(pus)), warnings
+
+
+def _online_by_folders(cpu_dir: Path) -> frozenset[int]:
+    """The PUs that are online by their own files, as on kernels without cpu/online: unless one has 0."""
+    return frozenset(
+        pu
+        for pu, folder in numbered(cpu_dir, "cpu").items()
+        if (folder / "topology").is_dir() and number_if_any(folder / "online") != 0
+    )
 
 
 def _sibling_sets(cpu_dir: Path, online: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -137,6 +137,8 @@ def command(
     if launch.launcher is not None and (note := converted_hostfile(launch.options, launch.launcher)):
         report(note)
     job, cluster = launch.planned()
+    for note in launch.notes(cluster):
+        report(f"note: {note}")
     if dry_run:
         click.echo(launch_text(job, launch.launcher, launch.folder, live=redraws(sys.stdout, env)))
         return 0

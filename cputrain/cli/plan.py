@@ -20,7 +20,7 @@ from affinity.views.diff import plan_differences
 from cputrain.cli.options import host_groups_option, planning_options, settings_argument
 from cputrain.cli.planning_command import PlanningCommand
 from cputrain.cli.sections import PLANNING
-from cputrain.launch.hosts import with_host_groups
+from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import (
     THIS_MACHINE,
     PlanningOptions,
@@ -33,6 +33,7 @@ from cputrain.launch.plan_files import planned_job, start_command, write_plan_fi
 from cputrain.launch.plan_formats import FORMATS, cluster_text, formatted
 from cputrain.launch.training_command import training_command
 from mpi.hosts.groups import Cluster
+from mpi.hosts.schedulers import allocation
 from mpi.launchers.job import Job
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def command(
         return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
     env = os.environ
     options = with_host_groups(options, host_groups)
+    found = allocation(env) if options.machine == THIS_MACHINE and options.on_this_host else None
+    options = with_allocated_hosts(options, found)
     cluster = plan_hosts(options, base, env)
+    for note in allocation_notes(options, found, cluster):
+        click.echo(f"note: {note}", err=True)
     here = training if options.machine == THIS_MACHINE else None
     job = planned_job(options, cluster, training_command(recipe, settings, here) if recipe else ("CMD...",))
     if write is not None:

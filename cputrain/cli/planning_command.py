@@ -7,7 +7,7 @@ import click
 
 from affinity.errors import InputError
 from cputrain.cli.sections import SectionedCommand
-from mpi.hosts.hostfile import allocated_hosts
+from mpi.hosts.schedulers import allocation
 
 # Options of torchrun, ipexrun, mpirun and horovodrun that mean the same.
 SAME = {
@@ -49,7 +49,7 @@ def in_our_words(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
     may be several hosts."""
     words = [_replaced(word, SAME) for word in args]
     named = [word for word in words if word.partition("=")[0] in ALL_RANKS]
-    if named and (any(word.partition("=")[0] in HOSTS for word in words) or allocated_hosts(env) is not None):
+    if named and (any(word.partition("=")[0] in HOSTS for word in words) or allocation(env) is not None):
         raise InputError(
             f"{named[0]} is the number of all ranks in other launchers; cputrain takes the workers of each host: give "
             "--ppn N"

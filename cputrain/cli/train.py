@@ -25,6 +25,7 @@ from cputrain.runs.attempt import continues_run, is_restarted, lock_name_in, res
 from cputrain.runs.folder import LOGS, check_folder, finished, load_training, with_same_global_batch
 from cputrain.runs.metric_files import check_log_formats
 from cputrain.training.ipex import check_ipex
+from mpi.hosts.schedulers import allocation
 from mpi.supervise.exits import JobFailedError
 
 
@@ -69,6 +70,8 @@ def command(
             "quiet": quiet,
         }
         return _be_rank(training, rank, env, switches)
+    if (found := allocation(env)) is not None and (note := found.uses_one_host):
+        click.echo(f"note: {note}", err=True)
     planned, name = plan_training(training, env, resume=resume), uuid4().hex
 
     def start(attempt: int, failure: JobFailedError | None) -> int:

@@ -3,17 +3,18 @@
 Threads, because the decoder releases the GIL, and because communication libraries do not survive a fork.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count as count_up
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from affinity.kernel.binding import bind_thread
 from cputrain.data.formats.dataset import Images
 from cputrain.data.formats.generated import Points
 from cputrain.data.formats.own_samples import OwnSamples
@@ -101,10 +102,11 @@ def decoded_batches(
 
 def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
     """Threads on these CPUs (() = anywhere)."""
+    numbers = count_up()
 
     def bind() -> None:
         if cpus:
-            os.sched_setaffinity(0, cpus)
+            bind_thread(cpus, next(numbers))
 
     return ThreadPoolExecutor(count, thread_name_prefix="loader", initializer=bind)
 

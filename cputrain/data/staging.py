@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from affinity.errors import InputError
+from affinity.kernel.binding import bind_thread
 from affinity.ranks.rank import Rank
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Dataset
@@ -82,7 +83,7 @@ def _make_folder(paths: Sequence[Path], folder: Path) -> str:
 
 def _copy_all(paths: Sequence[Path], folder: Path, cpus: tuple[int, ...], stop: threading.Event) -> None:
     """Copy shard by shard; a copy gets its name when it is complete. A shard that cannot be copied is read in place."""
-    os.sched_setaffinity(0, cpus)
+    bind_thread(cpus)
     for path in paths:
         if stop.is_set():
             return

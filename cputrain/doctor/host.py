@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.topology.cpuset import format_list
 from affinity.topology.kernel_files import text
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import read_machine, this_machine
@@ -88,7 +89,9 @@ def control_groups(machine: Machine) -> Iterator[Check]:
     """Limits of CPUs, CPU time and memory."""
     cores, allowed = len(machine.cores), len(machine.allowed_cores)
     found, quota = f"{allowed} of {counted(cores, 'core')}", machine.cpu_quota
-    if quota is not None and quota < allowed:
+    if not allowed:
+        yield error("CPUs allowed", found, "the cpuset and the mask of this process share no CPU: correct them")
+    elif quota is not None and quota < allowed:
         yield warning(
             "CPUs allowed",
             f"{found}, with the time of {quota:g} CPUs (cgroup quota)",
@@ -96,6 +99,14 @@ def control_groups(machine: Machine) -> Iterator[Check]:
         )
     else:
         yield ok("CPUs allowed", found)
+    if isolated := [pu for pu in machine.allowed_pus if pu in machine.isolated_pus]:
+        yield warning(
+            "isolated CPUs",
+            f"{format_list(isolated)} (isolcpus): the scheduler moves no thread between them",
+            f"plans leave them out, unless there are no others; --cores {format_list(isolated)} plans them",
+        )
+    for contradiction in machine.warnings:
+        yield warning("topology", contradiction, "cputrain plan shows what is planned")
     total = sum(node.memory_bytes for node in machine.numa_nodes)
     limit = machine.memory_limit_bytes
     found = memory_text(total) + ("" if limit is None else f", of which the control group allows {memory_text(limit)}")

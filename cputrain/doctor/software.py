@@ -17,6 +17,8 @@ from affinity.planner.runtime import Runtime, find_runtime, target_of
 from cputrain.doctor.check import Check, error, ok, warning
 from cputrain.native_build import compiler
 from mpi.fabric import FABRICS, fabric_here
+from mpi.hosts.nodelist import fold
+from mpi.hosts.schedulers import allocation
 from mpi.preflight.checks import missing_provider
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
@@ -42,6 +44,7 @@ def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
     yield launcher_check(probe["launcher"])
     yield fabric_check(fabric_here(), env)
     yield binding_check()
+    yield from job_check(env)
 
 
 def torch_check(torch: Mapping[str, Any]) -> Check:
@@ -190,6 +193,23 @@ def binding_check() -> Check:
         return error("bound processes", found, "cputrain doctor affinity tells how")
     running = len(processes)
     return ok("bound processes", f"{running} as planned" if running else "none is running")
+
+
+def job_check(env: Mapping[str, str]) -> Iterator[Check]:
+    """The scheduler's job around this process, if there is one, and whether its hosts are known."""
+    try:
+        found = allocation(env)
+    except InputError as refused:
+        yield error("job", str(refused), "name the hosts with --hosts")
+        return
+    if found is None:
+        return
+    if not found.hosts:
+        yield warning("job", f"{found.title}: its hosts are not known", f"name them with {found.scheduler.give}")
+    elif found.note:
+        yield warning("job", f"{found.title}: {fold([host.name for host in found.hosts])}", found.note)
+    else:
+        yield ok("job", f"{found.title}: {fold([host.name for host in found.hosts])}")
 
 
 def installed(package: str) -> str:

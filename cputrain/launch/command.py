@@ -40,6 +40,8 @@ def command_job(
     """
     port = port_of(env)
     here = options.on_this_host
+    components = {number: hosts for number, hosts in enumerate(options.components) if hosts}
+    of_components = tuple(components.values()) == tuple(group.hosts for group in cluster.groups)
     settings = () if here and options.pods == 1 else network_of(options).settings
     return Job(
         groups=cluster.groups,
@@ -57,6 +59,7 @@ def command_job(
         plan_on_host=plan_on_host,
         names_errors="cputrain" in [PurePath(word).name for word in command[:4]],  # or python -m cputrain
         starting=COMPILING,
+        het_groups=tuple(components) if of_components else (),
     )
 
 

@@ -1,15 +1,18 @@
 """Which hosts a job has, from options, a hostfile or the batch job around this process."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.planner.plan import Plan
 from affinity.ranks.host_names import LOCALHOST, is_this_host, repeated_host
-from affinity.wording import counted
+from affinity.wording import counted, either
 from cputrain.launch.options import THIS_HOST, THIS_MACHINE, PlanningOptions
-from mpi.hosts.hostfile import FORMATS, Host, HostList, allocated_hosts, check_name, host_with_slots, read_hostfile
-from mpi.hosts.nodelist import MAX_HOSTS, expand
+from mpi.hosts.groups import Cluster
+from mpi.hosts.hostfile import FORMATS, Host, HostList, check_name, host_with_slots, read_hostfile
+from mpi.hosts.nodelist import MAX_HOSTS, expand, fold
+from mpi.hosts.schedulers import SCHEDULERS, Allocation
 from mpi.launchers.launcher import InstalledLauncher
 
 
@@ -57,21 +60,22 @@ def _slots(host: Host) -> str:
     return "no number of slots" if host.slots is None else counted(host.slots, "slot")
 
 
-def with_allocated_hosts(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
-    """The options with the hosts of the Slurm or PBS job around this process, where no hosts are named."""
+def with_allocated_hosts(options: PlanningOptions, found: Allocation | None) -> PlanningOptions:
+    """The options with the hosts of the scheduler's job around this process, where no hosts are named."""
+    components = () if found is None or len(found.components) < 2 else tuple(map(_names, found.components))
     if options.real_hosts or options.launcher == "local":
-        return options
-    found = allocated_hosts(env)
-    if found is not None and len(found.hosts) > 1:
-        hosts = tuple(host.name for host in found.hosts)
+        return replace(options, components=components if options.groups else ())
+    if found is not None and (len(found.hosts) > 1 or found.note):
+        hosts = _names(found.hosts)
         if len(options.hosts) not in (1, len(hosts)):
             raise InputError(
                 f"--nodes {len(options.hosts)}, but this job has {counted(len(hosts), 'host')}: remove --nodes"
             )
-        return replace(options, hosts=hosts, real_hosts=True)
+        return replace(options, hosts=hosts, real_hosts=True, components=components)
     if len(options.hosts) > 1:
+        known = either([scheduler.name for scheduler in SCHEDULERS if scheduler.found is not None])
         raise InputError(
-            "launch needs the names of its hosts: give --hosts or --hostfile, or run it in a Slurm or PBS job"
+            f"launch needs the names of its hosts: give --hosts or --hostfile, or run it in a job of {known}"
         )
     return options
 
@@ -83,6 +87,56 @@ def with_this_host(options: PlanningOptions) -> PlanningOptions:
     if alone and options.launcher in ("auto", "local") and is_this_host(options.hosts[0]):
         return replace(options, hosts=THIS_HOST)
     return options
+
+
+def allocation_notes(options: PlanningOptions, found: Allocation | None, cluster: Cluster) -> Iterator[str]:
+    """What the user should know of the scheduler's job around this process: hosts that are not used, components that
+    are planned alike, slots that are not the plan's workers."""
+    if found is None or options.launcher == "local":
+        return
+    used = frozenset(options.hosts)
+    if options.on_this_host:
+        if found.uses_one_host and not found.hosts:
+            yield found.uses_one_host
+        given: tuple[Host, ...] = found.hosts if len(found.hosts) == 1 else ()
+    else:
+        given = tuple(host for host in found.hosts if host.name in used)
+        if found.note and used == frozenset(_names(found.hosts)):
+            yield found.note
+    if options.components and not options.groups:
+        listed = "; ".join(fold(names) for names in options.components)
+        yield (
+            f"{found.title} ({listed}): all are planned as this host: where they differ, give --host-group "
+            "HOSTS=MACHINE for each component, or --plan-on-host"
+        )
+    plan_of = {host: group.plan for group in cluster.groups for host in group.hosts}
+    for slots in dict.fromkeys(host.slots for host in given):
+        here = [host.name for host in given if host.slots == slots]
+        plans = {len(plan.workers): plan for name in here for plan in [plan_of.get(name, cluster.groups[0].plan)]}
+        for plan in plans.values():
+            if slots is not None and _differs(slots, plan, cores=found.scheduler.slots_are_cores):
+                yield _difference(found, slots, here, plan)
+
+
+def _differs(slots: int, plan: Plan, *, cores: bool) -> bool:
+    """Whether a host's slots are neither the plan's workers nor, for schedulers that count them, its cores or CPUs."""
+    machine = plan.machine
+    return slots not in (len(plan.workers), *((len(machine.allowed_cores), len(machine.allowed_pus)) if cores else ()))
+
+
+def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> str:
+    workers, cores = counted(len(plan.workers), "worker"), counted(len(plan.machine.allowed_cores), "core")
+    on = f"{counted(slots, found.scheduler.slot)} on {fold(hosts)}"
+    start = f"--ppn {slots} starts a worker for each" if slots <= len(plan.machine.allowed_cores) else ""
+    ask = f"request {len(plan.workers)} per host of {found.scheduler.name}"
+    if found.scheduler.slots_are_cores:
+        ask = f"request {cores} per host of {found.scheduler.name}, or give --cores with those that are yours"
+    what_to_do = "; or ".join(filter(None, (start, ask)))
+    return f"{found.scheduler.name} gives {on}, the plan has {workers} on {cores}: {what_to_do}"
+
+
+def _names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
+    return tuple(host.name for host in hosts)
 
 
 def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> PlanningOptions:

@@ -14,7 +14,7 @@ from affinity.ranks.host_names import LOCALHOST
 from affinity.topology.catalog import find_machine
 from affinity.topology.cpuset import format_list
 from mpi.fabric import Fabric, Setting, fabric_between
-from mpi.hosts.groups import Cluster, one_group, plan_cluster
+from mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
 from mpi.launchers.detect import find_launcher, newest_version, without_path
 from mpi.launchers.intelmpi import INTEL_MPI
 from mpi.launchers.launcher import InstalledLauncher
@@ -32,8 +32,8 @@ class PlanningOptions:
     """What a user requests of a plan; None: the recipe or the planner's rules decide.
 
     `real_hosts`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list
-    was written. `groups`: the hosts and the machine of each group, where hosts differ. `pods`: this host is one of so
-    many.
+    was written. `groups`: the hosts and the machine of each group, where hosts differ. `components`: the hosts of each
+    component of the heterogeneous Slurm job around this process. `pods`: this host is one of so many.
     """
 
     machine: str
@@ -60,6 +60,7 @@ class PlanningOptions:
     real_hosts: bool
     hostfile_format: str
     groups: tuple[tuple[tuple[str, ...], str], ...] = ()
+    components: tuple[tuple[str, ...], ...] = ()
     pods: int = 1
 
     @property
@@ -122,7 +123,12 @@ def plan_hosts(
 ) -> Cluster:
     """The plans of all hosts: one plan, or one for each group of hosts that differ."""
     if not options.groups:
-        return one_group(options.hosts, plan_host(options, base, env, command))
+        plan = plan_host(options, base, env, command)
+        if not options.components:
+            return one_group(options.hosts, plan)
+        return Cluster(
+            groups=tuple(HostGroup(hosts=hosts, plan=plan) for hosts in options.components if hosts), warnings=()
+        )
     if options.share:
         raise RequestError(NOT_SHARED)
     groups = [(hosts, find_machine(machine)) for hosts, machine in options.groups]

@@ -68,4 +68,5 @@ class HostsLeft:
 def on_hosts(options: PlanningOptions, hosts: tuple[str, ...]) -> PlanningOptions:
     """The options for some of their hosts."""
     groups = ((tuple(host for host in names if host in hosts), machine) for names, machine in options.groups)
-    return replace(options, hosts=hosts, groups=tuple(group for group in groups if group[0]))
+    components = tuple(tuple(host for host in names if host in hosts) for names in options.components)
+    return replace(options, hosts=hosts, groups=tuple(group for group in groups if group[0]), components=components)

@@ -18,7 +18,13 @@ from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
 from cputrain.launch.command import check_launch, check_program, command_job, new_folder
 from cputrain.launch.first_measurement import measure_transports
-from cputrain.launch.hosts import uses_launcher, with_allocated_hosts, with_host_groups, with_this_host
+from cputrain.launch.hosts import (
+    allocation_notes,
+    uses_launcher,
+    with_allocated_hosts,
+    with_host_groups,
+    with_this_host,
+)
 from cputrain.launch.instances import chosen, with_instances
 from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
 from cputrain.launch.pods import in_pods, wait_for_name, with_pods
@@ -27,6 +33,7 @@ from cputrain.launch.restarts import HostsLeft, keep_logs, on_hosts, with_restar
 from cputrain.runs.attempt import restart_variables
 from cputrain.runs.folder import LOGS, PLAN, write_plan
 from mpi.hosts.groups import Cluster
+from mpi.hosts.schedulers import Allocation, allocation
 from mpi.launchers.detect import find_launcher
 from mpi.launchers.job import Job
 from mpi.launchers.launcher import InstalledLauncher
@@ -51,7 +58,7 @@ class Launch:
     """A command and what starts it, at its first start and at its restarts.
 
     `launcher` is None where this process starts the workers. `instances`: how many independent copies were requested,
-    `instance` which of them are started.
+    `instance` which of them are started. `allocation` is the scheduler's job around this process.
     """
 
     command: tuple[str, ...]
@@ -63,6 +70,11 @@ class Launch:
     folder: Path
     instances: int | str | None
     instance: str | None
+    allocation: Allocation | None
+
+    def notes(self, cluster: Cluster) -> tuple[str, ...]:
+        """What the user should know of the scheduler's job around this process."""
+        return tuple(allocation_notes(self.options, self.allocation, cluster))
 
     def planned(self) -> tuple[Job, Cluster]:
         """The job and its hosts' plans. Raises InputError where the request does not fit."""
@@ -96,7 +108,8 @@ def make_launch(
 ) -> Launch:
     """The launch of a command as requested, on the hosts of the batch job around this process where none are named.
     Raises InputError where options cannot be combined."""
-    options = with_allocated_hosts(with_host_groups(options, host_groups), env)
+    found = allocation(env)
+    options = with_allocated_hosts(with_host_groups(options, host_groups), found)
     options = with_pods(with_this_host(options), env)
     check_launch(options, plan_on_host=switches.plan_on_host)
     if instances is not None:
@@ -111,6 +124,7 @@ def make_launch(
         folder=folder,
         instances=instances,
         instance=instance,
+        allocation=found,
     )
 
 

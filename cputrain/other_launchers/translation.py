@@ -23,7 +23,7 @@ PLANNED = (
 # Variables that are options of launch -> what they set in `Wanted`.
 VARIABLES = {"OMP_NUM_THREADS": "threads", "CCL_WORKER_COUNT": "comm_cores"}
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-ALLOCATION = "in a Slurm or PBS job launch takes the job's hosts; elsewhere add --hosts n1,n2 or --hostfile FILE"
+ALLOCATION = "in a scheduler's job launch takes the job's hosts; elsewhere add --hosts n1,n2 or --hostfile FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from affinity.kernel.binding import bind_thread
 from affinity.ranks.rank import Rank
 from mpi.usage.file import FOLDER as USAGE
 from mpi.usage.sampler import Sampler
@@ -20,7 +21,7 @@ def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[Non
     done = threading.Event()
 
     def sample() -> None:
-        os.sched_setaffinity(0, pus)
+        bind_thread(tuple(pus))
         while not done.wait(POLL_S):
             sampler.tick()
 

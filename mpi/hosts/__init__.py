@@ -1,4 +1,4 @@
-"""The hosts of a job: hostfiles of every launcher, Slurm's folded lists, the hosts of a Slurm or PBS job.
+"""The hosts of a job: hostfiles of every launcher, Slurm's folded lists, the scheduler's job around this process.
 
 Hosts that differ form groups of equal hosts, each with a plan of its own (`groups.py`).
 """

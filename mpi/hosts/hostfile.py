@@ -1,15 +1,13 @@
-"""The hosts of a job: hostfiles of any launcher, the environment of Slurm and PBS <-> tuple of Host."""
+"""The hosts of a job: hostfiles of any launcher <-> tuple of Host."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.ranks.host_names import host_key, is_address, network_name
-from affinity.ranks.rank import tasks_per_node
 from affinity.units import MIB
-from affinity.wording import counted
 from mpi.hosts.nodelist import expand
 
 # Names reach shells, ssh and files: nothing else is let through. An absolute name ends with a dot.
@@ -23,7 +21,6 @@ WITH_SLOTS = re.compile("(.+):([0-9]+)")
 COMMENT = re.compile(r"#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 END_OF_LINE = "\0"  # Open MPI takes a block comment for one
 EQUALS = re.compile(r"[ \t]*=[ \t]*")
-TASKS = "SLURM_TASKS_PER_NODE"
 FORMATS = {
     "openmpi": "Open MPI's format (h1 slots=4)",
     "hydra": "Intel MPI's and MPICH's format (h1:4)",
@@ -235,25 +232,6 @@ def check_name(name: str, source: str) -> str:
     if not NAME.fullmatch(name) and not is_address(name):
         raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
     return name
-
-
-def allocated_hosts(env: Mapping[str, str]) -> HostList | None:
-    """The hosts of the Slurm or PBS job around this process; None outside one."""
-    if nodes := env.get("SLURM_JOB_NODELIST"):
-        names = expand(nodes)
-        tasks = env.get(TASKS) if "SLURM_NTASKS" in env else None
-        counts: tuple[int | None, ...] = tasks_per_node(env, TASKS) if tasks else (None,) * len(names)
-        if len(counts) != len(names):
-            raise InputError(
-                f"{TASKS}={tasks!r} has {counted(len(counts), 'host')}, SLURM_JOB_NODELIST={nodes!r} has "
-                f"{len(names):,}: unset {TASKS}, or name the hosts with --hosts"
-            )
-        source = "SLURM_JOB_NODELIST"
-        hosts = tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))
-        return HostList(hosts=hosts, format="plain")
-    if path := env.get("PBS_NODEFILE"):
-        return read_hostfile(Path(path))
-    return None
 
 
 def format_hosts(hosts: Iterable[Host], file_format: str) -> str:

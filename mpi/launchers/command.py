@@ -1,5 +1,7 @@
 """Job x launcher -> the command that starts it. Pure: nothing is started, no file written."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import InputError
@@ -19,6 +21,8 @@ def launch_command(
     """
     launcher = installed.launcher
     _check(job, launcher)
+    if job.het_groups and launcher.component is not None:
+        return _of_components(job, installed, launcher.component, command)
     hosts, hostfile = _hosts(job, launcher, folder)
     binding: Tokens = launcher.unbound
     rankfile: Files = ()
@@ -40,6 +44,22 @@ def launch_command(
     )
 
 
+def _of_components(
+    job: Job, installed: InstalledLauncher, component: Callable[[int], Tokens], command: tuple[str, ...]
+) -> LaunchCommand:
+    """What starts the ranks of a heterogeneous job: the launcher's options and the command for each component."""
+    if ":" in command:
+        raise InputError(
+            f"{installed.launcher.title} takes the command's word ':' for its own in a heterogeneous job: leave it out"
+        )
+    words: Tokens = (installed.program,)
+    for number, group in zip(job.het_groups, job.groups, strict=True):
+        alone = launch_command(replace(job, groups=(group,), het_groups=()), installed, command, None)
+        words += (*((":",) if number != job.het_groups[0] else ()), *component(number), *alone.argv[1:])
+    variables = installed.launcher.variables(job)
+    return LaunchCommand(argv=words, variables=(*installed.variables, *variables, *job.secrets))
+
+
 def _check(job: Job, launcher: Launcher) -> None:
     """Raise InputError where the launcher cannot start this job."""
     if job.binder == "launcher":
@@ -49,7 +69,7 @@ def _check(job: Job, launcher: Launcher) -> None:
             raise InputError("--bind launcher gives each rank cores of its own: remove it or --oversubscribe")
         if launcher.bound is None:
             raise InputError(f"{launcher.title} cannot bind its ranks as planned: remove --bind launcher")
-    if launcher.equal_hosts and len(job.groups) > 1:
+    if launcher.equal_hosts and len(job.groups) > 1 and not job.het_groups:
         raise InputError(
             f"{launcher.title} starts the same number of ranks on every host: hosts that differ need an MPI's launcher"
         )

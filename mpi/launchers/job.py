@@ -31,7 +31,8 @@ class Job:
     differ. `instances` are the workers of this host to start as programs that know nothing of each other; None: all,
     as ranks of one job. `pods`: which part of a larger job this host's ranks are, where each pod starts its own. With
     `names_errors` the command itself says in a line what is wrong with its input before it exits with status 2. A rank
-    has not started yet while it imports, or while one of the texts `starting` is in its Python stack.
+    has not started yet while it imports, or while one of the texts `starting` is in its Python stack. `het_groups` are
+    the numbers of the components of a heterogeneous Slurm job that the groups are; () outside one.
     """
 
     groups: tuple[HostGroup, ...]
@@ -52,6 +53,7 @@ class Job:
     pods: Pods = ONE_POD
     names_errors: bool = False
     starting: tuple[str, ...] = ()
+    het_groups: tuple[int, ...] = ()
 
     @property
     def plan(self) -> Plan:

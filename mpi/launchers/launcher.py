@@ -43,7 +43,7 @@ class HostOptions:
 class Launcher:
     """What differs between launchers when a job is started, and the variables that tell a rank its launcher.
 
-    A scheduler's list of hosts is read in mpi.hosts.hostfile; what people wrote for a launcher, in
+    A scheduler's list of hosts is read in mpi.hosts.schedulers; what people wrote for a launcher, in
     cputrain.other_launchers. The command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each
     variable, `inherited` for each secret, `last_options`, the command of a rank.
     """
@@ -80,6 +80,8 @@ class Launcher:
     """How it takes hosts; None: `rank_counts` says it all."""
     equal_hosts: bool = False
     """Whether it starts the same number of ranks on every host, and so serves one host group only."""
+    component: Callable[[int], Tokens] | None = None
+    """Tokens for the ranks of one component of a heterogeneous job; a `:` stands between the components' commands."""
     reaches_hosts: bool = True
     """Whether it starts ranks on other hosts; False: people start it on each host."""
 

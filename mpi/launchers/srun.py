@@ -48,6 +48,7 @@ SRUN = Launcher(
         inline=lambda job: (f"--nodelist={','.join(job.hosts)}",),
     ),
     equal_hosts=True,
+    component=lambda number: (f"--het-group={number}",),
     unbound=(PLACEMENT, "--cpu-bind=none"),
     bound=_bound,
     has_pmi=True,

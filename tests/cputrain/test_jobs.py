@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -135,6 +136,21 @@ def test_slurm_runs_the_script_end_to_end(slurm: Slurm, place: Path) -> None:
 
 
 @pytest.mark.long
+def test_launch_uses_all_components_of_a_heterogeneous_slurm_job(slurm: Slurm, place: Path) -> None:
+    """Each component is started by a part of one srun: numbered through, each rank on its component's host."""
+    launch = (sys.executable, "-m", "cputrain", "launch", "--ppn", "1", "--no-preflight", "--output", "run")
+    shown = "import os; print(os.environ['SLURMD_NODENAME'], os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
+    script = (
+        "#!/bin/sh\n#SBATCH --exclusive -N1 -n1 -w n1 -o out\n#SBATCH hetjob\n#SBATCH --exclusive -N1 -n1 -w n2\n"
+        f"{shlex.join((*launch, '--', sys.executable, '-c', shown))}\n"
+    )
+    state = slurm.finish(script, place)
+    printed = (place / "out").read_text()
+    assert state == "COMPLETED", printed
+    assert "[n1:0] n1 0 2" in printed and "[n2:1] n2 1 2" in printed
+    assert "of 2 components, 2 hosts (n1; n2): all are planned as this host" in printed
+
+
 def test_slurm_s_time_limit_requeues_and_the_training_goes_on(slurm: Slurm, place: Path) -> None:
     """The notice comes (sent here, as Slurm sends it), the job is requeued, goes on from its checkpoint and ends."""
     steps = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "00:10:00")

@@ -37,8 +37,9 @@ from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events, read_log, time_spent
 from cputrain.runs.folder import finished
 from cputrain.sweep.clock import parse_clock
-from mpi.hosts.hostfile import allocated_hosts, parse_hosts
+from mpi.hosts.hostfile import parse_hosts
 from mpi.hosts.nodelist import expand
+from mpi.hosts.schedulers import allocation
 from tests.fuzz.inputs import COUNT, damaged, edited, fuzzed, read, write
 from tests.support.machines import build_machine
 
@@ -253,6 +254,8 @@ VARIABLES = (
     *("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_JOB_NODELIST", "SLURM_NTASKS"),
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PBS_NODEFILE"),
+    *("SLURM_HET_SIZE", "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1", "PE_HOSTFILE"),
+    *("LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "LSB_HOSTS", "LSB_JOBID"),
 )
 
 
@@ -262,7 +265,7 @@ def test_variables_of_launchers_and_schedulers(env: dict[str, str]) -> None:
     # As an environment holds them: bytes without zeros.
     env = {name: os.fsdecode(value.replace("\0", "").encode(errors="replace")) for name, value in env.items()}
     read(lambda: discover(env))
-    read(lambda: allocated_hosts(env))
+    read(lambda: allocation(env))
 
 
 @fuzzed

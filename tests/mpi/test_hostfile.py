@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from mpi.hosts.hostfile import MAX_SLOTS, Host, allocated_hosts, format_hosts, parse_hosts, read_hostfile
+from mpi.hosts.hostfile import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
 from tests.support.commands import cputrain, mpi_path
 
 
@@ -179,37 +179,11 @@ def test_endless_files_are_refused() -> None:
         read_hostfile(Path("/dev/zero"))
 
 
-SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
-
-
-@given(st.text(max_size=30) | SLURM_TASKS.map(",".join))
-def test_any_slurm_tasks_per_node_are_read_or_refused(tasks: str) -> None:
-    env = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": tasks}
-    try:
-        found = allocated_hosts(env)
-    except InputError:
-        return
-    assert found is not None and len(found.hosts) == 4
-
-
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "absent", tmp_path / "b", tmp_path):
         with pytest.raises(InputError, match=r"hostfile .*: give a file with one host per line"):
             read_hostfile(path)
-
-
-def test_the_hosts_of_slurm_and_pbs_are_found(tmp_path: Path) -> None:
-    slurm = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS": "7"}
-    found = allocated_hosts(slurm)
-    assert found is not None
-    assert [(host.name, host.slots) for host in found.hosts] == [("n1", 2), ("n2", 2), ("n3", 2), ("m1", 1)]
-    with pytest.raises(InputError, match=r"has 3 hosts, SLURM_JOB_NODELIST=.* has 4"):
-        allocated_hosts({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
-    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    pbs = allocated_hosts({"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert pbs is not None and [(host.name, host.slots) for host in pbs.hosts] == [("a", 2), ("b", 2)]
-    assert allocated_hosts({}) is None
 
 
 def test_ten_thousand_hosts() -> None:

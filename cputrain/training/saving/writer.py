@@ -1,7 +1,6 @@
 """Writing checkpoints in a thread, while the training goes on: every rank its files, rank 0 the rest when all are
 there."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import RunError
+from affinity.kernel.binding import bind_thread
 from cputrain.checkpoints.folder import name_of, partial_name, put_in_place, remove_old, set_best
 from cputrain.checkpoints.manifest import FileRecord, Manifest, rank_file, write_manifest
 from cputrain.checkpoints.tensors import write_tensors
@@ -93,7 +93,7 @@ class CheckpointWriter:
             if self._error is not None:
                 return
             try:
-                os.sched_setaffinity(0, self.pus)
+                bind_thread(tuple(self.pus))
                 work()
             except Exception as error:  # noqa: BLE001  raised again where the training notices it
                 self._error = error

@@ -1,0 +1,263 @@
+"""The scheduler's job around this process: its hosts and their slots, from one record for each scheduler."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from affinity.errors import InputError
+from affinity.ranks.rank import tasks_per_node
+from affinity.topology.cpuset import parse_list
+from affinity.wording import counted
+from mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, read_hostfile
+from mpi.hosts.nodelist import expand
+
+Hosts = tuple[Host, ...]
+Env = Mapping[str, str]
+FLUX_TIMEOUT_S = 20.0
+PIECE = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+SLOTS = re.compile("[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a scheduler's variables tell: the hosts of each component of the job, and a note about a host left out."""
+
+    components: tuple[Hosts, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduler:
+    """A scheduler's record.
+
+    `variables` tell that this process is in its job; the first that is set is its id. `found` reads the hosts, and
+    gives None where the variables do not name them; None: they are not read here. `slot` is what it counts on a host,
+    `slots_are_cores` whether that may be cores as well as ranks. `give` names the hosts to `cputrain launch`.
+    """
+
+    name: str
+    variables: tuple[str, ...]
+    found: Callable[[Env], Found | None] | None = None
+    slot: str = "slot"
+    slots_are_cores: bool = False
+    give: str = "--hosts or --hostfile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """The job around this process.
+
+    `components` are the hosts of each component: several for a heterogeneous job of Slurm, none where the hosts are
+    not known. `note` says what was left out of them.
+    """
+
+    scheduler: Scheduler
+    job: str
+    components: tuple[Hosts, ...]
+    note: str = ""
+
+    @property
+    def hosts(self) -> Hosts:
+        """Every host, component after component."""
+        return tuple(host for component in self.components for host in component)
+
+    @property
+    def title(self) -> str:
+        """ "Slurm job 17 of 2 components, 3 hosts"."""
+        many = f" of {len(self.components)} components" if len(self.components) > 1 else ""
+        known = f", {counted(len(self.hosts), 'host')}" if self.hosts else ""
+        return f"{self.scheduler.name} job {self.job}{many}{known}"
+
+    @property
+    def uses_one_host(self) -> str:
+        """A line that this host alone is used, and what to do; "" where the job has no other."""
+        if len(self.hosts) == 1:
+            return ""
+        return f"{self.title}: only this host is used: " + (
+            "cputrain launch uses all of them" if self.hosts else f"name the job's hosts with {self.scheduler.give}"
+        )
+
+
+def allocation(env: Env) -> Allocation | None:
+    """The scheduler's job around this process; None outside one. Raises InputError where its variables are damaged."""
+    for scheduler in SCHEDULERS:
+        job = next((env[name] for name in scheduler.variables if env.get(name)), None)
+        if job is None:
+            continue
+        found = None if scheduler.found is None else scheduler.found(env)
+        found = found or Found(components=())
+        return Allocation(scheduler=scheduler, job=job[:60], components=found.components, note=found.note)
+    return None
+
+
+def _slurm(env: Env) -> Found | None:
+    """sbatch(1), OUTPUT ENVIRONMENT VARIABLES: the components of a heterogeneous job have numbers at the end."""
+    size = env.get("SLURM_HET_SIZE") or env.get("SLURM_PACK_SIZE") or "1"  # PACK: before Slurm 20.02
+    suffixes = [""]
+    if SLOTS.fullmatch(size) and int(size) > 1:
+        word = "HET" if "SLURM_HET_SIZE" in env else "PACK"
+        suffixes = [f"_{word}_GROUP_{number}" for number in range(min(int(size), MAX_SLOTS))]
+        absent = [suffix for suffix in suffixes if not env.get(f"SLURM_JOB_NODELIST{suffix}")]
+        if absent:
+            raise InputError(
+                f"SLURM_{word}_SIZE={size}, but SLURM_JOB_NODELIST{absent[0]} is not set: name the hosts with --hosts"
+            )
+    if not env.get(f"SLURM_JOB_NODELIST{suffixes[0]}"):
+        return None
+    return Found(components=tuple(_slurm_component(env, suffix) for suffix in suffixes))
+
+
+def _slurm_component(env: Env, suffix: str) -> Hosts:
+    source, tasks_name = f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
+    names = expand(env[source])
+    tasks = env.get(tasks_name) if f"SLURM_NTASKS{suffix}" in env else None  # else a number of CPUs
+    counts: tuple[int | None, ...] = tasks_per_node(env, tasks_name) if tasks else (None,) * len(names)
+    if len(counts) != len(names):
+        raise InputError(
+            f"{tasks_name}={tasks!r} has {counted(len(counts), 'host')}, {source}={env[source]!r} has "
+            f"{len(names):,}: unset {tasks_name}, or name the hosts with --hosts"
+        )
+    return tuple(Host(name=check_name(n, source), slots=c) for n, c in zip(names, counts, strict=True))
+
+
+def _pbs(env: Env) -> Found | None:
+    """PBS Professional, User's Guide, 5.1.3 The Job Node File: a host's line is there once for each MPI process."""
+    path = env.get("PBS_NODEFILE")
+    return Found(components=(_file_of_slots(Path(path)),)) if path else None
+
+
+def _lsf(env: Env) -> Found | None:
+    """IBM Spectrum LSF, environment variables: LSB_MCPU_HOSTS is "HOST SLOTS HOST SLOTS", the file of
+    LSB_DJOB_HOSTFILE and LSB_HOSTS have each host once for each slot."""
+    if words := env.get("LSB_MCPU_HOSTS", "").split():
+        if len(words) % 2:
+            raise InputError(
+                f"LSB_MCPU_HOSTS={env['LSB_MCPU_HOSTS'][:60]!r} is not HOST SLOTS HOST SLOTS: name the hosts with "
+                "--hosts"
+            )
+        hosts = _summed(zip(words[::2], words[1::2], strict=True), "LSB_MCPU_HOSTS")
+    elif path := env.get("LSB_DJOB_HOSTFILE"):
+        hosts = _file_of_slots(Path(path))
+    elif words := env.get("LSB_HOSTS", "").split():
+        hosts = _summed(((word, "1") for word in words), "LSB_HOSTS")
+    else:
+        return None
+    first, *others = hosts
+    if others and first.slots == 1 and all(host.slots and host.slots > 1 for host in others):
+        note = (
+            f"LSF's first host, {first.name}, has 1 slot, the others have more: it is taken for the batch host and "
+            "gets no workers: name all hosts with --hosts to use it, too"
+        )
+        return Found(components=(tuple(others),), note=note)
+    return Found(components=(hosts,))
+
+
+def _grid_engine(env: Env) -> Found | None:
+    """sge_pe(5), $PE_HOSTFILE: HOST SLOTS QUEUE PROCESSORS on each line; a host has a line for each of its queues."""
+    path = Path(env["PE_HOSTFILE"])
+    try:
+        lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"PE_HOSTFILE={path} cannot be read: {error}: name the hosts with --hosts") from None
+    short = next((line for line in lines if len(line) < 2), None)
+    if short is not None or not lines:
+        found = "is empty" if short is None else f"has the line {short[0][:40]!r}"
+        raise InputError(f"PE_HOSTFILE={path} {found}, not HOST SLOTS QUEUE: name the hosts with --hosts")
+    return Found(components=(_summed(((line[0], line[1]) for line in lines), f"PE_HOSTFILE={path}"),))
+
+
+def _flux(env: Env) -> Found | None:
+    """flux-environment(7): no variable names the hosts, `flux` tells them as a resource set (Flux RFC 20)."""
+    job = env.get("FLUX_JOB_ID")
+    # A batch script has no FLUX_JOB_ID; its own Flux instance has the job's resources and no others.
+    words = ("job", "info", job, "R") if job else ("resource", "R")
+    known = job or env.get("FLUX_ENCLOSING_ID") or _flux_prints(env, "getattr", "jobid")
+    shown = _flux_prints(env, *words) if known else None  # an instance that is no job has the whole cluster
+    if shown is None:
+        return None
+    try:
+        execution = json.loads(shown)["execution"]
+        cores = {
+            rank: len(parse_list(entry["children"].get("core", "")))
+            for entry in execution["R_lite"]
+            for rank in parse_list(entry["rank"].strip("[]"))
+        }
+        listed = [piece for text in execution["nodelist"] for piece in PIECE.findall(text)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"flux {' '.join(words)} prints no resource set ({error!r}): name the hosts with --hosts"
+        ) from None
+    names = [name for piece in listed for name in expand(piece)]
+    if not names or len(names) != len(cores):
+        raise InputError(
+            f"flux {' '.join(words)} prints {counted(len(names), 'host')} for {counted(len(cores), 'rank')}: name the "
+            "hosts with --hosts"
+        )
+    each = zip(names, (str(cores[rank]) for rank in sorted(cores)), strict=True)
+    return Found(components=(_summed(each, "flux"),))
+
+
+def _flux_prints(env: Env, *words: str) -> str | None:
+    """What a command of flux prints; None where there is no flux, or it fails."""
+    program = shutil.which("flux", path=env.get("PATH"))
+    if program is None:
+        return None
+    try:
+        ran = subprocess.run(
+            [program, *words], env=env, capture_output=True, text=True, timeout=FLUX_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ran.stdout if ran.returncode == 0 else None
+
+
+def _file_of_slots(path: Path) -> Hosts:
+    """The hosts of a file that repeats a host's line for each slot; a host that is there once has one."""
+    return tuple(replace(host, slots=host.slots or 1) for host in read_hostfile(path).hosts)
+
+
+def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
+    """Each host once, with the sum of its slots. Raises InputError for a wrong name or number."""
+    slots: Counter[str] = Counter()
+    for name, number in pairs:
+        if not SLOTS.fullmatch(number) or int(number) > MAX_SLOTS:
+            raise InputError(f"{source}: {number[:30]!r} is not a number of slots: name the hosts with --hosts")
+        slots[check_name(name, source)] += int(number)
+    return tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
+
+
+# The first whose variables are set is the job's.
+SCHEDULERS = (
+    Scheduler(name="Slurm", variables=("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), found=_slurm, slot="task"),
+    Scheduler(name="PBS", variables=("PBS_JOBID", "PBS_NODEFILE"), found=_pbs),
+    Scheduler(
+        name="LSF",
+        variables=("LSB_JOBID", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE"),
+        found=_lsf,
+        slots_are_cores=True,
+        give='--hosts or --hostfile "$LSB_DJOB_HOSTFILE"',
+    ),
+    # A job without a parallel environment has no such file, and one host.
+    Scheduler(name="Grid Engine", variables=("PE_HOSTFILE",), found=_grid_engine, slots_are_cores=True),
+    Scheduler(
+        name="Flux",
+        variables=("FLUX_JOB_ID", "FLUX_ENCLOSING_ID", "FLUX_URI"),
+        found=_flux,
+        slot="core",
+        slots_are_cores=True,
+        give='--hosts "$(flux hostlist)"',
+    ),
+    Scheduler(name="Cobalt", variables=("COBALT_JOBID",), give='--hostfile "$COBALT_NODEFILE"'),
+    Scheduler(name="OAR", variables=("OAR_JOB_ID", "OAR_JOBID"), give='--hostfile "$OAR_NODEFILE"'),
+    Scheduler(name="LoadLeveler", variables=("LOADL_STEP_ID", "LOADL_JOB_NAME"), give='--hostfile "$LOADL_HOSTFILE"'),
+    Scheduler(name="HTCondor", variables=("_CONDOR_JOB_AD", "_CONDOR_SCRATCH_DIR")),
+    Scheduler(name="Cray PALS", variables=("PALS_APID",)),
+    Scheduler(name="PJM", variables=("PJM_JOBID",), give='--hostfile "$PJM_O_NODEINF"'),
+    Scheduler(name="AWS Batch", variables=("AWS_BATCH_JOB_ID",)),
+    Scheduler(name="Azure Batch", variables=("AZ_BATCH_JOB_ID",), give='--hosts "$AZ_BATCH_HOST_LIST"'),
+)

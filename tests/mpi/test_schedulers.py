@@ -1,0 +1,191 @@
+"""The job around a process: its hosts and slots by the documentation of each scheduler, and what the commands say."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinity.errors import InputError
+from mpi.hosts.schedulers import SCHEDULERS, allocation
+from tests.support.commands import cputrain
+
+Slots = list[tuple[str, int | None]]
+SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
+
+
+def hosts_of(env: dict[str, str]) -> Slots:
+    found = allocation(env)
+    assert found is not None
+    return [(host.name, host.slots) for host in found.hosts]
+
+
+def test_the_hosts_of_slurm_and_pbs_are_found(tmp_path: Path) -> None:
+    slurm = {"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS": "7"}
+    assert hosts_of(slurm) == [("n1", 2), ("n2", 2), ("n3", 2), ("m1", 1)]
+    with pytest.raises(InputError, match=r"has 3 hosts, SLURM_JOB_NODELIST=.* has 4"):
+        allocation({**slurm, "SLURM_TASKS_PER_NODE": "2(x3)"})
+    del slurm["SLURM_NTASKS"]  # TASKS_PER_NODE is a number of CPUs where no tasks are requested
+    assert hosts_of(slurm)[0] == ("n1", None)
+    (tmp_path / "nodes").write_text("a\na\nb\nb\nc\n")
+    assert hosts_of({"PBS_NODEFILE": str(tmp_path / "nodes")}) == [("a", 2), ("b", 2), ("c", 1)]
+    (tmp_path / "nodes").write_text("a\nb\n")
+    assert hosts_of({"PBS_NODEFILE": str(tmp_path / "nodes")}) == [("a", 1), ("b", 1)]
+    assert allocation({}) is None
+
+
+@given(st.text(max_size=30) | SLURM_TASKS.map(",".join))
+def test_any_slurm_tasks_per_node_are_read_or_refused(tasks: str) -> None:
+    try:
+        found = hosts_of({"SLURM_JOB_NODELIST": "n[1-3],m1", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": tasks})
+    except InputError:
+        return
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("word", ["HET", "PACK"])  # PACK: before Slurm 20.02
+def test_a_heterogeneous_slurm_job_has_the_hosts_of_all_its_components(word: str) -> None:
+    env = {
+        **{"SLURM_JOB_ID": "5", f"SLURM_{word}_SIZE": "2", "SLURM_JOB_NODELIST": "a1", "SLURM_NTASKS": "2"},
+        **{
+            "SLURM_TASKS_PER_NODE": "2",
+            f"SLURM_JOB_NODELIST_{word}_GROUP_0": "a1",
+            f"SLURM_NTASKS_{word}_GROUP_0": "2",
+        },
+        **{f"SLURM_TASKS_PER_NODE_{word}_GROUP_0": "2", f"SLURM_JOB_NODELIST_{word}_GROUP_1": "b[1-2]"},
+        **{f"SLURM_NTASKS_{word}_GROUP_1": "8", f"SLURM_TASKS_PER_NODE_{word}_GROUP_1": "4(x2)"},
+    }
+    found = allocation(env)
+    assert found is not None and found.title == "Slurm job 5 of 2 components, 3 hosts"
+    listed = [[(host.name, host.slots) for host in component] for component in found.components]
+    assert listed == [[("a1", 2)], [("b1", 4), ("b2", 4)]]
+    del env[f"SLURM_JOB_NODELIST_{word}_GROUP_1"]
+    with pytest.raises(InputError, match=rf"SLURM_JOB_NODELIST_{word}_GROUP_1 is not set: name the hosts"):
+        allocation(env)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected", "noted"),
+    [
+        ("batch02 1 c101 42 c102 42", [("c101", 42), ("c102", 42)], True),
+        ("batch02 1 c101 42", [("c101", 42)], True),
+        ("c101 42 c102 42", [("c101", 42), ("c102", 42)], False),
+        ("h1 1 h2 1 h3 1", [("h1", 1), ("h2", 1), ("h3", 1)], False),  # span[ptile=1]
+        ("h1 2 h2 1", [("h1", 2), ("h2", 1)], False),
+        ("h1 4 h2 4 h1 2", [("h1", 6), ("h2", 4)], False),
+        ("h1 1", [("h1", 1)], False),
+    ],
+)
+def test_an_lsf_job_has_its_hosts_without_the_batch_host(listed: str, expected: Slots, noted: bool) -> None:
+    env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": listed}
+    found = allocation(env)
+    assert found is not None and hosts_of(env) == expected
+    assert ("batch02, has 1 slot" in found.note) == noted
+
+
+def test_lsf_s_file_and_its_list_have_a_host_for_each_slot(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("login1\nc1\nc1\nc1\nc2\nc2\nc2\n")
+    assert hosts_of({"LSB_JOBID": "1", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}) == [("c1", 3), ("c2", 3)]
+    assert hosts_of({"LSB_JOBID": "1", "LSB_HOSTS": "c1 c1 c2 c2"}) == [("c1", 2), ("c2", 2)]
+
+
+def test_grid_engine_s_file_has_a_line_for_each_queue_of_a_host(tmp_path: Path) -> None:
+    # The columns of sge_pe(5): host, slots, queue, processors to use.
+    path = tmp_path / "pe_hostfile"
+    path.write_text("node1.site 8 all.q@node1.site UNDEFINED\nnode2 4 a.q@node2 <NULL>\nnode2 2 b.q@node2 0,0:0,1\n")
+    assert hosts_of({"JOB_ID": "9", "PE_HOSTFILE": str(path)}) == [("node1.site", 8), ("node2", 6)]
+    assert allocation({"JOB_ID": "9"}) is None  # no parallel environment
+    for damaged in ("", "node1\n", "node1 x all.q\n", "no;de 1 all.q\n"):
+        path.write_text(damaged)
+        with pytest.raises(InputError, match="PE_HOSTFILE"):
+            allocation({"PE_HOSTFILE": str(path)})
+
+
+def flux_in(folder: Path, *, fails: str = "none") -> dict[str, str]:
+    """The environment of a job with a `flux` that prints a resource set (Flux RFC 20), as no Flux can run here."""
+    resources = {
+        "version": 1,
+        "execution": {
+            "R_lite": [{"rank": "0-1", "children": {"core": "0-7"}}, {"rank": "2", "children": {"core": "0,4-6"}}],
+            "nodelist": ["fluke[3-4],big"],
+        },
+    }
+    (folder / "R").write_text(json.dumps(resources))
+    program = folder / "flux"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in\n"{fails}") exit 1;;\n"getattr jobid") echo f1;;\n'
+        f'"resource R" | "job info f1 R") cat {folder}/R;;\n*) exit 1;;\nesac\n'
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"FLUX_URI": "local:///tmp/f"},  # a batch script
+        {"FLUX_ENCLOSING_ID": "f1", "FLUX_URI": "local:///tmp/f"},
+        {"FLUX_JOB_ID": "f1", "FLUX_URI": "local:///run/flux"},
+    ],
+)
+def test_a_flux_job_has_the_hosts_and_cores_of_its_resource_set(env: dict[str, str], tmp_path: Path) -> None:
+    assert hosts_of({**flux_in(tmp_path), **env}) == [("fluke3", 8), ("fluke4", 8), ("big", 4)]
+
+
+def test_the_whole_cluster_of_flux_is_no_job(tmp_path: Path) -> None:
+    found = allocation({**flux_in(tmp_path, fails="getattr jobid"), "FLUX_URI": "local:///run/flux"})
+    assert found is not None and found.hosts == ()
+    found = allocation({"PATH": "/nowhere", "FLUX_JOB_ID": "f1"})
+    assert found is not None and "name the job's hosts with --hosts" in found.uses_one_host
+
+
+@pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one.found is None], ids=lambda one: one.name)
+def test_any_other_scheduler_s_job_says_that_one_host_is_used(scheduler: object, tmp_path: Path) -> None:
+    name, variables, give = (getattr(scheduler, field) for field in ("name", "variables", "give"))
+    for variable in variables:
+        found = allocation({variable: "77"})
+        assert found is not None
+        assert found.uses_one_host == f"{name} job 77: only this host is used: name the job's hosts with {give}"
+
+
+def test_launch_uses_lsf_s_hosts_and_says_which_it_leaves_out(tmp_path: Path) -> None:
+    env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "batch02 1 c101 42 c102 42"}
+    words = ("--dry-run", "--launcher", "openmpi", "--ppn", "1", "--", "true")
+    ran = cputrain("launch", *words, cwd=tmp_path, **env)
+    assert ran.returncode == 0, ran.stderr
+    assert "-np 2" in ran.stdout and "MASTER_ADDR=c101" in ran.stdout
+    batch, slots = ran.stderr.splitlines()
+    assert "batch02, has 1 slot" in batch and "no workers" in batch
+    assert slots.startswith("note: LSF gives 42 slots on c[101-102], the plan has 1 worker on ")
+
+
+def test_pbs_s_slots_that_differ_from_the_plan_are_said(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("a\nb\nb\n")
+    env = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    ran = cputrain("plan", "--ppn", "1", cwd=tmp_path, **env)
+    (note,) = ran.stderr.splitlines()
+    assert note.startswith("note: PBS gives 2 slots on b, the plan has 1 worker on ")
+    assert "request 1 per host of PBS" in note
+
+
+@pytest.mark.parametrize("command", ["plan", "launch"])
+def test_a_job_of_one_s_own_hosts_or_workers_alike_says_nothing(command: str, tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("a\nb\n")
+    env = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    behind = ("--dry-run", "--launcher", "openmpi", "--", "true") if command == "launch" else ()
+    assert cputrain(command, "--ppn", "1", *behind, cwd=tmp_path, **env).stderr == ""
+    hosts = ("--hosts", "x,y") if command == "launch" else ("--machine", "skx-8160-2s")
+    assert cputrain(command, *hosts, *behind, cwd=tmp_path, COBALT_JOBID="5").stderr == ""
+
+
+def test_train_and_doctor_name_the_job(tmp_path: Path) -> None:
+    env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "c101 42 c102 42"}
+    ran = cputrain("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
+    assert "note: LSF job 118210, 2 hosts: only this host is used: cputrain launch uses all of them" in ran.stderr
+    shown = json.loads(cputrain("doctor", "--format", "json", cwd=tmp_path, **env).stdout)["checks"]
+    (job,) = [check for check in shown if check["name"] == "job"]
+    assert (job["status"], job["found"]) == ("ok", "LSF job 118210, 2 hosts: c[101-102]")
+    shown = json.loads(cputrain("doctor", "--format", "json", cwd=tmp_path, OAR_JOB_ID="3").stdout)["checks"]
+    (job,) = [check for check in shown if check["name"] == "job"]
+    assert job["status"] == "warning" and job["remedy"] == 'name them with --hostfile "$OAR_NODEFILE"'
