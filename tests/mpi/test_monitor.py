@@ -139,7 +139,7 @@ def test_a_preemption_while_ranks_start_reaches_all(monitor: Monitor) -> None:
         monitor.poll(0.05)
         for i, connection in enumerate(connections):
             received[i] += connection.receive() or []
-    assert received == {i: [*([Answer()] if i else []), Preempt()] for i in range(RANKS)}
+    assert received == {i: [*([Answer(label=f"h{i}")] if i else []), Preempt()] for i in range(RANKS)}
     for connection in connections:
         connection.close()
 
