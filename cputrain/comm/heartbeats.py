@@ -157,8 +157,8 @@ def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
             if number == other_number and digest != other_digest:
                 described = f"{_described(rank, last)}, {_described(other, last)}"
                 return (
-                    f"the ranks of group {group} differ at its collective #{number} or before: {described}: all ranks of "
-                    "a group must call the same collectives in the same order, with the same sizes, types and options"
+                    f"the ranks of group {group} differ at its collective #{number} or before: {described}: all ranks "
+                    "must call the same collectives of a group in the same order, with the same sizes, types and options"
                 )
     return None
 

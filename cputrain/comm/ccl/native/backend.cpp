@@ -143,8 +143,9 @@ WorkPtr CclBackend::submit(
   };
   auto& engine = Engine::instance();
   const auto name = c10d::opTypeToString(type);
-  const auto shape = shape_of(described);
-  engine.refuse_in_child(c10::str(name, " of group ", name_, " (", shape, agreement.options, ")"));
+  const auto details = shape_of(described) + agreement.options;
+  const auto suffix = details.empty() ? "" : " (" + details + ")";
+  engine.refuse_in_child(name + " of group " + name_ + suffix);
   agreement.add(static_cast<uint64_t>(type));
   c10::intrusive_ptr<Operation> operation;
   std::string wrong;
@@ -155,7 +156,7 @@ WorkPtr CclBackend::submit(
     has_callers_ = has_callers_ || (number > 1 && caller_ != std::this_thread::get_id());
     caller_ = std::this_thread::get_id();
     operation = c10::make_intrusive<Operation>(
-        rank_, type, "ccl:" + name, c10::str(name, " #", number, " of group ", name_, " (", shape, agreement.options, ")"),
+        rank_, type, "ccl:" + name, c10::str(name, " #", number, " of group ", name_, suffix),
         Place{name_, number, engine.count(name_, number, agreement.digest)},
         timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
     wrong = ledger_->enter(number, agreement, operation->description(), has_callers_ ? kCallers : "");

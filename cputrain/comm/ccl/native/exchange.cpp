@@ -65,6 +65,9 @@ WorkPtr CclBackend::alltoall_base(
   agreement.add(static_cast<uint64_t>(from.scalar_type()));
   agreement.give = parts(from, input_rows);
   agreement.receive = parts(to, output_rows);
+  CPUTRAIN_REQUIRE(
+      agreement.give[rank_] == agreement.receive[rank_], "all_to_all: this rank has ", agreement.give[rank_],
+      " bytes for itself, and expects ", agreement.receive[rank_]);
   return submit(
       OpType::ALLTOALL_BASE, {from}, agreement, opts.timeout, {output},
       [=, this, receive = agreement.receive, give = agreement.give] {
@@ -113,6 +116,9 @@ WorkPtr CclBackend::exchange(
   if (!described.empty()) {
     agreement.add(static_cast<uint64_t>(described[0].scalar_type()));
   }
+  CPUTRAIN_REQUIRE(
+      give[rank_] == receive[rank_], c10d::opTypeToString(type), ": this rank has ", give[rank_],
+      " bytes for itself, and expects ", receive[rank_]);
   agreement.give = give;
   agreement.receive = receive;
   return submit(

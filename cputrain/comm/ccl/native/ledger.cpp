@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <map>
+#include <utility>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -152,16 +152,22 @@ std::string Ledger::enter(uint64_t number, const Agreement& agreement, const std
 // Says which rank is in what, once for all ranks: the first one's words count.
 std::string Ledger::wrong(uint64_t number, const std::string& bytes, const char* hint) {
   auto& header = *reinterpret_cast<Header*>(base_);
-  std::map<std::string, std::vector<int>> ranks;  // by what they are in
+  std::vector<std::pair<std::string, std::vector<int>>> places;  // what ranks are in, and which
   for (int rank = 0; rank < size_; rank++) {
     const bool here = std::ranges::any_of(
         header.ranks, header.ranks + header.present, [rank](const auto& each) { return each == rank + 1; });
     if (here && entry_of(rank, number).number == number) {
-      ranks[entry_of(rank, number).text].push_back(names_[rank]);
+      const std::string what = entry_of(rank, number).text;
+      const auto place = std::ranges::find(places, what, &std::pair<std::string, std::vector<int>>::first);
+      if (place == places.end()) {
+        places.push_back({what, {names_[rank]}});
+      } else {
+        place->second.push_back(names_[rank]);
+      }
     }
   }
   std::string text;
-  for (const auto& [what, named] : ranks) {
+  for (const auto& [what, named] : places) {
     text += c10::str(text.empty() ? "" : ", ", named.size() == 1 ? "rank " : "ranks ");
     for (size_t i = 0; i < std::min(named.size(), kNamed); i++) {
       text += c10::str(i == 0 ? "" : " ", named[i]);
