@@ -28,7 +28,7 @@ from cputrain.comm.choice import choose_backend
 from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.same_facts import check_same
 from cputrain.comm.store import SignedKeys, connect_store
-from cputrain.comm.watchdog import Watchdog
+from cputrain.comm.watchdog import Watchdog, WatchedBackend
 from mpi.supervise.connection import TOKEN_VARIABLE
 
 T = TypeVar("T")
@@ -103,9 +103,9 @@ def _python_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> 
 
     def pending() -> PendingCollective:
         if dist.get_backend() == dist.Backend.MPI:
-            return PendingCollective("a collective of MPI, or computes", 0)
+            return PendingCollective("a collective of MPI, or computes")
         number = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        return PendingCollective(f"gloo's collective #{number} or before the next", number)
+        return PendingCollective(f"gloo's collective #{number} or before the next")
 
     def connection() -> SignedKeys:
         return SignedKeys(PrefixStore("watchdog", store.clone()), token)  # type: ignore[attr-defined]
@@ -116,14 +116,8 @@ def _python_watchdog(rank: Rank, store: Store, token: str, timeout_s: float) -> 
         rank=rank.rank,
         timeout_s=timeout_s,
         sender=HeartbeatThread(connection(), rank.rank, place_of_this_process(native=False), pending),
-        pending=pending,
-        set_absent_ranks=_ignore,
-        abort=_ignore,
+        backend=WatchedBackend(pending=pending),
     )
-
-
-def _ignore(_text: str) -> None:
-    """gloo and MPI can neither add to a timeout's message nor fail its collectives."""
 
 
 def end_group(group: CommGroup) -> None:

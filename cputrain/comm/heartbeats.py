@@ -1,12 +1,14 @@
 """Heartbeats: what a rank says of itself through the job's store, and what follows for ranks that say nothing."""
 
 import json
+import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from affinity.process_stat import PROC, read_stat
@@ -15,15 +17,22 @@ from cputrain.comm.store import SignedKeys
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 NOT_SCHEDULED = frozenset("TZXx")  # stopped, dead: proc(5), /proc/PID/stat; one in a debugger is in somebody's hands
+MOST_WATCHED = 16
 STOPPED_TIMEOUT_S = 6.0  # of silence of a rank of this host of which the kernel says that it is stopped or dead
 
 
 class PendingCollective(NamedTuple):
-    """The collective that a rank waits in ("": none), its sequence number, and the seconds since its timeout."""
+    """The collective that a rank waits in ("": none), and the seconds since its timeout.
+
+    `group` is the collective's group ("": unknown), `number` counts the group's collectives, and `digest` tells whether
+    two ranks have called the same ones up to this number.
+    """
 
     name: str
-    sequence: int
     overdue_s: float = 0.0
+    group: str = ""
+    number: int = 0
+    digest: int = 0
 
     @property
     def is_destruction(self) -> bool:
@@ -47,15 +56,21 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeartbeat(ProcessPlace):
-    """A rank's heartbeat: `waits_in` is the collective that the rank waits in, `sequence` its number.
+    """A rank's heartbeat: `waits_in` is the collective that the rank waits in.
 
+    `groups` has the number and the digest (PendingCollective) of the last collective that it has called in each group.
     `left`: the rank has left the job in order and sends no more heartbeats.
     """
 
     count: int
     waits_in: str | None
-    sequence: int
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     left: bool = False
+
+    def has_joined(self, collective: PendingCollective) -> bool:
+        """Whether the rank has called a collective of its group, the very same one."""
+        number, digest = self.groups.get(collective.group, (0, 0))
+        return number > collective.number or (number, digest) == (collective.number, collective.digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +127,61 @@ def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[
     return None
 
 
-def absent_ranks(last: Mapping[int, LastHeartbeat]) -> str:
-    """A line about the ranks that have not joined the newest collective that others wait in; "" where none waits."""
-    waiting = {rank: seen.heartbeat for rank, seen in last.items() if seen.heartbeat.waits_in}
-    if not waiting:
-        return ""
-    newest = max(heartbeat.sequence for heartbeat in waiting.values())
-    absent = [rank for rank in last if rank not in waiting or waiting[rank].sequence < newest]
+def absent_ranks(last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]) -> str:
+    """A line about the members of a collective's group that have not joined it."""
+    absent = [rank for rank in members if rank not in last or not last[rank].heartbeat.has_joined(collective)]
     if not absent:
-        names = {heartbeat.waits_in for heartbeat in waiting.values()}
-        if len(names) == 1:
-            return f"all ranks are in {names.pop()}"
-        return f"all ranks are in collective #{newest}, but not all in the same one"
-    described = [f"rank {rank} on {last[rank].heartbeat.host} ({_where(last[rank].heartbeat)})" for rank in absent]
-    return f"not joined by {first_named(described)}"
+        return "all of its ranks have joined"
+    return f"not joined by {first_named([_described(rank, last) for rank in absent])}"
+
+
+def departed_rank(
+    last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]
+) -> str | None:
+    """A line about a member that has left the job without a collective that this rank waits in; None without one."""
+    if not collective.group:
+        return None
+    for rank in members:
+        if rank in last and last[rank].heartbeat.left and not last[rank].heartbeat.has_joined(collective):
+            return f"{_described(rank, last)} never calls it"
+    return None
+
+
+def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
+    """A line about two ranks whose collectives of a group differ up to the same number; None where none are seen."""
+    groups = {group for seen in last.values() for group in seen.heartbeat.groups}
+    for group in sorted(groups):
+        called = {rank: seen.heartbeat.groups.get(group) for rank, seen in last.items()}
+        places = sorted((*place, rank) for rank, place in called.items() if place is not None)
+        for (number, digest, rank), (other_number, other_digest, other) in pairwise(places):
+            if number == other_number and digest != other_digest:
+                described = f"{_described(rank, last)}, {_described(other, last)}"
+                return (
+                    f"the ranks of group {group} differ at its collective #{number} or before: {described}: all ranks "
+                    "must call the same collectives of a group in the same order, with the same sizes, types and options"
+                )
+    return None
+
+
+def places_of(last: Mapping[int, LastHeartbeat]) -> str:
+    """Which rank is in what."""
+    return first_named([_described(rank, last) for rank in sorted(last)])
+
+
+def watched_ranks(ranks: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The ranks that a rank watches: itself, the first one, and MOST_WATCHED at most, from all hosts.
+
+    All of them watch one another, so that any one of them that lives is enough.
+    """
+    position = ranks.index(rank)
+    stride = math.ceil(len(ranks) / MOST_WATCHED)
+    return tuple(sorted({ranks[0], *ranks[position % stride :: stride]}))
+
+
+def _described(rank: int, last: Mapping[int, LastHeartbeat]) -> str:
+    if rank not in last:
+        return f"rank {rank} (no heartbeat yet)"
+    return f"rank {rank} on {last[rank].heartbeat.host} ({_where(last[rank].heartbeat)})"
 
 
 def _where(heartbeat: StoreHeartbeat) -> str:
@@ -179,8 +235,7 @@ class HeartbeatThread:
 
     def _send(self, *, left: bool = False) -> None:
         self._count += 1
-        name, sequence, _ = self._pending()
         heartbeat = StoreHeartbeat(
-            **asdict(self._place), count=self._count, waits_in=name or None, sequence=sequence, left=left
+            **asdict(self._place), count=self._count, waits_in=self._pending().name or None, left=left
         )
         self._keys.set(key_of(self._rank), json.dumps(asdict(heartbeat)))

@@ -127,6 +127,10 @@ class SignedKeys:
         """Whether any process has set a key."""
         return bool(self._store.check([key]))
 
+    def claim(self, key: str) -> bool:
+        """Whether this call is the first one of all ranks' with this key."""
+        return bool(self._store.add(key, 1) == 1)
+
     def wait(self, key: str) -> None:
         """Wait until a process has set a key."""
         self._store.wait([key])

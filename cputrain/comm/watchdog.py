@@ -1,9 +1,10 @@
 """The watchdog that ends a rank when a peer dies or hangs, so that no rank waits forever.
 
-Each rank sends heartbeats to the job's store (heartbeats.py); the group's first rank checks them and publishes which
-rank is silent. A rank that waits in a collective is then ended; a rank that computes, or has left the job, depends on
-no peer and goes on. The watchdog runs in threads of its own, with its own connection to the store. Where its process
-was suspended, the silence of the others counts anew.
+Each rank sends heartbeats to the job's store (heartbeats.py), reads those of some others, and publishes which of them
+is silent, or in a collective that differs. No rank judges alone: one whose Python is kept by a long call cannot. A rank
+that waits in a collective is then ended; a rank that computes, or has left the job, depends on no peer and goes on. The
+watchdog runs in threads of its own, with its own connection to the store. Where its process was suspended, the silence
+of the others counts anew.
 """
 
 import atexit
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cputrain.comm.heartbeats import (
@@ -21,14 +22,19 @@ from cputrain.comm.heartbeats import (
     PendingCollective,
     StoreHeartbeat,
     absent_ranks,
+    departed_rank,
+    differing_ranks,
     newest,
     place_of_this_process,
+    places_of,
     silence_limit,
     silent_rank,
+    watched_ranks,
 )
 from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
 from mpi.supervise.connection import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
+ABSENT_S = 3 * HEARTBEAT_S  # before the timeout of a collective
 EXIT_S = 3.0  # from failing a rank's collectives, an error that its code may still report, to ending it
 JOIN_S = 1.0
 OVERDUE_S = 10.0  # for a backend to end a collective after its timeout, before the rank is ended
@@ -47,12 +53,29 @@ class Sender(Protocol):
         """Stop, and tell the others that this rank has left."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedBackend:
+    """What a watchdog asks and tells the backend of this rank; gloo and MPI have `pending` only.
+
+    `pending` returns the collective that this rank waits in, `members` the ranks of a group, `failure` the backend's
+    own error, `disagreement` what it has found to differ between ranks ("": nothing). `set_absent_ranks` receives a
+    collective and the line about the ranks that have not joined it, for the message of its timeout; `abort` and
+    `disagree` fail this rank's collectives with a message.
+    """
+
+    pending: Callable[[], PendingCollective]
+    members: Callable[[str], Sequence[int]] = lambda _: ()
+    set_absent_ranks: Callable[[str, str], None] = lambda _name, _text: None
+    abort: Callable[[str], None] = lambda _: None
+    failure: Callable[[], str] = lambda: ""
+    disagreement: Callable[[], str] = lambda: ""
+    disagree: Callable[[str], None] = lambda _: None
+
+
 class Watchdog:
     """Watches the ranks of a process group until `stop`, and ends this rank when a peer is lost.
 
-    `ranks` are the group's, as people number them, `rank` this one of them. `sender` sends its heartbeats. `pending`
-    returns the collective that this rank waits in; `set_absent_ranks` receives the line about absent ranks, for the
-    message of a timeout; `abort` fails this rank's collectives with a message.
+    `ranks` are the group's, as people number them, `rank` this one of them. `sender` sends its heartbeats.
     """
 
     def __init__(
@@ -63,21 +86,21 @@ class Watchdog:
         rank: int,
         timeout_s: float,
         sender: Sender,
-        pending: Callable[[], PendingCollective],
-        set_absent_ranks: Callable[[str], None],
-        abort: Callable[[str], None],
+        backend: WatchedBackend,
     ) -> None:
         self._keys = keys
         self.ranks = tuple(ranks)
         self._rank, self._timeout_s, self._sender = rank, timeout_s, sender
-        self._pending, self._set_absent_ranks, self._abort = pending, set_absent_ranks, abort
+        self._backend = backend
+        self._watched = watched_ranks(self.ranks, rank)
         self._kernel = place_of_this_process(native=False).kernel
         self._process = os.getpid()
         self._last: dict[int, LastHeartbeat] = {}
         self._stopped = threading.Event()
         self._problem: str | None = None
         self._store_gone: float | None = None
-        self._published_absent = self._published_lost = ""
+        self._published_lost = self._claimed = ""
+        self._failed: float | None = None
         self._store_answered = time.monotonic()
         atexit.register(self.stop)  # a thread that is inside the store would not survive the interpreter's end
         # Two, as the first may hang in the store when rank 0 is stopped or cut off.
@@ -137,8 +160,8 @@ class Watchdog:
             silent_for = now - self._store_answered
             frozen = f"the process that serves the job's store ({SERVERS}) has not answered for {silent_for:.0f} s"
             problem = frozen if silent_for > self._store_limit() else self._problem
-            pending = self._pending()
-            name, _, overdue_s = pending
+            pending = self._backend.pending()
+            name, overdue_s = pending.name, pending.overdue_s
             leaves = self._store_gone is not None and pending.is_destruction and now - self._store_gone < LEAVING_S
             if overdue_s > OVERDUE_S:
                 self._end(f"its timeout was {overdue_s:.0f} s ago, and the backend does not return", name)
@@ -153,34 +176,65 @@ class Watchdog:
         return self._limit(serving.heartbeat) if serving else HEARTBEAT_TIMEOUT_S
 
     def _check_peers(self) -> str | None:
-        """Read the other ranks' heartbeats; a line about the rank that is lost, None if none is."""
-        first = self.ranks[0]
+        """Read the heartbeats of the ranks that this one watches; a line about what is wrong, None if nothing is."""
         try:
-            if self._rank == first:
-                self._last = newest(self._keys, self.ranks, self._last, time.monotonic())
-                absent = absent_ranks(self._last)
-                self._set_absent_ranks(absent)
-                if absent != self._published_absent:  # a FileStore keeps whatever is ever set
-                    self._keys.set("absent", absent)
-                    self._published_absent = absent
-                lost = silent_rank(self._last, time.monotonic(), self._limit)
-                if (lost or "") != self._published_lost:  # a rank that was stopped for a while goes on
-                    self._published_lost = lost or ""
-                    self._keys.set("lost", self._published_lost)
-                return lost
-            if lost := self._keys.get("lost"):
-                return lost
-            self._set_absent_ranks(self._keys.get("absent") or "")
-            self._last = newest(self._keys, (first,), self._last, time.monotonic())
-            return silent_rank(self._last, time.monotonic(), self._limit)
+            now = time.monotonic()
+            self._last = newest(self._keys, self._watched, self._last, now)
+            pending = self._backend.pending()
+            self._describe_absent(pending)
+            differ = self._backend.disagreement() or differing_ranks(self._last)
+            if differ:
+                threading.Thread(target=self._backend.disagree, args=(differ,), daemon=True).start()
+            watched_members = set(self._backend.members(pending.group)) & set(self._watched)
+            lost = self._publish(
+                differ
+                or silent_rank(self._last, now, self._limit)
+                or departed_rank(self._last, pending, sorted(watched_members))
+            )
+            return lost or self._explained_failure(now)
         except RuntimeError as error:  # c10d's only error: the connection is closed, or the store does not answer
             self._store_gone = self._store_gone or time.monotonic()
             return describe_gone(error)
 
+    def _publish(self, own: str | None) -> str | None:
+        """What any rank has found to be wrong, this one's finding at first; one that is no longer so is withdrawn."""
+        known = self._keys.get("lost") or ""
+        wanted = own or ("" if known == self._published_lost else known)
+        if wanted != known and (own is None or not known):  # a FileStore keeps whatever is ever set
+            self._published_lost = wanted
+            self._keys.set("lost", wanted)
+        return own or wanted or None
+
+    def _describe_absent(self, pending: PendingCollective) -> None:
+        """Say who has not joined the collective that this rank waits in, shortly before its timeout.
+
+        One of its ranks reads the heartbeats of all, for all of them.
+        """
+        if not pending.group or pending.overdue_s < -ABSENT_S:
+            return
+        key = f"absent/{pending.group}/{pending.number}"
+        if self._claimed == key or self._keys.claim(f"{key}/claim"):
+            self._claimed = key
+            members = self._backend.members(pending.group)
+            seen = newest(self._keys, members, {}, time.monotonic())
+            self._keys.set(key, absent_ranks(seen, pending, members))
+        self._backend.set_absent_ranks(pending.name, self._keys.get(key) or "")
+
+    def _explained_failure(self, now: float) -> str | None:
+        """The backend's own error with the places of the ranks, once all have been heard of since; None until then."""
+        failure = self._backend.failure()
+        if not failure:
+            return None
+        self._failed = self._failed or now
+        living = [seen for seen in self._last.values() if not seen.heartbeat.left]
+        if any(seen.at <= self._failed for seen in living) and now - self._failed < HEARTBEAT_TIMEOUT_S + HEARTBEAT_S:
+            return None
+        return f"{failure}; {places_of(self._last)}"
+
     def _end(self, problem: str, collective: str) -> None:
         """Fail this rank's collectives, then end the rank, even where the backend never returns from failing them."""
         message = f"{problem}; rank {self._rank} waits in {collective}"
-        threading.Thread(target=self._abort, args=(message,), daemon=True).start()
+        threading.Thread(target=self._backend.abort, args=(message,), daemon=True).start()
         time.sleep(EXIT_S)
         if not self._stopped.is_set():
             log.error("cputrain: rank %d waits in %s: %s", self._rank, collective, problem)

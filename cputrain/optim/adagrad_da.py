@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cputrain.optim.groups import GroupOptimizer, check_not_negative
+from cputrain.optim.groups import GroupOptimizer, check_not_negative, state_of
 
 
 class AdagradDA(GroupOptimizer):
@@ -28,7 +28,7 @@ class AdagradDA(GroupOptimizer):
         eps: added to the root of the summed squares.
 
     Raises:
-        ValueError: if an option is negative.
+        ValueError: if an option is negative or not finite.
     """
 
     def __init__(
@@ -39,17 +39,28 @@ class AdagradDA(GroupOptimizer):
         weight_decay: float = 0.0,
         eps: float = 1e-10,
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay, eps=eps)
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps, "decay_sum": 0.0})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps})
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        initial = self._state_of(params, "initial", lambda p: p.detach().clone())
-        sums, squares = (self._state_of(params, name, torch.zeros_like) for name in ("sum", "square_sum"))
-        group["decay_sum"] += group["lr"] * group["weight_decay"]
+    def _check(self, options: dict[str, Any]) -> None:
+        check_not_negative(**{name: options[name] for name in ("lr", "weight_decay", "eps")})
+
+    def _step_group(
+        self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        decay_sums = []
+        for state in states:
+            state["decay_sum"] = state.get("decay_sum", 0.0) + group["lr"] * group["weight_decay"]
+            decay_sums.append(state["decay_sum"])
+        initial = state_of(states, params, "initial", lambda p: p.detach().clone())
+        sums, squares = (state_of(states, params, name, torch.zeros_like) for name in ("sum", "square_sum"))
         torch._foreach_add_(sums, grads, alpha=group["lr"])
         torch._foreach_addcmul_(squares, grads, grads)
         scale = torch._foreach_sqrt(squares)
-        torch._foreach_add_(scale, group["eps"] + group["decay_sum"])
-        change = torch._foreach_add(sums, initial, alpha=group["decay_sum"])
+        torch._foreach_add_(scale, [group["eps"] + decay_sum for decay_sum in decay_sums])
+        change = torch._foreach_mul(initial, decay_sums)
+        torch._foreach_add_(change, sums)
+        if group["eps"] == 0:  # a weight without any gradient or decay so far keeps its place: the limit of eps to 0
+            for each in scale:
+                each.masked_fill_(each == 0, 1.0)
         torch._foreach_div_(change, scale)
         torch._foreach_copy_(params, torch._foreach_sub(initial, change))

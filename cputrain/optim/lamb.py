@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cputrain.optim.groups import GroupOptimizer, check_not_negative
+from cputrain.optim.groups import GroupOptimizer, check_below_one, check_not_negative, norms, state_of
+
+MOST_TRUST = 1e38  # what float32 can hold
 
 
 class Lamb(GroupOptimizer):
@@ -26,7 +28,7 @@ class Lamb(GroupOptimizer):
         eps: added to the root of v.
 
     Raises:
-        ValueError: if an option is negative.
+        ValueError: if an option is negative or not finite, or a decay rate 1 or more.
     """
 
     def __init__(
@@ -38,25 +40,35 @@ class Lamb(GroupOptimizer):
         weight_decay: float = 0.0,
         eps: float = 1e-6,
     ) -> None:
-        check_not_negative(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "adapt": True, "step": 0}
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "adapt": True}
         super().__init__(params, defaults)
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        group["step"] += 1
+    def _check(self, options: dict[str, Any]) -> None:
+        beta1, beta2 = options["betas"]
+        check_not_negative(**{name: options[name] for name in ("lr", "weight_decay", "eps")})
+        check_below_one(beta1=beta1, beta2=beta2)
+
+    def _step_group(
+        self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        for state in states:  # of each parameter, as some may have had no gradient
+            state["step"] = state.get("step", 0) + 1
+        steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        averages, squares = (self._state_of(params, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
+        averages, squares = (state_of(states, params, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(averages, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        scale = torch._foreach_div(squares, 1 - beta2 ** group["step"])
+        scale = torch._foreach_div(squares, [1 - beta2**step for step in steps])
         torch._foreach_sqrt_(scale)
         torch._foreach_add_(scale, group["eps"])
-        updates = torch._foreach_div(averages, 1 - beta1 ** group["step"])
+        updates = torch._foreach_div(averages, [1 - beta1**step for step in steps])
+        if group["eps"] == 0:  # without any gradient so far, an element has none of its own to follow
+            for each in scale:
+                each.masked_fill_(each == 0, 1.0)
         torch._foreach_div_(updates, scale)
         torch._foreach_add_(updates, params, alpha=group["weight_decay"])
         if group["adapt"]:
-            norms = torch.stack(torch._foreach_norm([*params, *updates])).double().tolist()
-            pairs = zip(norms[: len(params)], norms[len(params) :], strict=True)
-            torch._foreach_mul_(updates, [w / u if w and u else 1.0 for w, u in pairs])
+            pairs = zip(norms(params), norms(updates), strict=True)
+            torch._foreach_mul_(updates, [min(w / u, MOST_TRUST) if w and u else 1.0 for w, u in pairs])
         torch._foreach_add_(params, updates, alpha=-group["lr"])

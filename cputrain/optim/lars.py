@@ -6,8 +6,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from cputrain.optim.groups import GroupOptimizer, check_not_negative
+from cputrain.optim.groups import GroupOptimizer, check_not_negative, norms, state_of
 
+LEAST_INNER = 1e-8
+MOST_SCALE = 1e30
 LarsVariant = Literal["caffe", "timm", "nus"]
 
 
@@ -69,11 +71,6 @@ class Lars(GroupOptimizer):
         trust_clip: bool = False,
         momentum_correction: bool = False,
     ) -> None:
-        check_not_negative(
-            lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps
-        )
-        if variant not in get_args(LarsVariant):
-            raise ValueError(f"variant={variant!r}: must be one of {', '.join(get_args(LarsVariant))}")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -85,42 +82,54 @@ class Lars(GroupOptimizer):
             "trust_clip": trust_clip,
             "momentum_correction": momentum_correction,
             "adapt": True,
-            "last_lr": None,
         }
         super().__init__(params, defaults)
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        grads = [_laid_out_as(p, g) for p, g in zip(params, grads, strict=True)]
-        velocities = self._state_of(params, "momentum_buffer", torch.zeros_like)
-        momentum = group["momentum"]
-        if group["momentum_correction"] and group["variant"] == "caffe" and group["last_lr"]:
-            momentum *= group["lr"] / group["last_lr"]
-        group["last_lr"] = group["lr"]
-        for p, g, v, t in zip(params, grads, velocities, trust_ratios(group, params, grads), strict=True):
-            _update(p, g, v, group, momentum, t)
+    def _check(self, options: dict[str, Any]) -> None:
+        check_not_negative(
+            **{name: options[name] for name in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")}
+        )
+        if options["variant"] not in get_args(LarsVariant):
+            raise ValueError(f"variant={options['variant']!r}: must be one of {', '.join(get_args(LarsVariant))}")
+
+    def _step_group(
+        self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        corrected = group["momentum_correction"] and group["variant"] == "caffe"
+        velocities = state_of(states, params, "momentum_buffer", torch.zeros_like)
+        ratios = trust_ratios(group, params, grads)
+        for state, p, g, v, t in zip(states, params, grads, velocities, ratios, strict=True):
+            last_lr = state.get("last_lr")
+            momentum = group["momentum"] * (group["lr"] / last_lr if corrected and last_lr else 1.0)
+            state["last_lr"] = group["lr"]
+            state["momentum_buffer"] = _laid_out_as(p, v)
+            _update(p, _laid_out_as(p, g), state["momentum_buffer"], group, momentum, t)
 
 
 def trust_ratios(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[float]:
     """The trust ratio of each of a parameter group's layers; all norms are computed in one call."""
     if not group["adapt"] or not params:
         return [1.0] * len(params)
-    norms = torch.stack(torch._foreach_norm([*params, *grads])).double().tolist()
     coefficient, decay, eps, lr = (group[name] for name in ("trust_coefficient", "weight_decay", "eps", "lr"))
     ratios = []
-    for w, g in zip(norms[: len(params)], norms[len(params) :], strict=True):
+    for w, g in zip(norms(params), norms(grads), strict=True):
         t = coefficient * w / (g + decay * w + eps) if w and g else 1.0
         ratios.append(min(t / lr, 1.0) if group["trust_clip"] and lr else t)
     return ratios
 
 
 def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: float, t: float) -> None:
-    """v = momentum v + inner d; w -= outer v, in torch's fused kernel of SGD, whose dampening is 1 - inner."""
+    """v = momentum v + inner d; w -= outer v, in torch's fused kernel of SGD, whose dampening is 1 - inner.
+
+    The kernel walks through the memory of dense tensors, keeps no v without momentum, and its dampening loses the
+    digits of a small `inner`, of which float64 needs all.
+    """
     lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
     inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
-    if nesterov and inner != 1.0:  # the kernel's Nesterov form does not dampen d
-        d = g.add(p, alpha=weight_decay)
-        v.mul_(momentum).add_(d, alpha=inner)
-        p.add_(v, alpha=-outer * momentum).add_(d, alpha=-outer * inner)
+    exact = inner == 1.0 or (LEAST_INNER <= inner <= 1 / LEAST_INNER and p.dtype != torch.float64)
+    dense = p.stride() == g.stride() == v.stride()
+    if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # whose Nesterov form does not dampen d
+        _update_in_steps(p, g, v, group, momentum, (inner, outer))
         return
     torch._fused_sgd_(
         [p],
@@ -136,6 +145,25 @@ def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: fl
     )
 
 
-def _laid_out_as(p: Tensor, g: Tensor) -> Tensor:
-    """The gradient in the parameter's memory format, which the fused kernel requires."""
-    return g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+def _update_in_steps(
+    p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: float, scales: tuple[float, float]
+) -> None:
+    """The same in torch's elementary operations, in float64 where float32 cannot hold a scale."""
+    inner, outer = scales
+    if max(inner, outer, inner * outer) > MOST_SCALE and p.dtype != torch.float64:
+        wide_p, wide_v = p.double(), v.double()
+        _update_in_steps(wide_p, g.double(), wide_v, group, momentum, scales)
+        p.copy_(wide_p)
+        v.copy_(wide_v)
+        return
+    d = g.add(p, alpha=group["weight_decay"])
+    v.mul_(momentum).add_(d, alpha=inner)
+    if group["nesterov"]:
+        p.add_(v, alpha=-outer * momentum).add_(d, alpha=-outer * inner)
+    else:
+        p.add_(v, alpha=-outer)
+
+
+def _laid_out_as(p: Tensor, other: Tensor) -> Tensor:
+    """A gradient or a velocity in the parameter's memory format, which the fused kernel requires."""
+    return other if other.stride() == p.stride() else torch.empty_like(p).copy_(other)

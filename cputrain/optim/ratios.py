@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from cputrain.optim.groups import norms, widened
 from cputrain.optim.lars import Lars, trust_ratios
 
 
@@ -23,7 +24,7 @@ def layer_ratios(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]
             trust |= dict(zip(params, trust_ratios(group, params, [p.grad for p in params]), strict=True))
     rows = []
     for p, name in named.items():
-        weights, gradients = float(p.norm()), float(p.grad.norm())  # type: ignore[union-attr]
+        weights, gradients = norms([widened(p), widened(p.grad)])  # type: ignore[arg-type]
         rows.append(
             {
                 "layer": name,

@@ -8,15 +8,22 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from affinity.ranks.rank import Rank, rendezvous
 from cputrain.comm.heartbeats import (
     LastHeartbeat,
+    PendingCollective,
     StoreHeartbeat,
     absent_ranks,
+    departed_rank,
+    differing_ranks,
     is_scheduled,
     place_of_this_process,
     silence_limit,
     silent_rank,
+    watched_ranks,
 )
 from mpi.supervise.local import free_port
 
@@ -25,13 +32,14 @@ import threading, time
 from torch.distributed import HashStore
 from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.store import SignedKeys
-from cputrain.comm.watchdog import Watchdog
+from cputrain.comm.watchdog import Watchdog, WatchedBackend
 never = threading.Event()
 keys = SignedKeys(HashStore(), "token")
-pending = lambda: PendingCollective("ALLREDUCE #3", 3, overdue_s=12.3)
+pending = lambda: PendingCollective("ALLREDUCE #3", overdue_s=12.3)
 Watchdog(
-    keys, ranks=(0,), rank=0, timeout_s=60.0, set_absent_ranks=print, pending=pending,
-    sender=HeartbeatThread(keys, 0, place_of_this_process(native=False), pending), abort=lambda reason: never.wait(),
+    keys, ranks=(0,), rank=0, timeout_s=60.0,
+    sender=HeartbeatThread(keys, 0, place_of_this_process(native=False), pending),
+    backend=WatchedBackend(pending=pending, abort=lambda reason: never.wait()),
 )
 never.wait()
 """
@@ -42,12 +50,15 @@ from cputrain.comm.heartbeats import PendingCollective
 class Gone:
     def fail(self, *arguments):
         raise RuntimeError("Connection was closed")
-    has = get = set = fail
+    has = get = get_all = set = fail
 begun = time.monotonic()
 watchdog.LEAVING_S = 12.0
 watchdog.Watchdog(
-    Gone(), ranks=(0, 1), rank=1, timeout_s=60.0, sender=None, set_absent_ranks=print,
-    pending=lambda: PendingCollective(sys.argv[1], 3), abort=lambda reason: print(time.monotonic() - begun, flush=True),
+    Gone(), ranks=(0, 1), rank=1, timeout_s=60.0, sender=None,
+    backend=watchdog.WatchedBackend(
+        pending=lambda: PendingCollective(sys.argv[1]),
+        abort=lambda reason: print(time.monotonic() - begun, flush=True),
+    ),
 )
 threading.Event().wait()
 """
@@ -82,14 +93,15 @@ with convert_lost_peer_errors(rank.rank):
 """
 
 
-def last(at: float, waits_in: str | None = None, sequence: int = 0, *, left: bool = False) -> LastHeartbeat:
+def last(at: float, waits_in: str | None = None, *, left: bool = False, **groups: tuple[int, int]) -> LastHeartbeat:
+    """A rank's last heartbeat; `groups`: the number and digest of its last collective of each."""
     place = {"host": "n1", "kernel": "k1", "pid": 1, "started": 0, "native": True}
-    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, sequence=sequence, left=left)
+    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, groups=groups, left=left)
     return LastHeartbeat(heartbeat=heartbeat, at=at)
 
 
 def test_the_longest_silent_rank_is_named_with_its_last_collective() -> None:
-    seen = {0: last(99.0), 1: last(80.0, "ALLREDUCE #4 (Float[3])", 4), 2: last(84.0)}
+    seen = {0: last(99.0), 1: last(80.0, "ALLREDUCE #4 (Float[3])"), 2: last(84.0)}
     assert silent_rank(seen, 100.0, lambda _: 15.0) == (
         "rank 1 on n1 has sent no heartbeat for 20 s: it was last in ALLREDUCE #4 (Float[3])"
     )
@@ -117,16 +129,46 @@ def test_a_rank_that_lives_here_has_all_of_the_timeout_and_a_stopped_or_unseen_o
     assert not is_scheduled(process.pid, started)
 
 
-def test_ranks_that_have_not_joined_the_newest_collective_are_named() -> None:
-    seen = {0: last(0, "ALLREDUCE #5", 5), 1: last(0, "BROADCAST #4", 4), 2: last(0), 3: last(0, left=True)}
-    assert absent_ranks(seen) == (
-        "not joined by rank 1 on n1 (in BROADCAST #4), rank 2 on n1 (in no collective), rank 3 on n1 (has left)"
+def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> None:
+    """Numbers of other groups do not count; one that is in another collective of the same number has not joined."""
+    waits = PendingCollective("ALLREDUCE #5 of group a", 0.0, "a", 5, 55)
+    seen = {
+        0: last(0, "ALLREDUCE #5 of group a", a=(5, 55)),
+        1: last(0, "BROADCAST #4 of group a", a=(4, 44)),
+        2: last(0, "ALLREDUCE #51 of group b", a=(4, 44), b=(51, 1)),
+        3: last(0, left=True, a=(4, 44)),
+        4: last(0, "ALLREDUCE #9 of group a", a=(9, 99)),
+        5: last(0, a=(5, 55)),
+        6: last(0, "BARRIER #5 of group a", a=(5, 50)),
+    }
+    assert absent_ranks(seen, waits, range(8)) == (
+        "not joined by rank 1 on n1 (in BROADCAST #4 of group a), rank 2 on n1 (in ALLREDUCE #51 of group b), "
+        "rank 3 on n1 (has left), rank 6 on n1 (in BARRIER #5 of group a), rank 7 (no heartbeat yet)"
     )
-    assert absent_ranks({0: last(0), 1: last(0)}) == ""
-    assert "not all in the same one" in absent_ranks({0: last(0, "ALLREDUCE #5", 5), 1: last(0, "BROADCAST #5", 5)})
-    assert absent_ranks({i: last(0, "BARRIER #2", 2) for i in range(2)}) == "all ranks are in BARRIER #2"
-    many = {0: last(0, "ALLREDUCE #1", 1), **{i: last(0) for i in range(1, 20)}}
-    assert absent_ranks(many).endswith("rank 5 on n1 (in no collective) and 14 more")
+    assert absent_ranks(seen, waits, (0, 4, 5)) == "all of its ranks have joined"
+    assert departed_rank(seen, waits, range(8)) == "rank 3 on n1 (has left) never calls it"
+    assert departed_rank(seen, waits, (0, 1, 4)) is None
+    assert departed_rank(seen, PendingCollective("the destruction of group a"), range(8)) is None
+    many = {0: last(0, a=(5, 55)), **{i: last(0) for i in range(1, 20)}}
+    assert absent_ranks(many, waits, range(20)).endswith("rank 5 on n1 (in no collective) and 14 more")
+
+
+def test_ranks_differ_where_their_collectives_up_to_the_same_number_do() -> None:
+    same = {0: last(0, a=(5, 55), b=(2, 9)), 1: last(0, a=(6, 66), b=(2, 9)), 2: last(0, a=(5, 55))}
+    assert differing_ranks(same) is None
+    found = differing_ranks({**same, 3: last(0, "BARRIER #2 of group b", b=(2, 8))})
+    assert found is not None and found.startswith(
+        "the ranks of group b differ at its collective #2 or before: rank 3 on n1 (in BARRIER #2 of group b), rank"
+    )
+
+
+@given(st.integers(1, 2000))
+def test_every_rank_is_watched_by_a_few_others_of_all_hosts(count: int) -> None:
+    ranks = range(count)
+    for rank in (0, count // 2, count - 1):
+        watched = watched_ranks(ranks, rank)
+        assert rank in watched and 0 in watched and min(count, 8) <= len(watched) <= 17
+        assert all(rank in watched_ranks(ranks, other) for other in watched if other or (not rank % 16 and count <= 16))
 
 
 def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:

@@ -24,7 +24,7 @@ from cputrain.comm.ccl.segments import sweep_segments
 from cputrain.comm.ccl.transport import Transport, agree, choose_transport
 from cputrain.comm.heartbeats import PendingCollective, key_of, place_of_this_process
 from cputrain.comm.store import SignedKeys, describe_gone
-from cputrain.comm.watchdog import Watchdog
+from cputrain.comm.watchdog import Watchdog, WatchedBackend
 from cputrain.transports import VARIABLE, kept_seconds
 from mpi.fabric import Setting
 from mpi.supervise.connection import HEARTBEAT_S, TOKEN_VARIABLE
@@ -43,6 +43,7 @@ watchdog: Watchdog | None = None
 """The watchdog of the default group."""
 
 _watchdogs: list[Watchdog] = []  # of the default group, or of the groups of a world that is not ours
+_members: dict[str, tuple[int, ...]] = {}  # the ranks of each group
 _extension: ModuleType | None = None
 _transport: Transport | None = None  # that the extension was loaded with
 _kvs_timeout_is_set = KVS_TIMEOUT in _env
@@ -85,6 +86,7 @@ def create(options: Any, _backend_options: Any) -> Any:
     store = _store_of_attempt(options)
     loaded = _extension_for(options, store, whole=whole)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    _members[options.group_id] = ranks
     for earlier in [one for one in _watchdogs if whole or (_answers(store) and not one.watches())]:
         earlier.stop()  # of a world that has ended; where this one's store is gone too, it ends this rank
         _watchdogs.remove(earlier)
@@ -95,7 +97,7 @@ def create(options: Any, _backend_options: Any) -> Any:
     if not _kvs_timeout_is_set:
         _env[KVS_TIMEOUT] = str(math.ceil(seconds) + KVS_MARGIN_S)  # oneCCL reads it for each communicator
     try:
-        return loaded.CclBackend(store, options.group_rank, options.group_size, seconds, options.group_id)
+        return loaded.CclBackend(store, options.group_rank, ranks, seconds, options.group_id)
     except Exception:
         if unwatched:  # a later group of these ranks is watched under its own prefix
             _watchdogs.pop().stop()
@@ -166,9 +168,15 @@ def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[in
         rank=rank,
         timeout_s=timeout_s,
         sender=loaded.HeartbeatSender(connection(), key_of(rank), token, place, HEARTBEAT_S),
-        pending=lambda: PendingCollective(*loaded.pending_collective()),
-        set_absent_ranks=loaded.set_absent_ranks,
-        abort=lambda reason: loaded.abort(f"ccl: {reason}"),
+        backend=WatchedBackend(
+            pending=lambda: PendingCollective(*loaded.pending_collective()),
+            members=lambda group: _members.get(group, ()),
+            set_absent_ranks=loaded.set_absent_ranks,
+            abort=lambda reason: loaded.abort(f"ccl: {reason}"),
+            failure=loaded.failure,
+            disagreement=lambda: loaded.disagreement().removeprefix("ccl: "),
+            disagree=lambda reason: loaded.disagree(f"ccl: {reason}"),
+        ),
     )
     _watchdogs.append(watchdog)
 

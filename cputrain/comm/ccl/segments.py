@@ -10,7 +10,8 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")
 BY_PROCESS = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
-BY_NOBODY = re.compile(r"Intel_MPI_\w{6}")  # Intel MPI removes the name once all ranks have mapped it
+# Intel MPI, and native/ledger.cpp, remove the name once all ranks have mapped it.
+BY_NOBODY = re.compile(r"Intel_MPI_\w{6}|cputrain_[0-9a-f]{32}")
 SETTLED_S = 120.0  # after which an unmapped segment is nobody's: its ranks have mapped it long ago, or are gone
 
 

@@ -97,6 +97,12 @@ class OptimSection(Section):
                     f"optim.{option}",
                     "optim.name",
                 )
+        if self.nesterov and not self.momentum:
+            raise misfit(
+                "optim.nesterov needs momentum, and optim.momentum is 0: set it above 0, or remove optim.nesterov",
+                "optim.nesterov",
+                "optim.momentum",
+            )
         if self.momentum_correction and self.lars_variant != "caffe":
             raise misfit(
                 f"optim.momentum_correction is an option of optim.lars_variant=caffe, not of {self.lars_variant}: "

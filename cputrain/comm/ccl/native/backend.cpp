@@ -3,6 +3,7 @@
 #include "backend.hpp"
 
 #include <cstdlib>
+#include <random>
 
 #include <ATen/Functions.h>
 
@@ -12,9 +13,22 @@ namespace cputrain {
 
 namespace {
 
+constexpr auto kCallers =
+    "; more than one thread of this rank calls them: give the other one, as the checkpoint's of dcp.async_save, a group of its "
+    "own (process_group=torch.distributed.new_group())";
+
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
+}
+
+std::string random_name() {
+  std::random_device source;
+  std::string digits;
+  for (int i = 0; i < 32; i++) {
+    digits += "0123456789abcdef"[source() % 16];
+  }
+  return digits;
 }
 
 // Lets other threads run Python, where this one holds the interpreter's lock.
@@ -37,18 +51,22 @@ class WithoutGil {
 }  // namespace
 
 CclBackend::CclBackend(
-    c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, std::string name)
-    : Backend(rank, size),
+    c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> ranks, Milliseconds timeout, std::string name)
+    : Backend(rank, static_cast<int>(ranks.size())),
       name_(std::move(name)),
       options_(c10::make_intrusive<Options>("ccl", timeout)) {
   auto& engine = Engine::instance();
   const auto creation = "the creation of group " + name_;
-  engine.publish_communicator({creation, 0, awake_now() + timeout});
+  engine.publish_communicator({creation, {}, awake_now() + timeout});
   try {
     store_ = store->clone();
+    if (rank == 0) {
+      store_->set("ledger", random_name());
+    }
     // oneCCL's own creation of a communicator waits for late ranks, under the lock that every operation needs.
     const bool has_bf16 = __builtin_cpu_supports("avx512bf16") != 0;
-    const bool all_have_bf16 = gather_ranks(*store_, rank, size, timeout, has_bf16, "group " + name_) == size;
+    const bool all_have_bf16 = gather_ranks(*store_, rank, size_, timeout, has_bf16, "group " + name_) == size_;
+    ledger_ = std::make_shared<Ledger>(store_->get_to_str("ledger"), name_, rank, std::move(ranks));
     bf16_reduction_ = all_have_bf16 ? Bf16Reduction::oneccl : Bf16Reduction::as_float32;
     bf16_allreduce_ = environment("CCL_ATL_TRANSPORT") == "ofi" ? Bf16Reduction::own : bf16_reduction_;
     kvs_ = std::make_shared<StoreKvs>(store_, "kvs/", timeout);
@@ -58,15 +76,17 @@ CclBackend::CclBackend(
       const QuietStart out(std::cout), err(std::cerr);
       ccl::init();
     }
-    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, kvs_));
+    comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size_, rank, kvs_));
     if (std::atoi(environment("CCL_WORKER_COUNT").c_str()) > 1) {
-      message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, message_kvs_));
+      message_comm_ = std::make_unique<ccl::communicator>(ccl::create_communicator(size_, rank, message_kvs_));
     }
+    ledger_->unlink();  // the communicator's ranks have all come past the ledger
     auto& for_messages = message_comm_ ? *message_comm_ : *comm_;
-    inbox_ = std::make_shared<Inbox>(for_messages, size);
-    outbox_ = std::make_shared<Outbox>(for_messages, size);
+    inbox_ = std::make_shared<Inbox>(for_messages, size_);
+    outbox_ = std::make_shared<Outbox>(for_messages, size_);
     engine.guard_process();
     engine.count_communicators(1);
+    engine.add_group(name_, ledger_);
   } catch (const c10::DistError& error) {  // the store's, also in the midst of oneCCL's exchange over it
     engine.publish_communicator({});
     store_is_gone("group " + name_ + " cannot be created", error);
@@ -88,7 +108,7 @@ CclBackend::~CclBackend() {
   }
   auto& engine = Engine::instance();
   if (engine.idle() && !awaits_messages()) {
-    engine.publish_communicator({"the destruction of group " + name_, sequence_, awake_now() + options_->timeout});
+    engine.publish_communicator({"the destruction of group " + name_, {}, awake_now() + options_->timeout});
     const auto lock = engine.enter();
     inbox_.reset();
     outbox_.reset();
@@ -108,9 +128,10 @@ bool CclBackend::awaits_messages() const {
   return inbox_ && inbox_->awaits();
 }
 
+// All ranks number a group's collectives alike, in the order of their calls, and are compared by that.
 WorkPtr CclBackend::submit(
-    c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Events()> launch,
-    std::function<void()> finish) {
+    c10d::OpType type, const Tensors& described, Agreement agreement, Milliseconds timeout, Tensors outputs,
+    std::function<Events()> launch, std::function<void()> finish) {
   auto start = [launch = std::move(launch)]() -> Poll {
     const auto events = std::make_shared<Events>(launch());
     return [events] {
@@ -120,20 +141,44 @@ WorkPtr CclBackend::submit(
       return events->empty();
     };
   };
-  return submit_polled(type, described, timeout, std::move(outputs), std::move(start), std::move(finish));
+  auto& engine = Engine::instance();
+  const auto name = c10d::opTypeToString(type);
+  const auto details = shape_of(described) + agreement.options;
+  const auto suffix = details.empty() ? "" : " (" + details + ")";
+  engine.refuse_in_child(name + " of group " + name_ + suffix);
+  agreement.add(static_cast<uint64_t>(type));
+  c10::intrusive_ptr<Operation> operation;
+  std::string wrong;
+  {
+    const auto lock = engine.enter();
+    engine.refuse_after_end(name);
+    const auto number = ++sequence_;
+    has_callers_ = has_callers_ || (number > 1 && caller_ != std::this_thread::get_id());
+    caller_ = std::this_thread::get_id();
+    operation = c10::make_intrusive<Operation>(
+        rank_, type, "ccl:" + name, c10::str(name, " #", number, " of group ", name_, suffix),
+        Place{name_, number, engine.count(name_, number, agreement.digest)},
+        timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
+    wrong = ledger_->enter(number, agreement, operation->description(), has_callers_ ? kCallers : "");
+    if (wrong.empty()) {
+      engine.submit(operation, std::move(start), std::move(finish));
+    }
+  }
+  if (!wrong.empty()) {
+    engine.disagree(wrong);
+    refuse(engine.reason());
+  }
+  return operation;
 }
 
-WorkPtr CclBackend::submit_polled(
-    c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Poll()> start,
-    std::function<void()> finish, std::function<int()> source) {
-  // All ranks number collectives alike, and are compared by that; messages are not everybody's.
-  const bool is_message = c10d::isP2POp(type);
-  const auto number = is_message ? ++messages_ : ++sequence_;
+// Messages are not everybody's.
+WorkPtr CclBackend::submit_message(
+    c10d::OpType type, const Tensors& described, std::function<Poll()> start, std::function<void()> finish,
+    std::function<int()> source) {
+  const auto name = c10d::opTypeToString(type);
   auto operation = c10::make_intrusive<Operation>(
-      rank_, type, "ccl:" + c10d::opTypeToString(type),
-      c10::str(c10d::opTypeToString(type), " #", number, " of group ", name_, " (", shape_of(described), ")"),
-      is_message ? sequence_.load() : number,
-      timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
+      rank_, type, "ccl:" + name, c10::str(name, " #", ++messages_, " of group ", name_, " (", shape_of(described), ")"),
+      Place{"", sequence_, 0}, options_->timeout, described);
   Engine::instance().submit(operation, std::move(start), std::move(finish), std::move(source));
   return operation;
 }
@@ -141,7 +186,7 @@ WorkPtr CclBackend::submit_polled(
 WorkPtr CclBackend::barrier(const c10d::BarrierOptions& opts) {
   const auto token = at::zeros({1}, at::kByte);
   return submit(
-      c10d::OpType::BARRIER, {}, opts.timeout, {},
+      c10d::OpType::BARRIER, {}, {}, opts.timeout, {},
       [=, this] {
         Events events;
         events.push_back(

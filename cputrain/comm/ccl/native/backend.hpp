@@ -4,12 +4,15 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "agreement.hpp"
 #include "engine.hpp"
 #include "kvs.hpp"
+#include "ledger.hpp"
 #include "messages.hpp"
 #include "reductions.hpp"
 #include "tensors.hpp"
@@ -23,7 +26,9 @@ using RedOpType = c10d::ReduceOp::RedOpType;
 
 class CclBackend : public c10d::Backend {
  public:
-  CclBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Milliseconds timeout, std::string name);
+  // `ranks`: the number of each rank of the group as people know it.
+  CclBackend(
+      c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> ranks, Milliseconds timeout, std::string name);
   ~CclBackend() override;
 
   const std::string getBackendName() const override { return "ccl"; }
@@ -67,17 +72,17 @@ class CclBackend : public c10d::Backend {
 
  private:
   WorkPtr submit(
-      c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs,
+      c10d::OpType type, const Tensors& described, Agreement agreement, Milliseconds timeout, Tensors outputs,
       std::function<Events()> launch, std::function<void()> finish);
-  WorkPtr submit_polled(
-      c10d::OpType type, const Tensors& described, Milliseconds timeout, Tensors outputs, std::function<Poll()> start,
-      std::function<void()> finish, std::function<int()> source = nullptr);
+  WorkPtr submit_message(
+      c10d::OpType type, const Tensors& described, std::function<Poll()> start, std::function<void()> finish,
+      std::function<int()> source = nullptr);
 
   bool awaits_messages() const;
 
   WorkPtr reduce_all(c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout);
   WorkPtr reduce_bits(
-      c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, bool receives = true);
+      c10d::OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, std::optional<int64_t> root = {});
   WorkPtr scatter_bits(
       c10d::OpType type, const Tensors& outputs, const Tensors& inputs, RedOpType op, Milliseconds timeout);
   WorkPtr reduce_sparse(const Tensor& tensor, RedOpType op, Milliseconds timeout);
@@ -86,7 +91,8 @@ class CclBackend : public c10d::Backend {
   WorkPtr gather_lists(
       c10d::OpType type, const std::vector<Tensors>& outputs, const Tensors& inputs, Milliseconds timeout);
   WorkPtr gather_into(c10d::OpType type, const Tensors& outputs, const Tensors& inputs, Milliseconds timeout);
-  WorkPtr exchange(c10d::OpType type, const Tensors& outputs, const Tensors& inputs, Milliseconds timeout);
+  WorkPtr exchange(
+      c10d::OpType type, Agreement agreement, const Tensors& outputs, const Tensors& inputs, Milliseconds timeout);
   WorkPtr receive(c10d::OpType type, const Tensor& tensor, int from, int tag);
 
   ccl::event gather_bytes(const Tensor& sent, const Tensor& received, const std::vector<size_t>& bytes) const;
@@ -106,8 +112,11 @@ class CclBackend : public c10d::Backend {
   std::shared_ptr<Outbox> outbox_;
   Bf16Reduction bf16_reduction_;
   Bf16Reduction bf16_allreduce_;
-  std::atomic<uint64_t> sequence_{0};  // of collectives
+  std::shared_ptr<Ledger> ledger_;
+  std::atomic<uint64_t> sequence_{0};  // of collectives; the order of the calls of oneCCL, whichever thread makes them
   std::atomic<uint64_t> messages_{0};
+  std::thread::id caller_;  // of the last collective
+  bool has_callers_ = false;  // more than one thread
   std::atomic<uint64_t> monitored_{0};
 };
 

@@ -17,6 +17,7 @@ namespace {
 constexpr Clock::duration kMinSleep = std::chrono::microseconds(20);
 constexpr Clock::duration kMaxSleep = std::chrono::microseconds(500);
 constexpr int kSleepsIn = 8;
+constexpr auto kExplained = std::chrono::seconds(25);
 constexpr auto kLook = std::chrono::seconds(1);  // at timeouts, while callers drive: each of them looks at its own only
 
 }  // namespace
@@ -40,24 +41,29 @@ void Engine::submit(
   refuse_in_child(operation->description_);
   {
     const auto lock = enter();
-    CPUTRAIN_REQUIRE(aborted_.empty(), aborted_);
-    CPUTRAIN_REQUIRE(!exiting_, "ccl: ", operation->description_, " was called while the process exits");
+    refuse_after_end(operation->description_);
     operation->start_ = std::move(start);
     operation->finish_ = std::move(finish);
     operation->source_ = std::move(source);
     pending_.push_back(operation);
     changed_ = Clock::now();
-    publish_oldest();  // before the call, which may take as long as a rank is late
+    publish_current();  // before the call, which may take as long as a rank is late
     try {
       operation->ended_ = operation->start_();
     } catch (const std::exception& error) {
       pending_.pop_back();
-      publish_oldest();
+      publish_current();
       refuse("oneCCL refused ", operation->description_, ": ", message_of(error));
     }
     relieve_callback();
   }
   work_.notify_one();
+}
+
+void Engine::refuse_after_end(const std::string& what) {
+  const auto lock = enter();
+  CPUTRAIN_REQUIRE(aborted_.empty(), aborted_);
+  CPUTRAIN_REQUIRE(!exiting_, "ccl: ", what, " was called while the process exits");
 }
 
 void Engine::poll_pending() {
@@ -73,7 +79,7 @@ c10::intrusive_ptr<Operation> Engine::take_ended() {
   }
   auto ended = *found;
   pending_.erase(found);
-  publish_oldest();
+  publish_current();
   changed_ = Clock::now();
   return ended;
 }
@@ -86,7 +92,7 @@ bool Engine::drive() {
   }
   {
     const Lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock() || exiting_ || forked_) {
+    if (!lock.owns_lock() || exiting_ || forked_ || !failure_.empty()) {
       return false;
     }
     polls_++;
@@ -110,9 +116,28 @@ bool Engine::drive() {
     }
   }
   if (!error.empty()) {
-    abort("ccl: oneCCL failed: " + error);
+    fail(error);
   }
   return true;
+}
+
+// What oneCCL says does not tell which rank is in what, or lost: the watchdog does, once it has heard of all of them.
+void Engine::fail(const std::string& error) {
+  {
+    const auto lock = enter();
+    if (failure_.empty()) {
+      failure_ = "oneCCL failed: " + error;
+      failed_ = Clock::now();
+    }
+  }
+  if (watchdogs_ == 0) {
+    abort("ccl: " + failure());
+  }
+}
+
+std::string Engine::failure() {
+  const auto lock = enter();
+  return failure_;
 }
 
 void Engine::run() {
@@ -137,6 +162,7 @@ void Engine::run() {
 // own: it need not be the oldest one.
 void Engine::time_out_late() {
   c10::intrusive_ptr<Operation> late;
+  bool unexplained = false;
   {
     const auto lock = enter();
     const auto now = awake_now();
@@ -145,20 +171,25 @@ void Engine::time_out_late() {
     if (overdue != pending_.end() && aborted_.empty()) {
       late = *overdue;
     }
+    unexplained = !failure_.empty() && aborted_.empty() && Clock::now() > failed_ + kExplained;
+  }
+  if (unexplained) {
+    abort("ccl: " + failure());
   }
   if (late) {
     time_out(*late);
   }
 }
 
-void Engine::publish_oldest() {
-  CurrentCollective oldest;
+void Engine::publish_current() {
+  CurrentCollective current;
   if (!pending_.empty() && aborted_.empty()) {
-    const auto& operation = *pending_.front();
-    oldest = {operation.description_, operation.sequence_, operation.deadline_};
+    const auto& operation = **std::ranges::min_element(
+        pending_, {}, [](const auto& one) { return one->deadline_; });
+    current = {operation.description_, operation.place_, operation.deadline_};
   }
   const std::lock_guard lock(published_mutex_);
-  published_ = std::move(oldest);
+  published_ = std::move(current);
 }
 
 void Engine::publish_communicator(CurrentCollective current) {
@@ -171,21 +202,59 @@ CurrentCollective Engine::current() {
   return published_.collective.empty() ? communicator_ : published_;
 }
 
-void Engine::set_absent_ranks(std::string absent) {
+void Engine::set_absent_ranks(std::string collective, std::string absent) {
   const std::lock_guard lock(published_mutex_);
+  absent_from_ = std::move(collective);
   absent_ = std::move(absent);
 }
 
-std::string Engine::absent_ranks() {
+std::string Engine::absent_ranks(const std::string& collective) {
   const std::lock_guard lock(published_mutex_);
-  return absent_;
+  return collective == absent_from_ ? absent_ : "";
+}
+
+void Engine::add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger) {
+  const std::lock_guard lock(published_mutex_);
+  groups_[name] = {name};
+  ledgers_[name] = ledger;
+}
+
+uint64_t Engine::count(const std::string& group, uint64_t number, uint64_t digest) {
+  const std::lock_guard lock(published_mutex_);
+  auto& place = groups_[group];
+  place.number = number;
+  place.digest = mixed(place.digest, digest);
+  return place.digest;
+}
+
+std::map<std::string, Place> Engine::groups() {
+  const std::lock_guard lock(published_mutex_);
+  return groups_;
+}
+
+void Engine::disagree(const std::string& what) {
+  {
+    const std::lock_guard lock(published_mutex_);
+    disagreement_ = what;
+  }
+  abort(what);
+}
+
+std::string Engine::disagreement() {
+  const std::lock_guard lock(published_mutex_);
+  return disagreement_;
 }
 
 void Engine::time_out(const Operation& operation) {
-  const auto absent = absent_ranks();
+  const auto absent = absent_ranks(operation.description_);
   const std::chrono::duration<double> timeout = operation.deadline_ - operation.started_;
   abort(c10::str(
       "ccl: Timed out after ", timeout.count(), " s in ", operation.description_, absent.empty() ? "" : "; ", absent));
+}
+
+std::string Engine::reason() {
+  const auto lock = enter();
+  return aborted_;
 }
 
 void Engine::abort(const std::string& reason) {
@@ -199,7 +268,7 @@ void Engine::abort(const std::string& reason) {
     }
     aborted_ = reason;
     failing_ = pending_;  // they stay in pending_: oneCCL may still write to their buffers
-    publish_oldest();
+    publish_current();
   }
   fail_pending();
 }

@@ -5,10 +5,13 @@
 #include <condition_variable>
 #include <functional>
 #include <list>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 
+#include "ledger.hpp"
 #include "operation.hpp"
 
 namespace cputrain {
@@ -16,7 +19,7 @@ namespace cputrain {
 // The collective that this process waits in, "" for none, and the end of its timeout by awake_now.
 struct CurrentCollective {
   std::string collective;
-  uint64_t sequence = 0;
+  Place place;
   Clock::time_point deadline;
 };
 
@@ -42,17 +45,33 @@ class Engine {
   // Polls all operations in flight once; false where another thread does so at the moment.
   bool drive();
 
-  // Fails all operations in flight and all later ones.
+  // Fails all operations in flight and all later ones. The first reason is kept.
   void abort(const std::string& reason);
+  std::string reason();
 
-  // Sets the text about ranks that have not joined, which the message of a timeout includes.
-  void set_absent_ranks(std::string absent);
-  std::string absent_ranks();
+  // Fails them as ranks of a group are in different collectives, which the watchdog then reads.
+  void disagree(const std::string& what);
+  std::string disagreement();
+
+  // oneCCL's own error, "" for none. A watchdog aborts with what it knows about the ranks, in kExplained at the latest.
+  std::string failure();
+  void count_watchdogs(int change) { watchdogs_ += change; }
+
+  // Sets the text about ranks that have not joined a collective, which the message of its timeout includes.
+  void set_absent_ranks(std::string collective, std::string absent);
+  std::string absent_ranks(const std::string& collective);
+
+  // A group whose ledger other ranks of this host write to; its collectives are numbered from 1 on.
+  void add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger);
+  // Counts a group's collective; the digest of all its agreements so far.
+  uint64_t count(const std::string& group, uint64_t number, uint64_t digest);
+  // The last collective of each group, those that have been destroyed too: a late rank may still wait there.
+  std::map<std::string, Place> groups();
 
   // Locks oneCCL for calls that are no operations: creating and destroying communicators.
   Lock enter() { return Lock(mutex_); }
 
-  // The oldest operation in flight; without one, the creation or destruction of a communicator. Never blocks.
+  // The operation in flight that times out first; without one, the creation or destruction of a communicator. Never blocks.
   CurrentCollective current();
   // Says that a communicator is being created or destroyed, until it is called with nothing.
   void publish_communicator(CurrentCollective current);
@@ -65,6 +84,8 @@ class Engine {
 
   // Refuses in a process that was forked after oneCCL's start: it shares oneCCL's and MPI's memory with its parent.
   void refuse_in_child(const std::string& what);
+  // Refuses after an abort, and while the process exits.
+  void refuse_after_end(const std::string& what);
 
   // Guards forks and the process's exit. Must be called after oneCCL has registered its own exit handler, so that
   // ours runs first.
@@ -75,7 +96,7 @@ class Engine {
 
   Engine();
   void run();
-  void publish_oldest();  // needs the engine's lock
+  void publish_current();  // needs the engine's lock
   // Marks those that have ended; throws the error of one that fails. Needs the engine's lock.
   void poll_pending();
   // Takes the oldest that is marked out of pending_; none: nullptr. Needs the engine's lock.
@@ -87,6 +108,8 @@ class Engine {
   void start_reliever();  // needs the engine's lock
   void relieve();
   void look_for_unpolled();
+  void look_for_disagreement();
+  void fail(const std::string& error);
   void time_out(const Operation& operation);
   void time_out_late();
   bool end_operations(Clock::time_point deadline);
@@ -97,10 +120,15 @@ class Engine {
   Operations pending_;
   Operations failing_;  // those of pending_ that an abort has still to fail
   std::string aborted_;
+  std::string failure_;
+  Clock::time_point failed_;
   bool exiting_ = false;
   uint64_t polls_ = 0;
   std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is
-  std::string absent_;
+  std::string absent_from_, absent_;
+  std::string disagreement_;
+  std::map<std::string, Place> groups_;
+  std::map<std::string, std::weak_ptr<Ledger>> ledgers_;
   CurrentCollective published_;
   CurrentCollective communicator_;
   std::atomic<int> waiting_callers_{0};  // these drive operations themselves
@@ -108,6 +136,7 @@ class Engine {
   std::atomic<Clock::time_point> changed_{};  // when an operation last began or ended
   std::atomic<int> finishing_{0};  // calls of finish() under way
   std::atomic<int> communicators_{0};
+  std::atomic<int> watchdogs_{0};
   std::atomic<bool> leaving_{false};  // the process exits: no thread drives any more
   std::atomic<bool> forked_{false};
 };

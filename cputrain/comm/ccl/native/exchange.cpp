@@ -31,7 +31,9 @@ WorkPtr CclBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
   CPUTRAIN_REQUIRE(
       receives ? outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_) : outputs.empty(),
       "gather needs a list of ", size_, " output tensors on the root and none on other ranks");
-  return exchange(OpType::GATHER, receives ? outputs[0] : Tensors(size_), only(inputs[0], opts.rootRank), opts.timeout);
+  return exchange(
+      OpType::GATHER, agreement_of({}, opts.rootRank), receives ? outputs[0] : Tensors(size_),
+      only(inputs[0], opts.rootRank), opts.timeout);
 }
 
 WorkPtr CclBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
@@ -40,14 +42,16 @@ WorkPtr CclBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
   CPUTRAIN_REQUIRE(
       sends ? inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_) : inputs.empty(),
       "scatter needs a list of ", size_, " input tensors on the root and none on other ranks");
-  return exchange(OpType::SCATTER, only(outputs[0], opts.rootRank), sends ? inputs[0] : Tensors(size_), opts.timeout);
+  return exchange(
+      OpType::SCATTER, agreement_of({}, opts.rootRank), only(outputs[0], opts.rootRank),
+      sends ? inputs[0] : Tensors(size_), opts.timeout);
 }
 
 WorkPtr CclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
   CPUTRAIN_REQUIRE(
       outputs.size() == static_cast<size_t>(size_) && inputs.size() == static_cast<size_t>(size_), "all_to_all needs ",
       size_, " outputs and ", size_, " inputs");
-  return exchange(OpType::ALLTOALL, outputs, inputs, opts.timeout);
+  return exchange(OpType::ALLTOALL, {}, outputs, inputs, opts.timeout);
 }
 
 WorkPtr CclBackend::alltoall_base(
@@ -57,9 +61,16 @@ WorkPtr CclBackend::alltoall_base(
   CPUTRAIN_REQUIRE(output.scalar_type() == input.scalar_type(), "all_to_all needs inputs and outputs of one type");
   const auto from = input.contiguous();
   const auto to = output.contiguous();
+  Agreement agreement;
+  agreement.add(static_cast<uint64_t>(from.scalar_type()));
+  agreement.give = parts(from, input_rows);
+  agreement.receive = parts(to, output_rows);
+  CPUTRAIN_REQUIRE(
+      agreement.give[rank_] == agreement.receive[rank_], "all_to_all: this rank has ", agreement.give[rank_],
+      " bytes for itself, and expects ", agreement.receive[rank_]);
   return submit(
-      OpType::ALLTOALL_BASE, {from}, opts.timeout, {output},
-      [=, this, receive = parts(to, output_rows), give = parts(from, input_rows)] {
+      OpType::ALLTOALL_BASE, {from}, agreement, opts.timeout, {output},
+      [=, this, receive = agreement.receive, give = agreement.give] {
         Events events;
         events.push_back(
             ccl::alltoallv(from.data_ptr(), give, to.data_ptr(), receive, ccl::datatype::uint8, *comm_));
@@ -76,7 +87,8 @@ Tensors CclBackend::only(const Tensor& tensor, int64_t rank) const {
 }
 
 // Sends tensor i of `inputs` to rank i and receives tensor i of `outputs` from it; undefined tensors are skipped.
-WorkPtr CclBackend::exchange(OpType type, const Tensors& outputs, const Tensors& inputs, Milliseconds timeout) {
+WorkPtr CclBackend::exchange(
+    OpType type, Agreement agreement, const Tensors& outputs, const Tensors& inputs, Milliseconds timeout) {
   Tensors targets, received, sent;
   std::vector<size_t> receive(size_, 0), give(size_, 0);
   for (int rank = 0; rank < size_; rank++) {
@@ -100,8 +112,17 @@ WorkPtr CclBackend::exchange(OpType type, const Tensors& outputs, const Tensors&
     received.push_back(to.slice(0, start, end));
     start = end;
   }
+  const auto described = sent_or_received(inputs, outputs);
+  if (!described.empty()) {
+    agreement.add(static_cast<uint64_t>(described[0].scalar_type()));
+  }
+  CPUTRAIN_REQUIRE(
+      give[rank_] == receive[rank_], c10d::opTypeToString(type), ": this rank has ", give[rank_],
+      " bytes for itself, and expects ", receive[rank_]);
+  agreement.give = give;
+  agreement.receive = receive;
   return submit(
-      type, sent_or_received(inputs, outputs), timeout, targets,
+      type, described, std::move(agreement), timeout, targets,
       [=, this] {
         Events events;
         events.push_back(
@@ -141,8 +162,8 @@ WorkPtr CclBackend::send(Tensors& tensors, int to, int tag) {
   CPUTRAIN_REQUIRE(to != rank_, "rank ", rank_, " cannot send to itself");
   const auto message = std::make_shared<Send>(
       Send{{tag, static_cast<int64_t>(tensors[0].nbytes())}, tensors[0].contiguous()});
-  return submit_polled(
-      OpType::SEND, tensors, c10d::kUnsetTimeout, tensors,
+  return submit_message(
+      OpType::SEND, tensors,
       [message, to, outbox = outbox_]() -> Poll {
         outbox->post(message, to);
         return [message, to, outbox] {
@@ -169,8 +190,8 @@ WorkPtr CclBackend::recvAnysource(Tensors& tensors, int tag) {
 WorkPtr CclBackend::receive(OpType type, const Tensor& tensor, int from, int tag) {
   check_dense(tensor);
   const auto awaited = std::make_shared<Receive>(Receive{from, tag, tensor.contiguous()});
-  return submit_polled(
-      type, {tensor}, c10d::kUnsetTimeout, {tensor},
+  return submit_message(
+      type, {tensor},
       [awaited, inbox = inbox_]() -> Poll {
         inbox->expect(awaited);
         return [awaited, inbox] {

@@ -1,4 +1,6 @@
 // Collectives that give all ranks the same values: broadcast and all-gather.
+#include <algorithm>
+
 #include "backend.hpp"
 
 namespace cputrain {
@@ -10,7 +12,7 @@ WorkPtr CclBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& op
   check_dense(tensors);
   const auto buffer = tensors[0].contiguous();
   return submit(
-      OpType::BROADCAST, tensors, opts.timeout, tensors,
+      OpType::BROADCAST, tensors, agreement_of(tensors, opts.rootRank), opts.timeout, tensors,
       [=, this] {
         Events events;
         events.push_back(ccl::broadcast(
@@ -69,8 +71,15 @@ WorkPtr CclBackend::gather_lists(
     received.push_back(contiguous(outputs[i]));
     targets.insert(targets.end(), outputs[i].begin(), outputs[i].end());
   }
+  // Inputs may differ from rank to rank where all know of it.
+  auto agreement = agreement_of(targets);
+  for (size_t i = 0; i < inputs.size(); i++) {
+    if (std::ranges::any_of(outputs[i], [&](const auto& output) { return output.numel() != inputs[i].numel(); })) {
+      agreement.options += " into " + shape_of(outputs[i]);
+    }
+  }
   return submit(
-      type, inputs, timeout, targets,
+      type, inputs, std::move(agreement), timeout, targets,
       [=, this] {
         Events events;
         for (size_t i = 0; i < sent.size(); i++) {
@@ -91,7 +100,7 @@ WorkPtr CclBackend::gather_into(OpType type, const Tensors& outputs, const Tenso
   check_pairs("all_gather_into_tensor", outputs, inputs);
   const auto sent = contiguous(inputs), received = contiguous(outputs);
   return submit(
-      type, inputs, timeout, outputs,
+      type, inputs, agreement_of(inputs), timeout, outputs,
       [=, this] {
         Events events;
         for (size_t i = 0; i < sent.size(); i++) {

@@ -31,6 +31,7 @@ HeartbeatSender::HeartbeatSender(
       token_(std::move(token)),
       place_(std::move(place)),
       interval_(interval_s) {
+  Engine::instance().count_watchdogs(1);
   send(false);
   std::thread([this] { run(); }).detach();
 }
@@ -59,6 +60,7 @@ void HeartbeatSender::run() {
 
 void HeartbeatSender::stop(double patience_s) {
   std::unique_lock lock(mutex_);
+  Engine::instance().count_watchdogs(stopping_ ? 0 : -1);
   stopping_ = true;
   changed_.notify_all();
   changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return ended_; });
@@ -67,10 +69,14 @@ void HeartbeatSender::stop(double patience_s) {
 void HeartbeatSender::send(bool left) {
   awake_now();
   const auto current = Engine::instance().current();
+  std::string groups;
+  for (const auto& [name, place] : Engine::instance().groups()) {
+    groups += c10::str(
+        groups.empty() ? "" : ", ", quoted(name), ": [", place.number, ", ", place.digest, "]");
+  }
   const auto value = c10::str(
       "{\"count\": ", ++count_, ", ", place_, ", \"waits_in\": ",
-      current.collective.empty() ? "null" : quoted(current.collective), ", \"sequence\": ", current.sequence,
-      ", \"left\": ", left ? "true" : "false", "}");
+      current.collective.empty() ? "null" : quoted(current.collective), ", \"groups\": {", groups, "}, \"left\": ", left ? "true" : "false", "}");
   store_->set(key_, hmac_sha256(token_, "cputrain store " + key_ + " " + value) + " " + value);
 }
 

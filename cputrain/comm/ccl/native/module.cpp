@@ -14,9 +14,9 @@ PYBIND11_MODULE(cputrain_ccl, module) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<CclBackend, c10d::Backend, c10::intrusive_ptr<CclBackend>>(module, "CclBackend")
       .def(
-          py::init([](const StorePtr& store, int rank, int size, double timeout_s, const std::string& name) {
+          py::init([](const StorePtr& store, int rank, std::vector<int> ranks, double timeout_s, const std::string& name) {
             const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000));
-            return c10::make_intrusive<CclBackend>(store, rank, size, timeout, name);
+            return c10::make_intrusive<CclBackend>(store, rank, std::move(ranks), timeout, name);
           }),
           without_gil);
   // Never destroyed: its thread runs until it is stopped, or the process ends.
@@ -26,13 +26,21 @@ PYBIND11_MODULE(cputrain_ccl, module) {
                       double interval_s) { return new HeartbeatSender(store, key, token, place, interval_s); }),
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);
-  // The oldest collective in flight ("": none), its number, and by how many seconds it is past its timeout.
+  // The collective in flight ("": none) that times out first, by how many seconds it is past its timeout, its group and
+  // number there, and the digest of the group's collectives so far.
   module.def("pending_collective", [] {
     const auto current = Engine::instance().current();
     const std::chrono::duration<double> overdue = cputrain::awake_now() - current.deadline;
-    return std::make_tuple(current.collective, current.sequence, current.collective.empty() ? 0.0 : overdue.count());
+    return std::make_tuple(
+        current.collective, current.collective.empty() ? 0.0 : overdue.count(), current.place.group,
+        current.place.number, current.place.digest);
   });
-  module.def("set_absent_ranks", [](std::string absent) { Engine::instance().set_absent_ranks(std::move(absent)); });
+  module.def("set_absent_ranks", [](std::string collective, std::string absent) {
+    Engine::instance().set_absent_ranks(std::move(collective), std::move(absent));
+  });
+  module.def("failure", [] { return Engine::instance().failure(); }, without_gil);
+  module.def("disagreement", [] { return Engine::instance().disagreement(); });
+  module.def("disagree", [](const std::string& what) { Engine::instance().disagree(what); }, without_gil);
   module.def("abort", [](const std::string& reason) { Engine::instance().abort(reason); }, without_gil);
   module.def("refuse_in_child", [](const std::string& what) { Engine::instance().refuse_in_child(what); });
   module.def("hmac_sha256", &cputrain::hmac_sha256);

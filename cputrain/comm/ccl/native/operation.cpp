@@ -18,12 +18,12 @@ Operation::Operation(
     c10d::OpType type,
     const std::string& title,
     std::string description,
-    uint64_t sequence,
+    Place place,
     std::chrono::milliseconds timeout,
     std::vector<at::Tensor> outputs)
     : c10d::Work(rank, type, title.c_str()),
       description_(std::move(description)),
-      sequence_(sequence),
+      place_(std::move(place)),
       started_(awake_now()),
       deadline_(started_ + timeout),
       outputs_(std::move(outputs)),
@@ -54,7 +54,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
 }
 
 uint64_t Operation::getSequencenumber() const {
-  return sequence_;
+  return place_.number;
 }
 
 int Operation::sourceRank() const {

@@ -15,6 +15,13 @@
 
 namespace cputrain {
 
+// The collective's group and its number there, and a digest of all agreements of this group so far; a message has none.
+struct Place {
+  std::string group;
+  uint64_t number = 0;
+  uint64_t digest = 0;
+};
+
 // Whether what was started has ended; called under the engine's lock until it returns true.
 using Poll = std::function<bool()>;
 
@@ -26,7 +33,7 @@ class Operation : public c10d::Work {
       c10d::OpType type,
       const std::string& title,
       std::string description,
-      uint64_t sequence,
+      Place place,
       std::chrono::milliseconds timeout,
       std::vector<at::Tensor> outputs);
 
@@ -51,7 +58,7 @@ class Operation : public c10d::Work {
   void fail(const std::string& reason);
 
   const std::string description_;
-  const uint64_t sequence_;
+  const Place place_;
   const Clock::time_point started_;
   const Clock::time_point deadline_;
   const std::vector<at::Tensor> outputs_;

@@ -42,7 +42,7 @@ WorkPtr CclBackend::reduce_all(OpType type, const Tensors& tensors, RedOpType op
     plans.push_back(reduction_of(tensor, op, size_, bf16_allreduce_));
   }
   return submit(
-      type, tensors, timeout, tensors,
+      type, tensors, agreement_of(tensors, op), timeout, tensors,
       [=, this] {
         Events events;
         for (const auto& plan : plans) {
@@ -65,12 +65,14 @@ WorkPtr CclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const auto tensor = tensors[0];
   const bool receives = rank_ == opts.rootRank;
   if (is_bitwise(opts.reduceOp)) {
-    return reduce_bits(OpType::REDUCE, tensors, opts.reduceOp, opts.timeout, receives);
+    return reduce_bits(OpType::REDUCE, tensors, opts.reduceOp, opts.timeout, opts.rootRank);
   }
   const auto plan = reduction_of(tensor, opts.reduceOp, size_, bf16_reduction_);
   const auto result = receives ? plan.values : at::empty_like(plan.values);
+  auto agreement = agreement_of(tensors, opts.reduceOp);
+  add_root(agreement, opts.rootRank);
   return submit(
-      OpType::REDUCE, tensors, opts.timeout, tensors,
+      OpType::REDUCE, tensors, std::move(agreement), opts.timeout, tensors,
       [=, this] {
         Events events;
         events.push_back(ccl::reduce(
@@ -124,7 +126,7 @@ WorkPtr CclBackend::scatter_sums(
     results.push_back(at::empty({plans.back().values.numel() / size_}, plans.back().values.options()));
   }
   return submit(
-      type, inputs, timeout, outputs,
+      type, inputs, agreement_of(inputs, op), timeout, outputs,
       [=, this] {
         Events events;
         for (size_t i = 0; i < plans.size(); i++) {

@@ -34,9 +34,14 @@ void check_bits(const Tensor& tensor) {
 
 }  // namespace
 
-// `receives`: whether this rank's tensors get the result.
+// `root`: the rank whose tensors get the result; none: all ranks'.
 WorkPtr CclBackend::reduce_bits(
-    OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, bool receives) {
+    OpType type, const Tensors& tensors, RedOpType op, Milliseconds timeout, std::optional<int64_t> root) {
+  const bool receives = root.value_or(rank_) == rank_;
+  auto agreement = agreement_of(tensors, op);
+  if (root) {
+    add_root(agreement, *root);
+  }
   Tensors sent, gathered;
   for (const auto& tensor : tensors) {
     check_bits(tensor);
@@ -44,7 +49,7 @@ WorkPtr CclBackend::reduce_bits(
     gathered.push_back(at::empty({size_, tensor.numel()}, tensor.options()));
   }
   return submit(
-      type, tensors, timeout, tensors,
+      type, tensors, std::move(agreement), timeout, tensors,
       [=, this] {
         Events events;
         for (size_t i = 0; i < sent.size(); i++) {
@@ -68,7 +73,7 @@ WorkPtr CclBackend::scatter_bits(
     received.push_back(at::empty({size_, input.numel() / size_}, input.options()));
   }
   return submit(
-      type, inputs, timeout, outputs,
+      type, inputs, agreement_of(inputs, op), timeout, outputs,
       [=, this] {
         Events events;
         for (size_t i = 0; i < sent.size(); i++) {
@@ -95,7 +100,7 @@ WorkPtr CclBackend::reduce_sparse(const Tensor& tensor, RedOpType op, Millisecon
   const auto mine = at::full({1}, entries._nnz(), at::kLong);
   const auto counts = at::empty({size_}, at::kLong);
   submit(
-      OpType::_ALLREDUCE_SPARSE, {mine}, timeout, {},
+      OpType::_ALLREDUCE_SPARSE, {tensor}, agreement_of({tensor}), timeout, {},
       [=, this] {
         Events events;
         events.push_back(gather_bytes(mine, counts, std::vector<size_t>(size_, sizeof(int64_t))));
@@ -117,7 +122,7 @@ WorkPtr CclBackend::reduce_sparse(const Tensor& tensor, RedOpType op, Millisecon
     return bytes;
   };
   return submit(
-      OpType::_ALLREDUCE_SPARSE, {values}, timeout, {tensor},
+      OpType::_ALLREDUCE_SPARSE, {values}, agreement_of({all_indices, all_values}), timeout, {tensor},
       [=, this, index_bytes = bytes_by_rank(all_indices), value_bytes = bytes_by_rank(all_values)] {
         Events events;
         events.push_back(gather_bytes(indices, all_indices, index_bytes));

@@ -105,6 +105,22 @@ void Engine::look_for_unpolled() {
     }
     seen = polls_;
     unfailed = failing_.size();
+    look_for_disagreement();
+  }
+}
+
+// Needs the engine's lock.
+void Engine::look_for_disagreement() {
+  std::string found;
+  {
+    const std::lock_guard lock(published_mutex_);
+    for (const auto& [_, ledger] : ledgers_) {
+      const auto held = ledger.lock();
+      found = found.empty() && held ? held->disagreement() : found;
+    }
+  }
+  if (!found.empty() && aborted_.empty()) {
+    start_thread([this, found] { disagree(found); });
   }
 }
 

@@ -1,0 +1,193 @@
+#include "ledger.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace cputrain {
+
+namespace {
+
+constexpr uint64_t kEntries = 256;  // numbers by which a rank may be ahead of another and still be compared
+constexpr uint64_t kByteLists = 8;  // the same for collectives whose bytes are compared for each pair of ranks
+constexpr size_t kTextBytes = 112;
+constexpr size_t kNamed = 8;
+constexpr size_t kPageBytes = 4096;
+
+constexpr size_t whole_pages(size_t bytes) {
+  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+void copy_text(char* to, size_t room, const std::string& text) {
+  const auto length = std::min(text.size(), room - 1);
+  std::memcpy(to, text.data(), length);
+  to[length] = '\0';
+}
+
+}  // namespace
+
+struct Ledger::Header {
+  std::atomic<int> present;  // ranks of this host
+  std::atomic<int> found;  // 1: a rank is writing down what is wrong, 2: it has
+  char wrong[1024];
+  std::atomic<int> ranks[1];  // those present; 1 more than the rank, 0 while it is being written
+};
+
+// Of one rank and number, which is written last.
+struct Ledger::Entry {
+  std::atomic<uint64_t> number;
+  uint64_t digest;
+  char text[kTextBytes];
+};
+
+Ledger::Ledger(const std::string& file, std::string group, int rank, std::vector<int> names)
+    : path_("/dev/shm/cputrain_" + file), group_(std::move(group)), rank_(rank), size_(names.size()), names_(std::move(names)) {
+  CPUTRAIN_REQUIRE(
+      file.size() == 32 && file.find_first_not_of("0123456789abcdef") == std::string::npos, "ccl: group ", group_,
+      " finds another job's value in the job's store: set MASTER_PORT to a free one");
+  const auto header_bytes = whole_pages(sizeof(Header) + size_ * sizeof(std::atomic<int>));
+  rank_bytes_ = whole_pages(kEntries * sizeof(Entry) + kByteLists * list_words() * sizeof(uint64_t));
+  total_bytes_ = header_bytes + rank_bytes_ * size_;
+  const int descriptor = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  const auto fail = [&](int error) {
+    if (descriptor >= 0) {
+      close(descriptor);
+    }
+    refuse("ccl: group ", group_, " cannot share memory in /dev/shm: ", std::strerror(error));
+  };
+  if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(total_bytes_)) != 0) {
+    fail(errno);
+  }
+  // What is touched later has its memory now: a full /dev/shm would end the process by SIGBUS.
+  const auto own = static_cast<off_t>(header_bytes + rank_bytes_ * rank_);
+  if (int error = posix_fallocate(descriptor, 0, static_cast<off_t>(header_bytes))) {
+    fail(error);
+  }
+  if (int error = posix_fallocate(descriptor, own, static_cast<off_t>(rank_bytes_))) {
+    fail(error);
+  }
+  void* mapped = mmap(nullptr, total_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (mapped == MAP_FAILED) {
+    fail(errno);
+  }
+  close(descriptor);
+  base_ = static_cast<char*>(mapped);
+  auto& header = *reinterpret_cast<Header*>(base_);
+  header.ranks[header.present++] = rank_ + 1;
+}
+
+Ledger::~Ledger() {
+  munmap(base_, total_bytes_);
+}
+
+void Ledger::unlink() const {
+  ::unlink(path_.c_str());
+}
+
+Ledger::Entry& Ledger::entry_of(int rank, uint64_t number) const {
+  auto* entries = reinterpret_cast<Entry*>(base_ + total_bytes_ - rank_bytes_ * (size_ - rank));
+  return entries[number % kEntries];
+}
+
+// A number, the bytes that a rank gives to each rank in the collective of that number, and those that it receives.
+std::atomic<uint64_t>* Ledger::bytes_of(int rank, uint64_t number) const {
+  auto* lists = reinterpret_cast<std::atomic<uint64_t>*>(&entry_of(rank, 0) + kEntries);
+  return lists + number % kByteLists * list_words();
+}
+
+void Ledger::write(uint64_t number, const Agreement& agreement, const std::string& description) {
+  auto& entry = entry_of(rank_, number);
+  entry.number = 0;
+  entry.digest = agreement.digest;
+  copy_text(entry.text, kTextBytes, description);
+  if (!agreement.give.empty()) {
+    auto* bytes = bytes_of(rank_, number);
+    bytes[0] = 0;
+    std::ranges::copy(agreement.give, bytes + 1);
+    std::ranges::copy(agreement.receive, bytes + 1 + size_);
+    bytes[0] = number;
+  }
+  entry.number = number;  // sequentially consistent, as are the reads below: of two ranks, one at least sees the other
+}
+
+std::string Ledger::enter(uint64_t number, const Agreement& agreement, const std::string& description, const char* hint) {
+  write(number, agreement, description);
+  const auto& header = *reinterpret_cast<const Header*>(base_);
+  const int present = header.present;
+  for (int i = 0; i < present; i++) {
+    const int other = header.ranks[i] - 1;
+    if (other < 0 || other == rank_) {
+      continue;
+    }
+    const auto& entry = entry_of(other, number);
+    if (entry.number != number) {
+      continue;  // it is not there yet, or far ahead
+    }
+    if (entry.digest != agreement.digest) {
+      return wrong(number, "", hint);
+    }
+    if (agreement.give.empty()) {
+      continue;
+    }
+    const auto* bytes = bytes_of(other, number);
+    const size_t sent = bytes[1 + rank_], expected = bytes[1 + size_ + rank_];
+    if (bytes[0] == number && (agreement.give[other] != expected || agreement.receive[other] != sent)) {
+      return wrong(
+          number, c10::str(
+                      "; rank ", names_[rank_], " has ", agreement.give[other], " bytes for rank ", names_[other],
+                      ", which expects ", expected, ", and expects ", agreement.receive[other], " bytes of it, which has ",
+                      sent),
+          hint);
+    }
+  }
+  return {};
+}
+
+// Says which rank is in what, once for all ranks: the first one's words count.
+std::string Ledger::wrong(uint64_t number, const std::string& bytes, const char* hint) {
+  auto& header = *reinterpret_cast<Header*>(base_);
+  std::vector<std::pair<std::string, std::vector<int>>> places;  // what ranks are in, and which
+  for (int rank = 0; rank < size_; rank++) {
+    const bool here = std::ranges::any_of(
+        header.ranks, header.ranks + header.present, [rank](const auto& each) { return each == rank + 1; });
+    if (here && entry_of(rank, number).number == number) {
+      const std::string what = entry_of(rank, number).text;
+      const auto place = std::ranges::find(places, what, &std::pair<std::string, std::vector<int>>::first);
+      if (place == places.end()) {
+        places.push_back({what, {names_[rank]}});
+      } else {
+        place->second.push_back(names_[rank]);
+      }
+    }
+  }
+  std::string text;
+  for (const auto& [what, named] : places) {
+    text += c10::str(text.empty() ? "" : ", ", named.size() == 1 ? "rank " : "ranks ");
+    for (size_t i = 0; i < std::min(named.size(), kNamed); i++) {
+      text += c10::str(i == 0 ? "" : " ", named[i]);
+    }
+    text += c10::str(named.size() > kNamed ? " and more" : "", " in ", what);
+  }
+  text = c10::str(
+      "ccl: the ranks of group ", group_, " differ: ", text, bytes,
+      ": all ranks of a group must call the same collectives in the same order, with the same sizes, types and options", hint);
+  int nobody = 0;
+  if (header.found.compare_exchange_strong(nobody, 1)) {
+    copy_text(header.wrong, sizeof(header.wrong), text);
+    header.found = 2;
+  }
+  return text;
+}
+
+std::string Ledger::disagreement() const {
+  const auto& header = *reinterpret_cast<const Header*>(base_);
+  return header.found == 2 ? header.wrong : "";
+}
+
+}  // namespace cputrain

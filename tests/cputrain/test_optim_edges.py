@@ -1,0 +1,223 @@
+"""LARS, LAMB and AdagradDA at the edges of their options and inputs, against their formulas in float64."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cputrain.optim import AdagradDA, Lamb, Lars
+
+pytestmark = pytest.mark.slow
+
+Step = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor], Tensor]
+"""Options, state, weights and gradients in float64 -> the new weights."""
+
+ZERO_OR = {
+    "lr": (0.0, 0.3, 4.0),
+    "momentum": (0.0, 0.9),
+    "weight_decay": (0.0, 0.1),
+    "trust_coefficient": (0.0, 0.001, 0.5),
+    "eps": (0.0, 1e-8, 0.1),
+}
+LARS = st.fixed_dictionaries(
+    {
+        **{name: st.sampled_from(values) for name, values in ZERO_OR.items()},
+        "variant": st.sampled_from(["caffe", "timm", "nus"]),
+        **{name: st.booleans() for name in ("nesterov", "trust_clip", "momentum_correction", "adapt")},
+    }
+)
+RATES = {name: st.sampled_from(ZERO_OR[name]) for name in ("lr", "weight_decay")}
+LAMB = st.fixed_dictionaries(
+    {
+        **RATES,
+        "betas": st.tuples(st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.999])),
+        "eps": st.sampled_from([0.0, 1e-6]),
+        "adapt": st.booleans(),
+    }
+)
+ADAGRAD_DA = st.fixed_dictionaries({**RATES, "eps": st.sampled_from([0.0, 1e-10, 0.1])})
+GRADIENTS = st.lists(st.sampled_from([0.0, 1e-3, 1.0]), min_size=3, max_size=3)
+SIZES = st.sampled_from([0.0, 1e-25, 1e-3, 1.0])
+KINDS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+LAYOUTS = st.sampled_from(["plain", "scalar", "channels_last", "transposed", "strided"])
+
+
+def lars(o: dict[str, Any], s: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+    w_norm, g_norm, lr, t = float(w.norm()), float(g.norm()), o["lr"], 1.0
+    if o["adapt"]:
+        if w_norm > 0 and g_norm > 0:
+            t = o["trust_coefficient"] * w_norm / (g_norm + o["weight_decay"] * w_norm + o["eps"])
+        if o["trust_clip"] and lr > 0:
+            t = min(t / lr, 1.0)
+    momentum, d, v = o["momentum"], g + o["weight_decay"] * w, s.get("v", torch.zeros_like(w))
+    if o["momentum_correction"] and o["variant"] == "caffe" and s.get("lr"):
+        momentum *= lr / s["lr"]
+    inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[o["variant"]]
+    s["lr"], s["v"] = lr, momentum * v + inner * d
+    return w - outer * (momentum * s["v"] + inner * d if o["nesterov"] else s["v"])
+
+
+def lamb(o: dict[str, Any], s: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+    beta1, beta2 = o["betas"]
+    s["n"] = s.get("n", 0) + 1
+    s["m"] = beta1 * s.get("m", 0.0) + (1 - beta1) * g
+    s["v"] = beta2 * s.get("v", 0.0) + (1 - beta2) * g * g
+    m, root = s["m"] / (1 - beta1 ** s["n"]), (s["v"] / (1 - beta2 ** s["n"])).sqrt() + o["eps"]
+    u = torch.where(m != 0, m / root, 0.0) + o["weight_decay"] * w
+    adapts = o["adapt"] and w.norm() > 0 and u.norm() > 0
+    return w - o["lr"] * (float(w.norm() / u.norm()) if adapts else 1.0) * u
+
+
+def adagrad_da(o: dict[str, Any], s: dict[str, Any], w: Tensor, g: Tensor) -> Tensor:
+    first = s.setdefault("first", w.clone())
+    s["g"], s["q"] = s.get("g", 0.0) + o["lr"] * g, s.get("q", 0.0) + g * g
+    s["d"] = s.get("d", 0.0) + o["lr"] * o["weight_decay"]
+    h = s["q"].sqrt() + o["eps"] + s["d"]
+    return first - torch.where(h > 0, (s["g"] + s["d"] * first) / h, 0.0)
+
+
+def made(layout: str, kind: torch.dtype, size: float, seed: int) -> Tensor:
+    """Values of about a size, 0 exactly where that is 0, in a memory layout."""
+    shape = {"scalar": (), "channels_last": (4, 3, 3, 3), "strided": (6, 5)}.get(layout, (5, 4))
+    values = (size * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).to(kind)
+    if layout == "channels_last":
+        return values.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        return values.t()
+    if layout == "strided":
+        wide = torch.zeros(6, 10, dtype=kind)
+        wide[:, ::2] = values
+        return wide[:, ::2]
+    return values
+
+
+def follow(
+    kind_of: type[Optimizer], step: Step, options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
+) -> None:
+    """Six steps of one parameter beside its formula, whose weights are rounded as the parameter's are.
+
+    The gradient is missing in the third step and laid out otherwise in the fifth; the optimizer is saved and loaded
+    before the fourth, into one with other options.
+    """
+    shared = {name: value for name, value in options.items() if name != "adapt"}
+    group = {name: value for name, value in options.items() if name == "adapt"}
+    p = nn.Parameter(made(layout, kind, sizes[0], 0))
+    optimizer = kind_of([{"params": [p], **group}, {"params": []}], **shared)
+    start, state = p.detach().double().clone(), {}
+    for n in range(6):
+        if n == 3:
+            loaded = kind_of([{"params": [p]}, {"params": []}], lr=1.0)
+            loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer = loaded
+        rate = options["lr"] * (1 - n / 8)
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = None if n == 2 else made(layout, kind, sizes[1 + n % 2], n + 1)
+        before = p.detach().clone()
+        if n == 4 and p.grad is not None:
+            p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+        optimizer.step()
+        if p.grad is None:
+            assert torch.equal(p, before)
+            continue
+        grad, exact = p.grad.double(), {**options, "lr": rate}
+        expected = step(exact, state, before.double(), grad)
+        if not bool(torch.isfinite(expected).all()) or float(expected.abs().max()) > 1e6:
+            return  # the formula itself diverges
+        closeness = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3}[kind]
+        scale = sum(float(each.abs().max()) for each in (start, expected, expected - before.double())) + 1e-36
+        difference = float((p.detach().double() - expected).abs().max())
+        assert difference <= closeness * scale, (n, difference, scale)
+
+
+@settings(max_examples=300, deadline=None)
+@given(options=LARS, kind=KINDS, layout=LAYOUTS, sizes=st.tuples(SIZES, SIZES, SIZES).map(list))
+def test_lars_follows_its_formula_for_all_options_sizes_types_and_layouts(
+    options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
+) -> None:
+    follow(Lars, lars, options, kind, layout, sizes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(options=LAMB, kind=KINDS, layout=LAYOUTS, sizes=GRADIENTS)
+def test_lamb_follows_its_formula_for_all_options_types_and_layouts(
+    options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
+) -> None:
+    follow(Lamb, lamb, options, kind, layout, sizes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    options=ADAGRAD_DA,
+    kind=KINDS,
+    layout=LAYOUTS,
+    sizes=GRADIENTS,
+)
+def test_dual_averaging_follows_its_formula_for_all_options_types_and_layouts(
+    options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
+) -> None:
+    follow(AdagradDA, adagrad_da, options, kind, layout, sizes)
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
+def test_a_sparse_gradient_is_refused_in_a_line_before_any_weight_changes(kind: type[Optimizer]) -> None:
+    dense, table = nn.Linear(3, 3), nn.Embedding(5, 3, sparse=True)
+    optimizer = kind([*dense.parameters(), *table.parameters()], lr=0.1)
+    dense(table(torch.tensor([1, 2]))).sum().backward()
+    before = copy.deepcopy(dense.state_dict())
+    with pytest.raises(RuntimeError, match=r"(?m)^\w+ takes dense gradients, .* of shape \(5, 3\) is sparse: .*\Z"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in dense.state_dict().items())
+
+
+WRONG: list[tuple[type[Optimizer], dict[str, Any], str]] = [
+    *((kind, {"lr": value}, f"lr={value}") for kind in (Lars, Lamb, AdagradDA) for value in (-1.0, math.nan, math.inf)),
+    *((kind, {"weight_decay": -0.1}, "weight_decay=-0.1") for kind in (Lars, Lamb, AdagradDA)),
+    *((kind, {"eps": -1e-8}, "eps=-1e-08") for kind in (Lars, Lamb, AdagradDA)),
+    (Lars, {"momentum": -0.9}, "momentum=-0.9"),
+    (Lars, {"trust_coefficient": math.nan}, "trust_coefficient=nan"),
+    (Lars, {"variant": "mlperf"}, "must be one of caffe, timm, nus"),
+    (Lamb, {"betas": (1.0, 0.999)}, "beta1=1.0"),
+    (Lamb, {"betas": (0.9, 1.5)}, "beta2=1.5"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "expected"), WRONG, ids=str)
+def test_a_wrong_option_is_refused_at_construction_also_in_a_group_of_its_own(
+    kind: type[Optimizer], options: dict[str, Any], expected: str
+) -> None:
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=expected):
+        kind([p], **{"lr": 0.1, **options})
+    with pytest.raises(ValueError, match=expected):
+        kind([{"params": [p], **options}], lr=0.1)
+    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(ValueError, match=expected):
+        optimizer.add_param_group({"params": [p], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [Lars, Lamb, AdagradDA])
+def test_parameters_of_complex_numbers_are_refused(kind: type[Optimizer]) -> None:
+    with pytest.raises(ValueError, match=r"found one of torch\.complex64"):
+        kind([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
+
+
+def test_increments_below_the_last_digit_of_bfloat16_add_up_in_the_state_also_after_loading() -> None:
+    """Sums of 1,000 squares of 1: bfloat16 stops at 256, whose last digit is 2."""
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = AdagradDA([p], lr=0.0)
+    for n in range(1000):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        if n == 500:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = AdagradDA([p], lr=0.0)
+            optimizer.load_state_dict(state)
+    assert optimizer.state[p]["square_sum"].tolist() == [1000.0] * 3

@@ -1,0 +1,130 @@
+"""Ranks that call different things: python -m tests.support.ccl_differ CASE. Each prints a line of JSON at its end."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn import Linear, Sequential
+from torch.nn.parallel import DistributedDataParallel
+
+Case = Callable[[int], object]
+TIMEOUT = timedelta(seconds=60)
+
+
+def ones(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(count, dtype=dtype)
+
+
+def into(count: int) -> list[Tensor]:
+    return [torch.empty(count) for _ in range(2)]
+
+
+def other_rows(rank: int) -> None:
+    dist.all_to_all_single(torch.empty(4), ones(4 + rank), [2, 2], [2 + rank, 2])
+
+
+def uneven_batches(rank: int) -> None:
+    network = DistributedDataParallel(Linear(8, 2))
+    for _ in range(5 - rank):
+        network(torch.ones(4, 8)).sum().backward()
+    dist.barrier()
+
+
+def skipped_layer(rank: int) -> None:
+    layers = [fully_shard(Linear(8, 8)) for _ in range(2)]
+    network = fully_shard(Sequential(*layers, Linear(8, 4)))
+    used = network if rank == 0 else Sequential(network[0], network[2])
+    used(torch.ones(2, 8)).sum().backward()
+
+
+def checkpoint_thread(rank: int) -> None:
+    network = fully_shard(Sequential(Linear(64, 64), Linear(64, 8)))
+    saved = dcp.async_save({"network": network.state_dict()}, checkpoint_id=os.environ["CHECKPOINT"])
+    for _ in range(2000):
+        dist.all_reduce(ones(1 << 10))
+    saved.result()
+
+
+CASES: dict[str, Case] = {
+    "sizes": lambda rank: dist.all_reduce(ones(8 + 8 * rank)),
+    "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 180_000 * rank)),
+    "types": lambda rank: dist.all_reduce(ones(8, torch.int32 if rank else torch.float32)),
+    "short_types": lambda rank: dist.all_reduce(ones(8, torch.bfloat16 if rank else torch.float16)),
+    "operators": lambda rank: dist.all_reduce(ones(8), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
+    "barrier": lambda rank: dist.barrier() if rank else dist.all_reduce(ones(1, torch.uint8)),
+    "reduce_and_barrier": lambda rank: dist.barrier() if rank else dist.reduce(ones(1), 0),
+    "broadcast_sizes": lambda rank: dist.broadcast(ones(8 - 4 * rank), 0),
+    "roots": lambda rank: dist.broadcast(ones(8), rank),
+    "reduce_roots": lambda rank: dist.reduce(ones(8), rank),
+    "gather_roots": lambda rank: dist.gather(ones(4), into(4), rank),
+    "all_gather_shapes": lambda rank: dist.all_gather(into(4 + 4 * rank), ones(4 + 4 * rank)),
+    "rows": other_rows,
+    "uneven_batches": uneven_batches,
+    "skipped_layer": skipped_layer,
+    "checkpoint_thread": checkpoint_thread,
+}
+
+
+def differ(case: str) -> None:
+    dist.barrier()
+    CASES[case](dist.get_rank())
+    dist.all_reduce(ones(3))  # where the first call did not depend on the other rank
+    dist.all_reduce(ones(3))
+
+
+def leaves(_: str) -> None:
+    """Rank 1 has one batch less, and ends well."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.all_reduce(ones(3))
+
+
+def other_group(_: str) -> None:
+    """Rank 0 waits for ranks 1 and 2: one sleeps, the other is in a collective of another group, of a higher number."""
+    pair = dist.new_group([1, 2], timeout=TIMEOUT)
+    rank = dist.get_rank()
+    for _ in range(50 if rank else 0):
+        dist.all_reduce(ones(3), group=pair)
+    dist.all_reduce(ones(3))
+    if rank == 1:
+        time.sleep(30)
+    else:
+        dist.all_reduce(ones(3), group=pair if rank else None)
+
+
+def busy_first_rank(_: str) -> None:
+    """Rank 0's Python is kept by a call while rank 1 waits for rank 2, which is killed."""
+    pair = dist.new_group([1, 2])
+    dist.all_reduce(ones(3))
+    if dist.get_rank() == 0:
+        sum(range(1 << 40))
+    elif dist.get_rank() == 1:
+        dist.all_reduce(ones(3), group=pair)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    case = sys.argv[1]
+    dist.init_process_group("ccl", timeout=timedelta(seconds=10) if case == "other_group" else TIMEOUT)
+    begun, error = time.monotonic(), ""
+    try:
+        {"leaves": leaves, "other_group": other_group, "busy_first_rank": busy_first_rank}.get(case, differ)(case)
+    except RuntimeError as raised:
+        error = str(raised)
+    seconds = time.monotonic() - begun
+    os.write(1, json.dumps({"rank": dist.get_rank(), "error": error, "seconds": seconds}).encode() + b"\n")
+    if case != "leaves" or error:
+        os._exit(0)
+
+
+main()
