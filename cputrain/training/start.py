@@ -69,7 +69,7 @@ def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, li
     if recipe.model.weights is not None and loaded is None:
         path = Path(recipe.model.weights)
         # DDP sends rank 0's weights to all ranks
-        if line := run_on_main_rank(lambda: _describe_weights(path, load_initial_weights(network, path))):
+        if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
             notes.append(line)
     prepare_model(network, session.engine, recipe.precision)
     optimizer = build_optimizer(network, recipe.optim)
@@ -92,7 +92,3 @@ def _rebuild_buckets(state: TrainState, session: Session) -> None:
     sum_of(outputs).backward()  # type: ignore[no-untyped-call]
     state.optimizer.zero_grad()
     state.all_reduce.reset()
-
-
-def _describe_weights(path: Path, reinitialized: list[str]) -> str:
-    return f"weights of {path}" + (f", except {', '.join(reinitialized)}, which are new" if reinitialized else "")
