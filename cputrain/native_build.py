@@ -74,7 +74,7 @@ def _lock(extension: NativeExtension, lock: Path) -> bool:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         # Exclusive creation holds on network file systems too, where flock may not.
-        with lock.open("x") as file:
+        with lock.open("x", encoding="utf-8") as file:
             file.write(f"{socket.gethostname()} {os.getpid()}\n")
     except OSError as error:
         if isinstance(error, FileExistsError) and lock.parent.is_dir():
@@ -105,7 +105,7 @@ def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env
 
 def _owner(lock: Path) -> str:
     try:
-        return lock.read_text().strip()
+        return lock.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return "another process"
 
@@ -136,7 +136,7 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
             object_file(output, number).unlink(missing_ok=True)
     if failed:
         log = path.with_suffix(".log")
-        log.write_text(f"{shlex.join(failed)}\n{messages}")
+        log.write_text(f"{shlex.join(failed)}\n{messages}", encoding="utf-8", errors="surrogateescape")
         first = next((line for line in messages.splitlines() if "error" in line), "it printed no error")
         raise RunError(
             f"{extension.requested_by}: {cxx} cannot compile {extension.title}: {first[:300]}; its whole output is in "

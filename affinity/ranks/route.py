@@ -24,7 +24,7 @@ def interface_to(peer: str) -> str | None:
         return None
     if ":" in own:
         wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
-        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines())
         return next((words[-1] for words in lines if words[0] == wanted), None)
     return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
 

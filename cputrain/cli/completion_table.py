@@ -40,7 +40,7 @@ def read_table(env: Mapping[str, str], make: Callable[[], Table]) -> Table:
     with suppress(RunError):  # a user without a home: nothing is kept
         path = cache_folder(env) / "completion.json"
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text()) if path else None
+        found = json.loads(path.read_text(encoding="utf-8")) if path else None
         if isinstance(found, dict) and found.get("fingerprint") == known:
             return found
     table = {"fingerprint": known, **make()}

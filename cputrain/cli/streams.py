@@ -12,6 +12,8 @@ import click
 
 from affinity.exit_status import status_of_signal
 from affinity.terminal import redraws
+from affinity.terminal_text import accept_any_text
+from affinity.utf8 import locale_encoding
 from mpi.supervise.output import discard
 
 NAMES = ("stdin", "stdout", "stderr")
@@ -40,14 +42,17 @@ class Unfailing:
 
 def open_streams() -> None:
     """Let standard streams that are closed (`>&-`) lead nowhere: a file that is opened would get their number, and what
-    is printed. Errors of stderr are nobody's."""
+    is printed. Any text can be printed, also where the locale has not all of its characters. Errors of stderr are
+    nobody's."""
     for number, name in enumerate(NAMES):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115  for good
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115  for good
+    for stream in (sys.stdout, sys.stderr):
+        accept_any_text(stream, stream.encoding if "PYTHONIOENCODING" in os.environ else locale_encoding())
     if not isinstance(sys.stderr, Unfailing):
         sys.stderr = cast(TextIO, Unfailing(sys.stderr))
 

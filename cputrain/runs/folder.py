@@ -150,7 +150,7 @@ def check_folder(
 def job_of(folder: Path) -> str:
     """The name of the job that trained last in a run's folder; "" where it had none."""
     try:
-        environment = json.loads((folder / ENVIRONMENT).read_text())
+        environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     return str(environment.get("job", "")) if isinstance(environment, dict) else ""

@@ -29,7 +29,7 @@ def read_record(folder: Path) -> TrialRecord | None:
     if not path.is_file():
         return None
     try:
-        return TrialRecord(**json.loads(path.read_text()))
+        return TrialRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise InputError(f"{path} is damaged: remove it, and the training's time limit and use are unknown") from None
 

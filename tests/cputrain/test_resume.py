@@ -50,7 +50,7 @@ def killed(place: Path, *arguments: str) -> int:
         while not (events.is_file() and '"checkpoint"' in events.read_text()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
         ranks = [pid for pid in children if b"--prepared" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(int(ranks[0]), signal.SIGKILL)
         _, err = process.communicate(timeout=60)

@@ -17,6 +17,7 @@ from affinity.exit_status import ExitStatus, status_of
 from affinity.planner.records import Record
 from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
+from affinity.utf8 import use_utf8
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.measurements import keep
@@ -138,4 +139,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

@@ -78,7 +78,9 @@ def _synsets(source: Path, files: list[str]) -> tuple[list[str], Path]:
                 f"{source} has no labels for {VAL}: put {DEVKIT} there, or {SYNSETS[0]} with a synset a line"
             )
         return _devkit(source / DEVKIT, len(files)), source / DEVKIT
-    lines = [line.split() for line in text.read_text().splitlines() if line.strip()]
+    lines = [
+        line.split() for line in text.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if line.strip()
+    ]
     if all(len(words) == 2 for words in lines):
         by_file = {Path(name).name: synset for name, synset in lines}
         absent = next((name for name in files if name not in by_file), None)

@@ -100,7 +100,7 @@ def _unfinished(out: Path, requested: dict[str, Any]) -> Path:
     """The folder .OUT.partial, emptied where it was begun with other options."""
     partial_out = out.with_name(f".{out.name}.partial")
     try:
-        begun_with = json.loads((partial_out / OPTIONS).read_text())
+        begun_with = json.loads((partial_out / OPTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         begun_with = None
     if begun_with != requested:
@@ -172,7 +172,7 @@ def _write_split(
         else:
             writer = partial(WRITERS[options.format], number)
             _write_shard(path, receipt, writer, _prepared_images(pool, split, part, on_image), written)
-        shards.append(json.loads(receipt.read_text()))
+        shards.append(json.loads(receipt.read_text(encoding="utf-8")))
         written += len(shards[-1]["records"])
     records = [tuple(record) for shard in shards for record in shard["records"]]
     if not records:
