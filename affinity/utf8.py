@@ -3,6 +3,7 @@
 import locale
 import os
 import sys
+import unicodedata
 
 LOCALE = "cputrain_locale"  # an option -X of Python, which takes any name: the encoding that the locale has
 
@@ -31,3 +32,8 @@ def printed_text(data: bytes) -> str:
 def text_of(name: str) -> str:
     """A file's name as text: UTF-8 whatever the locale, a byte that is none as one surrogate."""
     return os.fsencode(name).decode(errors="surrogateescape")
+
+
+def one_form(text: str) -> str:
+    """A text in one of the Unicode forms that look the same: macOS writes an accent as a character of its own (NFD)."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)

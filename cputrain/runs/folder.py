@@ -13,7 +13,7 @@ from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
 from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
 from cputrain.checkpoints.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.recipe.errors import shortened
 from cputrain.recipe.loading import (
     dump_recipe,
@@ -227,7 +227,7 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
         remove_run(folder, RUN_FILES)
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
-    write_atomic(folder / RECIPE, (_given_paths(recipe) + dump_recipe(with_absolute_paths(recipe))).encode())
+    write_text(folder / RECIPE, _given_paths(recipe) + dump_recipe(with_absolute_paths(recipe)))
     if plan is not None:
         write_plan(folder / PLAN, plan)
 
@@ -246,4 +246,4 @@ def _given_paths(recipe: Recipe) -> str:
 
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan as JSON, for `affinity.bind` to read."""
-    write_atomic(path, plan_to_json(plan).encode())
+    write_text(path, plan_to_json(plan))

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 FILE = "sweep-run.json"
 
@@ -36,4 +36,4 @@ def read_record(folder: Path) -> TrialRecord | None:
 
 def write_record(folder: Path, record: TrialRecord) -> None:
     """Write the record into a run's folder."""
-    write_atomic(folder / FILE, json.dumps(asdict(record)).encode())
+    write_text(folder / FILE, json.dumps(asdict(record)))

@@ -53,13 +53,15 @@ def start_training(
         progress.line(note)
     if found:
         set_damaged_aside(found, log.warn, position.step, ranks.this.rank)
-    return TrainingLoop(
+    loop = TrainingLoop(
         session=session,
         state=state,
         log=log,
         preemption=Preemption(ranks.group.keys, is_main_rank=ranks.is_main_rank, prepared=prepared),
         position=position,
     )
+    loop.saver.try_out(position)
+    return loop
 
 
 def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, list[str]]:

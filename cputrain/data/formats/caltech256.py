@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.utf8 import text_of
 from cputrain.data.formats.dataset import ArchiveMembers, ImageFiles, OwnSplits
-from cputrain.data.formats.folder import SUFFIXES, folders_in, list_images
+from cputrain.data.formats.folder import SUFFIXES, class_folders, list_images
 from cputrain.data.formats.tar import members
 
 
@@ -15,7 +16,7 @@ def open_caltech256(source: Path) -> OwnSplits:
         folder = inner if inner.is_dir() else source
         if not folder.is_dir():
             raise InputError(f"{folder} does not exist: name a folder with a folder for each class")
-        names = tuple(folders_in(folder))
+        names = tuple(sorted(map(text_of, class_folders(folder).values())))
         return OwnSplits(classes=names, train=ImageFiles(*list_images(folder, names, every_class=True)))
     found = [row for row in members(source, 0) if row[0].lower().endswith(SUFFIXES)]
     by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]

@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,12 +56,19 @@ class PiecewiseImages(Images):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSplits:
-    """What a source has: classes and training images, and perhaps validation and test images of its own."""
+    """What a source has: classes and training images, and perhaps validation and test images of its own; `note` as in
+    `Dataset`."""
 
     classes: tuple[str, ...]
     train: Images
     val: Images | None = None
     test: Images | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, classes: tuple[str, ...], splits: Mapping[str, Images], note: str = "") -> "OwnSplits":
+        """The splits by their names: train, perhaps val and test."""
+        return cls(classes=classes, train=splits["train"], val=splits.get("val"), test=splits.get("test"), note=note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

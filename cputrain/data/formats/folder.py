@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.utf8 import one_form, text_of
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 SPLITS = ("train", "val", "test")
@@ -54,13 +55,37 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
 
     Raises InputError when train/ has no class, or another split has one that train/ lacks.
     """
-    names = folders_in(folders[TRAIN])
+    names = sorted(map(text_of, class_folders(folders[TRAIN]).values()))
     if not names:
         raise InputError(f"{folders[TRAIN]} has no class folders: put images into train/CLASS/")
     for folder in folders.values():
-        if extra := sorted(set(folders_in(folder)) - set(names)):
+        if extra := sorted(class_folders(folder).keys() - set(map(one_form, names))):
             raise InputError(f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or remove them")
     return tuple(names)
+
+
+def class_folders(folder: Path) -> dict[str, str]:
+    """The folders in a folder by their names in one Unicode form. Raises InputError where two have the same name."""
+    found: dict[str, str] = {}
+    for name in folders_in(folder):
+        before = found.setdefault(one_form(text_of(name)), name)
+        if before != name:
+            raise InputError(
+                f"{folder} has the class {name} twice, in two Unicode forms, as {text_of(before)!a} and "
+                f"{text_of(name)!a}: move the images of one folder into the other"
+            )
+    return found
+
+
+def other_forms(folders: dict[str, Path], classes: Sequence[str]) -> str:
+    """A line about classes whose names have another Unicode form in another split, as macOS writes them; or ""."""
+    for split, folder in folders.items():
+        there = class_folders(folder)
+        for name in classes:
+            own = text_of(there.get(one_form(name), name))
+            if own != name:
+                return f"{split}/ has {name} in another Unicode form, {own!a} for {name!a}: it is the same class"
+    return ""
 
 
 def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> tuple[list[str], list[int]]:
@@ -70,10 +95,11 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> t
     """
     paths: list[str] = []
     labels: list[int] = []
+    own_names = class_folders(folder)
     for label, name in enumerate(classes):
-        class_folder = folder / name
-        if not class_folder.is_dir():
+        if one_form(name) not in own_names:
             continue  # val/ need not have every class
+        class_folder = folder / own_names[one_form(name)]
         with _entries(class_folder) as entries:
             names = sorted(e.name for e in entries if e.name.lower().endswith(SUFFIXES) and e.is_file())
         if every_class and not names:

@@ -60,7 +60,7 @@ def open_mnist(source: Path) -> OwnSplits:
             raise InputError(f"{path} has {len(pixels):,} images, but there are {len(numbers):,} labels")
         splits[split] = ArrayImages(pixels, numbers, path)
     count = 1 + max(int(split.labels.max()) for split in splits.values())
-    return OwnSplits(classes=tuple(str(number) for number in range(count)), **splits)
+    return OwnSplits.of(tuple(str(number) for number in range(count)), splits)
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from affinity.errors import InputError
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 VERSION = 3
 MANIFEST = "manifest.json"
@@ -79,4 +79,4 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a folder whose shards and indices are complete."""
     manifest = {"version": VERSION, "classes": list(classes), "options": options, "splits": splits}
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))

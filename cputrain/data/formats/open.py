@@ -29,7 +29,7 @@ def open_dataset(path: str | None, *, val_fraction: float | None = None, label_c
             raise InputError(f"{root}{PREPARED}")
         manifest = read_manifest(root)
         splits = {split: Shards(root, split) for split in manifest["splits"]}
-        shards = OwnSplits(classes=tuple(manifest["classes"]), **splits)
+        shards = OwnSplits.of(tuple(manifest["classes"]), splits)
         return with_validation(str(root), shards, seed=SPLIT_SEED)
     own: OwnSplits | Dataset
     if has_tables(root):
@@ -54,4 +54,4 @@ def folder_splits(root: Path) -> OwnSplits:
         split: ImageFiles(*folder.list_images(where, classes, every_class=split == folder.TRAIN))
         for split, where in folders.items()
     }
-    return OwnSplits(classes=classes, **splits)
+    return OwnSplits.of(classes, splits, folder.other_forms(folders, classes))

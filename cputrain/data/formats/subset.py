@@ -106,12 +106,12 @@ def with_validation(
     its own validation images are the test split then. Raises InputError where it has a test split, too.
     """
     if own.val is not None and val_fraction is None:
-        return Dataset(classes=own.classes, train=own.train, val=own.val, test=own.test)
+        return Dataset(classes=own.classes, train=own.train, val=own.val, test=own.test, note=own.note)
     if own.test is not None:
         raise InputError(f"{source}{BOTH_SPLITS}")
     share = VAL_FRACTION if val_fraction is None else val_fraction
     fractions = {"val": share} | ({} if test_fraction is None else {"test": test_fraction})
     drawn = split_off(own.classes, own.train, fractions, seed)
     if own.val is not None:
-        return replace(drawn, test=own.val)
+        return replace(drawn, test=own.val, note=own.note)
     return replace(drawn, note=describe_drawn(source, len(drawn.val), share))

@@ -73,8 +73,9 @@ def _survey_folder(root: Path, val_fraction: float | None) -> Survey:
         for split, where in folders.items()
     }
     counts = {split: len(each) for split, each in labels.items()}
+    note = folder.other_forms(folders, classes)
     if val_fraction is None and folder.VAL in counts:
-        return _survey(classes, counts)
+        return _survey(classes, counts, note)
     if folder.TEST in counts:
         raise InputError(f"{root}{BOTH_SPLITS}")
     share = VAL_FRACTION if val_fraction is None else val_fraction
@@ -83,7 +84,7 @@ def _survey_folder(root: Path, val_fraction: float | None) -> Survey:
     drawn = sum(by_class[folder.VAL])
     after = {folder.TRAIN: counts[folder.TRAIN] - drawn, folder.VAL: drawn}
     if folder.VAL in counts:
-        return _survey(classes, {**after, folder.TEST: counts[folder.VAL]})
+        return _survey(classes, {**after, folder.TEST: counts[folder.VAL]}, note)
     return _survey(classes, after, describe_drawn(str(root), drawn, share))
 
 

@@ -148,7 +148,7 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
             splits[split] = TableImages(root, [group for table in each for group in table.groups(image)], labels)
     if "val" not in splits and "test" in splits:
         splits["val"] = splits.pop("test")
-    return OwnSplits(classes=tuple(classes.names), **splits)
+    return OwnSplits.of(classes.names, splits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def open_tfrecords(source: Path) -> OwnSplits:
         if extra := sorted(set(records.names) - set(names)):
             raise InputError(f"{source}: label {extra[0]} is in {SPLITS[split]}, but not in the training files")
         records.relabel(numbers)
-    return OwnSplits(classes=tuple(names[label] for label in sorted(names)), **splits)
+    return OwnSplits.of(tuple(names[label] for label in sorted(names)), splits)
 
 
 def masked(data: bytes) -> int:
@@ -136,7 +136,13 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int, str]:
     label, _ = _varint(data, packed[0])
     for key in (SYNSET_NAME, TEXT):
         if key in features:
-            return image, label, data[slice(*dict(_fields(data, *dict(_fields(data, *features[key]))[1]))[1])].decode()
+            return (
+                image,
+                label,
+                data[slice(*dict(_fields(data, *dict(_fields(data, *features[key]))[1]))[1])].decode(
+                    errors="surrogateescape"
+                ),
+            )
     return image, label, ""
 
 
