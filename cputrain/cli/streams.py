@@ -66,6 +66,11 @@ def say(text: str) -> None:
         click.echo(f"cputrain: stdout: {error.strerror}: the job goes on, and its output is in its logs", err=True)
 
 
+def print_file(text: str) -> None:
+    """Print what is a file, such as a script: UTF-8 whatever the locale, and names byte for byte."""
+    click.echo(text.encode(errors="surrogateescape"), nl=False)
+
+
 def shows_bars() -> bool:
     """Whether progress bars are drawn: where stderr is a terminal on which they can be drawn again in their place."""
     return redraws(sys.stderr, os.environ)
