@@ -1,4 +1,4 @@
-"""Names of files are bytes and text is UTF-8: in any locale, with names that are not UTF-8, and in both Unicode forms."""
+"""Names of files are bytes and text is UTF-8: in any locale, with names that are not UTF-8, in both Unicode forms."""
 
 import json
 import os
@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.utf8 import text_of
 from cputrain.cli import main
-from cputrain.data.formats.folder import class_names, list_images
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.survey import survey
 from tests.support.commands import cputrain, need, refused
@@ -22,22 +19,17 @@ LATIN_1, UTF_8 = b"caf\xe9", "thé".encode()
 NFC, NFD = "caf\u00e9", "cafe\u0301"
 COMPOSED, APART = NFC.encode(), NFD.encode()
 POSIX = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-SMALL = [
-    "model.name=resnet18",
-    "data.crop=32",
-    "batch.local=4",
-    "epochs=2",
-    "schedule.warmup_epochs=0",
-    "max_steps=1",
-    "plan.ppn=1",
-]
+SMALL = (
+    *("model.name=resnet18", "data.crop=32", "batch.local=4", "plan.ppn=1"),
+    *("epochs=2", "schedule.warmup_epochs=0", "max_steps=1"),
+)
 
 
 def named(root: Path, **names: bytes) -> Path:
     """Give the folders class0, class1, ... of all splits these names, by split and number: train0=b"dog"."""
     for place, name in names.items():
         split, number = place[:-1], place[-1]
-        os.rename(root / split / f"class{number}", os.path.join(os.fsencode(root / split), name))  # noqa: PTH104
+        (root / split / f"class{number}").rename(root / split / os.fsdecode(name))
     return root
 
 
@@ -94,7 +86,7 @@ def test_a_training_in_any_locale_keeps_names_of_any_bytes(
 
 
 def test_folders_whose_names_are_not_utf_8_can_be_trained_in(images: Path, tmp_path: Path) -> None:
-    place = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), LATIN_1)))
+    place = tmp_path / os.fsdecode(LATIN_1)
     place.mkdir()
     images.rename(place / "images")
     out = printed("train", "imagefolder", f"data.path={place}/images", *SMALL, f"output={place}/run", cwd=tmp_path)
@@ -156,7 +148,9 @@ def test_streams_of_ascii_alone_take_every_command_s_output(command: str, tmp_pa
     for env in ASCII_ONLY:
         done = subprocess.run(
             [sys.executable, "-m", "cputrain", *command.split()],
-            **{"cwd": tmp_path, "env": {**os.environ, **env}, "capture_output": True},
+            cwd=tmp_path,
+            env={**os.environ, **env},
+            capture_output=True,
         )
         assert done.returncode in (0, 1 if command == "doctor" else 0), done.stderr
         assert done.stdout.isascii() and done.stderr.isascii() and b"Traceback" not in done.stderr
@@ -176,14 +170,3 @@ def test_what_a_launched_program_prints_in_its_locale_is_shown(latin_1: dict[str
     assert b"caf\xe9\n" in out
     out = printed("launch", "--ppn", "1", "--", "printf", r"caf\351\n", cwd=tmp_path, LC_ALL="C.UTF-8")
     assert rb"caf\xe9" in out
-
-
-def test_a_class_folder_is_found_by_its_own_bytes(tmp_path: Path) -> None:
-    root = named(write_images(tmp_path / "images", classes=2), train0=LATIN_1, train1=UTF_8)
-    folders = {"train": root / "train"}
-    names = class_names(folders)
-    paths, labels = list_images(folders["train"], names, every_class=True)
-    assert names == tuple(map(text_of, map(os.fsdecode, (LATIN_1, UTF_8)))) and set(labels) == {0, 1}
-    assert all(Path(path).is_file() for path in paths)
-    with pytest.raises(InputError, match="has no image"):
-        list_images(root / "val", (*names, "class0"), every_class=True)
