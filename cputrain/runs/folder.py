@@ -103,7 +103,10 @@ def _checkpoints_in(path: Path) -> list[Path]:
         found.append(best)
     if not found:
         problem = "is not a checkpoint, and has none in it" if path.exists() else "is not there"
-        raise InputError(f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/")
+        weights = "; a training starts from a file of weights by model.weights=FILE" if path.is_file() else ""
+        raise InputError(
+            f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/{weights}"
+        )
     return found
 
 

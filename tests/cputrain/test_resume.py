@@ -209,7 +209,11 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
         ("run", "--last", "--checkpoint", "junk.pt"): "cannot be used together",
         ("run", "--checkpoint", "nowhere"): "checkpoint nowhere is not there",
         ("run", "--checkpoint", "images"): "checkpoint images is not a checkpoint, and has none in it",
-        ("run", "--checkpoint", "junk.pt"): "checkpoint junk.pt is not a checkpoint, and has none in it",
+        (
+            "run",
+            "--checkpoint",
+            "junk.pt",
+        ): "checkpoints/; a training starts from a file of weights by model.weights=FILE",
         ("run", "--checkpoint", "flipped"): "flipped/model.safetensors is damaged: the checksum of ",
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model: ",
     }
