@@ -50,6 +50,7 @@ demo: install
 
 check: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/ruff format --check .
 	$(RUN) mypy
 	$(BIN)/lint-imports

@@ -26,6 +26,7 @@ from affinity.planner.profiles import PROFILES
 from affinity.planner.request import ALLOCATOR, BALANCES, OPENMP
 from affinity.terminal import shows_color
 from affinity.topology.catalog import find_machine
+from affinity.utf8 import use_utf8
 from affinity.views.diff import plan_differences
 from affinity.views.svg import plan_to_svg
 from affinity.views.text import plan_to_text
@@ -136,4 +137,5 @@ def _print(plan: Plan, output_format: str, env: Mapping[str, str], *, explained:
 COMMANDS: dict[str, Callable[[dict[str, Any], Mapping[str, str]], int]] = {"read": _read, "plan": _plan, "show": _show}
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:], os.environ))

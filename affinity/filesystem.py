@@ -71,7 +71,7 @@ def check_execution(file: Path) -> None:
 
 def mount_of(path: Path) -> Path:
     """The mount point of the file system that a path lies in (proc_pid_mountinfo(5))."""
-    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     points = (Path(OCTAL.sub(lambda match: chr(int(match[1], 8)), line.split(" ")[4])) for line in lines)
     above = [point for point in points if path.resolve().is_relative_to(point)]
     return max(above, key=lambda point: len(point.parts), default=Path("/"))  # a chroot's own is not listed

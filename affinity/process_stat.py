@@ -22,7 +22,7 @@ class ProcessStat:
 def read_stat(pid: int) -> ProcessStat:
     """A process of this host. Raises OSError where there is none."""
     # The name before the last ")" may contain anything.
-    fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return ProcessStat(
         state=fields[0],
         parent=int(fields[1]),
@@ -43,7 +43,7 @@ def outlives(pid: int, number: int) -> bool:
 
 def _has(pid: int, number: int, *masks: str) -> bool:
     try:
-        text = (PROC / str(pid) / "status").read_text(errors="replace")
+        text = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

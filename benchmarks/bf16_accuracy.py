@@ -122,7 +122,12 @@ def spread(values: tuple[float, ...]) -> str:
 def start(*arguments: object) -> None:
     """Run a command of cputrain to its end; a failure is this benchmark's failure."""
     argv = [sys.executable, "-m", "cputrain", *map(str, arguments)]
-    result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    result = subprocess.run(
+        argv,
+        check=False,
+        capture_output=True,
+        encoding="utf-8",
+    )
     if result.returncode:
         sys.exit(f"{argv} failed:\n{result.stdout[-2000:]}\n{result.stderr}")
 

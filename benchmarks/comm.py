@@ -132,14 +132,19 @@ def both(commands: list[tuple[str, ...]], transport: str) -> list[dict[str, floa
             more = [word for name, value in environment("mpi", rank).items() for word in ("-env", name, value)]
             argv += [*([":"] if rank else []), "-n", "1", *more, "taskset", "-c", str(PUS[rank]), *command]
         env |= {"I_MPI_ROOT": str(PREFIX), "LD_LIBRARY_PATH": f"{PREFIX}/lib", "PATH": f"{PREFIX}/bin:{env['PATH']}"}
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=600)
+        done = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", check=True, timeout=600)
         return lines(done.stdout)
     processes = []
     for rank, command in enumerate(commands):
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         mine = {**env, **environment("ofi", rank), **{name: str(value) for name, value in told.items()}}
         processes.append(
-            subprocess.Popen(["taskset", "-c", str(PUS[rank]), *command], env=mine, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                ["taskset", "-c", str(PUS[rank]), *command],
+                env=mine,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+            )
         )
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -157,7 +162,7 @@ def times_of(said: list[dict[str, float]]) -> Times:
 
 def imb() -> Times:
     """Intel MPI's own measurement of its all-reduce."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
         file.write("\n".join(map(str, SIZES)) + "\n")
         file.flush()
         env = {**os.environ, "I_MPI_ROOT": str(PREFIX), "LD_LIBRARY_PATH": f"{PREFIX}/lib"}
@@ -176,7 +181,7 @@ def imb() -> Times:
             "-iter",
             str(REPEATS),
         ]
-        said = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=300).stdout
+        said = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", check=True, timeout=300).stdout
     rows = re.findall(r"^\s+(\d+)\s+\d+\s+[\d.]+\s+[\d.]+\s+([\d.]+)", said, re.MULTILINE)
     return {int(size): float(us) / 1e6 for size, us in rows}
 
@@ -193,7 +198,7 @@ def copy_times() -> Times:
         "    print(json.dumps({'bytes': size, 'seconds': sorted(s)[len(s) // 2]}))\n"
     )
     argv = [sys.executable, "-c", code, *map(str, SIZES)]
-    return times_of(lines(subprocess.run(argv, capture_output=True, text=True, check=True).stdout))
+    return times_of(lines(subprocess.run(argv, capture_output=True, encoding="utf-8", check=True).stdout))
 
 
 def compile_bare(folder: Path) -> Path:

@@ -36,7 +36,7 @@ def commands(count: int, output: str) -> dict[str, tuple[str, ...]]:
 def measured(argv: tuple[str, ...], env: dict[str, str]) -> str:
     """A row of the table: each rank's growth, and the seconds. Ends the benchmark where the ranks fail."""
     started = time.perf_counter()
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         sys.exit(f"{' '.join(argv)} ended with status {done.returncode}: {done.stderr[-2000:]}")
     lines = [line[line.index("{") :] for line in done.stdout.splitlines() if '"grown_mib"' in line]

@@ -65,7 +65,7 @@ def run(row: Row, folder: Path) -> tuple[bool, str]:
     for command in row.small:
         argv = shlex.split(command)
         done = subprocess.run(
-            argv, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+            argv, cwd=folder, env=environment(), capture_output=True, encoding="utf-8", timeout=LIMIT_S, check=False
         )
         output += done.stdout
         if done.returncode != row.status:

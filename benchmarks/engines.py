@@ -103,7 +103,12 @@ def trained(row: Row, run: Path, cores: int, options: argparse.Namespace) -> flo
         *(f"max_steps={options.steps}", f"output={run}", *row.settings),
     )
     argv = [row.python, "-m", "cputrain", "train", "imagefolder", *settings]
-    result = subprocess.run(argv, check=False, capture_output=True, text=True)
+    result = subprocess.run(
+        argv,
+        check=False,
+        capture_output=True,
+        encoding="utf-8",
+    )
     if result.returncode == 2:
         return (result.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("cputrain: ")
     if result.returncode:

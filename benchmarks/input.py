@@ -141,7 +141,8 @@ def start(rounds: int) -> tuple[float, float]:
         mixing = {"classes_in_32": 1.0, "at_random": 1.0}
         made = {"images": IMAGENET, "shards": 1, "bytes": [0], "mixing": mixing, "unusual": {}, "damaged": []}
         (folder / "manifest.json").write_text(
-            json.dumps({"version": VERSION, "classes": ["a"], "options": {}, "splits": {"train": made}})
+            json.dumps({"version": VERSION, "classes": ["a"], "options": {}, "splits": {"train": made}}),
+            encoding="utf-8",
         )
         for epoch in range(rounds):
             begun = time.perf_counter()

@@ -109,7 +109,7 @@ def measured(hosts: FakeHosts, launcher: str, *, cut: bool) -> Case:
         with running(hosts, launcher, hosts.folder / "b") as other:
             hosts.cut(last)
             seconds = other.seconds_to_end()
-            lines = other.errors.read_text().splitlines()
+            lines = other.errors.read_text(encoding="utf-8").splitlines()
         line = next((line for line in lines if f"on {last} " in line or f"host {last} " in line), "not named")
         named = f"{seconds:.0f} s: {line.strip()}"
     return Case(
@@ -134,18 +134,25 @@ def running(hosts: FakeHosts, launcher: str, output: Path) -> Iterator[Running]:
     listed = ("--hosts", ",".join(hosts.names), "--ppn", str(PPN))
     argv = hosts.inside("h1", "env", *changed, *launch, *listed, "--", *PROGRAM)
     errors, started = output.with_suffix(".errors"), time.monotonic()
-    with errors.open("w") as log:
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
+    with errors.open("wb") as log:
+        process = subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            encoding="utf-8",
+        )
     assert process.stdout is not None
     try:
         up = 0
         while up < PPN * len(hosts.names):
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"{launcher} on {len(hosts.names)} hosts: {up} ranks, then {errors.read_text()}")
+                raise RuntimeError(
+                    f"{launcher} on {len(hosts.names)} hosts: {up} ranks, then {errors.read_text(encoding='utf-8')}"
+                )
             up += line.rstrip().endswith("up")
         took = time.monotonic() - started
-        checked = re.search(r"hosts? checked in ([\d.]+) s", errors.read_text())
+        checked = re.search(r"hosts? checked in ([\d.]+) s", errors.read_text(encoding="utf-8"))
         preflight_s = float(checked[1]) if checked else 0.0
         inner = tree(process.pid)[1]  # nsenter waits for it
         yield Running(process=process, launch=inner, errors=errors, preflight_s=preflight_s, start_s=took - preflight_s)
@@ -165,7 +172,7 @@ def held(pids: Sequence[int]) -> Held:
     total = [0.0, 0, 0, 0]
     for pid in pids:
         folder = Path(f"/proc/{pid}")
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         total[0] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         total[1] += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
         total[2] += int(fields[17])

@@ -57,10 +57,17 @@ def measured(backend: str, options: argparse.Namespace) -> dict[str, list[float]
         folder = Path(scratch) / "launch"
         rank = (sys.executable, "-m", "benchmarks.optimizer_beside_backward", "--rank-of", backend, *sizes)
         argv = [sys.executable, "-m", "cputrain", "launch", "--ppn", "2", "--output", str(folder), "--", *rank]
-        result = subprocess.run(argv, check=False, capture_output=True, text=True)
+        result = subprocess.run(
+            argv,
+            check=False,
+            capture_output=True,
+            encoding="utf-8",
+        )
         if result.returncode:
             sys.exit(f"{argv} failed:\n{result.stderr}")
-        found: dict[str, list[float]] = json.loads((folder / "logs/rank-0.log").read_text().splitlines()[-1])
+        found: dict[str, list[float]] = json.loads(
+            (folder / "logs/rank-0.log").read_text(encoding="utf-8").splitlines()[-1]
+        )
     return found
 
 

@@ -30,7 +30,9 @@ def told_by_rank_0(
     hosts: FakeHosts, program: Sequence[str], places: Sequence[int], settings: Mapping[str, str] | None = None
 ) -> list[dict[str, float]]:
     """The lines of benchmarks.comm_rank; a rank runs on the host of each place, with these settings besides."""
-    asked = subprocess.run(hosts.inside(hosts.names[0], "hostname", "-I"), capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        hosts.inside(hosts.names[0], "hostname", "-I"), capture_output=True, encoding="utf-8", check=True
+    )
     address, port, ranks = asked.stdout.split()[0], next(PORTS), []
     for number, place in enumerate(places):
         rank = Rank(
@@ -43,7 +45,14 @@ def told_by_rank_0(
         told = {**SETTINGS, **(settings or {}), **rendezvous(rank, address, port)}
         words = ("env", *(f"{name}={value}" for name, value in told.items()), sys.executable)
         argv = hosts.inside(hosts.names[place], *words, "-m", "benchmarks.comm_rank", *program)
-        ranks.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        ranks.append(
+            subprocess.Popen(
+                argv,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+            )
+        )
     said = [rank.communicate(timeout=900)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"{' '.join(program)} failed")

@@ -76,7 +76,7 @@ def bare(folder: Path, backend: str, windows: int) -> list[float]:
     script = [sys.executable, str(HERE / "bare_ddp.py"), "--backend", backend, "--batch", str(BATCH)]
     sizes = ["--window", str(WINDOW), "--windows", str(windows)]
     start(["-m", "cputrain", "launch", "--ppn", str(RANKS), "--output", str(folder), "--", *script, *sizes])
-    lines = (folder / "logs/rank-0.log").read_text().split()
+    lines = (folder / "logs/rank-0.log").read_text(encoding="utf-8").split()
     return [float(line) for line in lines[-windows:]][1:]
 
 
@@ -108,7 +108,7 @@ def show_profile(scratch: Path, backend: str, windows: int) -> None:
 def start(arguments: list[str], env: dict[str, str] | None = None) -> None:
     """Run this Python to its end; a failure is this benchmark's failure."""
     argv = [sys.executable, *arguments]
-    result = subprocess.run(argv, check=False, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    result = subprocess.run(argv, check=False, capture_output=True, encoding="utf-8", env={**os.environ, **(env or {})})
     if result.returncode:
         sys.exit(f"{argv} failed:\n{result.stdout[-2000:]}\n{result.stderr}")
 

@@ -86,7 +86,12 @@ def show_primitives(options: argparse.Namespace) -> None:
     """Count and time oneDNN's calls in a step of a process of its own, which prints them."""
     flags = ["--batch", str(options.batch), "--side", str(options.side), "--engine", options.engine]
     argv = [sys.executable, "-m", "benchmarks.step_passes", *flags, *["--bf16"] * options.bf16, VERBOSE]
-    printed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.partition("the step\n")[2]
+    printed = subprocess.run(
+        argv,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    ).stdout.partition("the step\n")[2]
     calls, ms = Counter[str](), defaultdict[str, float](float)
     stem_gradient = False
     for line in printed.splitlines():

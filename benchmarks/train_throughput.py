@@ -121,7 +121,7 @@ def measured(argv: list[str], env: dict[str, str] | None = None) -> float:
 
 def start(argv: list[str], env: dict[str, str] | None = None) -> str:
     """Run to the end; what it printed. A failure is this benchmark's failure."""
-    result = subprocess.run(argv, check=False, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    result = subprocess.run(argv, check=False, capture_output=True, encoding="utf-8", env={**os.environ, **(env or {})})
     if result.returncode:
         sys.exit(f"{argv} failed:\n{result.stderr}")
     return result.stdout

@@ -8,10 +8,17 @@ from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
+from affinity.terminal_text import CODES
+
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write to a temporary file, sync, rename: readers see the old or the complete new file, also after a crash."""
     write_with(path, lambda file: file.write(data))
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_atomic` of UTF-8; what a name has that is not UTF-8 is written as codes."""
+    write_atomic(path, text.encode(errors=CODES))
 
 
 def write_with(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -14,7 +14,7 @@ from affinity.planner.measured import BF16
 from affinity.planner.records import FORMAT, RATE, Record, current_versions, machine_name, record_path
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import read_machine
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 
 def new_record(machine: Machine, kind: str, name: str, values: dict[str, Any], *, command: str) -> Record:
@@ -39,7 +39,7 @@ def keep(record: Record, env: Mapping[str, str]) -> Path:
     """Write a record in place of an older one of the same name; its file. Raises RunError where that cannot be done."""
     path = record_path(record, env)
     try:
-        write_atomic(path, json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode())
+        write_text(path, json.dumps({"format": FORMAT, **asdict(record)}, indent=1))
     except OSError as error:
         raise RunError(
             f"what was measured cannot be kept in {path.parent}: {error.strerror}: set CPUTRAIN_CACHE to a folder that "

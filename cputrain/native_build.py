@@ -74,7 +74,7 @@ def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, st
 def is_intact(path: Path) -> bool:
     """Whether a compiled file is there, and as the compiler wrote it: loading one that is cut short kills a process."""
     try:
-        return checksum_file(path).read_text() == _checksum(path)
+        return checksum_file(path).read_text(encoding="utf-8") == _checksum(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -130,7 +130,7 @@ def _lock(lock: Path) -> bool:
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
         # Exclusive creation holds on network file systems too, where flock may not.
-        file = lock.open("x")
+        file = lock.open("x", encoding="utf-8")
     except FileExistsError:
         return False
     try:
@@ -161,7 +161,7 @@ def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env
 
 def _owner(lock: Path) -> str:
     try:
-        return lock.read_text().strip()
+        return lock.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return "another process"
 
@@ -202,7 +202,7 @@ def _failure(extension: NativeExtension, path: Path, command: tuple[str, ...], m
     if full is not None:
         return OSError(full, os.strerror(full))
     log = path.with_suffix(".log")
-    log.write_text(f"{shlex.join(command)}\n{messages}")
+    log.write_text(f"{shlex.join(command)}\n{messages}", encoding="utf-8", errors="surrogateescape")
     first = next((line for line in messages.splitlines() if "error" in line), "it printed no error")
     return RunError(
         f"{extension.requested_by}: {command[0]} cannot compile {extension.title}: {first[:300]}; its whole output is "

@@ -126,11 +126,11 @@ def fabric_here(root: Path = Path("/")) -> str:
 
 def _vendor(device: Path) -> str:
     path = device / "device/vendor"
-    return path.read_text().strip() if path.is_file() else ""
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def _is_infiniband(port: Path) -> bool:
     """Whether a port's link layer is InfiniBand and its state active."""
     layer, state = port / "link_layer", port / "state"
-    active = not state.is_file() or "ACTIVE" in state.read_text()
-    return layer.is_file() and layer.read_text().strip() == "InfiniBand" and active
+    active = not state.is_file() or "ACTIVE" in state.read_text(encoding="utf-8")
+    return layer.is_file() and layer.read_text(encoding="utf-8").strip() == "InfiniBand" and active

@@ -20,6 +20,7 @@ from affinity.exit_status import exit_status
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
 from affinity.planner.this_machine import plan_this_machine
+from affinity.utf8 import use_utf8
 from affinity.wording import counted, spread
 from mpi.fabric import FABRICS, Fabric, fabric_between
 from mpi.hosts.groups import HostGroup
@@ -87,7 +88,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
         if options.request is not None:
             program = () if options.program is None else (options.program,)
             plan = plan_here(options.request, fabric, program, env)
-            (options.folder / PLAN).write_text(plan_to_json(plan))
+            (options.folder / PLAN).write_text(plan_to_json(plan), encoding="utf-8")
         else:
             plan = read_plan(options.folder / PLAN)
         settings = fabric.settings if len(hosts) > 1 else ()
@@ -105,4 +106,5 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:], os.environ))

@@ -109,7 +109,7 @@ def main(folder: Path) -> None:
     for old in folder.glob("*.1"):
         old.unlink()
     for name, text in man_pages().items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def check_version(root: Path) -> None:
         "pyproject.toml": r'^compat = \["cputrain-compat==(.+)"\]$',
     }
     for name, pattern in found.items():
-        match = re.search(pattern, (root / name).read_text(), re.MULTILINE)
+        match = re.search(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
         if match is None or match[1] != __version__:
             raise ReleaseError(
                 f"{name} has version {match and match[1]}, cputrain/__init__.py {__version__}: make them equal"
@@ -77,7 +77,9 @@ def check_tag(root: Path) -> None:
     if f"v{__version__}" not in tags:
         raise ReleaseError(f"this commit has the tags {tags}: git tag v{__version__}, or set __version__")
     if not re.search(
-        rf"^## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)$", (root / "CHANGELOG.md").read_text(), re.M
+        rf"^## {re.escape(__version__)} \(\d{{4}}-\d\d-\d\d\)$",
+        (root / "CHANGELOG.md").read_text(encoding="utf-8"),
+        re.M,
     ):
         raise ReleaseError(f"CHANGELOG.md has no heading `## {__version__} (YYYY-MM-DD)`: write the date")
 
@@ -135,7 +137,11 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     _run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
     for words in TRIED:
         done = subprocess.run(
-            [environment / "bin/cputrain", *words], cwd=here, check=True, stdout=subprocess.PIPE, text=True
+            [environment / "bin/cputrain", *words],
+            cwd=here,
+            check=True,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
         )
         if words == ("--version",) and __version__ not in done.stdout:
             raise ReleaseError(f"the installed cputrain --version prints {done.stdout!r}")
@@ -153,7 +159,13 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *words],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    )
     return done.stdout.strip()
 
 

@@ -88,7 +88,7 @@ def launcher_differences(worker: WorkerPlan, given: tuple[int, ...]) -> list[str
 def siblings(pu: int) -> tuple[int, ...]:
     """The PUs of a PU's core on this host; only itself where the kernel does not list them."""
     path = Path(f"/sys/devices/system/cpu/cpu{pu}/topology/thread_siblings_list")
-    return parse_list(path.read_text()) if path.is_file() else (pu,)
+    return parse_list(path.read_text(encoding="utf-8")) if path.is_file() else (pu,)
 
 
 def verify(worker: WorkerPlan) -> None:
@@ -153,7 +153,7 @@ def misplaced(worker: WorkerPlan, team: tuple[Thread, ...]) -> list[str]:
 def memory_share(address: int) -> dict[int, float]:
     """NUMA node -> share of the resident pages of this process's mapping at an address; empty without NUMA."""
     try:
-        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+        lines = Path("/proc/self/numa_maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # kernels without NUMA have no such file
         return {}
     at = max((line for line in lines if int(line.split()[0], 16) <= address), key=_start, default="")
@@ -175,5 +175,5 @@ def _start(line: str) -> int:
 
 
 def _status(path: Path) -> dict[str, str]:
-    lines = (line.partition(":") for line in path.read_text().splitlines())
+    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
     return {key: value.strip() for key, _, value in lines}

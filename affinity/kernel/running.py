@@ -99,7 +99,7 @@ def planned_worker_of(pid: int, variables: Mapping[str, str]) -> WorkerPlan | No
 def _memory(proc: Path) -> dict[int, int]:
     """NUMA node -> bytes of a process's anonymous memory; empty where the kernel does not list it."""
     try:
-        return anonymous_bytes((proc / "numa_maps").read_text())
+        return anonymous_bytes((proc / "numa_maps").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return {}
 

@@ -163,7 +163,7 @@ def read_plan(path: Path) -> Plan:
 def read_json(path: Path) -> Any:
     """A plan file's JSON. Raises InputError when it cannot be read or is not JSON."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the plan {path}: {error}") from None
 

@@ -39,7 +39,7 @@ def plan_schema() -> dict[str, Any]:
     """The schema: inside the package once installed, in docs/ in a checkout."""
     inside = Path(__file__).with_name(SCHEMA_FILE)
     path = inside if inside.is_file() else Path(__file__).parents[2] / "docs" / SCHEMA_FILE
-    schema: dict[str, Any] = json.loads(path.read_text())
+    schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return schema
 
 

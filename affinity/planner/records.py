@@ -93,7 +93,7 @@ def machine_name(machine: Machine) -> str:
 def current_versions(root: Path = Path("/")) -> tuple[str, ...]:
     """What a measurement depends on besides the machine: "torch 2.13.0", the kernel's clock governor."""
     governor = root / GOVERNOR
-    clock = governor.read_text().strip() if governor.is_file() else "unknown"
+    clock = governor.read_text(encoding="utf-8").strip() if governor.is_file() else "unknown"
     packages = (f"{title} {installed_version(name) or 'none'}" for title, name in PACKAGES.items())
     return (*packages, f"Python {platform.python_version()}", f"clock governor {clock}")
 
@@ -127,7 +127,7 @@ def read_records(machine: Machine, env: Mapping[str, str]) -> Records:
     notes: list[str] = []
     for path in paths:
         try:
-            record = parse_record(path.read_text())
+            record = parse_record(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             notes.append(f"{path} is not a measurement ({error}): measure again, or delete it")
             continue

@@ -1,6 +1,7 @@
 """The OpenMP runtime and the memory allocator that a Python's torch really loads, found without loading it."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -67,12 +68,10 @@ def target_of(command: tuple[str, ...]) -> Target:
         spec = importlib.util.find_spec("torch")
         return _target(sys.prefix, spec.origin if spec and spec.origin else "")
     try:
-        output = subprocess.run(
-            [program, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
-        ).stdout
+        output = subprocess.run([program, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"cannot find out which torch {program} has: {error}") from None
-    prefix, origin = [*output.splitlines(), "", ""][:2]
+    prefix, origin = [*os.fsdecode(output).splitlines(), "", ""][:2]
     return _target(prefix, origin)
 
 

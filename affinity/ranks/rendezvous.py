@@ -100,7 +100,7 @@ def _ancestors() -> Iterator[list[str]]:
     pid = os.getppid()
     while pid > 1:
         try:
-            yield Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            yield Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
             pid = read_stat(pid).parent
         except OSError:
             return

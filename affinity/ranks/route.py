@@ -26,7 +26,7 @@ def interface_to(peer: str) -> str | None:
         return None
     if ":" in own:
         wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
-        lines = (line.split() for line in IPV6.read_text().splitlines())
+        lines = (line.split() for line in IPV6.read_text(encoding="utf-8").splitlines())
         return next((words[-1] for words in lines if words[0] == wanted), None)
     return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
 
@@ -34,7 +34,7 @@ def interface_to(peer: str) -> str | None:
 def own_addresses() -> list[str]:
     """This host's addresses, one of IPv4 and all of IPv6 for each interface but loopback."""
     names = [name for _, name in socket.if_nameindex() if name != LOOPBACK_INTERFACE]
-    listed = (line.split() for line in IPV6.read_text().splitlines()) if IPV6.exists() else ()
+    listed = (line.split() for line in IPV6.read_text(encoding="utf-8").splitlines()) if IPV6.exists() else ()
     six = [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])) for words in listed if words[-1] in names]
     return [*filter(None, map(_address, names)), *six]
 

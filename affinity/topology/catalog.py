@@ -102,7 +102,7 @@ def catalog_machines() -> tuple[Machine, ...]:
 def description_of(machine: Machine) -> str:
     """The comment at the top of a catalog machine's file: the processor's code name and what is special of it."""
     files = [path for path in MACHINES.glob("*.yaml") if machine.name.startswith(f"{path.stem}-")]
-    return files[0].read_text().partition("\n")[0].lstrip("# ")
+    return files[0].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def named_machine(name: str) -> Machine:
@@ -136,7 +136,7 @@ class ProcessorFacts:
 def processor_facts(model: str) -> ProcessorFacts:
     """What is known of a processor by the name that the kernel gives it."""
     for path in MACHINES.glob("*.yaml"):
-        if f"model: {model}\n" not in path.read_text():
+        if f"model: {model}\n" not in path.read_text(encoding="utf-8"):
             continue
         entry = _entry(path)
         nominal, measured, clock = (entry.get(key) for key in ("memory_gb_s", "stream_gb_s", "clock_ghz"))
@@ -156,7 +156,7 @@ def _entry(path: Path) -> dict[str, Any]:
             "the catalog of machines needs PyYAML, which is not installed: pip install pyyaml, or give a folder, a "
             "tarball, lstopo's XML or a synthetic description"
         ) from None
-    entry: dict[str, Any] = yaml.safe_load(path.read_text())
+    entry: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return entry
 
 

@@ -86,7 +86,7 @@ def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: 
         program = own_program("cputrain.bench.all_reduce_rank")
         command = (*program, backend, str(repeats), str(file), *map(str, sizes))
         run_ranks(plan, command, folder, env, what=f"the all-reduce over {backend}")
-        return {int(size): times for size, times in json.loads(file.read_text()).items()}
+        return {int(size): times for size, times in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
 def bus_bytes_per_s(size: int, seconds: float) -> float:

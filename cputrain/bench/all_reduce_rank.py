@@ -13,6 +13,7 @@ from pathlib import Path
 from affinity.kernel.bound_plan import bound_worker
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
+from affinity.utf8 import use_utf8
 from cputrain.launch.rank_process import run_rank
 
 TIMEOUT_S = 300.0
@@ -42,7 +43,7 @@ def measure(
 
         found[size] = {"all-reduce": _timed(all_reduce, rounds), "copy": _timed(copy, rounds)}
     if rank.rank == 0:
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(found), encoding="utf-8")
     end_group(group)
 
 
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     main()

@@ -165,7 +165,7 @@ def level3_bytes(machine: Machine, root: Path = Path("/")) -> int:
     """Bytes of all level-3 caches of the cores that this process may use; 0 where the kernel does not tell."""
     first = {core.l3: core.pus[0] for core in machine.allowed_cores if core.l3 is not None}
     files = [root / f"sys/devices/system/cpu/cpu{pu}/cache/index3/size" for pu in first.values()]
-    return sum(_size(file.read_text()) for file in files if file.is_file())
+    return sum(_size(file.read_text(encoding="utf-8")) for file in files if file.is_file())
 
 
 def _size(text: str) -> int:

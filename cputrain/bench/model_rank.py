@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
+from affinity.utf8 import use_utf8
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
@@ -90,7 +91,7 @@ def measure(
         "profiled": profiled,
         "limits": _limits(session, spec),
     }
-    result_file(recipe.folder, rank.rank).write_text(json.dumps(found))
+    result_file(recipe.folder, rank.rank).write_text(json.dumps(found), encoding="utf-8")
     end_group(session.ranks.group)
 
 
@@ -195,10 +196,11 @@ def main() -> None:
     env = os.environ
     recipe, rank = load_recipe(sys.argv[1]), discover(env)
     assert rank is not None, "started by `cputrain bench model` or `cputrain tune`"
-    spec = Spec(**json.loads((recipe.folder / SPEC).read_text()))
+    spec = Spec(**json.loads((recipe.folder / SPEC).read_text(encoding="utf-8")))
     worker, observed = bind_rank(recipe, rank, env, check=True)
     run_rank(rank, lambda: measure(recipe, rank, worker, observed, spec, env))
 
 
 if __name__ == "__main__":
+    use_utf8()
     main()

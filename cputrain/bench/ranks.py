@@ -24,7 +24,7 @@ def run_ranks(plan: Plan, command: tuple[str, ...], folder: Path, env: Mapping[s
     Raises InputError where the ranks refuse their input, RunError where one fails, KeyboardInterrupt where SIGINT or
     SIGTERM has stopped them.
     """
-    with Path(os.devnull).open("w") as nowhere:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         try:
             status = run_local(local_job(plan, command, folder), env, nowhere, nowhere)
         except RunError as error:
@@ -33,7 +33,9 @@ def run_ranks(plan: Plan, command: tuple[str, ...], folder: Path, env: Mapping[s
         raise KeyboardInterrupt
     if status:
         log = folder / LOGS / "rank-0.log"
-        raise InputError(f"{what} cannot run: {_cause(log.read_text(errors='replace').splitlines()[-1:])}")
+        raise InputError(
+            f"{what} cannot run: {_cause(log.read_text(encoding='utf-8', errors='backslashreplace').splitlines()[-1:])}"
+        )
 
 
 def _cause(lines: list[str]) -> str:
@@ -55,4 +57,4 @@ def measure_training(
     (folder / SPEC).write_text(json.dumps(asdict(spec)))
     command = (*own_program("cputrain.bench.model_rank"), str(folder / RECIPE))
     run_ranks(planned.plan, command, folder, env, what=what)
-    return [json.loads(result_file(folder, rank).read_text()) for rank in range(planned.ppn)]
+    return [json.loads(result_file(folder, rank).read_text(encoding="utf-8")) for rank in range(planned.ppn)]

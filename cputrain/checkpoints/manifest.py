@@ -9,7 +9,7 @@ import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from affinity.errors import InputError
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 MANIFEST = "checkpoint.json"
 MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
@@ -107,9 +107,13 @@ class Manifest(_Record):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write checkpoint.json with its own checksum, as the last of a checkpoint's files."""
-    content = json.loads(manifest.model_dump_json())
-    text = json.dumps({"crc32c": checksum(content), "checkpoint": content}, indent=1)
-    write_atomic(folder / MANIFEST, text.encode())
+    write_text(folder / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The text of checkpoint.json. Raises ValueError for what JSON has not."""
+    content = manifest.model_dump(mode="json")
+    return json.dumps({"crc32c": checksum(content), "checkpoint": content}, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:

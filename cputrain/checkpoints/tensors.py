@@ -120,7 +120,8 @@ def checksum(array: NDArray[np.uint8]) -> int:
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    with safe_open(path, framework="pt") as file:
+    # by its number: safetensors opens no path that is not UTF-8
+    with path.open("rb") as opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
         return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118  no mapping
 

@@ -16,6 +16,7 @@ import click
 
 from affinity.exit_status import ExitStatus, exit_status, status_of_signal
 from affinity.terminal_text import printable_lines
+from affinity.utf8 import use_utf8
 from cputrain import __version__
 from cputrain.cli.setting_names import wording_of
 from cputrain.cli.streams import finished, is_closed, is_full, open_streams
@@ -97,6 +98,8 @@ def group() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Exit status: 0 done, 2 wrong input, 1 failed while running, 128 + n ended by signal n."""
+    if arguments is None:
+        use_utf8()
     open_streams()
     env = os.environ
     if instruction := env.get(COMPLETE):

@@ -84,7 +84,7 @@ def model(
     found = measure_model(recipe, settings, spec, env)
     _show(model_report(found), output_format)
     if trace is not None:
-        trace.write_text(trace_json(found.ranks))
+        trace.write_text(trace_json(found.ranks), encoding="utf-8")
         click.echo(f"trace {trace}: open it in ui.perfetto.dev", err=True)
     records = model_records(found)
     if not records:

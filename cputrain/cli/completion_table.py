@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from affinity.errors import RunError
 from affinity.filesystem import cache_folder
 from cputrain import __version__
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 Table = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -40,14 +40,14 @@ def read_table(env: Mapping[str, str], make: Callable[[], Table]) -> Table:
     with suppress(RunError):  # a user without a home: nothing is kept
         path = cache_folder(env) / "completion.json"
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_text()) if path else None
+        found = json.loads(path.read_text(encoding="utf-8")) if path else None
         if isinstance(found, dict) and found.get("fingerprint") == known:
             return found
     table = {"fingerprint": known, **make()}
     with suppress(OSError):  # a cache that cannot be written makes completion slow, not wrong
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(table).encode())
+            write_text(path, json.dumps(table))
     return table
 
 

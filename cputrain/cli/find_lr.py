@@ -143,11 +143,11 @@ def _be_rank(
             return
         found = suggest(test)
         if picture is not None:
-            from cputrain.files import write_atomic
+            from cputrain.files import write_text
             from cputrain.rate_finder.picture import range_test_svg
 
             title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
-            write_atomic(picture, (SVG_HEAD + range_test_svg(title, test, found)).encode())
+            write_text(picture, SVG_HEAD + range_test_svg(title, test, found))
         if as_json:
             losses = [loss if math.isfinite(loss) else None for loss in test.losses]
             smoothed = [loss if math.isfinite(loss) else None for loss in test.smoothed]

@@ -14,6 +14,7 @@ from cputrain.cli.json_output import print_json
 from cputrain.cli.options import hidden_options, planning_options
 from cputrain.cli.planning_command import PlanningCommand
 from cputrain.cli.sections import PLANNING
+from cputrain.cli.streams import print_file
 from cputrain.jobs.directives import SCHEDULERS, Resources
 from cputrain.jobs.script import RUNTIMES, BatchJob, Command, Container, job_script, parse_array
 from cputrain.jobs.submit import submit as submit_job
@@ -201,7 +202,7 @@ def command(
     )
     script = job_script(job, scheduler)
     if output_format == "text":
-        click.echo(script, nl=False)
+        print_file(script)
     _note_missing_folders((given["output"], given["error"]), scheduler)
     submitted = []
     for job_id in submit_job(script, scheduler, chain) if submit else ():

@@ -20,6 +20,7 @@ from affinity.views.diff import plan_differences
 from cputrain.cli.options import host_groups_option, planning_options, settings_argument
 from cputrain.cli.planning_command import PlanningCommand
 from cputrain.cli.sections import PLANNING
+from cputrain.cli.streams import print_file
 from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import (
     THIS_MACHINE,
@@ -120,11 +121,11 @@ def command(
         click.echo(write_plan_files(job, options, write, training, env, partial(click.echo, err=True)))
     elif output_format == "command":
         start, hint = start_command(job, options, env)
-        click.echo(start)
+        print_file(f"{start}\n")
         if hint:
             click.echo(hint, err=True)
     elif output_format in FORMATS:
-        click.echo(formatted(cluster, output_format))
+        print_file(f"{formatted(cluster, output_format)}\n")
     else:
         _show(cluster, job, options, training, env, explained=explained, with_curve=with_curve)
     return None

@@ -39,7 +39,9 @@ def list_recipes(output_format: str) -> None:
 def search(text: str, output_format: str) -> None:
     """List the recipes whose file contains TEXT, in any case: a network, a data set, an author, 32k."""
     found = [
-        each for each in shipped_recipes() if text.lower() in f"{each.name}\n{Path(each.file).read_text()}".lower()
+        each
+        for each in shipped_recipes()
+        if text.lower() in f"{each.name}\n{Path(each.file).read_text(encoding='utf-8')}".lower()
     ]
     if not found:
         raise InputError(f"no shipped recipe contains {text!r}: {command_or_list(text)}")
@@ -52,7 +54,7 @@ def search(text: str, output_format: str) -> None:
 def show(recipe: str, output_format: str) -> None:
     """Print a recipe's file: its source, what was published, the derivation of its numbers, its settings."""
     found = shipped_recipe(recipe)
-    text = Path(found.file).read_text()
+    text = Path(found.file).read_text(encoding="utf-8")
     if output_format == "json":
         print_json({**asdict(found), "text": text})
     else:

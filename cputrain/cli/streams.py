@@ -12,6 +12,8 @@ import click
 
 from affinity.exit_status import status_of_signal
 from affinity.terminal import redraws
+from affinity.terminal_text import accept_any_text
+from affinity.utf8 import locale_encoding
 from mpi.supervise.output import discard
 
 NAMES = ("stdin", "stdout", "stderr")
@@ -40,14 +42,17 @@ class Unfailing:
 
 def open_streams() -> None:
     """Let standard streams that are closed (`>&-`) lead nowhere: a file that is opened would get their number, and what
-    is printed. Errors of stderr are nobody's."""
+    is printed. Any text can be printed, also where the locale has not all of its characters. Errors of stderr are
+    nobody's."""
     for number, name in enumerate(NAMES):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115  for good
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115  for good
+    for stream in (sys.stdout, sys.stderr):
+        accept_any_text(stream, stream.encoding if "PYTHONIOENCODING" in os.environ else locale_encoding())
     if not isinstance(sys.stderr, Unfailing):
         sys.stderr = cast(TextIO, Unfailing(sys.stderr))
 
@@ -59,6 +64,11 @@ def say(text: str) -> None:
     except OSError as error:
         discard(sys.stdout)
         click.echo(f"cputrain: stdout: {error.strerror}: the job goes on, and its output is in its logs", err=True)
+
+
+def print_file(text: str) -> None:
+    """Print what is a file, such as a script: UTF-8 whatever the locale, and names byte for byte."""
+    click.echo(text.encode(errors="surrogateescape"), nl=False)
 
 
 def shows_bars() -> bool:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from affinity.start import own_program
+from affinity.utf8 import use_utf8
 
 Found = dict[str, Any]
 Env = Mapping[str, str]
@@ -134,4 +135,5 @@ def probed(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, F
 
 
 if __name__ == "__main__":
+    use_utf8()
     main(os.environ)

@@ -91,7 +91,7 @@ def built_for(package: str) -> str:
     """What torch or torchvision was built for, read without importing it: "cpu", "cu130"; "" where it does not tell."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    source = path.read_text() if path is not None and path.is_file() else ""
+    source = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
     tag = re.search(r"^__version__ = '[^'+]*\+(\w+)'", source, re.MULTILINE)
     return tag[1] if tag else ""
 

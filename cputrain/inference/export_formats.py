@@ -56,13 +56,15 @@ def _write_torchscript(network: nn.Module, inputs: Tensor, about: Mapping[str, s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls TorchScript outdated; those who ask for it know
         traced: Any = torch.jit.trace(network, inputs, check_trace=False)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, path, _extra_files={METADATA_FILE: json.dumps(dict(about), indent=1)})
+        with path.open("wb") as file:  # torch takes no path that is not UTF-8
+            torch.jit.save(traced, file, _extra_files={METADATA_FILE: json.dumps(dict(about), indent=1)})
 
 
 def _open_torchscript(path: Path, _network: nn.Module) -> Forward:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loaded: Forward = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+        with path.open("rb") as file:
+            loaded: Forward = torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
     return loaded
 
 
@@ -90,7 +92,7 @@ def _open_onnx(path: Path, _network: nn.Module) -> Forward:
     runtime = _onnx_package("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
 
     def run(inputs: Tensor) -> Tensor:
         return torch.from_numpy(session.run([OUTPUT], {INPUT: inputs.numpy()})[0])

@@ -17,7 +17,9 @@ def submit(script: str, scheduler: str, chain: int) -> Iterator[str]:
     for _ in range(chain):
         argv = [*SUBMIT[scheduler], *(_after(before, scheduler) if before is not None else ())]
         try:
-            done = subprocess.run(argv, input=script, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                argv, input=script, capture_output=True, encoding="utf-8", errors="surrogateescape", check=False
+            )
         except FileNotFoundError:
             raise InputError(f"--submit needs {argv[0]} on PATH: run this on a host of the cluster") from None
         if done.returncode:

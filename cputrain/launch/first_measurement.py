@@ -24,7 +24,9 @@ def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], rep
         return
     report(f"measuring oneCCL over MPI and libfabric, once ({VARIABLE}=mpi or ofi starts without)")
     command = own_program("cputrain.comm.ccl.check")
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", check=False
+    )
     last_line = (done.stdout.strip().splitlines() or [f"the measurement ended with status {done.returncode}"])[-1]
     report(f"warning: not measured: {last_line}" if done.returncode else f"measured: {last_line}")
 

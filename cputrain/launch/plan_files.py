@@ -44,7 +44,7 @@ class PlanFiles:
     def write(self, folder: Path) -> None:
         """Write them into a folder; launch.sh becomes executable."""
         for name, text in self.texts.items():
-            write_atomic(folder / name, text.encode())
+            write_atomic(folder / name, text.encode(errors="surrogateescape"))  # a shell's paths are bytes
         (folder / "launch.sh").chmod(0o755)
 
 

@@ -167,12 +167,12 @@ EXTENSION = NativeExtension(
 
 def built_path(env: Mapping[str, str]) -> Path:
     """Where the compiled library lies: the name depends on the sources, the command and the CPU's instructions."""
-    sources = (path.read_text() for path in SOURCES)
+    sources = (path.read_text(encoding="utf-8") for path in SOURCES)
     parts = (*sources, *_options(), platform.machine(), _cpu_flags())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"batchnorm-{platform.machine()}-{key}" / "batchnorm.so"
 
 
 def _cpu_flags() -> str:
-    lines = CPUINFO.read_text().splitlines()
+    lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

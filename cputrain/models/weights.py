@@ -1,31 +1,72 @@
 """Reading of saved weights, and of a recipe's initial weights."""
 
 import re
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from affinity.errors import InputError
-from cputrain.checkpoints.manifest import MODEL, read_manifest
+from affinity.wording import first_named
+from cputrain.checkpoints.manifest import EMA, MODEL, read_manifest
 from cputrain.checkpoints.tensors import SUFFIX, read_file, read_tensors
 
+# Keys under which training programs keep their networks, the first one that is there is taken: averaged weights are
+# what they evaluate, and what timm's load_checkpoint takes.
+AVERAGED = ("state_dict_ema", "model_ema")
+KEYS = (*AVERAGED, "state_dict", "model", "model_state_dict", "model_state", "module")
+# Modules that wrap a network, or a part of it as pytorch/examples does with VGG's features, by torch.compile, DDP and
+# DataParallel, FSDP, activation checkpointing.
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+STEPS = "num_batches_tracked"  # of batch-norm: without effect here, and old files lack it
+# Plain values beside the weights: a program's arguments, paths, numbers of numpy. None of them runs code.
+_SCALAR = np.float64(0).__reduce__()[0]
+PLAIN_VALUES: list[Any] = [
+    *(Namespace, PosixPath, np.dtype, _SCALAR, (_SCALAR, "numpy.core.multiarray.scalar")),
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.bool_)),
+]
 
-def read_weights(path: Path) -> dict[str, Any]:
-    """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save. Raises InputError."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights by name, and where in their file they are: "state_dict", or "" where they are all of it."""
+
+    tensors: dict[str, Tensor]
+    key: str = ""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether they are a moving average."""
+        return self.key in (*AVERAGED, EMA)
+
+
+def read_weights(path: Path) -> Weights:
+    """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save: of several the averaged ones,
+    as an evaluation takes them. Raises InputError."""
     if path.is_dir():
-        return read_file(path, read_manifest(path), MODEL)[0]
+        manifest = read_manifest(path)
+        name = EMA if EMA in manifest.files else MODEL
+        return Weights(tensors=read_file(path, manifest, name)[0], key=name)
     if path.suffix == SUFFIX:
-        return read_tensors(path)[0]
+        return Weights(tensors=read_tensors(path)[0])
     state = read_state(path)
-    return state["model"] if isinstance(state.get("model"), dict) else state
+    kept = {key: state[key] for key in KEYS if isinstance(state.get(key), dict)}
+    for key, found in (*kept.items(), ("", state)):
+        if tensors := {name: value for name, value in found.items() if isinstance(value, Tensor)}:
+            return Weights(tensors=tensors, key=key)
+    raise InputError(f"{path} has no weights, only {first_named(list(map(str, state)))}: save a state dict")
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read a dict that torch.save wrote, without running code in it. Raises InputError."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(PLAIN_VALUES):
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  the unpickler may raise anything on a file of another format
         raise InputError(_unreadable(path, error)) from None
     if not isinstance(state, dict):
@@ -37,30 +78,108 @@ def _unreadable(path: Path, error: Exception) -> str:
     """Why torch cannot load a file, in a line."""
     code = re.search(r"(?:GLOBAL|unrecognized function|unsupported class) (\S+)", str(error))
     if code:
-        return f"{path} asks to run code ({code[1]}), which was not done: name a file from a source that you trust"
+        return (
+            f"{path} asks to run code ({code[1]}), which was not done: name a file of weights alone; where this one is "
+            "your own, load it by torch.load(FILE, weights_only=False) in the program that wrote it, and torch.save "
+            "the network's state_dict()"
+        )
     if isinstance(error, OSError):
         return f"cannot read {path}: {error.strerror}"
     return f"{path} is not a file of weights, or is damaged: name a checkpoint, a safetensors file or a state dict"
 
 
-def load_initial_weights(model: nn.Module, path: Path) -> list[str]:
-    """Load the weights of a checkpoint or a state dict; return the names of those that keep their initial values.
+def load_initial_weights(model: nn.Module, path: Path) -> str:
+    """Load the weights of a checkpoint or of another program's file; return a line that says what was taken.
 
-    Only the last layer may differ in shape, for other classes. Raises InputError that names the differing keys.
+    The names lose the prefixes that programs put before a network's own. Only the last layer may differ in shape, for
+    other classes: it keeps its initial values. Raises InputError that names the differing keys.
     """
     weights = read_weights(path)
     head = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
     initial = model.state_dict()
-    # batch-norm's step counters have no effect here, and old files lack them
-    saved = {name: value for name, value in initial.items() if name.endswith("num_batches_tracked")}
-    saved |= {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    match = match_names(weights.tensors, [name for name in initial if not name.endswith(STEPS)], path)
+    saved = {name: value for name, value in initial.items() if name.endswith(STEPS)}
+    saved |= {name: weights.tensors[theirs] for name, theirs in match.names.items()}
     reshaped = [name for name in initial if name in saved and saved[name].shape != initial[name].shape]
     reinitialized = [name for name in reshaped if name.rpartition(".")[0] == head]
     differing = sorted(set(initial.keys() ^ saved.keys()) | set(reshaped) - set(reinitialized))
     if differing:
         raise InputError(f"model.weights={path}: {describe_difference(differing, shapes(saved), shapes(initial))}")
+    _check_plain(saved, path)
     model.load_state_dict({**saved, **{name: initial[name] for name in reinitialized}})
-    return reinitialized
+    return _describe(path, weights, match, reinitialized)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Names in a file by the network's names; what a file's names have beside these; names that are not taken."""
+
+    names: dict[str, str]
+    removed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def match_names(saved: Collection[str], wanted: Sequence[str], path: Path) -> Match:
+    """Which of a file's names is which of the network's.
+
+    Left out of a name are a prefix that all of the network has, as Lightning's `model.`, and the names of wrappers
+    within it. Raises InputError where a file has the network under several prefixes.
+    """
+    unwrapped = {_unwrapped(name): name for name in saved}
+    views = [{name: name for name in saved}, *([unwrapped] if len(unwrapped) == len(saved) else [])]
+    for names in views:
+        prefixes = _prefixes(names, wanted)
+        if len(prefixes) > 1:
+            places = first_named([f"{prefix}*" for prefix in prefixes])
+            raise InputError(
+                f"model.weights={path} has the network several times, as {places}: save the one that you want in a "
+                "file of its own"
+            )
+        if prefixes:
+            (prefix,) = prefixes
+            words = {word for short, name in names.items() if short != name for word in name.split(".")}
+            return Match(
+                names={name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)},
+                removed=tuple(filter(None, (*(f"{word}." for word in WRAPPERS if word in words), prefix))),
+                left_out=tuple(own for name, own in names.items() if not name.startswith(prefix)),
+            )
+    return Match(names=views[-1])
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
+
+
+def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
+    """The prefixes under which all wanted names are; none but the empty one where that is one of them."""
+    first = wanted[0]
+    found = [name.removesuffix(first) for name in names if name == first or name.endswith(f".{first}")]
+    whole = [prefix for prefix in found if all(f"{prefix}{name}" in names for name in wanted)]
+    return [""] if "" in whole else whole
+
+
+def _check_plain(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise InputError for a tensor that is not one number after another: copied into a weight it would fail, or lose a
+    part of its values."""
+    for name, value in tensors.items():
+        kind = "complex" if value.is_complex() else "quantized" if value.is_quantized else str(value.layout)
+        if kind != str(torch.strided):
+            kind = kind.removeprefix("torch.").replace("sparse_coo", "sparse")
+            raise InputError(f"model.weights={path}: {name} is {kind}: save it as a dense tensor of real numbers")
+
+
+def _describe(path: Path, weights: Weights, match: Match, reinitialized: Sequence[str]) -> str:
+    """A line about initial weights: their key, what their names have lost, what was not taken."""
+    parts = [f"weights of {path}"]
+    if weights.key:
+        parts.append(f"its {weights.key}, {'a moving average' if weights.averaged else 'no moving average'}")
+    if match.removed:
+        parts.append(f"names without {' and '.join(match.removed)}")
+    if match.left_out:
+        parts.append(f"left out {first_named(match.left_out)}")
+    if reinitialized:
+        parts.append(f"except {', '.join(reinitialized)}, which are new")
+    return ", ".join(parts)
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -45,7 +45,7 @@ def shipped_recipe(name: str) -> ShippedRecipe:
 
 def summary_of(path: Path) -> str:
     """The first sentence of the comment at the top of a recipe's file, without a command at its end."""
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     text = "\n".join(line.lstrip("# ") for line in lines[:end])
     return first_sentence(REST.split(text)[0]).partition(": cputrain ")[0].removesuffix(":")

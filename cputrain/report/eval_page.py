@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from affinity.terminal_text import shown
 from affinity.text_table import csv_table
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.report.charts import charts_data
 from cputrain.report.confusion import Predicted, class_accuracies, confused_classes, confusion_heat, most_wrong
 from cputrain.report.html import render
@@ -31,6 +32,7 @@ def write_eval_page(
 ) -> Path:
     """Write the page to `out`, and beside it each image's prediction as CSV. `rows` are figures of the evaluation;
     `name_of` tells where an image is stored."""
+    classes = tuple(map(shown, classes))
     heat = confusion_heat(predicted, classes)
     html = render(
         "evaluation.html.j2",
@@ -47,8 +49,8 @@ def write_eval_page(
         ],
         images=[_wrong(predicted, row, classes, name_of, thumbnail) for row in most_wrong(predicted, MOST_IMAGES)],
     )
-    write_atomic(out, html.encode())
-    write_atomic(out.with_suffix(".csv"), _csv(predicted, classes, name_of).encode())
+    write_text(out, html)
+    write_text(out.with_suffix(".csv"), _csv(predicted, classes, name_of))
     return out
 
 

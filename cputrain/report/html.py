@@ -35,11 +35,13 @@ class Assets:
 def read_assets() -> Assets:
     """The package's own files and uPlot, as one style and one script."""
     root = files("cputrain.report")
-    program = "".join(root.joinpath("assets", name).read_text() for name in PROGRAM)
+    program = "".join(root.joinpath("assets", name).read_text(encoding="utf-8") for name in PROGRAM)
     uplot = root.joinpath("vendor", "uplot")
+    vendored = uplot.joinpath("uPlot.iife.min.js").read_text(encoding="utf-8")
     return Assets(
-        style=uplot.joinpath("uPlot.min.css").read_text() + root.joinpath("assets", "page.css").read_text(),
-        script=f'{uplot.joinpath("uPlot.iife.min.js").read_text()}\n(() => {{\n"use strict";\n{program}}})();\n',
+        style=uplot.joinpath("uPlot.min.css").read_text(encoding="utf-8")
+        + root.joinpath("assets", "page.css").read_text(encoding="utf-8"),
+        script=f'{vendored}\n(() => {{\n"use strict";\n{program}}})();\n',
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from affinity.topology.cpuset import format_list
 from affinity.views.svg import plan_to_svg
 from affinity.wording import counted
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import Chart, Heat, charts_data
 from cputrain.report.history import faults_of, warnings_of
@@ -44,7 +44,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     Raises InputError where the folder contains neither.
     """
     path = out or folder / REPORT
-    write_atomic(path, report_html(read_run(folder)).encode())
+    write_text(path, report_html(read_run(folder)))
     return path
 
 

@@ -122,7 +122,7 @@ def contains_run(folder: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="backslashreplace") if path.is_file() else ""
 
 
 def _recipe(path: Path, problems: list[str]) -> Recipe | None:

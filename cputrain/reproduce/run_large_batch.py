@@ -5,7 +5,7 @@ from pathlib import Path
 
 from affinity.errors import RunError
 from affinity.wording import counted
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
@@ -54,5 +54,5 @@ def run_large_batch(
 
     from cputrain.reproduce.chart import large_batch_chart  # matplotlib: a second that only the end needs
 
-    write_atomic(folder / PICTURE, large_batch_chart(name, full).encode())
+    write_text(folder / PICTURE, large_batch_chart(name, full))
     return full

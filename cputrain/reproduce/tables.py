@@ -99,7 +99,7 @@ class ExperimentComparison:
 def published_tables(documents: Sequence[str]) -> Iterator[ExperimentComparison]:
     """Every experiment of these documents, in their order."""
     for name in documents:
-        read = tuples(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+        read = tuples(yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
         document = Document.model_validate(read)
         for table in document.tables:
             for experiment in table.experiments:

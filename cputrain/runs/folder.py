@@ -13,7 +13,7 @@ from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
 from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
 from cputrain.checkpoints.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.recipe.errors import shortened
 from cputrain.recipe.loading import (
     dump_recipe,
@@ -103,7 +103,10 @@ def _checkpoints_in(path: Path) -> list[Path]:
         found.append(best)
     if not found:
         problem = "is not a checkpoint, and has none in it" if path.exists() else "is not there"
-        raise InputError(f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/")
+        weights = "; a training starts from a file of weights by model.weights=FILE" if path.is_file() else ""
+        raise InputError(
+            f"checkpoint {path} {problem}: a run's checkpoints are the folders in its {CHECKPOINTS}/{weights}"
+        )
     return found
 
 
@@ -150,7 +153,7 @@ def check_folder(
 def job_of(folder: Path) -> str:
     """The name of the job that trained last in a run's folder; "" where it had none."""
     try:
-        environment = json.loads((folder / ENVIRONMENT).read_text())
+        environment = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     return str(environment.get("job", "")) if isinstance(environment, dict) else ""
@@ -227,7 +230,7 @@ def make_folder(recipe: Recipe, plan: Plan | None, *, overwrite: bool) -> None:
         remove_run(folder, RUN_FILES)
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
-    write_atomic(folder / RECIPE, (_given_paths(recipe) + dump_recipe(with_absolute_paths(recipe))).encode())
+    write_text(folder / RECIPE, _given_paths(recipe) + dump_recipe(with_absolute_paths(recipe)))
     if plan is not None:
         write_plan(folder / PLAN, plan)
 
@@ -246,4 +249,4 @@ def _given_paths(recipe: Recipe) -> str:
 
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan as JSON, for `affinity.bind` to read."""
-    write_atomic(path, plan_to_json(plan).encode())
+    write_text(path, plan_to_json(plan))

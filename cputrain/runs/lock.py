@@ -25,21 +25,23 @@ def locked(folder: Path, *, restarted: bool = False, job: str = "") -> Iterator[
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark(folder)
-    with (folder / LOCK).open("a") as file:
+    with (folder / LOCK).open("ab") as file:
         _take(file, folder, restarted=restarted, job=job)
         with suppress(OSError):  # a full disk: the lock holds all the same
-            (folder / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}))
+            (folder / LOCK).write_text(
+                json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}), encoding="utf-8"
+            )
         yield
 
 
 def check_unlocked(folder: Path, *, restarted: bool = False, job: str = "") -> None:
     """Raise InputError where `locked` would; changes nothing."""
     if (folder / LOCK).is_file():
-        with (folder / LOCK).open("a") as file:
+        with (folder / LOCK).open("ab") as file:
             _take(file, folder, restarted=restarted, job=job)
 
 
-def _take(file: IO[str], folder: Path, *, restarted: bool, job: str) -> None:
+def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -60,7 +62,7 @@ def _in_use(folder: Path) -> str:
 
 def _holder(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / LOCK).read_text())
+        found = json.loads((folder / LOCK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

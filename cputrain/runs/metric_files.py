@@ -101,7 +101,9 @@ class CsvFiles:
         self._paths = {name: folder / f"{name}s.csv" for name in CSV_FIELDS}
         for path in self._paths.values():
             _drop_unfinished_line(path)
-        self._files = {name: path.open("a", newline="", buffering=1) for name, path in self._paths.items()}
+        self._files = {
+            name: path.open("a", encoding="utf-8", newline="", buffering=1) for name, path in self._paths.items()
+        }
         for name, file in self._files.items():
             if file.tell() == 0:
                 self._write(name, CSV_FIELDS[name])

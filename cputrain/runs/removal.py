@@ -6,7 +6,7 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from cputrain import __version__
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 MARK = ".cputrain-run"
 # What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
@@ -16,7 +16,7 @@ LINKED = {"checkpoints": ("step-*", "best", ".*.partial"), "logs": ("rank-*.log"
 def mark(folder: Path) -> None:
     """Mark a folder as a run's, before anything else is written there."""
     if not is_marked(folder):
-        write_atomic(folder / MARK, f"cputrain {__version__} writes this run; train --overwrite removes it\n".encode())
+        write_text(folder / MARK, f"cputrain {__version__} writes this run; train --overwrite removes it\n")
 
 
 def is_empty(folder: Path) -> bool:

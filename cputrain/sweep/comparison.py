@@ -7,7 +7,7 @@ from typing import Any
 
 from affinity.text_table import csv_table, markdown_table
 from affinity.wording import counted
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import Chart, Line, charts_data, drawn
 from cputrain.report.html import render
@@ -43,7 +43,7 @@ def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Pa
     for path, text in zip(
         paths, (html, f"# {title}\n\n{markdown_table([heads, *rows])}{study}", csv_table([heads, *rows])), strict=True
     ):
-        write_atomic(path, text.encode())
+        write_text(path, text)
     return paths
 
 

@@ -10,7 +10,7 @@ from affinity.planner.workload import footprint, largest_batch
 from affinity.text_table import csv_table, markdown_table
 from affinity.units import GIB
 from affinity.wording import counted
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
@@ -88,8 +88,8 @@ def find_batch(search: BatchSearch) -> SearchResult:
     assert next_larger is not None, "the search ends at a batch that does not train"
     found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=_size)), best=best, next_larger=next_larger)
     title = f"# {start.name}: largest batch\n\n"
-    write_atomic(search.folder / CSV, csv_table(found.rows).encode())
-    write_atomic(search.folder / MARKDOWN, (title + markdown_table(found.rows)).encode())
+    write_text(search.folder / CSV, csv_table(found.rows))
+    write_text(search.folder / MARKDOWN, title + markdown_table(found.rows))
     return found
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 FILE = "sweep-run.json"
 
@@ -29,11 +29,11 @@ def read_record(folder: Path) -> TrialRecord | None:
     if not path.is_file():
         return None
     try:
-        return TrialRecord(**json.loads(path.read_text()))
+        return TrialRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise InputError(f"{path} is damaged: remove it, and the training's time limit and use are unknown") from None
 
 
 def write_record(folder: Path, record: TrialRecord) -> None:
     """Write the record into a run's folder."""
-    write_atomic(folder / FILE, json.dumps(asdict(record)).encode())
+    write_text(folder / FILE, json.dumps(asdict(record)))

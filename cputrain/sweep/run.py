@@ -90,5 +90,5 @@ def _train(one: PlannedTraining, env: Mapping[str, str], *, resume: bool, limit_
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    lines = log.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if log.is_file() else []
     return lines[-1].removeprefix("cputrain: ") if lines else ""

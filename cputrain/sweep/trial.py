@@ -48,7 +48,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     command = (*own_program("cputrain.sweep.trial_rank"), str(folder / RECIPE), str(share))
     job = local_job(planned.plan, command, folder)
     status, why = TRAINS, ""
-    with Path(os.devnull).open("w") as nowhere:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         try:
             code = run_local(job, env, nowhere, nowhere)
             if code >= 128:
@@ -60,7 +60,7 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     workload = planned.plan.request.workload
     known = workload is not None and not workload.assumed
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-    peaks = [json.loads(path.read_text()) for path in folder.glob(peak_file(folder, "*").name)]
+    peaks = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(peak_file(folder, "*").name)]
     return Trial(
         local_batch=recipe.batch.local,
         global_batch=planned.sizes.global_batch,

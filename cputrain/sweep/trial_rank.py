@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from affinity.ranks.rank import discover
+from affinity.utf8 import use_utf8
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.launch.startup import Startup
 from cputrain.recipe.loading import load_recipe
@@ -27,14 +28,14 @@ EVERY_S = 0.1
 
 def peak_bytes() -> int:
     """Peak of this process's resident memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def write_peak(path: Path) -> None:
     """Write the peak so that a reader finds a whole file; never synced, as only a crash of the host would lose it."""
     beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(peak_bytes()))
+    beside.write_text(json.dumps(peak_bytes()), encoding="utf-8")
     beside.replace(path)
 
 
@@ -44,7 +45,7 @@ def watch(folder: Path, rank: int) -> None:
         time.sleep(EVERY_S)
         write_peak(peak_file(folder, rank))
         events = folder / FILE
-        if rank == 0 and events.is_file() and events.read_text().count('"event": "step"') >= STEPS:
+        if rank == 0 and events.is_file() and events.read_text(encoding="utf-8").count('"event": "step"') >= STEPS:
             os.kill(os.getpid(), PREEMPTION_SIGNAL)
             return
 
@@ -57,7 +58,9 @@ def main() -> None:
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with suppress(OSError):  # some containers' /proc is read-only
-        Path("/proc/self/oom_score_adj").write_text("1000")  # short of memory, the kernel kills this process first
+        Path("/proc/self/oom_score_adj").write_text(
+            "1000", encoding="utf-8"
+        )  # short of memory, the kernel kills this process first
     worker, observed = bind_rank(recipe, rank, env, check=True)
     threading.Thread(target=watch, args=(recipe.folder, rank.rank), daemon=True).start()
 
@@ -69,4 +72,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     main()

@@ -62,7 +62,7 @@ class CoreUsage:
     def _read(self) -> _Counters:
         busy = steal = 0
         try:
-            lines = (self._root / "proc/stat").read_text().splitlines()
+            lines = (self._root / "proc/stat").read_text(encoding="utf-8").splitlines()
         except OSError:
             lines = []
         for line in lines:
@@ -83,7 +83,7 @@ class CoreUsage:
 
     def _threads_of_core(self, pu: int) -> list[int]:
         try:
-            text = (self._cpu(pu) / "topology/thread_siblings_list").read_text()
+            text = (self._cpu(pu) / "topology/thread_siblings_list").read_text(encoding="utf-8")
         except OSError:
             return [pu]
         return [*parse_list(text.strip())]
@@ -92,7 +92,7 @@ class CoreUsage:
         clocks = []
         for pu in self._pus:
             try:
-                clocks.append(int((self._cpu(pu) / "cpufreq/scaling_cur_freq").read_text()) / 1000)
+                clocks.append(int((self._cpu(pu) / "cpufreq/scaling_cur_freq").read_text(encoding="utf-8")) / 1000)
             except (OSError, ValueError):
                 return 0.0
         return sum(clocks) / len(clocks) if clocks else 0.0

@@ -13,7 +13,7 @@ from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged
-from cputrain.files import write_atomic
+from cputrain.files import write_atomic, write_text
 from cputrain.launch.startup import Startup
 from cputrain.measurements import keep_bf16_gain
 from cputrain.recipe.schema import Recipe
@@ -98,7 +98,7 @@ def _train(
         return start_training(session, SilentEvents(), env, **switches).run()
     startup.phase("measuring this CPU")
     environment = describe_environment(session, env)
-    write_atomic(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1).encode())
+    write_text(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1))
     in_use = {
         name: environment[name] for name in ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator")
     }

@@ -105,7 +105,7 @@ def _check_main_thread() -> None:
 
 def _dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, collate: Collate) -> Dataset:
     return Dataset(
-        classes=tuple(classes or ()),
+        classes=tuple(map(str, classes or ())),
         train=OwnSamples(train, collate, "training"),
         val=OwnSamples(val, collate, "validation"),
         test=None if test is None else OwnSamples(test, collate, "test"),

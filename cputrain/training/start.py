@@ -53,13 +53,15 @@ def start_training(
         progress.line(note)
     if found:
         set_damaged_aside(found, log.warn, position.step, ranks.this.rank)
-    return TrainingLoop(
+    loop = TrainingLoop(
         session=session,
         state=state,
         log=log,
         preemption=Preemption(ranks.group.keys, is_main_rank=ranks.is_main_rank, prepared=prepared),
         position=position,
     )
+    loop.saver.try_out(position)
+    return loop
 
 
 def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, list[str]]:
@@ -69,7 +71,7 @@ def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, li
     if recipe.model.weights is not None and loaded is None:
         path = Path(recipe.model.weights)
         # DDP sends rank 0's weights to all ranks
-        if line := run_on_main_rank(lambda: _describe_weights(path, load_initial_weights(network, path))):
+        if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
             notes.append(line)
     prepare_model(network, session.engine, recipe.precision)
     optimizer = build_optimizer(network, recipe.optim)
@@ -92,7 +94,3 @@ def _rebuild_buckets(state: TrainState, session: Session) -> None:
     sum_of(outputs).backward()  # type: ignore[no-untyped-call]
     state.optimizer.zero_grad()
     state.all_reduce.reset()
-
-
-def _describe_weights(path: Path, reinitialized: list[str]) -> str:
-    return f"weights of {path}" + (f", except {', '.join(reinitialized)}, which are new" if reinitialized else "")

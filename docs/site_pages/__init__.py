@@ -36,5 +36,5 @@ def write_pages(docs: Path) -> None:
     for name, page in PAGES.items():
         path, text = docs / name, page()
         path.parent.mkdir(exist_ok=True)
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")

@@ -80,4 +80,11 @@ def _help_of(option: click.Option) -> str:
 def _help(words: str) -> str:
     argv = [sys.executable, "-m", *words.split(), "--help"]
     env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    return subprocess.run(argv, env=env, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        argv,
+        env=env,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+    ).stdout

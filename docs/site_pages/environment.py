@@ -86,6 +86,6 @@ def own_variables() -> set[str]:
 def _texts() -> Iterator[str]:
     for top in TOP:
         for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value

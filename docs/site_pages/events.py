@@ -87,7 +87,7 @@ def written() -> dict[str, tuple[str, ...]]:
     """Event -> its fields in the order in which they are written."""
     found = {name: dict.fromkeys(fields) for name, fields in MORE_FIELDS.items()}
     for path in sorted((ROOT / "cputrain/training").glob("*.py")):
-        for call in _calls(ast.parse(path.read_text())):
+        for call in _calls(ast.parse(path.read_text(encoding="utf-8"))):
             name = ast.literal_eval(call.args[0])
             fields = [keyword.arg for keyword in call.keywords if keyword.arg]
             found[name] = dict.fromkeys((*fields, *found.get(name, ())))

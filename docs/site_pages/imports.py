@@ -37,7 +37,7 @@ def _package_of(module: str, known: dict[str, Path]) -> str:
 
 def _imported(path: Path) -> Iterator[str]:
     """The project's modules that a file imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in TOP:
             yield from (f"{node.module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.Import):

@@ -16,7 +16,7 @@ A run's folder contains this file, and `cputrain plan --format json` prints it.
 
 def plan_json() -> str:
     """One row for each field, with its path, type and meaning."""
-    schema = json.loads((ROOT / "docs/plan.schema.json").read_text())
+    schema = json.loads((ROOT / "docs/plan.schema.json").read_text(encoding="utf-8"))
     return f"{INTRODUCTION}\n{table(['field', 'type', 'meaning'], _fields('', schema, schema))}\n"
 
 

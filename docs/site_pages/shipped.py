@@ -32,7 +32,7 @@ def machines() -> str:
     """A row for each processor: model, forms, source."""
     rows = []
     for path in sorted((ROOT / "configs/machines").glob("*.yaml")):
-        entry = yaml.safe_load(path.read_text())
+        entry = yaml.safe_load(path.read_text(encoding="utf-8"))
         names = ", ".join(code(f"{path.stem}-{variant}") for variant in entry["variants"])
         rows.append([entry["model"], names, entry["source"]])
     return f"{MACHINES}\n{table(['processor', '`--machine`', 'source'], rows)}\n"

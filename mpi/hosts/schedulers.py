@@ -161,7 +161,11 @@ def _grid_engine(env: Env) -> Found | None:
     """sge_pe(5), $PE_HOSTFILE: HOST SLOTS QUEUE PROCESSORS on each line; a host has a line for each of its queues."""
     path = Path(env["PE_HOSTFILE"])
     try:
-        lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
+        lines = [
+            line.split()
+            for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+            if line.strip()
+        ]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"PE_HOSTFILE={path} cannot be read: {error}: name the hosts with --hosts") from None
     short = next((line for line in lines if len(line) < 2), None)
@@ -209,7 +213,7 @@ def _flux_prints(env: Env, *words: str) -> str | None:
         return None
     try:
         ran = subprocess.run(
-            [program, *words], env=env, capture_output=True, text=True, timeout=FLUX_TIMEOUT_S, check=False
+            [program, *words], env=env, capture_output=True, encoding="utf-8", timeout=FLUX_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return None

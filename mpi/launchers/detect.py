@@ -94,7 +94,8 @@ def identify(
         result = subprocess.run(
             [program, "--version"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=VERSION_TIMEOUT_S,
             env={**env, **all_needed},
             check=False,

@@ -22,6 +22,7 @@ from affinity.packages import installed_version
 from affinity.ranks.rank import discover
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
+from affinity.utf8 import use_utf8
 from mpi.preflight.reports import Clock, HostReport, LinkPeer, LinkSpeed, Listening
 from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect, join
 from mpi.supervise.messages import Hello, Stop
@@ -44,7 +45,7 @@ def inspect_host(
     provider: str | None,
 ) -> HostReport:
     """This host's report; `now_s` is the launching host's clock, `provider` the libfabric provider of the job."""
-    memory = Path("/proc/meminfo").read_text()
+    memory = Path("/proc/meminfo").read_text(encoding="utf-8")
     free_kib = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("MemAvailable:"))
     space = os.statvfs(scratch)
     return HostReport(
@@ -68,7 +69,9 @@ def missing_provider(wanted: str | None) -> str | None:
     program = shutil.which("fi_info")
     if wanted is None or wanted.startswith("^") or program is None:
         return None
-    listed = subprocess.run([program, "-l"], capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(
+        [program, "-l"], capture_output=True, encoding="utf-8", errors="replace", check=False
+    ).stdout
     offered = {line.removesuffix(":") for line in listed.splitlines() if line.endswith(":")}
     return next((name for name in wanted.replace(",", ";").split(";") if offered and name not in offered), None)
 
@@ -163,4 +166,5 @@ def _measure_link(neighbor: str, token: str, hello: Hello) -> float | None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:], os.environ))

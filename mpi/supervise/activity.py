@@ -84,7 +84,7 @@ def read_process(pid: int) -> ProcessTime | None:
         return None
     waited_s = 0.0
     with suppress(OSError, IndexError):  # a kernel without these statistics
-        waited_s = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * NANOSECOND_S
+        waited_s = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) * NANOSECOND_S
     return ProcessTime(wanted_s=stat.cpu_s + waited_s, stopped=stat.state == STOPPED)
 
 

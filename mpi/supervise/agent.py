@@ -18,6 +18,7 @@ from typing import Any
 from affinity.errors import InputError, RunError
 from affinity.exit_status import ExitStatus, exit_status, one_line, status_of
 from affinity.ranks.rank import Rank, discover
+from affinity.utf8 import use_utf8
 from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, heartbeat_interval, join
 from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Signaled, Stack, Stop
 from mpi.supervise.ranks import RankSupervisor
@@ -218,4 +219,5 @@ def _await_stop(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main(sys.argv[1:], os.environ))

@@ -26,7 +26,7 @@ def processes_of(sessions: Collection[int], mark: str | None) -> Iterator[int]:
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # has ended meanwhile, or is another user's
-            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             if fields[STATE] in "ZX" or int(folder.name) == os.getpid():
                 continue
             if int(fields[SESSION]) in sessions or (mark and wanted in (folder / "environ").read_bytes().split(b"\0")):

@@ -64,12 +64,12 @@ class KillCounter:
 def read_count(path: Path) -> int | None:
     """The kills that a file counts; None where it does not."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith(COUNTER)), None)
 
 
 def _host_bytes(root: Path) -> int:
-    lines = (root / "proc/meminfo").read_text().splitlines()
+    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))

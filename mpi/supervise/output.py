@@ -12,7 +12,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import IO, BinaryIO, TextIO
 
-from affinity.terminal_text import SafeOutput, clip, safe_output
+from affinity.terminal_text import CODES, SafeOutput, clip, safe_output
+from affinity.utf8 import printed_text
 
 CLEAR_LINE = "\r\x1b[2K"
 CHUNK_BYTES = 1 << 16
@@ -33,12 +34,12 @@ class Terminal:
     logs: Path
 
     def write(self, text: str) -> None:
-        """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as `?`."""
+        """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as its code."""
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
             encoding = self.stream.encoding
-            self.write(text.encode(encoding, errors="replace").decode(encoding))
+            self.write(text.encode(encoding, errors=CODES).decode(encoding))
         except OSError as error:
             self._lose(error)
 
@@ -92,7 +93,7 @@ class Relay:
         return f"\ncputrain: {left_out:,} bytes that nobody read were left out: see {self._terminal.logs}\n".encode()
 
     def _show(self) -> None:
-        decoder, output = codecs.getincrementaldecoder("utf-8")(errors="replace"), SafeOutput()
+        decoder, output = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace"), SafeOutput()
         while (data := self._chunks.get()) is not END:
             self._terminal.write(output.feed(decoder.decode(data)))
             self._terminal.flush()
@@ -163,12 +164,12 @@ class Stream:
             self.terminal.write("\n" if self.live else "")
             return
         start = CLEAR_LINE if self.live else ""
-        self.terminal.write(f"{start}{self.label}{safe_output(line.decode(errors='replace'))}\n")
+        self.terminal.write(f"{start}{self.label}{safe_output(printed_text(line))}\n")
         self._transient = False
 
     def _progress(self, text: bytes) -> None:
         self._transient = True
-        shown = f"{self.label}{safe_output(text.decode(errors='replace'))}"
+        shown = f"{self.label}{safe_output(printed_text(text))}"
         if self.live:
             self.terminal.write(CLEAR_LINE + clip(shown, get_terminal_size().columns - 1))  # a second row would stay
         elif time.monotonic() - self._shown_at >= PLAIN_PROGRESS_S:

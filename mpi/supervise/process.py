@@ -122,7 +122,7 @@ def write_files(files: Files) -> None:
     """Write a launcher's files."""
     for path, text in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")  # paths are bytes
 
 
 def signal_group(pid: int, number: int) -> bool:

@@ -15,6 +15,7 @@ from typing import BinaryIO, TextIO
 
 from affinity.errors import InputError
 from affinity.process_stat import outlives
+from affinity.utf8 import printed_text
 from mpi.supervise.activity import READ_S, ActivityMeter, tree
 from mpi.supervise.clock import RunningClock
 from mpi.supervise.exits import LAST_LINES, RankExit
@@ -79,7 +80,7 @@ def last_lines(log: Path) -> tuple[str, ...]:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = printed_text(file.read()).splitlines()
     except OSError:
         return ()
     return tuple(lines[-LAST_LINES:])

@@ -169,7 +169,7 @@ def children_of(pid: int) -> list[int]:
     with suppress(OSError):  # the process has ended meanwhile
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # the thread has
-                found += map(int, (thread / "children").read_text().split())
+                found += map(int, (thread / "children").read_text(encoding="utf-8").split())
     return found
 
 
@@ -189,7 +189,9 @@ def read_rdma(root: Path) -> Network:
     found: Network = {}
     for counters in sorted(root.glob("sys/class/infiniband/*/ports/*/counters")):
         try:
-            both = [int((counters / f"port_{way}_data").read_text()) * RDMA_WORD for way in ("rcv", "xmit")]
+            both = [
+                int((counters / f"port_{way}_data").read_text(encoding="utf-8")) * RDMA_WORD for way in ("rcv", "xmit")
+            ]
         except (OSError, ValueError):
             continue  # a port that counts nothing
         found[f"{counters.parents[2].name}:{counters.parent.name} (RDMA)"] = (both[0], both[1])

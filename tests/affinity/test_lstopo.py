@@ -76,7 +76,7 @@ def with_core_types(path: Path, *kinds: str) -> Machine:
         for cpus, kind in zip(("0x5", "0xa"), kinds, strict=True)
     )
     text = FLAT.format(version="2.0", subtype="").replace("</topology>", f"{''.join(elements)}</topology>")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return read_lstopo(path)
 
 

@@ -1,12 +1,13 @@
 """What reaches a terminal of text that others wrote."""
 
 import re
+from io import BytesIO, TextIOWrapper
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.terminal_text import SafeOutput, clip, printable, printable_lines, safe_output
+from affinity.terminal_text import SafeOutput, accept_any_text, clip, printable, printable_lines, safe_output, shown
 
 # What a terminal would obey: titles and clipboard (OSC), questions that it answers, clearing and scrolling the screen,
 # other character sets, a reset, device control strings, C1 characters, a printer, the alternate screen.
@@ -20,8 +21,8 @@ TEXTS = st.lists(st.sampled_from((*OBEYED, *PASS, "\x1b", "\x1b[", "3", "1m")) |
 
 @pytest.mark.parametrize("sequence", OBEYED)
 def test_what_a_terminal_would_obey_is_shown_as_codes(sequence: str) -> None:
-    for shown in (safe_output(f"a{sequence}b"), printable(f"a{sequence}b")):
-        assert shown.isprintable() and shown[0] == "a" and shown[-1] == "b"
+    for text in (safe_output(f"a{sequence}b"), printable(f"a{sequence}b")):
+        assert text.isprintable() and text[0] == "a" and text[-1] == "b"
     assert safe_output(sequence) == "".join(c if c.isprintable() else ascii(c)[1:-1] for c in sequence)
 
 
@@ -58,3 +59,18 @@ def test_a_sequence_without_end_is_not_waited_for() -> None:
 def test_a_clipped_line_keeps_its_sequences_whole() -> None:
     assert clip("ab\x1b[31mcd\x1b[0mef", 3) == "ab\x1b[31mc\x1b[0m"
     assert clip("abc", 5) == "abc" and clip("abc", 0) == clip("abc", -1) == ""
+
+
+def test_streams_write_what_their_encoding_lacks_as_codes() -> None:
+    """A byte that is not UTF-8 is a surrogate (PEP 383); charts are drawn with ASCII."""
+    for encoding, expected in (
+        ("ascii", rb"caf\xe9 th\xe9 \u2192 #_|-"),
+        ("iso8859-1", rb"caf\xe9 " + b"th\xe9" + rb" \u2192 #_|-"),
+        ("utf-8", rb"caf\xe9 " + "th\u00e9 \u2192 █▁│─".encode()),
+    ):
+        stream = TextIOWrapper(BytesIO(), encoding=encoding)
+        accept_any_text(stream, encoding)
+        stream.write("caf\udce9 th\u00e9 \u2192 █▁│─")
+        stream.flush()
+        assert stream.buffer.getvalue() == expected, encoding
+    assert shown("caf\udce9 th\u00e9") == "caf\\xe9 th\u00e9" and printable("caf\udce9") == r"caf\xe9"

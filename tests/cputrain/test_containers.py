@@ -44,7 +44,7 @@ def runtimes(tmp_path: Path) -> dict[str, str]:
 
 def calls(runtimes: dict[str, str]) -> list[list[str]]:
     """What the stand-ins were called with."""
-    return [json.loads(line) for line in Path(runtimes["CONTAINER_LOG"]).read_text().splitlines()]
+    return [json.loads(line) for line in Path(runtimes["CONTAINER_LOG"]).read_text(encoding="utf-8").splitlines()]
 
 
 PROBE = """
@@ -140,7 +140,7 @@ def test_jobs_in_containers_prepare_and_train(slurm: Slurm, runtimes: dict[str, 
     network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=32", "batch.local=6")
     recipe = ("imagefolder", f"data.path={shards}", *network, "epochs=1")
     for runtime in ("apptainer", "docker"):
-        Path(runtimes["CONTAINER_LOG"]).write_text("")
+        Path(runtimes["CONTAINER_LOG"]).write_text("", encoding="utf-8")
         options = ("--ppn", str(CORES), "--container", "image.sif", "--container-runtime", runtime)
         done(slurm, here, runtimes, *recipe, "schedule.warmup_epochs=0", f"output={runs / runtime}", *options)
         events = read_events(runs / runtime)

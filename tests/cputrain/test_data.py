@@ -249,7 +249,7 @@ def test_memory_stays_flat_over_many_epochs(folder: Path) -> None:
                 sum(len(batch.labels) for batch in decoded_batches(images, shares, small, side=16, threads=2, cpus=()))
                 == 36
             )
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGESIZE")
 
     before = epochs(0, 20)
     assert epochs(20, 120) - before < 2 << 20

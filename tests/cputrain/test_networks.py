@@ -1,11 +1,15 @@
 """Networks and their variants: built as requested, or refused with a remedy."""
 
+from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 
 from affinity.errors import InputError
 from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
@@ -184,11 +188,12 @@ def test_initial_weights_are_loaded_except_a_head_of_other_classes(tmp_path: Pat
         torch.manual_seed(5)
         model = build_model(ModelSection(name="resnet18"), 10, 64)
         head = model.fc.weight.clone()
-        assert load_initial_weights(model, tmp_path / name) == ["fc.weight", "fc.bias"]
+        assert load_initial_weights(model, tmp_path / name).endswith(", except fc.weight, fc.bias, which are new")
         assert torch.equal(model.layer4[1].conv2.weight, source.layer4[1].conv2.weight)
         assert torch.equal(model.fc.weight, head)
     same = build_model(ModelSection(name="resnet18"), 7, 64)
-    assert load_initial_weights(same, tmp_path / "state.pt") == [] and torch.equal(same.fc.weight, source.fc.weight)
+    assert load_initial_weights(same, tmp_path / "state.pt") == f"weights of {tmp_path}/state.pt"
+    assert torch.equal(same.fc.weight, source.fc.weight)
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
@@ -204,3 +209,123 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError) as error:
             load_initial_weights(made(name="resnet18"), tmp_path / name)
         assert message in str(error.value)
+
+
+def small(bias: float = 0.0) -> nn.Module:
+    network = nn.Sequential(
+        OrderedDict(features=nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), fc=nn.Linear(4, 2))
+    )
+    nn.init.constant_(network.fc.bias, bias)
+    return network
+
+
+def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def averaged_model() -> dict[str, Tensor]:
+    return AveragedModel(small(2.0)).state_dict()  # n_averaged and module.*, as torchvision's references have them
+
+
+def data_parallel_features() -> dict[str, Tensor]:
+    network = small(1.0)
+    network.features = nn.DataParallel(network.features)  # as pytorch/examples wraps AlexNet's and VGG's
+    return network.state_dict()
+
+
+def compiled() -> dict[str, Tensor]:
+    return torch.compile(nn.DataParallel(small(1.0))).state_dict()
+
+
+RUN = {"epoch": 3, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": []}]}, "arch": "small"}
+ARGUMENTS = Namespace(lr=0.1, data_path=Path("data"), milestones=[30, 60], seed=None)
+FOREIGN = {
+    "pytorch/examples": (
+        lambda: {**RUN, "state_dict": prefixed("module.", small(1.0).state_dict())},
+        "its state_dict, no moving average, names without module.",
+        1.0,
+    ),
+    "pytorch/examples, VGG": (
+        lambda: {**RUN, "state_dict": data_parallel_features(), "best_acc1": torch.tensor(70.1)},
+        "its state_dict, no moving average, names without module.",
+        1.0,
+    ),
+    "torchvision's references": (
+        lambda: {**RUN, "model": small(1.0).state_dict(), "args": ARGUMENTS},
+        "its model, no moving average",
+        1.0,
+    ),
+    "torchvision's references, averaged": (
+        lambda: {**RUN, "model": small(1.0).state_dict(), "args": ARGUMENTS, "model_ema": averaged_model()},
+        "its model_ema, a moving average, names without module., left out n_averaged",
+        2.0,
+    ),
+    "timm": (
+        lambda: {
+            **RUN,
+            "state_dict": small(1.0).state_dict(),
+            "state_dict_ema": small(2.0).state_dict(),
+            "args": ARGUMENTS,
+            "metric": np.float64(70.1),
+        },
+        "its state_dict_ema, a moving average",
+        2.0,
+    ),
+    "DataParallel, compiled": (compiled, "names without _orig_mod.module.", 1.0),
+    "PyTorch's tutorials": (
+        lambda: {**RUN, "model_state_dict": small(1.0).state_dict(), "loss": 0.1},
+        "its model_state_dict, no moving average",
+        1.0,
+    ),
+    "DeepSpeed": (lambda: {**RUN, "module": small(1.0).state_dict()}, "its module, no moving average", 1.0),
+    "Lightning": (
+        lambda: {
+            "pytorch-lightning_version": "2.6.6",
+            "hyper_parameters": {"lr": 0.1},
+            "state_dict": {**prefixed("net._orig_mod.", small(1.0).state_dict()), "loss.weight": torch.ones(2)},
+        },
+        "its state_dict, no moving average, names without net._orig_mod., left out loss.weight",
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("program", FOREIGN)
+def test_weights_that_other_programs_saved_are_loaded_and_what_was_taken_is_said(program: str, tmp_path: Path) -> None:
+    content, said, bias = FOREIGN[program]
+    torch.save(content(), tmp_path / "w.pth")
+    model = small()
+    assert load_initial_weights(model, tmp_path / "w.pth") == f"weights of {tmp_path}/w.pth, {said}"
+    assert model.fc.bias.tolist() == [bias, bias]
+
+
+def test_a_network_s_own_parts_may_have_wrappers_names(tmp_path: Path) -> None:
+    network = nn.ModuleDict({"module": nn.Linear(2, 2), "model": nn.Linear(2, 2)})
+    torch.save(network.state_dict(), tmp_path / "own.pt")
+    torch.save(prefixed("_orig_mod.", network.state_dict()), tmp_path / "compiled.pt")
+    for name, removed in (("own.pt", ""), ("compiled.pt", ", names without _orig_mod.")):
+        other = nn.ModuleDict({"module": nn.Linear(2, 2), "model": nn.Linear(2, 2)})
+        assert load_initial_weights(other, tmp_path / name) == f"weights of {tmp_path / name}{removed}"
+        assert all(map(torch.equal, other.state_dict().values(), network.state_dict().values()))
+
+
+def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp_path: Path) -> None:
+    state = small(1.0).state_dict()
+    kernel, row = "features.0.weight", "fc.weight"
+    quantized = torch.quantize_per_tensor(state[kernel], 0.1, 0, torch.qint8)
+    for content, message in (
+        ({"state_dict": {**prefixed("student.", state), **prefixed("teacher.", state)}},
+         r"has the network several times, as student\.\*, teacher\.\*: save the one"),
+        ({**state, row: state[row].to_sparse()}, "fc.weight is sparse: save it as a dense tensor of real numbers"),
+        ({**state, row: state[row].to_sparse_csr()}, "fc.weight is sparse_csr: save it as a dense tensor"),
+        ({"model": {**state, kernel: state[kernel].to(torch.complex64)}}, "features.0.weight is complex: save it as"),
+        ({**state, kernel: quantized}, "features.0.weight is quantized: save it as a dense tensor"),
+        ({"state_dict": {}, "epoch": 3}, "has no weights, only state_dict, epoch: save a state dict"),
+        ({"model": small()}, r"asks to run code \(torch\.\S+\), which was not done: .* your own, .* state_dict\(\)"),
+    ):  # fmt: skip
+        torch.save(content, tmp_path / "w.pt")
+        model = small()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(InputError, match=message):
+            load_initial_weights(model, tmp_path / "w.pt")
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -327,12 +327,12 @@ def test_a_picture_that_is_there_is_replaced_only_when_asked(
 ) -> None:
     write_images(tmp_path / "images")
     monkeypatch.chdir(tmp_path)
-    Path("sheet.png").write_text("mine")
+    Path("sheet.png").write_text("mine", encoding="utf-8")
     assert main(["data", "show", "images"]) == 2
     assert capsys.readouterr().err == (
         "cputrain: --output sheet.png already exists: name another file, or add --overwrite\n"
     )
-    assert Path("sheet.png").read_text() == "mine"
+    assert Path("sheet.png").read_text(encoding="utf-8") == "mine"
     assert main(["data", "show", "images", "--count", "2", "--overwrite"]) == 0
     assert capsys.readouterr().out == "sheet.png: 2 of 36 train images\n"
     with Image.open("sheet.png") as sheet:

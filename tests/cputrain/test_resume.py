@@ -50,7 +50,7 @@ def killed(place: Path, *arguments: str) -> int:
         while not (events.is_file() and '"checkpoint"' in events.read_text()):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
         ranks = [pid for pid in children if b"--prepared" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(int(ranks[0]), signal.SIGKILL)
         _, err = process.communicate(timeout=60)
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp
     for file in ("w.safetensors", "w.pt"):
         assert f"{file}: " in cputrain("export", "alone", file, cwd=tmp_path).stdout
     torch_weights = torch.load(tmp_path / "w.pt", weights_only=True)
-    weights = read_weights(tmp_path / "w.safetensors")
+    weights = read_weights(tmp_path / "w.safetensors").tensors
     assert all(torch.equal(value, weights[name]) for name, value in torch_weights.items()) and "fc.bias" in weights
     with safe_open(tmp_path / "w.safetensors", "pt") as opened:
         assert json.loads(opened.metadata()["classes"]) == ["class0", "class1", "class2"]
@@ -209,7 +209,11 @@ def test_what_cannot_be_evaluated_is_refused_before_a_worker_starts(place: Path)
         ("run", "--last", "--checkpoint", "junk.pt"): "cannot be used together",
         ("run", "--checkpoint", "nowhere"): "checkpoint nowhere is not there",
         ("run", "--checkpoint", "images"): "checkpoint images is not a checkpoint, and has none in it",
-        ("run", "--checkpoint", "junk.pt"): "checkpoint junk.pt is not a checkpoint, and has none in it",
+        (
+            "run",
+            "--checkpoint",
+            "junk.pt",
+        ): "checkpoints/; a training starts from a file of weights by model.weights=FILE",
         ("run", "--checkpoint", "flipped"): "flipped/model.safetensors is damaged: the checksum of ",
         ("run", "model.name=linear"): "checkpoint run/checkpoints/best has weights of another model: ",
     }

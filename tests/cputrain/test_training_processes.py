@@ -59,10 +59,12 @@ def test_a_killed_or_stopped_rank_ends_the_training_and_is_named(
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and not (events.is_file() and '"step"' in events.read_text()):
         time.sleep(0.1)
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8")
     ranks = {
         int(pid): dict(
-            pair.split("=", 1) for pair in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in pair
+            pair.split("=", 1)
+            for pair in Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
+            if "=" in pair
         )
         for pid in listed.split()
     }

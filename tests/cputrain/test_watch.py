@@ -16,7 +16,7 @@ from tests.support.run_folders import BEGUN, write_run
 
 
 def shown(state: WatchState, name: str = "demo", width: int = 120, **more: float) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115, PTH123
+    console = Console(width=width, record=True, file=open("/dev/null", "w", encoding="utf-8"), color_system=None)  # noqa: SIM115, PTH123
     console.print(screen(name, state, width=width, **more))
     return console.export_text()
 

@@ -119,7 +119,7 @@ def test_a_rank_that_lives_here_has_all_of_the_timeout_and_a_stopped_or_unseen_o
     assert silence_limit(replace(here, native=True), "another kernel", 60.0) == 15.0
     assert silence_limit(replace(here, started=here.started - 1), here.kernel, 60.0) == 6.0  # its PID went to another
     with subprocess.Popen(["sleep", "60"]) as process:
-        text = Path(f"/proc/{process.pid}/stat").read_text()
+        text = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
         started = int(text.rpartition(")")[2].split()[19])
         assert is_scheduled(process.pid, started)
         process.send_signal(signal.SIGSTOP)

@@ -1,6 +1,7 @@
 """What CONTRIBUTING.md says of the code, where no linter checks it."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -95,3 +96,36 @@ def test_only_command_lines_and_what_others_call_use_the_environment() -> None:
 )
 def test_a_use_of_the_environment_is_seen(code: str) -> None:
     assert uses_of_the_environment(ast.parse(code)) == 1
+
+
+def lacks_encoding(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the locale's encoding; ruff sees that only where it knows the type."""
+    if any(keyword.arg in ("encoding", None) for keyword in call.keywords):
+        return False
+    function = ast.unparse(call.func)
+    name = function.rpartition(".")[2]
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    texts = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    modes = [text for text in texts if re.fullmatch(r"[rwax][bt]?\+?[bt]?", text)]
+    if any(each.arg in ("text", "universal_newlines") and ast.unparse(each.value) == "True" for each in call.keywords):
+        return True
+    if name in ("read_text", "write_text"):
+        return len(call.args) < (1 if name == "read_text" else 2)
+    if name == "open" and function not in ("os.open", "tarfile.open", "gzip.open"):
+        return not values or any("b" not in mode for mode in modes)
+    return name in ("fdopen", "NamedTemporaryFile", "TemporaryFile") and any("b" not in mode for mode in modes)
+
+
+def test_text_is_read_and_written_in_an_encoding_that_is_named() -> None:
+    calls = {
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}": lacks_encoding(node)
+        for folder in ("affinity", "mpi", "cputrain", "benchmarks", "tools", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    }
+    assert len(calls) > 10_000
+    assert [call for call, lacks in calls.items() if lacks] == []
+    for code in ("p.read_text()", "p.write_text(x)", "p.open('w')", "open(p, 'a')", "run(a, text=True)", "p.open()"):
+        call = ast.parse(code, mode="eval").body
+        assert isinstance(call, ast.Call) and lacks_encoding(call), code

@@ -49,7 +49,7 @@ def test_every_setting_has_a_reason_and_is_set_once() -> None:
 def test_the_interface_to_this_host_is_loopback() -> None:
     assert interface_to("127.0.0.1") == "lo"
     assert interface_to("no.such.host.invalid") is None
-    if socket.has_ipv6 and Path("/proc/net/if_inet6").read_text():
+    if socket.has_ipv6 and Path("/proc/net/if_inet6").read_text(encoding="utf-8"):
         assert interface_to("::1") == "lo"
 
 

@@ -46,7 +46,7 @@ def job(tmp_path: Path, code: str) -> Job:
 def has_ended(pid: int) -> bool:
     """Whether a process has ended (a zombie has)."""
     try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except FileNotFoundError:
         return True
 
@@ -231,6 +231,6 @@ if os.environ["RANK"] == "0":
     os.kill(os.getppid(), signal.SIGTERM)
 time.sleep(60)
 """
-    with Path("/dev/full").open("w", buffering=1) as err:
+    with Path("/dev/full").open("w", encoding="utf-8", buffering=1) as err:
         status = run_local(job(tmp_path, code), os.environ, io.StringIO(), err, save_first=save_first)
     assert status == 128 + signal.SIGTERM

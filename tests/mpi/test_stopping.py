@@ -195,7 +195,7 @@ def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
         for name in ("local", "mpich"):
             folder = tmp_path / name
             folder.mkdir()
-            full = stack.enter_context(Path("/dev/full").open("w"))
+            full = stack.enter_context(Path("/dev/full").open("w", encoding="utf-8"))
             jobs[name, "full"] = launched(stack, name, folder, code, stdout=full.fileno())
             (folder / "head").mkdir()
             jobs[name, "head"] = head = launched(stack, name, folder / "head", code)
@@ -218,7 +218,7 @@ def test_a_job_goes_on_where_nobody_reads_its_output(tmp_path: Path) -> None:
 
 def test_a_command_whose_output_nobody_takes_ends_and_says_why() -> None:
     argv = (sys.executable, "-m", "cputrain", "plan", "--machine", "skx-8160-2s", "--explain")
-    with Path("/dev/full").open("w") as full:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "cputrain: stdout: No space left on device\n")
     reader, writer = os.pipe()

@@ -227,7 +227,7 @@ def begun_collective(kind: int, size: int, group: dist.ProcessGroup) -> dist.Wor
 
 def resident_kib() -> int:
     """This process's resident memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize() // 1024
 
 
 def users() -> None:

@@ -393,7 +393,7 @@ def soak(count: str) -> None:
 
 
 def resident_mib() -> float:
-    pages = Path("/proc/self/statm").read_text().split()[1]
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 

@@ -65,7 +65,7 @@ def source_of(mount: str) -> str:
 
 def main(runtime: str, verb: str, words: list[str]) -> None:
     """Become the command, inside."""
-    with Path(os.environ["CONTAINER_LOG"]).open("a") as log:
+    with Path(os.environ["CONTAINER_LOG"]).open("a", encoding="utf-8") as log:
         log.write(json.dumps([runtime, verb, *words]) + "\n")
     if verb == "ps":
         return

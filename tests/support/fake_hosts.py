@@ -187,7 +187,7 @@ def _start(folder: Path, name: str) -> subprocess.Popen[bytes]:
 def _child(pid: int) -> int:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
         if children:
             return int(children[0])
         time.sleep(0.01)

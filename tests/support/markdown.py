@@ -34,7 +34,7 @@ def name_of(page: Path) -> str:
 
 def blocks(page: Path) -> list[Block]:
     """All fenced blocks of a page."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     return [
         Block(page=page, line=text.count("\n", 0, found.start()) + 1, tag=found[1], text=found[2])
         for found in BLOCK.finditer(text)
@@ -43,7 +43,7 @@ def blocks(page: Path) -> list[Block]:
 
 def prose(page: Path) -> str:
     """A page without its fenced blocks."""
-    return BLOCK.sub("", page.read_text())
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
 def scripts(page: Path) -> Iterator[str]:

@@ -98,7 +98,7 @@ def slurm_cluster(folder: Path, cores: int) -> Iterator[Slurm]:
     argvs = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{i}"] for i in (1, 2))]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     hosts = folder / "hosts"
-    hosts.write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 n1 n2\n")
+    hosts.write_text(f"{Path('/etc/hosts').read_text(encoding='utf-8')}\n127.0.0.1 n1 n2\n")
     daemons = [subprocess.Popen([*KNOWING, str(hosts), *argv], env=env, **quiet) for argv in argvs]
     try:
         slurm = Slurm(env=env, hosts=hosts)

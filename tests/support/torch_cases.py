@@ -72,11 +72,11 @@ def main() -> None:
     dist.init_process_group(os.environ["BACKEND"], timeout=timedelta(seconds=60))
     for name in names:
         started = time.monotonic()
-        with results.open("a") as file:
+        with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"rank": rank.rank, "case": name, "outcome": "begun"}) + "\n")
         torch.manual_seed(0)
         outcome, message = run(name, f"{os.environ['TEMP_DIR']}/{name}")
-        with results.open("a") as file:
+        with results.open("a", encoding="utf-8") as file:
             took = round(time.monotonic() - started, 2)
             result = {"rank": rank.rank, "case": name, "outcome": outcome, "message": message, "seconds": took}
             file.write(json.dumps(result) + "\n")

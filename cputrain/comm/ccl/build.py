@@ -82,7 +82,7 @@ def _pybind11_flags() -> tuple[str, ...]:
 
 def built_path(libraries: Libraries, env: Mapping[str, str]) -> Path:
     """The path of the compiled extension; its name is a hash of all that the extension depends on."""
-    source = "".join(path.read_text() for path in sorted(NATIVE.rglob("*.*")) if path.is_file())
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted(NATIVE.rglob("*.*")) if path.is_file())
     commands = (*compile_line("c++", libraries, (NATIVE,), Path(NAME)), *link_line("c++", libraries, (), Path(NAME)))
     parts = (source, torch.__version__, sys.version, platform.machine(), *commands)
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from affinity.planner.records import Record
 from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
 from affinity.start import own_program
+from affinity.utf8 import use_utf8
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.measurements import keep
@@ -140,4 +141,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main())

@@ -15,6 +15,7 @@ from affinity.errors import InputError, RunError
 from affinity.ranks.rank import discover
 from affinity.ranks.rendezvous import with_rank
 from affinity.topology.sysfs import this_machine
+from affinity.utf8 import use_utf8
 from cputrain.comm import ccl
 from cputrain.transports import BUCKET_BYTES
 
@@ -55,4 +56,5 @@ def _timed(size: int) -> list[float]:
 
 
 if __name__ == "__main__":
+    use_utf8()
     main()

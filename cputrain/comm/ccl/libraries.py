@@ -73,7 +73,7 @@ def _roots(env: Mapping[str, str], variable: str, package: str, landmark: str, d
 
 
 def _version(header: Path) -> tuple[int, int]:
-    text = header.read_text() if header.is_file() else ""
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
     numbers = re.findall(r"CCL_(?:MAJOR|MINOR)_VERSION\s+(\d+)", text)
     if len(numbers) != 2:
         raise InputError(f"comm.backend=ccl: {header} contains no version of oneCCL: {INSTALL}")

@@ -35,7 +35,7 @@ def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mappin
 
 def _hosts(rank: int, size: int, store: Store, timeout: timedelta) -> list[str]:
     """What tells the host of each rank from other hosts."""
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
+    boot = BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.is_file() else ""
     keys = [str(number) for number in range(size)]
     try:
         store.set(keys[rank], f"{socket.gethostname()} {boot} {Path('/proc/self/ns/ipc').stat().st_ino}")

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.utf8 import text_of
 from cputrain.data.formats.dataset import ArchiveMembers, ImageFiles, OwnSplits
-from cputrain.data.formats.folder import folders_in, list_images, notes_of
+from cputrain.data.formats.folder import class_folders, list_images, notes_of
 from cputrain.data.formats.places import is_image
 from cputrain.data.formats.tar import members
 
@@ -20,7 +21,7 @@ def open_caltech256(source: Path) -> OwnSplits:
         folder = inner if inner.is_dir() else source
         if not folder.is_dir():
             raise InputError(f"{folder} does not exist: name a folder with a folder for each class")
-        names = tuple(folders_in(folder))
+        names = tuple(sorted(map(text_of, class_folders(folder).values())))
         listing = list_images(folder, names, every_class=True)
         train = ImageFiles(listing.paths, listing.labels)
         return OwnSplits(classes=names, train=train, notes=tuple(notes_of(folder, listing)))

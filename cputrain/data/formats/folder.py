@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.utf8 import one_form, text_of
 from affinity.wording import counted, first_named
 from cputrain.data.formats.flat_labels import check_classes, flat_labels, has_labels
 from cputrain.data.formats.places import NAMES, SPLITS, TEST, TRAIN, VAL, is_hidden, is_image, suffix_of, visible
@@ -41,11 +42,12 @@ def read_folder(root: Path) -> ImageFolder:
     """
     folders = split_folders(root)
     classes, notes = class_names(folders), []
-    if TEST in folders and not set(folders_in(folders[TEST])) & set(classes):  # as in competitions
+    if TEST in folders and not _has_any(folders[TEST], classes):  # as in competitions
         notes.append(f"{folders[TEST]} has no folder of a class of {folders[TRAIN]}: it is not used")
         del folders[TEST]
     splits = {split: _list_split(folder, classes, training=folders[TRAIN]) for split, folder in folders.items()}
     notes += [note for split, folder in folders.items() for note in notes_of(folder, splits[split])]
+    notes += other_forms(folders, classes)
     return ImageFolder(classes=classes, splits=splits, notes=tuple(notes))
 
 
@@ -102,16 +104,44 @@ def class_names(folders: dict[str, Path]) -> tuple[str, ...]:
 
     Raises InputError when train/ has no class, or validation images are of one that train/ lacks.
     """
-    names = folders_in(folders[TRAIN])
+    names = sorted(map(text_of, class_folders(folders[TRAIN]).values()))
     if not names:
         raise InputError(f"{folders[TRAIN]} has no class folders: put images into train/CLASS/")
     for split, folder in folders.items():
-        mine = set(folders_in(folder))
-        if not mine & set(names) and (split == TEST or has_labels(_label_places(folder))):
+        if not _has_any(folder, names) and (split == TEST or has_labels(_label_places(folder))):
             continue
-        if extra := sorted(mine - set(names)):
+        if extra := sorted(class_folders(folder).keys() - set(map(one_form, names))):
             raise InputError(f"{folder} has classes that train/ lacks: {', '.join(extra[:5])}: add them or remove them")
     return tuple(names)
+
+
+def class_folders(folder: Path) -> dict[str, str]:
+    """The folders in a folder by their names in one Unicode form. Raises InputError where two have the same name."""
+    found: dict[str, str] = {}
+    for name in folders_in(folder):
+        before = found.setdefault(one_form(text_of(name)), name)
+        if before != name:
+            raise InputError(
+                f"{folder} has the class {name} twice, in two Unicode forms, as {text_of(before)!a} and "
+                f"{text_of(name)!a}: move the images of one folder into the other"
+            )
+    return found
+
+
+def _has_any(folder: Path, classes: Sequence[str]) -> bool:
+    """Whether a folder has the folder of a class."""
+    return not class_folders(folder).keys().isdisjoint(map(one_form, classes))
+
+
+def other_forms(folders: dict[str, Path], classes: Sequence[str]) -> list[str]:
+    """A line about classes whose names have another Unicode form in another split, as macOS writes them; or none."""
+    for split, folder in folders.items():
+        there = class_folders(folder)
+        for name in classes:
+            own = text_of(there.get(one_form(name), name))
+            if own != name:
+                return [f"{split}/ has {name} in another Unicode form, {own!a} for {name!a}: it is the same class"]
+    return []
 
 
 def _label_places(folder: Path) -> list[Path]:
@@ -121,7 +151,7 @@ def _label_places(folder: Path) -> list[Path]:
 
 def _list_split(folder: Path, classes: Sequence[str], *, training: Path) -> Listing:
     """The images of a split, by class folders, or by a file of labels where none of its folders is one of a class."""
-    if folder == training or set(folders_in(folder)) & set(classes):
+    if folder == training or _has_any(folder, classes):
         return list_images(folder, classes, every_class=folder == training)
     paths, others = _images_in(folder)
     if not paths:
@@ -142,10 +172,11 @@ def list_images(folder: Path, classes: Sequence[str], *, every_class: bool) -> L
     paths: list[str] = []
     labels: list[int] = []
     others: Counter[str] = Counter()
+    own_names = class_folders(folder)
     for label, name in enumerate(classes):
-        class_folder = folder / name
-        if not class_folder.is_dir():
+        if one_form(name) not in own_names:
             continue  # val/ need not have every class
+        class_folder = folder / own_names[one_form(name)]
         mine, rest = _images_in(class_folder)
         if every_class and not mine:
             found = f": it has {_by_suffix(rest)}" if rest else ""

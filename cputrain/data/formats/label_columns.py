@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from affinity.utf8 import one_form
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
 UNLABELED = -1
@@ -108,8 +109,14 @@ def class_names_of(schema: Any, label: str, columns: Sequence[Any]) -> Classes:
     names = _feature(schema, label).get("names")
     if isinstance(names, list) and names:
         return Classes(names=tuple(map(str, names)), numbers={number: number for number in range(len(names))})
-    values = sorted({value for column in columns for value in column.unique().to_pylist() if value is not None})
+    found = {_value(value) for column in columns for value in column.unique().to_pylist() if value is not None}
+    values = sorted(found)
     return Classes(names=tuple(map(str, values)), numbers={value: number for number, value in enumerate(values)})
+
+
+def _value(label: Any) -> Any:
+    """A label; a text in one Unicode form, as both forms of a class look the same."""
+    return one_form(label) if isinstance(label, str) else label
 
 
 def labels_of(where: str, columns: Sequence[Any], classes: Classes) -> NDArray[np.int64]:
@@ -117,7 +124,7 @@ def labels_of(where: str, columns: Sequence[Any], classes: Classes) -> NDArray[n
 
     Raises InputError for a label that is no class.
     """
-    values = [value for column in columns for value in column.to_pylist()]
+    values = [_value(value) for column in columns for value in column.to_pylist()]
     numbers = {None: UNLABELED, UNLABELED: UNLABELED} | classes.numbers
     wrong = next((row for row, value in enumerate(values) if value not in numbers), None)
     if wrong is not None:

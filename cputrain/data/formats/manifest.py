@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from affinity.errors import InputError
-from cputrain.files import write_atomic
+from cputrain.files import write_text
 
 VERSION = 3
 MANIFEST = "manifest.json"
@@ -59,7 +59,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}: prepare again")
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {str(error)[:200]}: prepare again") from None
     if isinstance(manifest, dict) and manifest.get("version") != VERSION:
@@ -79,4 +79,4 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a folder whose shards and indices are complete."""
     manifest = {"version": VERSION, "classes": list(classes), "options": options, "splits": splits}
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))

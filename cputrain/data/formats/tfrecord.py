@@ -188,7 +188,13 @@ def _example(data: mmap.mmap, start: int, end: int) -> tuple[Span, int, str]:
         label -= (label >> 63) << 64  # an int64: -1 has ten bytes
     for key in (SYNSET_NAME, TEXT):
         if key in features:
-            return image, label, data[slice(*dict(_fields(data, *dict(_fields(data, *features[key]))[1]))[1])].decode()
+            return (
+                image,
+                label,
+                data[slice(*dict(_fields(data, *dict(_fields(data, *features[key]))[1]))[1])].decode(
+                    errors="surrogateescape"
+                ),
+            )
     return image, label, ""
 
 

@@ -141,6 +141,6 @@ EXTENSION = NativeExtension(
 
 def built_path(env: Mapping[str, str]) -> Path:
     """Where the compiled library lies: the name depends on the sources and the machine's architecture."""
-    parts = (*(path.read_text() for path in SOURCES), platform.machine())
+    parts = (*(path.read_text(encoding="utf-8") for path in SOURCES), platform.machine())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return cache_folder(env) / f"pixels-{platform.machine()}-{key}" / "pixels.so"

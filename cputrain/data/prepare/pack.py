@@ -24,7 +24,7 @@ from cputrain.data.pixels.decode import ImageError
 from cputrain.data.prepare.encode import Encoded, encode
 from cputrain.data.prepare.options import Options
 from cputrain.data.prepare.shard_writers import WRITERS, Sample, ShardRecord, ShardWriter
-from cputrain.files import write_atomic, write_with
+from cputrain.files import write_text, write_with
 
 OVERHEAD = 2048  # bytes of a sample in a tar beside its image: two headers, padding, the label; fewer in a TFRecord
 SAMPLED = 64  # images that are re-encoded to estimate the size of the shards
@@ -100,12 +100,12 @@ def _unfinished(out: Path, requested: dict[str, Any]) -> Path:
     """The folder .OUT.partial, emptied where it was begun with other options."""
     partial_out = out.with_name(f".{out.name}.partial")
     try:
-        begun_with = json.loads((partial_out / OPTIONS).read_text())
+        begun_with = json.loads((partial_out / OPTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         begun_with = None
     if begun_with != requested:
         shutil.rmtree(partial_out, ignore_errors=True)
-        write_atomic(partial_out / OPTIONS, json.dumps(requested).encode())
+        write_text(partial_out / OPTIONS, json.dumps(requested))
     return partial_out
 
 
@@ -172,7 +172,7 @@ def _write_split(
         else:
             writer = partial(WRITERS[options.format], number)
             _write_shard(path, receipt, writer, _prepared_images(pool, split, part, on_image), written)
-        shards.append(json.loads(receipt.read_text()))
+        shards.append(json.loads(receipt.read_text(encoding="utf-8")))
         written += len(shards[-1]["records"])
     records = [tuple(record) for shard in shards for record in shard["records"]]
     if not records:
@@ -228,7 +228,7 @@ def _write_shard(
         records.extend(shard.records)
 
     write_with(path, write)
-    write_atomic(receipt, json.dumps({"records": records, "unusual": unusual, "damaged": damaged}).encode())
+    write_text(receipt, json.dumps({"records": records, "unusual": unusual, "damaged": damaged}))
 
 
 def _prepared_images(

@@ -107,9 +107,9 @@ def encode_example(sample: Sample) -> bytes:
         b"image/colorspace": _text(b"RGB"),
         b"image/channels": _integer(3),
         LABEL: _integer(sample.label + FIRST_LABEL),
-        SYNSET_NAME if SYNSET.fullmatch(name) else TEXT: _text(name.encode()),
+        SYNSET_NAME if SYNSET.fullmatch(name) else TEXT: _text(name.encode(errors="surrogateescape")),
         b"image/format": _text(b"JPEG"),
-        b"image/filename": _text(sample.file_name.encode("utf-8", "surrogateescape")),
+        b"image/filename": _text(sample.file_name.encode(errors="surrogateescape")),
         IMAGE: _text(image.data),
     }
     # Example.features = 1; Features.feature = 1, a map of key = 1 and value = 2 (example.proto, feature.proto)

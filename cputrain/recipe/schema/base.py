@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 MOST = 10**10  # of any count: what exceeds it is a slip of the keyboard, and would only fail later
@@ -13,8 +13,11 @@ Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 MISFIT = "misfit"
-# A terminal obeys control characters, no file name has NUL, and JSON has no surrogates: bytes that are not UTF-8.
-NO_TEXT = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+# A terminal obeys control characters, no file name has NUL. The last surrogates stand for bytes that are not UTF-8, of
+# which the names of files may consist.
+NO_NAME = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
+NO_TEXT = re.compile(rf"{NO_NAME.pattern}|[\udc80-\udcff]")
+PATHS = ("path", "stage_dir", "weights", "output")
 
 
 class Section(BaseModel):
@@ -30,8 +33,9 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _is_text(cls, value: Any) -> Any:
-        if isinstance(value, str) and (found := NO_TEXT.search(value)):
+    def _is_text(cls, value: Any, about: ValidationInfo) -> Any:
+        unfit = NO_NAME if about.field_name in PATHS else NO_TEXT
+        if isinstance(value, str) and (found := unfit.search(value)):
             raise ValueError(f"it has {found[0]!a}, a control character or no UTF-8: leave it out")
         return value
 

@@ -5,14 +5,22 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from affinity.errors import InputError
 from cputrain import __version__
-from cputrain.checkpoints.manifest import Manifest, NetworkRecord, OptimizerRecord, ScaleRecord, TrainingRecord
+from cputrain.checkpoints.manifest import (
+    Manifest,
+    NetworkRecord,
+    OptimizerRecord,
+    ScaleRecord,
+    TrainingRecord,
+    manifest_text,
+)
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema.data import OWN
 from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving.position import Position
-from cputrain.training.saving.snapshot import take_snapshot
+from cputrain.training.saving.snapshot import optimizer_record, take_snapshot
 from cputrain.training.saving.writer import CheckpointWriter
 from cputrain.training.session import Session
 from cputrain.training.state import TrainState
@@ -59,6 +67,17 @@ class Saver:
             manifest = self._manifest(position, snapshot.optimizer)
         self.writer.begin(position.step, snapshot, position.metadata(), manifest)
         self._unlogged = position.step, False
+
+    def try_out(self, position: Position) -> None:
+        """Make checkpoint.json in memory: what it cannot hold would end the training at its first checkpoint. Raises
+        InputError."""
+        if not self.session.ranks.is_main_rank:
+            return
+        try:
+            record = optimizer_record(self.state.optimizer, self.state.network, self.session.recipe.optim.name)
+            manifest_text(self._manifest(position, record))
+        except ValueError as error:
+            raise InputError(f"checkpoints cannot hold the state of this training: {error}") from None
 
     def check(self) -> None:
         """Log a checkpoint that has been written; raises what has gone wrong with it."""

@@ -42,8 +42,14 @@ def take_snapshot(state: TrainState, rank: int, optimizer_name: str) -> Snapshot
             name: averaged[name].detach().clone() if name in averaged else value.clone()
             for name, value in files[MODEL].items()
         }
-    files[OPTIMIZER], record = _optimizer_state(state.optimizer, state.network, optimizer_name)
-    return Snapshot(files=files, optimizer=record)
+    names = {id(weight): name for name, weight in state.network.named_parameters()}
+    files[OPTIMIZER] = {
+        f"{names[id(weight)]}/{key}": value.detach().clone()
+        for weight, entries in state.optimizer.state.items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+    return Snapshot(files=files, optimizer=optimizer_record(state.optimizer, state.network, optimizer_name))
 
 
 def _weights(network: nn.Module, means: Mapping[int, Tensor]) -> Tensors:
@@ -64,22 +70,18 @@ def _own_state(state: TrainState) -> Tensors:
     return own
 
 
-def _optimizer_state(optimizer: Optimizer, network: nn.Module, kind: str) -> tuple[Tensors, OptimizerRecord]:
-    """The optimizer's tensors as "PARAMETER/KEY", and its other values."""
+def optimizer_record(optimizer: Optimizer, network: nn.Module, kind: str) -> OptimizerRecord:
+    """What an optimizer has beside its tensors, which are in its file as "PARAMETER/KEY"."""
     names = {id(weight): name for name, weight in network.named_parameters()}
-    tensors: Tensors = {}
-    values: dict[str, dict[str, Any]] = {}
-    for weight, entries in optimizer.state.items():
-        name = names[id(weight)]
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value.detach().clone()
-            else:
-                values.setdefault(name, {})[key] = value
+    values = {
+        names[id(weight)]: plain
+        for weight, entries in optimizer.state.items()
+        if (plain := {key: value for key, value in entries.items() if not isinstance(value, Tensor)})
+    }
     groups = tuple(
         {**group, "params": [names[id(weight)] for weight in group["params"]]} for group in optimizer.param_groups
     )
-    return tensors, OptimizerRecord(name=kind, groups=groups, values=values)
+    return OptimizerRecord(name=kind, groups=groups, values=values)
 
 
 def put_weights(where: str, saved: Tensors, network: nn.Module) -> None:

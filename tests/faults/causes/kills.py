@@ -67,7 +67,7 @@ def out_of_memory(place: Place, launch: tuple[str, ...] = (), word: str = "--pre
         with place.running(*inside(group, *words)) as run:
             after(33)(place, run)
             pid = run.ranks(word)[1]
-            Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+            Path(f"/proc/{pid}/oom_score_adj").write_text("1000", encoding="utf-8")
             with place.running(*inside(group, *hog)) as other:
                 run.wait_for(lambda: not alive(pid))
                 run.begun = time.monotonic()

@@ -57,7 +57,8 @@ def main(topology: str) -> int:
             problems[name] = ""
         print(f"{time.monotonic() - started:6.1f} s  {name}: {shown(problems[name])}", flush=True)
     RESULTS.write_text(
-        json.dumps({"problems": problems, "release": platform.release(), "plan": plan_to_dict(scene.plan)})
+        json.dumps({"problems": problems, "release": platform.release(), "plan": plan_to_dict(scene.plan)}),
+        encoding="utf-8",
     )
     return 0
 

@@ -34,9 +34,11 @@ def main() -> None:
         "transparent": touched(8 * MIB, 0, HUGE_PAGES),
         "hugetlb": touched(2 * HUGE, HUGETLB, None),
     }
-    lines = {int(line.split()[0], 16): line for line in Path("/proc/self/numa_maps").read_text().splitlines()}
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    lines = {
+        int(line.split()[0], 16): line for line in Path("/proc/self/numa_maps").read_text(encoding="utf-8").splitlines()
+    }
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+    rollup = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     report = {
         "cpus": status["Cpus_allowed_list"].strip(),
         "mappings": {name: lines[max(a for a in lines if a <= at)] for name, (_, at) in wanted.items()},

@@ -76,7 +76,7 @@ def bound(plan: Plan, local_rank: int, *options: str, group: Path | None = None)
     """Start a probe as a worker of a plan, in a control group where one is named."""
     file = Path(f"/run/plan-{abs(hash(plan))}.json")
     if not file.is_file():  # other workers may be reading it
-        file.write_text(plan_to_json(plan))
+        file.write_text(plan_to_json(plan), encoding="utf-8")
 
     def work() -> int:
         if group is not None:

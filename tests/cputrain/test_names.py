@@ -1,0 +1,172 @@
+"""Names of files are bytes and text is UTF-8: in any locale, with names that are not UTF-8, in both Unicode forms."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cputrain.cli import main
+from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.survey import survey
+from tests.support.commands import cputrain, need, refused
+from tests.support.images import write_images
+
+LATIN_1, UTF_8 = b"caf\xe9", "thé".encode()
+NFC, NFD = "caf\u00e9", "cafe\u0301"
+COMPOSED, APART = NFC.encode(), NFD.encode()
+POSIX = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+SMALL = (
+    *("model.name=resnet18", "data.crop=32", "batch.local=4", "plan.ppn=1"),
+    *("epochs=2", "schedule.warmup_epochs=0", "max_steps=1"),
+)
+
+
+def named(root: Path, **names: bytes) -> Path:
+    """Give the folders class0, class1, ... of all splits these names, by split and number: train0=b"dog"."""
+    for place, name in names.items():
+        split, number = place[:-1], place[-1]
+        (root / split / f"class{number}").rename(root / split / os.fsdecode(name))
+    return root
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    write_images(tmp_path / "images", classes=2, train=4, val=2)
+    return named(tmp_path / "images", train0=LATIN_1, val0=LATIN_1, train1=UTF_8, val1=UTF_8)
+
+
+@pytest.fixture(scope="session")
+def latin_1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a locale whose encoding is ISO-8859-1."""
+    need("locales", "localedef")
+    folder = tmp_path_factory.mktemp("locales")
+    command = ("localedef", "-i", "en_US", "-f", "ISO-8859-1", folder / "en_US.ISO-8859-1")
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(reason="needs the system package locales (/usr/share/i18n)")
+    return {"LOCPATH": str(folder), "LC_ALL": "en_US.ISO-8859-1"}
+
+
+@pytest.fixture(params=["UTF-8", "POSIX", "ISO-8859-1"])
+def locale(request: pytest.FixtureRequest) -> dict[str, str]:
+    if request.param == "ISO-8859-1":
+        found: dict[str, str] = request.getfixturevalue("latin_1")
+        return found
+    return POSIX if request.param == "POSIX" else {"LC_ALL": "C.UTF-8"}
+
+
+def printed(*words: str, cwd: Path, **env: str) -> bytes:
+    """What a command prints to stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cputrain", *words], cwd=cwd, env={**os.environ, **env}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_training_in_any_locale_keeps_names_of_any_bytes(
+    images: Path, locale: dict[str, str], tmp_path: Path
+) -> None:
+    out = printed("train", "imagefolder", "data.path=images", *SMALL, "output=sortié", cwd=tmp_path, **locale)
+    assert "sortié/report.html" in out.decode(errors="replace") or b"sorti\\xe9/" in out or b"sorti\xe9/" in out
+    run = tmp_path / "sortié"  # UTF-8 on disk
+    record = json.loads((run / "checkpoints/best/checkpoint.json").read_text(encoding="utf-8"))
+    classes = record["checkpoint"]["network"]["classes"]
+    assert [os.fsencode(name) for name in classes] == [LATIN_1, UTF_8]
+    assert "sortié" in (run / "report.html").read_text(encoding="utf-8")
+    printed("eval", "sortié", "--report", "page.html", cwd=tmp_path, **locale)
+    assert "thé" in (page := (tmp_path / "page.html").read_text(encoding="utf-8")) and "caf\\xe9" in page
+    assert "images/val/thé/000.jpg,thé," in (tmp_path / "page.csv").read_text(encoding="utf-8")
+    said = printed("predict", "sortié", "images/val", cwd=tmp_path, **locale)
+    encoding = {"C.UTF-8": "utf-8", "POSIX": "ascii"}.get(locale["LC_ALL"], "latin-1")
+    assert b"caf\\xe9 " in said and "thé ".encode(encoding, errors="backslashreplace") in said
+
+
+def test_folders_whose_names_are_not_utf_8_can_be_trained_in(images: Path, tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(LATIN_1)
+    place.mkdir()
+    images.rename(place / "images")
+    out = printed("train", "imagefolder", f"data.path={place}/images", *SMALL, f"output={place}/run", cwd=tmp_path)
+    assert b"caf\\xe9/run/report.html" in out
+    printed("train", "run", "--resume", "max_steps=2", cwd=place)
+    for name in ("w.pt", "w.safetensors", "w.torchscript"):
+        printed("export", "run", name, cwd=place)
+        assert (place / name).is_file()
+    line = printed("plan", "--ppn", "1", "--format", "command", "--", "/bin/cat", f"{place}/x", cwd=tmp_path)
+    assert os.fsencode(place) in line  # a path that a shell finds
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord"])
+def test_prepared_shards_have_the_bytes_of_names(images: Path, kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["prepare", "imagefolder", str(images), str(out), "--format", kind]) == 0
+    assert [os.fsencode(name) for name in open_dataset(str(out)).classes] == [LATIN_1, UTF_8]
+    if kind == "tfrecord":
+        data = b"".join(path.read_bytes() for path in out.glob("train-*-of-*"))
+        assert (
+            data.count(b"\x04" + LATIN_1) == 4 and data.count(b"\x04" + UTF_8) == 4
+        )  # a field of four bytes, each image
+        shutil.copytree(out, bare := tmp_path / "bare", ignore=shutil.ignore_patterns("manifest.json", "*.npy"))
+        assert [os.fsencode(name) for name in open_dataset(str(bare)).classes] == [LATIN_1, UTF_8]
+
+
+def test_a_class_in_two_unicode_forms_is_one_and_that_is_said(tmp_path: Path) -> None:
+    """Unicode Standard Annex 15: canonically equivalent strings are the same text; HFS+ keeps names decomposed."""
+    for number, (train, val) in enumerate(((COMPOSED, APART), (APART, COMPOSED))):
+        root = write_images(tmp_path / str(number), classes=2, train=4, val=3)
+        named(root, train0=train, val0=val, train1=b"dog", val1=b"dog")
+        counted, opened = survey(str(root)), open_dataset(str(root))
+        assert counted.classes == opened.classes == (train.decode(), "dog") and (counted.val, len(opened.val)) == (6, 6)
+        assert counted.note == opened.note and "another Unicode form" in counted.note
+        assert f"{val.decode()!a} for {train.decode()!a}: it is the same class" in counted.note
+        assert os.fsencode(opened.val.name(0)).split(b"/")[-2] == val
+
+
+def test_two_folders_that_look_the_same_are_refused(tmp_path: Path) -> None:
+    root = named(write_images(tmp_path / "images", classes=2), train0=COMPOSED, train1=APART)
+    line = refused(cputrain("train", "imagefolder", f"data.path={root}", "--dry-run"))
+    assert "twice, in two Unicode forms, as 'cafe\\u0301' and 'caf\\xe9': move the images" in line
+
+
+def test_names_of_other_encodings_are_the_same_text_in_every_locale(latin_1: dict[str, str]) -> None:
+    code = "import sys; from affinity.utf8 import text_of; print(*map(ascii, map(text_of, sys.argv[1:])))"
+    for env in (latin_1, POSIX, {"LC_ALL": "C.UTF-8"}):
+        command = [os.fsencode(sys.executable), b"-c", code.encode(), UTF_8, LATIN_1, APART]
+        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, cwd=Path(__file__).parents[2])
+        assert done.stdout.split() == [rb"'th\xe9'", rb"'caf\udce9'", rb"'cafe\u0301'"], done.stderr
+
+
+ASCII_ONLY = (POSIX, {"PYTHONIOENCODING": "ascii"}, {**POSIX, "PYTHONIOENCODING": "ascii:strict"})
+COMMANDS = ("plan --explain", "recipes", "keys", "--help", "train --help", "machines", "env", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_streams_of_ascii_alone_take_every_command_s_output(command: str, tmp_path: Path) -> None:
+    for env in ASCII_ONLY:
+        done = subprocess.run(
+            [sys.executable, "-m", "cputrain", *command.split()],
+            cwd=tmp_path,
+            env={**os.environ, **env},
+            capture_output=True,
+        )
+        assert done.returncode in (0, 1 if command == "doctor" else 0), done.stderr
+        assert done.stdout.isascii() and done.stderr.isascii() and b"Traceback" not in done.stderr
+
+
+def test_curves_and_names_reach_streams_of_ascii_alone(images: Path, tmp_path: Path) -> None:
+    run = ["train", "imagefolder", "data.path=images", *SMALL, "output=sortié"]
+    assert printed(*run, cwd=tmp_path, **ASCII_ONLY[2]).isascii()
+    for env in ASCII_ONLY:
+        for command in (("report", "sortié"), ("data", "info", "images")):
+            assert printed(*command, cwd=tmp_path, **env).isascii()
+
+
+def test_what_a_launched_program_prints_in_its_locale_is_shown(latin_1: dict[str, str], tmp_path: Path) -> None:
+    """A rank's é in ISO-8859-1 is the same byte on a terminal of that encoding, and in its log."""
+    out = printed("launch", "--ppn", "1", "--", "printf", r"caf\351\n", cwd=tmp_path, **latin_1)
+    assert b"caf\xe9\n" in out
+    out = printed("launch", "--ppn", "1", "--", "printf", r"caf\351\n", cwd=tmp_path, LC_ALL="C.UTF-8")
+    assert rb"caf\xe9" in out
