@@ -56,8 +56,7 @@ def one_group(hosts: tuple[str, ...], plan: Plan) -> Cluster:
 
 
 def job_plan_json(groups: Sequence[HostGroup]) -> str:
-    """The plan file of a job's ranks: the plan of all hosts, or the plan of each group with its hosts' names."""
-    if len(groups) == 1:
+    """The plan file of a job's ranks: the plan of all hosts, or, where groups differ, each one's with its hosts' names."""
         return plan_to_json(groups[0].plan)
     return dumps({"host_groups": [{"hosts": list(group.hosts), "plan": plan_to_dict(group.plan)} for group in groups]})
 
