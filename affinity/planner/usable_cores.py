@@ -82,7 +82,7 @@ def _without_isolated(machine: Machine, request: Request) -> UsableCores:
             ),
         ),
         warnings=(
-            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} plans them, each thread bound to one",
+            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} plans them, each thread on one",
         ),
     )
 

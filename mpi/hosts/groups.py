@@ -57,8 +57,8 @@ def one_group(hosts: tuple[str, ...], plan: Plan) -> Cluster:
 
 
 def job_plan_json(groups: Sequence[HostGroup]) -> str:
-    """The plan file of a job's ranks: the plan of all hosts, or the plan of each group with its hosts' names."""
-    if len(groups) == 1:
+    """The plan file of a job's ranks: the plan of all hosts, or that of each group with its hosts' names."""
+    if all(group.plan == groups[0].plan for group in groups):
         return plan_to_json(groups[0].plan)
     return dumps({"host_groups": [{"hosts": list(group.hosts), "plan": plan_to_dict(group.plan)} for group in groups]})
 

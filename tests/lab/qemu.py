@@ -30,7 +30,7 @@ def machine_arguments(topology: Topology, folder: Path) -> tuple[str, ...]:
 
 def kernel_arguments(topology: Topology) -> tuple[str, ...]:
     """What the kernel's command line needs for the topology."""
-    return ("acpi_apic_instance=2",) if topology.threads_last else ()
+    return (*(("acpi_apic_instance=2",) if topology.threads_last else ()), *topology.words)
 
 
 def madt(topology: Topology) -> bytes:

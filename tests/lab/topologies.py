@@ -24,8 +24,8 @@ class Node:
 class Topology:
     """An emulated host. CPUs are sockets x dies x cores x threads, siblings adjacent or, with `threads_last`, second
     threads numbered after all first ones, as most servers' firmware does. With `hmat` the firmware tells the nodes'
-    bandwidths and latencies. `distances` is the SLIT. `offline` are CPUs taken offline after the boot. `workers` are
-    the cores of each worker that suits it."""
+    bandwidths and latencies. `distances` is the SLIT. `offline` are CPUs taken offline after the boot. `words` are more
+    of the kernel's command line. `workers` are the cores of each worker that suits it."""
 
     nodes: tuple[Node, ...]
     workers: tuple[int, ...]
@@ -37,6 +37,7 @@ class Topology:
     hmat: bool = False
     distances: tuple[tuple[int, ...], ...] = ()
     offline: tuple[int, ...] = ()
+    words: tuple[str, ...] = ()
     cpu: str = "Skylake-Server-v4"  # an Intel name: dies and threads of AMD ones need more flags
 
     @property

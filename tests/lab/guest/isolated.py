@@ -1,0 +1,79 @@
+"""Run in a guest with isolated CPUs: where the kernel runs threads there, and what a plan makes of these CPUs.
+
+python -m tests.lab.guest.isolated FILE: JSON with the CPUs that were used by threads which may run on all isolated ones,
+by threads that are bound as loaders are, the plans with and without --cores, and both ways to isolate CPUs.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from affinity.kernel.binding import bind_thread
+from affinity.planner.plan import Request, plan_machine
+from affinity.topology.sysfs import read_machine, this_machine
+
+GROUP = Path("/sys/fs/cgroup/alone")
+BUSY_S = 3.0
+
+
+def used(pus: tuple[int, ...], bind: Callable[[int], None]) -> list[int]:
+    """The CPUs on which as many busy threads as PUs ran last."""
+    found: list[int] = []
+
+    def busy(number: int) -> None:
+        bind(number)
+        until = time.monotonic() + BUSY_S
+        while time.monotonic() < until:
+            sum(range(10_000))
+        stat = Path(f"/proc/self/task/{threading.get_native_id()}/stat").read_text()
+        found.append(int(stat.rpartition(")")[2].split()[36]))
+
+    threads = [threading.Thread(target=busy, args=(number,)) for number in range(len(pus))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(set(found))
+
+
+def planned(request: Request) -> dict[str, object]:
+    """The PUs of the workers of a plan of this guest, what it leaves out and its warnings."""
+    plan = plan_machine(this_machine(), request)
+    pinned = ["OMP_PLACES" in dict(worker.env) or len(worker.pus) == 1 for worker in plan.workers]
+    return {"pus": [worker.pus for worker in plan.workers], "pinned": pinned, "warnings": plan.warnings}
+
+
+def in_a_partition() -> list[int]:
+    """The isolated PUs that a process in a cpuset partition of the kind "isolated" finds."""
+    Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset")
+    GROUP.mkdir()
+    (GROUP / "cpuset.cpus").write_text("1")
+    (GROUP / "cpuset.cpus.partition").write_text("isolated")
+    (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+    return list(read_machine(Path("/")).isolated_pus)
+
+
+def main(file: str) -> None:
+    isolated = read_machine(Path("/")).isolated_pus
+    by_default = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # as a container's runtime does
+    everything = this_machine().allowed_pus
+    results = {
+        "isolated": isolated,
+        "by_default": by_default,
+        "free": used(isolated, lambda _: os.sched_setaffinity(0, isolated)),
+        "alone": used(isolated, lambda number: bind_thread(isolated, number)),
+        "all": planned(Request(local_batch=None)),
+        "requested": planned(Request(cores=isolated, ppn=1, pin_threads=False)),
+        "everything": everything,
+    }
+    results["partition"] = in_a_partition()
+    Path(file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
