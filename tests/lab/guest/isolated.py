@@ -1,7 +1,7 @@
 """Run in a guest with isolated CPUs: where the kernel runs threads there, and what a plan makes of these CPUs.
 
-python -m tests.lab.guest.isolated FILE: JSON with the CPUs that were used by threads which may run on all of the
-isolated ones, by threads that are bound as loaders are, the plans with and without --cores, and both ways to isolate CPUs.
+python -m tests.lab.guest.isolated FILE writes JSON: the CPUs used by threads that may run on all isolated ones and by
+threads bound as loaders are, the plans with and without --cores, the isolated CPUs of a cpuset partition.
 """
 
 import json
