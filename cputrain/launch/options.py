@@ -135,7 +135,7 @@ def plan_hosts(
 
 
 def het_groups(options: PlanningOptions, cluster: Cluster) -> tuple[int, ...]:
-    """The number of each group's component of the heterogeneous Slurm job; () where the groups are not its components."""
+    """The number of each group's component of the heterogeneous Slurm job; () where the groups are no components."""
     components = {number: hosts for number, hosts in enumerate(options.components) if hosts}
     return tuple(components) if tuple(components.values()) == tuple(group.hosts for group in cluster.groups) else ()
 
