@@ -40,6 +40,16 @@ def used(pus: tuple[int, ...], bind: Callable[[int], None]) -> list[int]:
     return sorted(set(found))
 
 
+def inherited(pus: tuple[int, ...]) -> list[int]:
+    """The CPUs on which threads run that have the mask of the thread that starts them, as loader processes have."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, pus)
+    try:
+        return used(pus, lambda _: None)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def planned(request: Request) -> dict[str, object]:
     """The PUs of the workers of a plan of this guest, what it leaves out and its warnings."""
     plan = plan_machine(this_machine(), request)
@@ -65,7 +75,7 @@ def main(file: str) -> None:
     results = {
         "isolated": isolated,
         "by_default": by_default,
-        "free": used(isolated, lambda _: os.sched_setaffinity(0, isolated)),
+        "free": inherited(isolated),
         "alone": used(isolated, lambda number: bind_thread(isolated, number)),
         "all": planned(Request(local_batch=None)),
         "requested": planned(Request(cores=isolated, ppn=1, pin_threads=False)),
