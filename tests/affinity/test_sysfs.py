@@ -153,9 +153,10 @@ def test_requested_isolated_cpus_are_planned_each_thread_on_its_own(tmp_path: Pa
 def test_a_cgroup_s_isolated_partition_isolates(tmp_path: Path) -> None:
     write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/cpuset.cpus.effective").write_text("1-2\n")
     partition = tmp_path / "sys/fs/cgroup/cpuset.cpus.partition"
     for text, isolated in (
-        ("isolated", (0, 1, 2, 3)),
+        ("isolated", (1, 2)),
         ("isolated invalid (Cpus not exclusive)", ()),
         ("root", ()),
     ):

@@ -26,4 +26,4 @@ def test_each_thread_on_isolated_cpus_is_bound_alone(kernel: str, tmp_path: Path
     assert found["all"]["pus"] == [[0], [1]]
     assert found["all"]["warnings"][0].startswith("CPUs 2-5 are isolated (isolcpus) and left out")
     assert found["requested"]["pus"] == [[2, 3, 4, 5]] and found["requested"]["pinned"] == [True]
-    assert found["partition"] == [1]
+    assert found["partition"] == [1, 2, 3, 4, 5]

@@ -58,7 +58,7 @@ def planned(request: Request) -> dict[str, object]:
 
 
 def in_a_partition() -> list[int]:
-    """The isolated PUs that a process in a cpuset partition of the kind "isolated" finds."""
+    """The isolated PUs that a process finds in a cpuset partition that isolates CPU 1."""
     Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset")
     GROUP.mkdir()
     (GROUP / "cpuset.cpus").write_text("1")
