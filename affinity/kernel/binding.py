@@ -8,6 +8,7 @@ from pathlib import Path
 from affinity.errors import RunError
 from affinity.kernel.mempolicy import set_memory_policy
 from affinity.planner.plan import WorkerPlan
+from affinity.topology.cgroup import read_limits
 from affinity.topology.cpuset import format_list
 from affinity.topology.sysfs import isolated_pus
 
@@ -34,7 +35,8 @@ def bind_process(worker: WorkerPlan) -> str | None:
 def bind_thread(pus: tuple[int, ...], number: int = 0) -> None:
     """Bind the calling thread, the number-th of those that share these PUs, to all of them; where some are isolated, to
     one of its own, as the scheduler moves no thread between isolated PUs."""
-    alone = not frozenset(pus).isdisjoint(isolated_pus(Path("/")))
+    root = Path("/")
+    alone = not isolated_pus(root, read_limits(root)).isdisjoint(pus)
     os.sched_setaffinity(0, pus[number % len(pus) :][:1] if alone else pus)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from affinity.terminal_text import printable
-from affinity.topology.cgroup import read_limits
+from affinity.topology.cgroup import Limits, read_limits
 from affinity.topology.core_types import core_speeds
 from affinity.topology.cpuset import format_list, parse_list
 from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
@@ -50,7 +50,6 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
     nodes = without_dram(nodes, len({core.package for core in cores}), model)
     hostname = root / "proc/sys/kernel/hostname"
     limits = read_limits(root)
-    isolated = online if limits.isolated else isolated_pus(root)
     machine = Machine(
         name=printable((text(hostname) if hostname.is_file() else None) or name or root.resolve().name),
         model=model,
@@ -61,7 +60,7 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
         allowed_nodes=tuple(node.id for node in nodes),
         cpu_quota=limits.cpu_quota,
         memory_limit_bytes=limits.memory_bytes,
-        isolated_pus=tuple(pu for pu in isolated if pu in online),
+        isolated_pus=tuple(sorted(isolated_pus(root, limits) & frozenset(online))),
         warnings=(*contradictions, *warnings, *homeless_warnings(cores)),
     )
     # The kernel keeps a process's mask inside its cpuset.
@@ -72,10 +71,12 @@ def read_machine(root: Path, *, name: str | None = None, mask: frozenset[int] | 
     return machine
 
 
-def isolated_pus(root: Path) -> tuple[int, ...]:
-    """The PUs that isolcpus on the kernel's command line takes from the scheduler's load balancing."""
+def isolated_pus(root: Path, limits: Limits) -> frozenset[int]:
+    """The PUs between which the scheduler moves no thread: those of isolcpus on the kernel's command line, and of this
+    process's isolated cpuset partition."""
     path = root / "sys/devices/system/cpu/isolated"
-    return ids(path) if path.is_file() else ()
+    at_boot = ids(path) if path.is_file() else ()
+    return frozenset((*at_boot, *((limits.pus or ()) if limits.isolated else ())))
 
 
 def _allowed(status: Path) -> dict[str, tuple[int, ...]]:

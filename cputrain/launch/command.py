@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from affinity.errors import InputError
 from affinity.ranks.rendezvous import port_of
 from cputrain.launch.hosts import check_binder
-from cputrain.launch.options import PlanningOptions, network_of
+from cputrain.launch.options import PlanningOptions, het_groups, network_of
 from cputrain.launch.rank_software import COMPILING
 from cputrain.runs.folder import LOGS, PLAN
 from mpi.hosts.groups import Cluster
@@ -40,8 +40,6 @@ def command_job(
     """
     port = port_of(env)
     here = options.on_this_host
-    components = {number: hosts for number, hosts in enumerate(options.components) if hosts}
-    of_components = tuple(components.values()) == tuple(group.hosts for group in cluster.groups)
     settings = () if here and options.pods == 1 else network_of(options).settings
     return Job(
         groups=cluster.groups,
@@ -59,7 +57,7 @@ def command_job(
         plan_on_host=plan_on_host,
         names_errors="cputrain" in [PurePath(word).name for word in command[:4]],  # or python -m cputrain
         starting=COMPILING,
-        het_groups=tuple(components) if of_components else (),
+        het_groups=het_groups(options, cluster),
     )
 
 

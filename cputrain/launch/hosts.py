@@ -128,9 +128,9 @@ def _difference(found: Allocation, slots: int, hosts: list[str], plan: Plan) -> 
     workers, cores = counted(len(plan.workers), "worker"), counted(len(plan.machine.allowed_cores), "core")
     on = f"{counted(slots, found.scheduler.slot)} on {fold(hosts)}"
     start = f"--ppn {slots} starts a worker for each" if slots <= len(plan.machine.allowed_cores) else ""
-    ask = f"request {len(plan.workers)} per host of {found.scheduler.name}"
+    ask = f"request {counted(len(plan.workers), found.scheduler.slot)} per host"
     if found.scheduler.slots_are_cores:
-        ask = f"request {cores} per host of {found.scheduler.name}, or give --cores with those that are yours"
+        ask = f"request whole hosts of {cores}, or give --cores with the CPUs that are the job's"
     what_to_do = "; or ".join(filter(None, (start, ask)))
     return f"{found.scheduler.name} gives {on}, the plan has {workers} on {cores}: {what_to_do}"
 

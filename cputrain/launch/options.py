@@ -135,6 +135,12 @@ def plan_hosts(
     return plan_cluster(groups, request_of_options(options, base))
 
 
+def het_groups(options: PlanningOptions, cluster: Cluster) -> tuple[int, ...]:
+    """The number of each group's component of the heterogeneous Slurm job; () where the groups are no components."""
+    components = {number: hosts for number, hosts in enumerate(options.components) if hosts}
+    return tuple(components) if tuple(components.values()) == tuple(group.hosts for group in cluster.groups) else ()
+
+
 def planned_launcher(options: PlanningOptions, env: Mapping[str, str]) -> InstalledLauncher:
     """The launcher of a job that is only planned: as installed here, or else its newest version.
 

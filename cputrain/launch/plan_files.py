@@ -20,6 +20,7 @@ from cputrain.launch.options import (
     THIS_MACHINE,
     PlanningOptions,
     assumed,
+    het_groups,
     network_settings,
     planned_launcher,
 )
@@ -75,6 +76,7 @@ def planned_job(options: PlanningOptions, cluster: Cluster, command: tuple[str, 
         log_dir=Path("logs"),
         binder=options.bind,
         variables=tuple((name, value) for name, value, _ in network_settings(options)),
+        het_groups=het_groups(options, cluster),
     )
 
 
@@ -94,6 +96,10 @@ def write_plan_files(
     if options.launcher == "local":
         raise InputError("--write makes files for a launcher: name it with --launcher")
     launcher = planned_launcher(options, env)
+    if job.het_groups and launcher.launcher.component is not None and recipe is None:
+        raise InputError(
+            "--write makes no launch.sh for any command in a heterogeneous job: name a RECIPE, or run cputrain launch"
+        )
     for note in filter(None, (converted_hostfile(options, launcher), assumed(options, launcher))):
         report(note)
     files = plan_files(job, launcher, recipe)

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
+from affinity.planner.plan_file import plan_from_dict, plan_to_json
 from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
+from affinity.topology.cpuset import parse_list
 from affinity.topology.hwloc import read_synthetic
-from affinity.topology.machine import narrowed
+from affinity.topology.machine import Machine, narrowed
 from affinity.topology.sysfs import read_machine, this_machine
 from tests.support.commands import need
 from tests.support.machines import build_machine, write_sysfs
@@ -51,6 +54,131 @@ def test_an_offline_pu_is_not_there(tmp_path: Path) -> None:
     write_sysfs(build_machine(1, 1, 4, 1), tmp_path, online_file=False)
     (tmp_path / "sys/devices/system/cpu/cpu2/online").write_text("0\n")
     assert read_machine(tmp_path).pus == (0, 1, 3)
+
+
+def container(root: Path, online: str, allowed: str) -> Path:
+    """A tree of 2 packages of 8 cores with 2 threads as lxcfs shows it to a container: cpu/online has numbers of its
+    own, every other file and the process's mask have the host's."""
+    write_sysfs(build_machine(2, 1, 8, 2, "block"), root)
+    (root / "sys/devices/system/cpu/online").write_text(f"{online}\n")
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/status").write_text(f"Cpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0-1\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("online", "allowed"),
+    [("0-3", "8-9,24-25"), ("0", "24"), ("0-3", "2-5"), ("0-1", "0,31"), ("0-7", "16-23"), ("0-31", "0-15,31")],
+)
+def test_what_the_kernel_s_mask_has_is_planned(online: str, allowed: str, tmp_path: Path) -> None:
+    machine = read_machine(container(tmp_path, online, allowed))
+    assert machine.allowed_pus == parse_list(allowed)
+    assert len(machine.pus) == 32
+    named = [text for text in machine.warnings if f"lists CPUs {online}, but" in text and f"CPUs {allowed}:" in text]
+    assert len(named) == (0 if online == "0-31" else 1)
+    plan = plan_machine(machine, Request())
+    assert {pu for worker in plan.workers for pu in worker.pus} <= {*parse_list(allowed)}
+    assert all(text in plan.warnings for text in named)
+
+
+def test_cpus_of_a_mask_that_are_offline_contradict_nothing(tmp_path: Path) -> None:
+    """proc/self/status lists all CPUs that the kernel could ever have."""
+    root = container(tmp_path, "0-15", "0-127")
+    for pu in range(16, 32):
+        (root / f"sys/devices/system/cpu/cpu{pu}/online").write_text("0\n")
+    machine = read_machine(root)
+    assert (machine.allowed_pus, machine.warnings) == (tuple(range(16)), ())
+
+
+def test_a_cpuset_s_file_does_not_hide_what_the_mask_has(tmp_path: Path) -> None:
+    root = container(tmp_path, "0-31", "8-9")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/cpuset.cpus.effective").write_text("0-1\n")
+    assert read_machine(root).allowed_pus == (8, 9)
+
+
+def test_a_container_s_cpu_list_does_not_hide_this_process_s_mask(tmp_path: Path) -> None:
+    """As under lxcfs: another file lies over the kernel's cpu/online."""
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root (mount)")
+    (tmp_path / "online").write_text("1000\n")
+    show = "from affinity.topology.sysfs import this_machine as m; print(m().allowed_pus, m().warnings[0])"
+    script = f'mount --bind {tmp_path}/online /sys/devices/system/cpu/online && exec "$0" -c "$1"'
+    ran = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, show], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"{tuple(sorted(os.sched_getaffinity(0)))} ")
+    assert "lists CPUs 1000, but the kernel lets this process run on CPUs" in ran.stdout
+
+
+def isolated_tree(root: Path, isolated: str, allowed: str = "0-7") -> Machine:
+    """8 cores on a node, some isolated."""
+    write_sysfs(build_machine(1, 1, 8, 1), root)
+    (root / "sys/devices/system/cpu/isolated").write_text(f"{isolated}\n")
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/status").write_text(f"Cpus_allowed_list:\t{allowed}\n")
+    return read_machine(root)
+
+
+@pytest.mark.parametrize(
+    ("isolated", "allowed", "planned", "warned"),
+    [
+        ("2-7", "0-7", "0-1", "CPUs 2-7 are isolated (isolcpus) and left out: {cores=2-7} plans them"),
+        ("4-7", "0-5", "0-3", "CPUs 4-5 are isolated (isolcpus) and left out"),
+        ("2-7", "2-7", "2-7", "is bound to one"),
+        ("", "0-7", "0-7", ""),
+        ("6-7", "0-5", "0-5", ""),
+    ],
+)
+def test_isolated_cpus_are_left_out_or_bound_singly(
+    isolated: str, allowed: str, planned: str, warned: str, tmp_path: Path
+) -> None:
+    machine = isolated_tree(tmp_path, isolated, allowed)
+    assert machine.isolated_pus == parse_list(isolated)
+    plan = plan_machine(machine, Request(pin_threads=False))
+    used = {pu for worker in plan.workers for pu in worker.pus}
+    assert used == {*parse_list(planned)}
+    assert [warned in text for text in plan.warnings] == ([True] if warned else [])
+    for worker in plan.workers:
+        alone = len(worker.pus) == 1 or "OMP_PLACES" in dict(worker.env)
+        assert alone or used.isdisjoint(machine.isolated_pus)
+    assert plan_from_dict(json.loads(plan_to_json(plan))) == plan
+
+
+def test_requested_isolated_cpus_are_planned_each_thread_on_its_own(tmp_path: Path) -> None:
+    machine = isolated_tree(tmp_path, "2-7")
+    (worker,) = plan_machine(machine, Request(cores=(2, 3, 4, 5), ppn=1, pin_threads=False)).workers
+    assert dict(worker.env)["OMP_PLACES"] == "{2}:4:1"
+
+
+def test_a_cgroup_s_isolated_partition_isolates(tmp_path: Path) -> None:
+    write_sysfs(build_machine(1, 1, 4, 1), tmp_path)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/cpuset.cpus.effective").write_text("1-2\n")
+    partition = tmp_path / "sys/fs/cgroup/cpuset.cpus.partition"
+    for text, isolated in (
+        ("isolated", (1, 2)),
+        ("isolated invalid (Cpus not exclusive)", ()),
+        ("root", ()),
+    ):
+        partition.write_text(f"{text}\n")
+        assert read_machine(tmp_path).isolated_pus == isolated
+
+
+@pytest.mark.parametrize("isolated", ["", "0-999"])
+def test_loader_threads_on_isolated_cpus_have_one_each(isolated: str, tmp_path: Path) -> None:
+    if os.geteuid() != 0 or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip(reason="needs root (mount) and two CPUs")
+    (tmp_path / "isolated").write_text(f"{isolated}\n")
+    show = (
+        "import os; from affinity.kernel.binding import bind_thread\n"
+        "pus = tuple(sorted(os.sched_getaffinity(0)))\n"
+        "for number in range(len(pus) + 1): bind_thread(pus, number); print(len(os.sched_getaffinity(0)))"
+    )
+    script = f'mount --bind {tmp_path}/isolated /sys/devices/system/cpu/isolated && exec "$0" -c "$1"'
+    ran = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, show], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    count = len(os.sched_getaffinity(0))
+    assert ran.stdout.split() == [str(1 if isolated else count)] * (count + 1)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,17 @@ def test_limits_of_control_groups() -> None:
     assert memory.status == WARNING and "allows 1 GiB" in memory.found
 
 
+def test_no_cpu_isolated_cpus_and_contradictions_are_not_ok() -> None:
+    none, *_ = host.control_groups(with_limits(allowed_pus=()))
+    assert none.status == ERROR and none.found == "0 of 24 cores"
+    _, isolated, _ = host.control_groups(with_limits(isolated_pus=(2, 3)))
+    assert (
+        isolated.status == WARNING and isolated.found.startswith("2-3 (isolcpus)") and "--cores 2-3" in isolated.remedy
+    )
+    _, contradiction, _ = host.control_groups(with_limits(warnings=("cpu/online lists others",)))
+    assert (contradiction.status, contradiction.found) == (WARNING, "cpu/online lists others")
+
+
 def test_the_processor_and_what_a_virtual_machine_hides() -> None:
     assert host.processor(named_machine("skx-8160-1s"), virtual=False).status == OK
     assert host.processor(named_machine("bdw-e5-2699v4-1s"), virtual=False).status == OK

@@ -147,7 +147,7 @@ def test_launch_uses_all_components_of_a_heterogeneous_slurm_job(slurm: Slurm, p
     state = slurm.finish(script, place)
     printed = (place / "out").read_text()
     assert state == "COMPLETED", printed
-    assert "[n1:0] n1 0 2" in printed and "[n2:1] n2 1 2" in printed
+    assert "n1 0 2" in printed and "n2 1 2" in printed
     assert "of 2 components, 2 hosts (n1; n2): all are planned as this host" in printed
 
 

@@ -65,6 +65,25 @@ def test_a_heterogeneous_slurm_job_has_the_hosts_of_all_its_components(word: str
         allocation(env)
 
 
+def test_srun_gets_a_part_for_each_component(tmp_path: Path) -> None:
+    (tmp_path / "srun").symlink_to("/bin/true")
+    env = {
+        **{"SLURM_JOB_ID": "5", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a1"},
+        **{"SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-2]", "PATH": f"{tmp_path}:/usr/bin:/bin"},
+    }
+    ran = cputrain("launch", "--ppn", "1", "--dry-run", "--", "true", cwd=tmp_path, **env)
+    line = next(line for line in ran.stdout.splitlines() if "--het-group=0" in line)
+    first, second = line.split(" : ")
+    assert "--nodes=1 --ntasks=1" in first and "--nodelist=a1" in first and first.endswith("true")
+    assert second.startswith("--het-group=1 --nodes=2 --ntasks=2") and "--nodelist=b1,b2" in second
+    shown = cputrain("plan", "--ppn", "1", "--format", "command", cwd=tmp_path, **env)
+    assert shown.returncode == 0 and "--het-group=1 --nodes=2" in shown.stdout
+    refused = cputrain("plan", "--ppn", "1", "--write", "out", cwd=tmp_path, **env)
+    assert refused.returncode == 2 and "heterogeneous job: name a RECIPE" in refused.stderr
+    colon = cputrain("launch", "--ppn", "1", "--dry-run", "--", "true", ":", cwd=tmp_path, **env)
+    assert colon.returncode == 2 and "takes the command's word ':' for its own" in colon.stderr
+
+
 @pytest.mark.parametrize(
     ("listed", "expected", "noted"),
     [
@@ -166,7 +185,7 @@ def test_pbs_s_slots_that_differ_from_the_plan_are_said(tmp_path: Path) -> None:
     ran = cputrain("plan", "--ppn", "1", cwd=tmp_path, **env)
     (note,) = ran.stderr.splitlines()
     assert note.startswith("note: PBS gives 2 slots on b, the plan has 1 worker on ")
-    assert "request 1 per host of PBS" in note
+    assert note.endswith(": --ppn 2 starts a worker for each; or request 1 slot per host")
 
 
 @pytest.mark.parametrize("command", ["plan", "launch"])

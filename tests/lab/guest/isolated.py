@@ -1,7 +1,7 @@
 """Run in a guest with isolated CPUs: where the kernel runs threads there, and what a plan makes of these CPUs.
 
-python -m tests.lab.guest.isolated FILE: JSON with the CPUs that were used by threads that may run on all isolated ones, by
-threads that are bound as loaders are, the plans with and without --cores, and both ways to isolate CPUs.
+python -m tests.lab.guest.isolated FILE writes JSON: the CPUs used by threads that may run on all isolated ones and by
+threads bound as loaders are, the plans with and without --cores, the isolated CPUs of a cpuset partition.
 """
 
 import json
@@ -40,6 +40,16 @@ def used(pus: tuple[int, ...], bind: Callable[[int], None]) -> list[int]:
     return sorted(set(found))
 
 
+def inherited(pus: tuple[int, ...]) -> list[int]:
+    """The CPUs on which threads run that have the mask of the thread that starts them, as loader processes have."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, pus)
+    try:
+        return used(pus, lambda _: None)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def planned(request: Request) -> dict[str, object]:
     """The PUs of the workers of a plan of this guest, what it leaves out and its warnings."""
     plan = plan_machine(this_machine(), request)
@@ -48,7 +58,7 @@ def planned(request: Request) -> dict[str, object]:
 
 
 def in_a_partition() -> list[int]:
-    """The isolated PUs that a process in a cpuset partition of the kind "isolated" finds."""
+    """The isolated PUs that a process finds in a cpuset partition that isolates CPU 1."""
     Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset")
     GROUP.mkdir()
     (GROUP / "cpuset.cpus").write_text("1")
@@ -65,7 +75,7 @@ def main(file: str) -> None:
     results = {
         "isolated": isolated,
         "by_default": by_default,
-        "free": used(isolated, lambda _: os.sched_setaffinity(0, isolated)),
+        "free": inherited(isolated),
         "alone": used(isolated, lambda number: bind_thread(isolated, number)),
         "all": planned(Request(local_batch=None)),
         "requested": planned(Request(cores=isolated, ppn=1, pin_threads=False)),
