@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from affinity.errors import InputError
 from cputrain import __version__
 from cputrain.checkpoints.manifest import (
@@ -76,8 +78,13 @@ class Saver:
         try:
             record = optimizer_record(self.state.optimizer, self.state.network, self.session.recipe.optim.name)
             manifest_text(self._manifest(position, record))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            found = f"{place}={first['input']!r}: {first['msg']}"
+            raise InputError(f"a checkpoint cannot hold {found}: set another value") from None
         except ValueError as error:
-            raise InputError(f"checkpoints cannot hold the state of this training: {error}") from None
+            raise InputError(f"a checkpoint cannot hold the state of this training: {error}") from None
 
     def check(self) -> None:
         """Log a checkpoint that has been written; raises what has gone wrong with it."""
