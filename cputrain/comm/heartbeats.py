@@ -158,7 +158,7 @@ def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
                 described = f"{_described(rank, last)}, {_described(other, last)}"
                 return (
                     f"the ranks of group {group} differ at its collective #{number} or before: {described}: all ranks "
-                    "must call the same collectives of a group in the same order, with the same sizes, types and options"
+                    "must call the same collectives in the same order, with the same sizes, types and options"
                 )
     return None
 
