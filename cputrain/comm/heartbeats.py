@@ -84,7 +84,7 @@ class LastHeartbeat:
 def place_of_this_process(*, native: bool) -> ProcessPlace:
     """Where this process runs."""
     with suppress(OSError):  # without it, no other process takes this kernel for its own
-        boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         namespace = (PROC / "self/ns/pid").readlink().name
         started = read_stat(os.getpid()).started
         kernel = f"{boot} {namespace}"
@@ -158,7 +158,7 @@ def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
                 described = f"{_described(rank, last)}, {_described(other, last)}"
                 return (
                     f"the ranks of group {group} differ at its collective #{number} or before: {described}: all ranks "
-                    "must call the same collectives of a group in the same order, with equal sizes, types and options"
+                    "must call the same collectives in the same order, with the same sizes, types and options"
                 )
     return None
 

@@ -56,7 +56,7 @@ def checkpoint_thread(rank: int) -> None:
 
 CASES: dict[str, Case] = {
     "sizes": lambda rank: dist.all_reduce(ones(8 + 8 * rank)),
-    "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 180_000 * rank)),
+    "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 198_000 * rank)),
     "types": lambda rank: dist.all_reduce(ones(8, torch.int32 if rank else torch.float32)),
     "short_types": lambda rank: dist.all_reduce(ones(8, torch.bfloat16 if rank else torch.float16)),
     "operators": lambda rank: dist.all_reduce(ones(8), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
