@@ -35,7 +35,7 @@ FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
 @click.group("data", cls=WholeSummaries)
 def command() -> None:
-    """Inspect a data folder: an image folder, Parquet files, TFRecords, tar files, or the output of `cputrain prepare`."""
+    """Inspect a data folder: images, Parquet files, TFRecords, tar files, or the output of `cputrain prepare`."""
 
 
 @command.command("info")

@@ -46,7 +46,7 @@ class DataSection(Section):
     """The training and validation data, and how images are read, cropped and normalized."""
 
     path: str | None = None
-    """Folder of the images: train/CLASS/* and val/CLASS/*, CLASS/* alone, shards, tar files, Parquet files or TFRecords.
+    """Folder of the images: train/CLASS/* and val/CLASS/*, CLASS/* alone, shards, tar files, Parquet or TFRecords.
     Three words stand for other data: synthetic (random pixels, neither decoded nor evaluated, to measure throughput)
     and line (points of y = 2 x + 1 with noise, for linear regression) are generated, own are the samples that a script
     gives to cputrain.train; a folder of that name is ./own; null: set it on the command line."""
