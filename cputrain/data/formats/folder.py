@@ -198,17 +198,20 @@ def _images_in(folder: Path) -> tuple[list[str], Counter[str]]:
     paths: list[str] = []
     others: Counter[str] = Counter()
     inner: list[Path] = []
+    prefix = f"{folder}/"
     with _entries(folder) as entries:
         for entry in entries:
-            if is_hidden(entry.name):
+            name = entry.name
+            if is_image(name) and entry.is_file():
+                paths.append(prefix + name)
+            elif is_hidden(name):
                 continue
-            if entry.is_dir():
-                inner.append(folder / entry.name)
-            elif is_image(entry.name):
-                if entry.is_file() or not Path(entry.path).exists():  # no pipes
-                    paths.append(f"{folder}/{entry.name}")
-            else:
-                others[suffix_of(entry.name)] += 1
+            elif entry.is_dir():
+                inner.append(folder / name)
+            elif not is_image(name):
+                others[suffix_of(name)] += 1
+            elif not Path(entry.path).exists():  # no pipes
+                paths.append(prefix + name)
     paths.sort()
     for path in sorted(inner):
         if not (path.is_symlink() and folder.resolve().is_relative_to(path.resolve())):  # a link back would not end

@@ -51,7 +51,7 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     """Whether a file of that name is an image that Pillow decodes; a hidden one is none."""
-    return suffix_of(name) in IMAGE_SUFFIXES and not is_hidden(name)
+    return suffix_of(name) in IMAGE_SUFFIXES and name[0] != "."  # no name in NOT_OF_USER has such a suffix
 
 
 def suffix_of(name: str) -> str:
