@@ -110,8 +110,10 @@ def command(
         return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
     env = os.environ
     options = with_host_groups(options, host_groups)
-    found = allocation(env) if options.machine == THIS_MACHINE and options.on_this_host else None
-    options = with_allocated_hosts(options, found)
+    found = None
+    if options.machine == THIS_MACHINE and options.on_this_host:
+        found = allocation(env)
+        options = with_allocated_hosts(options, found)
     cluster = plan_hosts(options, base, env)
     for note in allocation_notes(options, found, cluster):
         click.echo(f"note: {note}", err=True)
