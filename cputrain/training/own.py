@@ -4,10 +4,12 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from affinity.kernel.observe import Observed, observe, verify
 from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
+from affinity.terminal_text import CODES
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.own_samples import Collate, OwnSamples
 from cputrain.launch.rank_process import run_rank
@@ -199,12 +202,18 @@ def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str]) -> tuple[Wo
 
 @contextmanager
 def _restored(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Afterwards environment and signal handlers are as before, and the process may go on for as long as it likes."""
+    """Afterwards environment, signal handlers and streams are as before, and the process may go on for as long as it
+    likes."""
     variables = dict(env)
+    streams = [(each, each.errors) for each in (sys.stdout, sys.stderr) if isinstance(each, TextIOWrapper)]
     handlers = {number: signal.getsignal(number) for number in (PREEMPTION_SIGNAL, *stop_signals())}
+    for stream, _ in streams:
+        stream.reconfigure(errors=CODES)  # a name that the locale cannot show is no reason to end
     try:
         yield
     finally:
+        for stream, errors in streams:
+            stream.reconfigure(errors=errors)
         faulthandler.cancel_dump_traceback_later()
         env.clear()
         env.update(variables)

@@ -178,3 +178,27 @@ def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(setting:
     done = cputrain("train", "imagefolder", "data.path=images", *SMALL, "output=run", setting, cwd=tmp_path)
     assert done.returncode == 2 and "a checkpoint cannot hold " in done.stderr, done.stderr
     assert '"step"' not in (tmp_path / "run/events.jsonl").read_text(encoding="utf-8")
+
+
+OWN_CODE = """
+import sys
+import torch
+from cputrain import train
+
+data = [(torch.rand(2), number % 2) for number in range(8)]
+settings = {"output": "sorti\u00e9", "epochs": 1, "schedule.warmup_epochs": 0, "batch.local": 4, "comm.backend": "gloo"}
+loss = torch.nn.CrossEntropyLoss()
+train(torch.nn.Linear(2, 2), loss, data, data, settings=settings, classes=["th\u00e9", 1])
+print(sys.stdout.errors)
+"""
+
+
+def test_a_script_s_own_ascii_stream_takes_names_and_is_as_before_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_CODE, encoding="utf-8")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode("ascii").splitlines()
+    assert lines[-2].endswith(r"sorti\xe9/report.html") and lines[-1] == "strict"
+    record = json.loads((tmp_path / "sortié/checkpoints/best/checkpoint.json").read_text(encoding="utf-8"))
+    assert record["checkpoint"]["network"]["classes"] == ["thé", "1"]
