@@ -1,7 +1,10 @@
 """Where to write: the cache folder, and file systems that refuse, checked beforehand or explained afterwards."""
 
 import errno
+import mmap
 import os
+import pwd
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +18,9 @@ REMEDIES = {
     **dict.fromkeys((errno.EEXIST, errno.EISDIR, errno.ENOTDIR), "move away what is there, or name another folder"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system itself failed: check its servers and disks"),
 }
+OCTAL = re.compile(r"\\([0-7]{3})")
+TRIED_BYTES = 1 << 16
+NO_TEMPORARY = "No usable temporary directory"  # of tempfile, which does not tell what each of them refused
 
 
 def refusal(error: OSError) -> str | None:
@@ -22,6 +28,8 @@ def refusal(error: OSError) -> str | None:
 
     A full file system names no file when a write fails; any other error without a file has another origin.
     """
+    if error.errno == errno.ENOENT and error.filename is None and str(error.strerror).startswith(NO_TEMPORARY):
+        return f"{error.strerror}: free some space there, or set TMPDIR to a folder that may be written to"
     if error.errno not in REMEDIES or (error.filename is None and error.errno not in FULL):
         return None
     file = f"{error.filename}: " if error.filename else ""
@@ -41,9 +49,7 @@ def check_writable(folder: Path, option: str) -> None:
         raise InputError(
             f"{option} {folder}: {existing} is not writable: change its permissions, or name another folder"
         )
-    if existing == folder.absolute():
-        return
-    if existing == Path("/"):
+    if existing == Path("/") and folder.absolute() != existing:
         top = Path(*folder.absolute().parts[:2])
         raise InputError(f"{option} {folder}: {top} does not exist: create it first, or name another folder")
     try:  # /proc, or a server that does not trust root, refuses only now
@@ -53,13 +59,55 @@ def check_writable(folder: Path, option: str) -> None:
         raise InputError(f"{option} {folder}: {why}: name another folder") from None
 
 
-def cache_folder(env: Mapping[str, str]) -> Path:
-    """CPUTRAIN_CACHE, or the user's cache folder. Raises RunError where the user has no home."""
-    if "CPUTRAIN_CACHE" in env:
-        return Path(env["CPUTRAIN_CACHE"])
-    if env.get("XDG_CACHE_HOME"):
-        return Path(env["XDG_CACHE_HOME"]) / "cputrain"
+def check_execution(file: Path) -> None:
+    """Raise PermissionError, which names the mount, where the code in a file may not be executed or loaded."""
+    with file.open("rb") as opened:
+        try:
+            mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except PermissionError:
+            why = f"the mount {mount_of(file)} does not allow execution (noexec)"
+            raise PermissionError(errno.EPERM, why) from None
+
+
+def mount_of(path: Path) -> Path:
+    """The mount point of the file system that a path lies in (proc_pid_mountinfo(5))."""
+    lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    points = (Path(OCTAL.sub(lambda match: chr(int(match[1], 8)), line.split(" ")[4])) for line in lines)
+    above = [point for point in points if path.resolve().is_relative_to(point)]
+    return max(above, key=lambda point: len(point.parts), default=Path("/"))  # a chroot's own is not listed
+
+
+def try_cache(folder: Path) -> None:
+    """Do in a folder what a cache needs: write a file, lock, execute code, remove. Raises OSError that says what fails.
+
+    Leaves nothing there but the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f".cputrain-try-{os.uname().nodename}-{os.getpid()}"
     try:
-        return Path("~/.cache/cputrain").expanduser()
-    except RuntimeError:
-        raise RunError(f"user {os.getuid()} has no home folder for the cache: set CPUTRAIN_CACHE to a folder") from None
+        with file.open("xb") as opened:
+            opened.write(bytes(TRIED_BYTES))
+        check_execution(file)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def cache_folder(env: Mapping[str, str]) -> Path:
+    """CPUTRAIN_CACHE, or the user's cache folder; empty variables count as unset, and a relative XDG_CACHE_HOME, too,
+    as the XDG Base Directory Specification has it. Raises RunError where the user has no home.
+    """
+    if env.get("CPUTRAIN_CACHE"):
+        return Path(env["CPUTRAIN_CACHE"])
+    if env.get("XDG_CACHE_HOME", "").startswith("/"):
+        return Path(env["XDG_CACHE_HOME"]) / "cputrain"
+    home = env.get("HOME") or _home_of_account()
+    if home is None:
+        raise RunError(f"user {os.getuid()} has no home folder for the cache: set CPUTRAIN_CACHE to a folder")
+    return Path(home) / ".cache/cputrain"
+
+
+def _home_of_account() -> str | None:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None

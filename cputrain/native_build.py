@@ -1,5 +1,6 @@
 """Compiling C++ on its first use: by one process, into a cache, while the other processes wait."""
 
+import hashlib
 import logging
 import os
 import shlex
@@ -8,15 +9,17 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from affinity.errors import InputError, RunError
+from affinity.filesystem import FULL, check_execution
 from affinity.ranks.rank import local_rank_of
 from affinity.wording import counted
+from cputrain.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -51,45 +54,98 @@ def compiler(env: Mapping[str, str]) -> str | None:
 
 
 def ensure_compiled(extension: NativeExtension, path: Path, env: Mapping[str, str]) -> Path:
-    """Compile the extension into `path` where it does not exist, or wait for the process that is compiling it.
+    """Compile the extension into `path` where it does not exist or is damaged, or wait for the process that does so.
 
-    Raises InputError where there is no compiler, RunError where the compiler fails or the cache is not writable.
+    Raises InputError where there is no compiler, RunError where the compiler fails or the cache cannot be used.
     """
-    lock = path.with_suffix(".lock")
-    waited = 0.0
-    while not path.is_file():
-        if not _lock(extension, lock):
-            waited = _wait(extension, path, lock, waited, env)
-            continue
-        try:
-            if not path.is_file():
-                _compile(extension, path, lock, env)
-        finally:
-            lock.unlink(missing_ok=True)
+    try:
+        while not is_intact(path):
+            _compile_or_wait(extension, path, env)
+        _check_execution(extension, path)
+    except OSError as error:
+        raise RunError(
+            f"{extension.requested_by}: {extension.title} cannot be compiled into {path.parent}: {error.strerror}: set "
+            f"CPUTRAIN_CACHE to a folder that may be written to{' and has room' * (error.errno in FULL)}, or "
+            f"{extension.alternative}"
+        ) from None
     return path
 
 
-def _lock(extension: NativeExtension, lock: Path) -> bool:
-    """Take the lock; False where another process has it."""
+def is_intact(path: Path) -> bool:
+    """Whether a compiled file is there, and as the compiler wrote it: loading one that is cut short kills a process."""
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        # Exclusive creation holds on network file systems too, where flock may not.
-        with lock.open("x") as file:
-            file.write(f"{socket.gethostname()} {os.getpid()}\n")
-    except OSError as error:
-        if isinstance(error, FileExistsError) and lock.parent.is_dir():
-            return False
+        return checksum_file(path).read_text() == _checksum(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def checksum_file(path: Path) -> Path:
+    """Where the checksum of a compiled file lies."""
+    return path.with_suffix(".sha256")
+
+
+@contextmanager
+def loading(path: Path, requested_by: str, alternative: str) -> Iterator[None]:
+    """An error of the dynamic linker inside becomes a RunError; the words are those of a NativeExtension."""
+    try:
+        yield
+    except (OSError, ImportError) as error:
+        raise RunError(f"{requested_by}: cannot load {path}: {error}: remove it, or {alternative}") from None
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _check_execution(extension: NativeExtension, path: Path) -> None:
+    """Raise RunError where the file system does not let a file be executed."""
+    try:
+        check_execution(path)
+    except PermissionError as error:
         raise RunError(
-            f"{extension.requested_by}: {extension.title} cannot be compiled into {lock.parent}: {error.strerror}: "
-            f"set CPUTRAIN_CACHE to a folder that may be written to, or {extension.alternative}"
+            f"{extension.requested_by}: {extension.title} cannot be loaded from {path.parent}: {error.strerror}: set "
+            f"CPUTRAIN_CACHE to a folder on another file system, or {extension.alternative}"
         ) from None
+
+
+def _compile_or_wait(extension: NativeExtension, path: Path, env: Mapping[str, str]) -> None:
+    lock = path.with_suffix(".lock")
+    waited = 0.0
+    while not _lock(lock):
+        waited = _wait(extension, path, lock, waited, env)
+        if is_intact(path):
+            return
+    try:
+        _check_execution(extension, lock)
+        if not is_intact(path):
+            if path.exists():
+                logger.warning("cputrain: %s is damaged, and is compiled anew", path)
+            _compile(extension, path, lock, env)
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _lock(lock: Path) -> bool:
+    """Take the lock; False where another process has it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # Exclusive creation holds on network file systems too, where flock may not.
+        file = lock.open("x")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(f"{socket.gethostname()} {os.getpid()}\n")
+    except OSError:
+        lock.unlink(missing_ok=True)  # a full disk has kept its name only
+        raise
     return True
 
 
 def _wait(extension: NativeExtension, path: Path, lock: Path, waited: float, env: Mapping[str, str]) -> float:
     """Wait while the lock's owner touches it; remove a stale lock. Returns the seconds waited so far."""
     seen, since = _mtime(lock), time.monotonic()
-    while not path.is_file() and lock.exists():
+    while not is_intact(path) and lock.exists():
         time.sleep(POLL_S)
         if waited < QUIET_S <= waited + POLL_S:
             log_line = logger.warning if _tells(env) else logger.debug
@@ -121,29 +177,37 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
     cxx = compiler(env)
     if cxx is None:
         raise InputError(f"{extension.requested_by}: no C++ compiler on PATH: install g++, or {extension.alternative}")
-    output = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-    parts, last = extension.parts(cxx, output), extension.argv(cxx, output)
     log_line = logger.warning if _tells(env) else logger.debug
     log_line("cputrain: compiling %s with %s, once, into %s", extension.title, cxx, path.parent)
     started = time.monotonic()
-    try:
-        with tempfile.TemporaryFile() as printed:
-            failed = _run(parts, printed, lock, log_line) or _run((last,), printed, lock, log_line)
+    # The compiler's temporary files lie there too: TMPDIR may be full.
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}.", dir=path.parent) as folder:
+        output = Path(folder, path.name)
+        parts, last = extension.parts(cxx, output), extension.argv(cxx, output)
+        own = {**env, "TMPDIR": folder}
+        with tempfile.TemporaryFile(dir=folder) as printed:
+            failed = _run(parts, printed, lock, log_line, own) or _run((last,), printed, lock, log_line, own)
             printed.seek(0)
             messages = printed.read().decode(errors="replace")
-    finally:
-        for number in range(len(parts)):
-            object_file(output, number).unlink(missing_ok=True)
-    if failed:
-        log = path.with_suffix(".log")
-        log.write_text(f"{shlex.join(failed)}\n{messages}")
-        first = next((line for line in messages.splitlines() if "error" in line), "it printed no error")
-        raise RunError(
-            f"{extension.requested_by}: {cxx} cannot compile {extension.title}: {first[:300]}; its whole output is in "
-            f"{log}"
-        )
-    output.rename(path)
+        if failed:
+            raise _failure(extension, path, failed, messages)
+        write_atomic(checksum_file(path), _checksum(output).encode())
+        output.rename(path)
     log_line("cputrain: compiled in %.0f s", time.monotonic() - started)
+
+
+def _failure(extension: NativeExtension, path: Path, command: tuple[str, ...], messages: str) -> Exception:
+    """Why the compiler has failed; its whole output is kept."""
+    full = next((number for number in FULL if os.strerror(number) in messages), None)
+    if full is not None:
+        return OSError(full, os.strerror(full))
+    log = path.with_suffix(".log")
+    log.write_text(f"{shlex.join(command)}\n{messages}")
+    first = next((line for line in messages.splitlines() if "error" in line), "it printed no error")
+    return RunError(
+        f"{extension.requested_by}: {command[0]} cannot compile {extension.title}: {first[:300]}; its whole output is "
+        f"in {log}"
+    )
 
 
 def _tells(env: Mapping[str, str]) -> bool:
@@ -152,14 +216,18 @@ def _tells(env: Mapping[str, str]) -> bool:
 
 
 def _run(
-    commands: tuple[tuple[str, ...], ...], printed: IO[bytes], lock: Path, log_line: Callable[..., None]
+    commands: tuple[tuple[str, ...], ...],
+    printed: IO[bytes],
+    lock: Path,
+    log_line: Callable[..., None],
+    env: Mapping[str, str],
 ) -> tuple[str, ...]:
     """Run commands side by side, and touch the lock meanwhile; the first one that fails, none where all succeed."""
     with ExitStack() as stack:
         running = []
         for argv in commands:
             process = stack.enter_context(
-                subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed)
+                subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=printed, stderr=printed)
             )
             stack.callback(process.kill)
             running.append(process)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from affinity.errors import RunError
 from affinity.filesystem import cache_folder
-from cputrain.native_build import NativeExtension, ensure_compiled
+from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = tuple(
@@ -54,7 +54,8 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        native = ctypes.CDLL(str(path))
+        with loading(path, EXTENSION.requested_by, EXTENSION.alternative):
+            native = ctypes.CDLL(str(path))
         images, layer = POINTER(_Images), POINTER(NormLayer)
 
         def function(name: str, *arguments: Any) -> Any:

@@ -13,14 +13,14 @@ from types import ModuleType
 
 import torch
 
-from affinity.errors import RunError
 from affinity.filesystem import cache_folder
 from cputrain.comm.ccl.libraries import Libraries
-from cputrain.native_build import NativeExtension, ensure_compiled, object_file
+from cputrain.native_build import NativeExtension, ensure_compiled, loading, object_file
 
 NAME = "cputrain_ccl"
 NATIVE = Path(__file__).parent / "native"
 MOST_UNITS = 4
+REQUESTED_BY, ALTERNATIVE = "comm.backend=ccl", "set comm.backend=gloo"
 
 
 def part(libraries: Libraries) -> NativeExtension:
@@ -28,8 +28,8 @@ def part(libraries: Libraries) -> NativeExtension:
     units = units_of(len(os.sched_getaffinity(0)))
     return NativeExtension(
         title=f"the oneCCL backend for torch {torch.__version__}",
-        requested_by="comm.backend=ccl",
-        alternative="set comm.backend=gloo",
+        requested_by=REQUESTED_BY,
+        alternative=ALTERNATIVE,
         parts=lambda cxx, output: tuple(
             compile_line(cxx, libraries, unit, object_file(output, number)) for number, unit in enumerate(units)
         ),
@@ -98,9 +98,7 @@ def load(path: Path) -> ModuleType:
     """Import the compiled extension. Raises RunError where it does not load."""
     spec = spec_from_file_location(NAME, path, loader=ExtensionFileLoader(NAME, str(path)))
     assert spec is not None and spec.loader is not None
-    try:
+    with loading(path, REQUESTED_BY, ALTERNATIVE):
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
-    except ImportError as error:
-        raise RunError(f"comm.backend=ccl: cannot load {path}: {error}: remove it, or set comm.backend=gloo") from None
     return module

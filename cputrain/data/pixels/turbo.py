@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from affinity.errors import InputError
 from affinity.filesystem import cache_folder
 from cputrain.data.pixels.crops import CropFunction
-from cputrain.native_build import NativeExtension, ensure_compiled
+from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
 FUNCTIONS = (
@@ -37,7 +37,8 @@ class TurboDecoder:
     def __init__(self, library: str, native: Path, table: ctypes.Array[c_void_p]) -> None:
         self.path = library
         self._table = table
-        self._native = ctypes.CDLL(str(native))
+        with loading(native, EXTENSION.requested_by, EXTENSION.alternative):
+            self._native = ctypes.CDLL(str(native))
         self._native.pixels_open.restype = c_void_p
         self._native.pixels_close.argtypes = (c_void_p,)
         self._sizes = ctypes.PyDLL(str(native)).pixels_sizes  # keeps the GIL: releasing it takes longer than the call
