@@ -36,9 +36,15 @@ def rate_record(machine: Machine, name: str, repeats: tuple[float, float, float]
 
 
 def keep(record: Record, env: Mapping[str, str]) -> Path:
-    """Write a record in place of an older one of the same name; its file."""
+    """Write a record in place of an older one of the same name; its file. Raises RunError where that cannot be done."""
     path = record_path(record, env)
-    write_atomic(path, json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode())
+    try:
+        write_atomic(path, json.dumps({"format": FORMAT, **asdict(record)}, indent=1).encode())
+    except OSError as error:
+        raise RunError(
+            f"what was measured cannot be kept in {path.parent}: {error.strerror}: set CPUTRAIN_CACHE to a folder that "
+            "may be written to"
+        ) from None
     return path
 
 
@@ -47,5 +53,5 @@ def keep_bf16_gain(speedups: Sequence[float], env: Mapping[str, str]) -> None:
     to, as only a line of advice depends on it."""
     machine = read_machine(Path("/"))  # the whole host: this process is bound to a part of it
     value = median(speedups), min(speedups), max(speedups)
-    with suppress(RunError, OSError):
+    with suppress(RunError):
         keep(rate_record(machine, BF16, value, command="cputrain train"), env)

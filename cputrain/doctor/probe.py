@@ -51,17 +51,21 @@ def torch(_env: Env) -> Found:
 
 def oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
+    from affinity.errors import RunError
     from cputrain.comm.ccl.build import built_path
     from cputrain.comm.ccl.libraries import find_libraries
+    from cputrain.native_build import is_intact
 
     found = find_libraries(env)
-    built = built_path(found, env)
+    built = None
+    with suppress(RunError):  # no cache folder
+        built = built_path(found, env)
     return {
         "version": ".".join(map(str, found.version)),
         "library": str(found.ccl),
         "mpi": str(found.mpi),
         "fabric": str(found.fabric),
-        "compiled": str(built) if built.is_file() else None,
+        "compiled": str(built) if built and is_intact(built) else None,
     }
 
 

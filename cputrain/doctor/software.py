@@ -3,12 +3,14 @@
 import importlib.util
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
+from affinity.filesystem import cache_folder, try_cache
 from affinity.kernel.running import inspect_process, planned_pids
 from affinity.packages import installed_version
 from affinity.planner.runtime import Runtime, find_runtime, target_of
@@ -18,6 +20,7 @@ from mpi.fabric import FABRICS, fabric_here
 from mpi.preflight.checks import missing_provider
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
+WITHOUT_CACHE = "no oneCCL, no native kernels, no fast decoder"
 Probed = Mapping[str, Mapping[str, Any]]
 
 
@@ -33,6 +36,8 @@ def software_checks(probe: Probed, env: Mapping[str, str]) -> Iterator[Check]:
         yield from runtime_checks(runtime)
     yield decoder_check(probe["decoder"])
     yield compiler_check(compiler(env))
+    yield cache_check(env)
+    yield temporary_check()
     yield oneccl_check(probe["oneccl"])
     yield launcher_check(probe["launcher"])
     yield fabric_check(fabric_here(), env)
@@ -45,6 +50,9 @@ def torch_check(torch: Mapping[str, Any]) -> Check:
     if torch.get("late"):
         return warning("torch", f"{installed('torch')}: {torch['error']}", "run the command again")
     if "error" in torch:
+        if broken := re.search(r"Failed to load the backend extension: ([\w.-]+)", torch["error"]):
+            remedy = f"uninstall or repair what brings {broken[1]}, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            return error("torch", f"{installed('torch')}: {torch['error']}", remedy)
         remedy = f"pip install --force-reinstall '{wanted}' {CPU_INDEX}"
         return error("torch", f"{installed('torch')} cannot be imported: {torch['error']}", remedy)
     build = f"CUDA {torch['cuda']} build" if torch["cuda"] else "CPU build"
@@ -115,6 +123,34 @@ def compiler_check(found: str | None) -> Check:
     if found is None:
         return warning("C++ compiler", "none: no oneCCL, no native kernels", "apt install g++, or module load gcc")
     return ok("C++ compiler", found)
+
+
+def cache_check(env: Mapping[str, str]) -> Check:
+    """The folder of compiled code, tried out."""
+    try:
+        folder = cache_folder(env)
+    except RunError as refused:
+        found, _, remedy = str(refused).partition(": ")
+        return warning("cache", f"{found}: {WITHOUT_CACHE}", remedy)
+    try:
+        try_cache(folder)
+    except OSError as refused:
+        found = f"{folder}: {refused.strerror}: {WITHOUT_CACHE}"
+        return warning("cache", found, "set CPUTRAIN_CACHE to a folder that can be written to, and execute code")
+    return ok("cache", str(folder))
+
+
+def temporary_check() -> Check:
+    """The folder of temporary files, tried out."""
+    try:
+        folder = Path(tempfile.gettempdir())
+        try_cache(folder)
+    except FileNotFoundError as refused:
+        return error("temporary files", str(refused.strerror), "set TMPDIR to a folder that can be written to")
+    except OSError as refused:
+        remedy = "only engine=compile needs it: set TMPDIR, or TORCHINDUCTOR_CACHE_DIR, to a folder elsewhere"
+        return warning("temporary files", f"{folder}: {refused.strerror}", remedy)
+    return ok("temporary files", str(folder))
 
 
 def oneccl_check(found: Mapping[str, Any]) -> Check:

@@ -68,7 +68,8 @@ def time_two_ranks(transport: str, libraries: Libraries, env: Mapping[str, str])
     lines, failed = _run(commands)
     result = next((line for line in lines if line.startswith("{")), None)
     if failed or result is None:
-        errors = [line for line in lines if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
+        told = [line for line in lines if line == line.lstrip()]  # a traceback's source text is indented
+        errors = [line for line in told if "Error: " in line or "ccl: " in line] or lines[-1:] or ["no output"]
         raise RunError(f"all-reduces of two ranks over oneCCL and {TITLES[transport]} failed: {errors[0].strip()}")
     return {int(size): seconds for size, seconds in json.loads(result).items()}
 
