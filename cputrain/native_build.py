@@ -185,7 +185,7 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
         output = Path(folder, path.name)
         parts, last = extension.parts(cxx, output), extension.argv(cxx, output)
         own = {**env, "TMPDIR": folder}
-        with tempfile.TemporaryFile(dir=folder) as printed:
+        with os.fdopen(os.memfd_create("compiler"), "w+b") as printed:  # a full disk takes no message
             failed = _run(parts, printed, lock, log_line, own) or _run((last,), printed, lock, log_line, own)
             printed.seek(0)
             messages = printed.read().decode(errors="replace")

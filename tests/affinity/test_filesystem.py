@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import pwd
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
-from affinity.filesystem import check_writable, refusal
+from affinity.filesystem import cache_folder, check_writable, mount_of, refusal
 from tests.support.commands import cputrain, refused
 from tests.support.images import write_images
 
@@ -82,6 +84,122 @@ def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -
     assert "or set comm.backend=gloo" in refusal_of_ccl
 
 
+COMPILES = """
+import os, sys
+from pathlib import Path
+from affinity.errors import RunError
+from cputrain.native_build import NativeExtension, ensure_compiled, loading
+import ctypes
+def argv(cxx, output):
+    return (cxx, "-shared", "-fPIC", "source.cpp", "-o", str(output))
+part = NativeExtension(title="the part", requested_by="part=fast", alternative="set part=slow", argv=argv)
+try:
+    path = ensure_compiled(part, Path("out/cache/part.so"), os.environ)
+    with loading(path, part.requested_by, part.alternative):
+        print(ctypes.CDLL(str(path)).answer())
+except RunError as error:
+    sys.exit(str(error))
+"""
+WHERE = "part=fast: the part cannot be {} out/cache: {}: set CPUTRAIN_CACHE to a folder "
+
+
+@pytest.fixture
+def part(place: Path) -> str:
+    """A command that compiles a function, loads it and prints 42."""
+    (place / "source.cpp").write_text(
+        'extern "C" int answer() { return 42; }\n' + "static const char data[9999] = {1};\n"
+    )
+    (place / "compiles.py").write_text(COMPILES)
+    return f"{sys.executable} {place}/compiles.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("noexec", ("loaded from", "the mount {}/out does not allow execution (noexec)", "on another file system")),
+        ("ro", ("compiled into", "Read-only file system", "that may be written to")),
+        ("size=8k", ("compiled into", "No space left on device", "that may be written to and has room")),
+        ("nr_inodes=2", ("compiled into", "No space left on device", "that may be written to and has room")),
+    ],
+)
+def test_a_cache_that_cannot_be_used_is_told_with_what_to_do(
+    place: Path, part: str, options: str, said: tuple[str, str, str]
+) -> None:
+    """Each with a real mount, before time is spent on compiling where that can be known."""
+    ((status, err),) = in_tmpfs(place, options, part)
+    where = WHERE.format(said[0], said[1].format(place)) + said[2] + ", or set part=slow"
+    assert (status, err.strip().splitlines()[-1]) == (1, where), err
+
+
+def test_nothing_is_left_in_a_cache_that_has_no_room(place: Path, part: str) -> None:
+    script = shlex.quote(f"{part}; find out -type f >&2; echo end >&2")
+    ((_, err),) = in_tmpfs(place, "size=8k", f"sh -c {script}")
+    assert err.endswith("or set part=slow\nend\n"), err
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_compiled_file_that_is_damaged_is_compiled_anew(place: Path, part: str, damage: bytes | None) -> None:
+    """An empty file, one cut short, one with another byte in its middle; one that is whole is used as it is."""
+
+    def answered() -> str:
+        done = subprocess.run(part.split(), cwd=place, capture_output=True, text=True)
+        assert done.stdout == "42\n", done.stderr
+        return done.stderr
+
+    assert "compiling the part" in answered() and answered() == ""
+    file = place / "out/cache/part.so"
+    data = file.read_bytes()
+    middle = len(data) // 2
+    file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if damage is None else damage)
+    assert f"{file.relative_to(place)} is damaged, and is compiled anew" in answered() and answered() == ""
+    file.with_suffix(".sha256").unlink()
+    assert "compiling the part" in answered() and answered() == ""
+    assert {path.name for path in file.parent.iterdir()} == {"part.so", "part.sha256"}
+
+
+def test_a_full_or_absent_folder_of_temporary_files_does_not_matter_to_compiling(place: Path, part: str) -> None:
+    script = f"dd if=/dev/zero of=out/fill bs=1k count=64 2> /dev/null; exec {part}"
+    (place / "compiles.py").write_text(COMPILES.replace("out/cache", "cache"))
+    ((status, err),) = in_tmpfs(place, "size=16k", f"env TMPDIR={place}/out sh -c {shlex.quote(script)}")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    ("env", "folder"),
+    [
+        ({"CPUTRAIN_CACHE": "/c", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/c"),
+        ({"CPUTRAIN_CACHE": "", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/cputrain"),
+        ({"CPUTRAIN_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/cputrain"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/cputrain"),  # the specification has it ignored
+        ({"HOME": ""}, f"{pwd.getpwuid(os.getuid()).pw_dir}/.cache/cputrain"),
+    ],
+)
+def test_an_empty_variable_of_the_cache_counts_as_unset(env: dict[str, str], folder: str) -> None:
+    assert cache_folder(env) == Path(folder)
+
+
+def test_doctor_tries_the_cache_that_it_calls_in_order(place: Path) -> None:
+    check = "from cputrain.doctor.software import cache_check; import os, sys; c = cache_check(os.environ)"
+    code = f"{check}; print(c.status, c.found, c.remedy, file=sys.stderr)"
+    command = f"env CPUTRAIN_CACHE={place}/out/cache {sys.executable} -c {shlex.quote(code)}"
+    for options, start in {
+        "size=1m": f"ok {place}/out/cache ",
+        "noexec": f"warning {place}/out/cache: the mount {place}/out does not allow execution (noexec): no oneCCL",
+        "ro": f"warning {place}/out/cache: Read-only file system: no oneCCL",
+        "size=4k": f"warning {place}/out/cache: No space left on device: no oneCCL",
+    }.items():
+        ((_, err),) = in_tmpfs(place, options, command)
+        assert err.startswith(start) and ("CPUTRAIN_CACHE" in err.partition(" no oneCCL")[2]) == (options != "size=1m")
+    homeless = "env -u HOME setpriv --reuid 54321 --clear-groups"
+    if shutil.which("setpriv") is not None:
+        place.chmod(0o755)
+        found = subprocess.run(
+            [*homeless.split(), sys.executable, "-c", code], cwd="/", capture_output=True, text=True, env={}
+        )
+        assert found.stderr.startswith("warning user 54321 has no home folder for the cache: no oneCCL"), found.stderr
+        assert found.stderr.endswith(" set CPUTRAIN_CACHE to a folder\n")
+
+
 def test_a_file_in_the_way_and_other_errors(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file/a/b"):
@@ -116,3 +234,36 @@ def test_a_file_in_place_of_a_folder_and_a_folder_in_place_of_a_file_are_named(t
         said = refusal(error.value)
         assert said is not None and said.startswith(f"{tmp_path}")
         assert said.endswith(": move away what is there, or name another folder")
+
+
+def test_an_existing_folder_that_only_refuses_when_it_is_written_to_is_found_beforehand(tmp_path: Path) -> None:
+    """As a server's that does not trust root (root_squash): access(2) answers that it may be written to."""
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root: /proc may be written to, as access(2) answers, but is not")
+    for folder in ("/proc", "/sys/kernel"):
+        assert os.access(folder, os.W_OK)
+        with pytest.raises(InputError, match=f"output {folder}: cannot make a folder in {folder}: .*: name another"):
+            check_writable(Path(folder), "output")
+
+
+def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
+    """tempfile tries TMPDIR, /tmp, /var/tmp, /usr/tmp and the working folder."""
+    code = "import sys, tempfile\nfrom affinity.exit_status import exit_status\ntry:\n    tempfile.mkdtemp()\n"
+    code += "except OSError as error:\n    sys.exit(exit_status(error, 'cputrain'))"
+    script = " && ".join(f"mount -t tmpfs -o ro none {folder}" for folder in ("/var/tmp", "/tmp"))
+    if os.geteuid() != 0:
+        pytest.skip(reason="needs root, to mount a file system")
+    run = f"{script} && cd /proc && exec env TMPDIR=/proc {sys.executable} -c {shlex.quote(code)}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", run], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(
+        "cputrain: No usable temporary directory found in ['/proc', "
+    )
+    assert done.stderr.endswith(": free some space there, or set TMPDIR to a folder that may be written to\n")
+
+
+def test_the_mount_of_a_file_is_found_also_where_its_name_has_blanks(place: Path) -> None:
+    code = "import sys; from pathlib import Path; from affinity.filesystem import mount_of; "
+    code += "print(mount_of(Path('out/a b/c/d')), file=sys.stderr)"
+    script = f"mkdir 'out/a b' && mount -t tmpfs none 'out/a b' && {sys.executable} -c {shlex.quote(code)}"
+    ((_, err),) = in_tmpfs(place, "size=1m", f"sh -c {shlex.quote(script)}")
+    assert err == f"{place}/out/a b\n" and mount_of(Path("/proc/self/status")) == Path("/proc")
