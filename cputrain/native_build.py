@@ -118,7 +118,7 @@ def _compile_or_wait(extension: NativeExtension, path: Path, env: Mapping[str, s
     try:
         _check_execution(extension, lock)
         if not is_intact(path):
-            if path.exists():
+            if path.exists() and checksum_file(path).exists():
                 logger.warning("cputrain: %s is damaged, and is compiled anew", path)
             _compile(extension, path, lock, env)
     finally:

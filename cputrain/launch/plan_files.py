@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinity.errors import InputError, as_option
-from affinity.filesystem import check_writable
+from affinity.filesystem import check_execution, check_writable
 from affinity.planner.plan_file import PLAN_FILE
 from affinity.ranks.rank import MASTER_PORT
 from affinity.start import own_program
@@ -98,7 +98,12 @@ def write_plan_files(
     files = plan_files(job, launcher, recipe)
     files.write(folder)
     arguments = "" if recipe else " CMD..."
-    return f"{folder}: {', '.join(sorted(files.texts))}; start with {folder}/launch.sh{arguments}"
+    shell = ""
+    try:
+        check_execution(folder / "launch.sh")
+    except PermissionError:  # a mount with noexec: the shell reads the script
+        shell = "sh "
+    return f"{folder}: {', '.join(sorted(files.texts))}; start with {shell}{folder}/launch.sh{arguments}"
 
 
 def plan_files(job: Job, launcher: InstalledLauncher, recipe: "Recipe | None") -> PlanFiles:

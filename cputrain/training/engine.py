@@ -1,10 +1,12 @@
 """How a network runs on the CPU: native kernels, memory format, precision, compilation."""
 
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from affinity.errors import InputError, RunError
+from affinity.filesystem import try_cache
 from cputrain.models.batchnorm_kernels import Kernels, load
 from cputrain.models.folding import fold_batchnorms
 from cputrain.models.fusion import fuse_batchnorms
@@ -42,6 +45,8 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
     Raises InputError or RunError where "native" is requested and its kernels cannot be used, InputError where "ipex" is
     and cannot be used.
     """
+    if requested == "compile":
+        _check_compile(env)
     if requested in ("eager", "compile"):
         return Engine(name=requested, why=f"engine={requested}")
     if requested == "ipex":
@@ -57,6 +62,18 @@ def choose_engine(requested: str, precision: str, env: Mapping[str, str]) -> Eng
             raise
         return Engine(name="eager", why=str(error).removeprefix("engine=native: "))
     return Engine(name="native", why=str(kernels.path), kernels=kernels)
+
+
+def _check_compile(env: Mapping[str, str]) -> None:
+    """Raise RunError where torch.compile cannot load what it compiles, from the folder that it uses."""
+    folder = Path(env.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    try:
+        try_cache(folder)
+    except OSError as error:
+        raise RunError(
+            f"engine=compile: torch cannot use {folder}: {error.strerror}: set TORCHINDUCTOR_CACHE_DIR to another "
+            "folder, or set engine=eager"
+        ) from None
 
 
 def same_engine(engines: list[tuple[str, str]], own: Engine) -> Engine:

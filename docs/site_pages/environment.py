@@ -18,7 +18,8 @@ MEANINGS = {
     "AFFINITY_ALLOW_OTHER_LAYOUT": "read: `1` lets ranks use the plan of a machine with another layout",
     "AFFINITY_PLAN": "set for every rank: the plan that it was bound by",
     "AFFINITY_WORKER": "set for every rank: its worker in that plan",
-    "CPUTRAIN_CACHE": "read: folder of compiled code and of measurements; default `~/.cache/cputrain`",
+    "CPUTRAIN_CACHE": "read: folder of compiled code and of measurements, where code can be executed; unset or empty: "
+    "`$XDG_CACHE_HOME/cputrain`, or `~/.cache/cputrain`",
     "CPUTRAIN_PODS": "read by `cputrain launch`: the number of the job's pods; `JOB_COMPLETION_INDEX` is this one's",
 }
 # Of one job: the secret by which its agents are recognized, the mark of its processes, the file for a rank's stack.

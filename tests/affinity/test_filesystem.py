@@ -14,7 +14,7 @@ import pytest
 
 from affinity.errors import InputError
 from affinity.filesystem import cache_folder, check_writable, mount_of, refusal
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, mpi_path, refused
 from tests.support.images import write_images
 
 CPUTRAIN = f"{sys.executable} -m cputrain"
@@ -259,6 +259,24 @@ def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
         "cputrain: No usable temporary directory found in ['/proc', "
     )
     assert done.stderr.endswith(": free some space there, or set TMPDIR to a folder that may be written to\n")
+
+
+def test_where_scripts_are_not_executed_the_shell_is_named(place: Path) -> None:
+    plan = f"env PATH={mpi_path('mpich')['PATH']} {CPUTRAIN} plan --launcher mpich --write out/p"
+    for options, start in {"noexec": "sh out/p/launch.sh CMD", "size=1m": "out/p/launch.sh CMD"}.items():
+        ((status, err),) = in_tmpfs(place, options, f"sh -c {shlex.quote(f'{plan} >&2')}")
+        assert status == 0 and f"; start with {start}" in err, err
+
+
+def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path) -> None:
+    code = "import os, sys; from cputrain.training.engine import choose_engine\ntry:\n"
+    code += "    choose_engine('compile', 'float32', os.environ)\nexcept Exception as error:\n    sys.exit(str(error))"
+    words = f"{sys.executable} -c {shlex.quote(code)}"
+    refused = f"engine=compile: torch cannot use {place}/out: the mount {place}/out does not allow execution (noexec): "
+    refused += "set TORCHINDUCTOR_CACHE_DIR to another folder, or set engine=eager\n"
+    commands = [f"env {name}={place}/out {words}" for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
+    assert in_tmpfs(place, "noexec", *commands) == [(1, refused)] * 2
+    assert in_tmpfs(place, "size=1m", commands[0]) == [(0, "")]
 
 
 def test_the_mount_of_a_file_is_found_also_where_its_name_has_blanks(place: Path) -> None:

@@ -1,5 +1,6 @@
 """Before oneCCL runs: where it is found, what is set for it, how its backend is compiled; each failure in one line."""
 
+import hashlib
 import mmap
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from cputrain.comm.ccl.environment import check_host, settings
 from cputrain.comm.ccl.libraries import Libraries, find_libraries
 from cputrain.comm.ccl.segments import sweep_segments
 from cputrain.comm.ccl.transport import Transport
+from cputrain.native_build import checksum_file
 from cputrain.training.binding import misplaced_comm_threads
 from tests.support.ccl_jobs import ROOT
 from tests.support.commands import cputrain
@@ -305,6 +307,7 @@ def test_a_living_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for _ in range(16):
             time.sleep(0.25)
             lock.touch()
+        checksum_file(path).write_text(hashlib.sha256(b"theirs\n").hexdigest())
         path.write_text("theirs\n")
         lock.unlink()
 

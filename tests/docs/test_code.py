@@ -15,6 +15,7 @@ MAY_USE_THE_ENVIRONMENT = {
     # Command lines, each read by its main(); below them it is an argument.
     "affinity/__main__.py",
     "affinity/bind.py",
+    "affinity/start.py",
     "mpi/first_host.py",
     "mpi/preflight/checks.py",
     "mpi/supervise/agent.py",

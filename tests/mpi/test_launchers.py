@@ -11,6 +11,7 @@ import pytest
 
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.runtime import Runtime
+from affinity.start import own_program
 from affinity.topology.sysfs import this_machine
 from mpi.hosts.groups import HostGroup, job_plan_json
 from mpi.launchers.command import launch_command
@@ -256,7 +257,8 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
 
 def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
     output = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
-    assert f"{sys.executable} -m mpi.supervise.agent --report-to ADDRESS:PORT --into " in output
+    own = " ".join(own_program("mpi.supervise.agent"))
+    assert f"{own} --report-to ADDRESS:PORT --into " in output
     assert "CPUTRAIN_JOB_TOKEN=TOKEN " in output and "launch.sh CMD" in output
 
 
