@@ -36,9 +36,10 @@ def isolate() -> None:
         user = site.getusersitepackages()
         if os.path.isdir(user):
             site.addsitedir(user)
-    for folder in (HOME, *given):
-        if folder not in sys.path and (folder == HOME or _has_packages(folder)):
-            sys.path.append(folder)
+    if HOME not in sys.path:  # before other installations of ours, behind the standard library
+        standard = [i for i, path in enumerate(sys.path) if path in (library, os.path.join(library, "lib-dynload"))]
+        sys.path.insert(standard[-1] + 1 if standard else 0, HOME)
+    sys.path += [folder for folder in given if folder not in sys.path and _has_packages(folder)]
 
 
 def _has_packages(folder: str) -> bool:

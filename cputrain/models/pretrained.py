@@ -78,8 +78,8 @@ def fetch(wanted: Pretrained) -> bool:
                 f"{wanted.digits}: remove it, then {wanted.remedy}"
             )
         return False
-    wanted.path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        wanted.path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(wanted.url, str(wanted.path), wanted.digits or None)
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", None) or error
