@@ -19,7 +19,6 @@ from affinity.errors import InputError, RunError
 from affinity.filesystem import FULL, check_execution
 from affinity.ranks.rank import local_rank_of
 from affinity.wording import counted
-from cputrain.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,9 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
             messages = printed.read().decode(errors="replace")
         if failed:
             raise _failure(extension, path, failed, messages)
-        write_atomic(checksum_file(path), _checksum(output).encode())
+        checksum = Path(folder, "checksum")
+        checksum.write_text(_checksum(output))
+        checksum.rename(checksum_file(path))
         output.rename(path)
     log_line("cputrain: compiled in %.0f s", time.monotonic() - started)
 
