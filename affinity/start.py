@@ -26,13 +26,14 @@ def isolate() -> None:
 
     It is called before anything else is imported; os, site and sys have been imported by Python itself.
     """
-    given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    env = os.environ
+    given = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     library = os.path.dirname(os.__file__)
     named = {path for path in given if not path.startswith(library)}
     if not sys.flags.isolated:
         first = () if getattr(sys.flags, "safe_path", False) else sys.path[:1]  # the script's, or working, folder
         sys.path[:] = [path for path in sys.path[len(first) :] if path not in named]
-    elif "PYTHONNOUSERSITE" not in os.environ and sys.base_prefix in site.PREFIXES:
+    elif "PYTHONNOUSERSITE" not in env and sys.base_prefix in site.PREFIXES:
         user = site.getusersitepackages()
         if os.path.isdir(user):
             site.addsitedir(user)
