@@ -191,7 +191,7 @@ def _compile(extension: NativeExtension, path: Path, lock: Path, env: Mapping[st
         if failed:
             raise _failure(extension, path, failed, messages)
         checksum = Path(folder, "checksum")
-        checksum.write_text(_checksum(output))
+        checksum.write_text(_checksum(output), encoding="ascii")
         checksum.rename(checksum_file(path))
         output.rename(path)
     log_line("cputrain: compiled in %.0f s", time.monotonic() - started)

@@ -54,7 +54,7 @@ def measure_training(
     """
     folder = planned.recipe.folder
     make_folder(planned.recipe, planned.plan, overwrite=True)
-    (folder / SPEC).write_text(json.dumps(asdict(spec)))
+    (folder / SPEC).write_text(json.dumps(asdict(spec)), encoding="utf-8")
     command = (*own_program("cputrain.bench.model_rank"), str(folder / RECIPE))
     run_ranks(planned.plan, command, folder, env, what=what)
     return [json.loads(result_file(folder, rank).read_text(encoding="utf-8")) for rank in range(planned.ppn)]

@@ -33,6 +33,7 @@ FOREIGN = {
     "--filter",
     "--gres",
     "--group-add",
+    "--het-group",
     "--ipc",
     "--job-name",
     "--logdir",
