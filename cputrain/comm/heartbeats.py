@@ -84,7 +84,7 @@ class LastHeartbeat:
 def place_of_this_process(*, native: bool) -> ProcessPlace:
     """Where this process runs."""
     with suppress(OSError):  # without it, no other process takes this kernel for its own
-        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = (PROC / "self/ns/pid").readlink().name
         started = read_stat(os.getpid()).started
         kernel = f"{boot} {namespace}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import IO, BinaryIO, TextIO
 
-from affinity.terminal_text import CODES, SafeOutput, clip, safe_output
+from affinity.terminal_text import SafeOutput, clip, safe_output
 from affinity.utf8 import printed_text
 
 CLEAR_LINE = "\r\x1b[2K"
@@ -34,12 +34,12 @@ class Terminal:
     logs: Path
 
     def write(self, text: str) -> None:
-        """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as its code."""
+        """Show a text; a character that the stream's encoding lacks (a locale without UTF-8) as `?`."""
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
             encoding = self.stream.encoding
-            self.write(text.encode(encoding, errors=CODES).decode(encoding))
+            self.write(text.encode(encoding, errors="replace").decode(encoding))
         except OSError as error:
             self._lose(error)
 

@@ -39,9 +39,9 @@ class ModelSection(Section):
     the last layer of every residual block (Goyal et al. 2017, 5.1); last_of_stage: only that of each stage's last
     block; none: no layer."""
     weights: str | None = None
-    """File of the initial weights: a checkpoint of cputrain or of another trainer, or a state dict. Checkpoints of timm,
-    Lightning, torchvision's references and pytorch/examples contain one. Averaged weights are taken where there are some. A last layer of another size
-    keeps its random weights; null: all weights start random."""
+    """File of the initial weights: a checkpoint, a state dict, or another program's checkpoint (timm, Lightning, ...).
+    Averaged weights are taken where there are some. A last layer of another size keeps its random weights; null: all
+    weights start random."""
     freeze_to: str | None = None
     """Name of the last frozen layer, as in layer3 or layer4.0. All layers up to and including it keep their initial
     weights; null: all layers are trained."""
