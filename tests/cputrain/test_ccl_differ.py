@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = "tests.support.ccl_differ"
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+LIMIT_S = 240.0
 AT_ONCE = 4
 DIFFERENT = {
     "sizes": "rank 0 in ALLREDUCE #2 of group 0 (Float[8]), rank 1 in ALLREDUCE #2 of group 0 (Float[16])",
@@ -37,7 +38,7 @@ DIFFERENT = {
 
 def errors_of(*processes: subprocess.Popen[bytes]) -> dict[int, tuple[str, float]]:
     """What each rank says, and after how many seconds."""
-    lines = [line for process in processes for line in lines_of(ended(process, 120).out)]
+    lines = [line for process in processes for line in lines_of(ended(process, LIMIT_S).out)]
     return {line["rank"]: (line["error"], line["seconds"]) for line in lines}
 
 

@@ -115,6 +115,8 @@ def busy_first_rank(_: str) -> None:
 
 def main() -> None:
     case = sys.argv[1]
+    if "PMI_RANK" in os.environ:  # mpirun's names
+        os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
     dist.init_process_group("ccl", timeout=timedelta(seconds=10) if case == "other_group" else TIMEOUT)
     begun, error = time.monotonic(), ""
     try:
@@ -124,6 +126,7 @@ def main() -> None:
     seconds = time.monotonic() - begun
     os.write(1, json.dumps({"rank": dist.get_rank(), "error": error, "seconds": seconds}).encode() + b"\n")
     if case != "leaves" or error:
+        time.sleep(2)  # mpirun would kill the other rank, which has still to say what it knows
         os._exit(0)
 
 
