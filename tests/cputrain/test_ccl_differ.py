@@ -98,3 +98,21 @@ def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_c
         waits, seconds = errors_of(left[0])[0]
         assert "rank 1 on " in waits and "(has left) never calls it" in waits and seconds < 20
         assert "rank 0 waits in ALLREDUCE #2 of group 0 (Float[3])" in waits
+
+
+def test_ranks_of_different_hosts_learn_it_by_their_heartbeats() -> None:
+    """Without memory that both see: where the sum would be wrong in silence, and where oneCCL fails by itself."""
+    alone = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+    with ExitStack() as stack:
+        jobs = {}
+        for name in ("types_once", "sizes"):
+            common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FI_TCP_IFACE": "lo", **QUIET}
+            common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            argv = (*alone, sys.executable, "-m", PROGRAM, name)
+            jobs[name] = [stack.enter_context(command(*argv, **common, RANK=str(rank))) for rank in range(2)]
+        for error, seconds in errors_of(*jobs["types_once"]).values():
+            assert "the ranks of group 0 differ at its collective #" in error and "rank 0 on " in error, error
+            assert "rank 1 on " in error and seconds < 30
+        error, _ = errors_of(jobs["sizes"][0])[0]
+        assert "rank 0 on " in error and "in ALLREDUCE #2 of group 0 (Float[8])" in error, error
+        assert "rank 1 on " in error

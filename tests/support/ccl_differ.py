@@ -54,6 +54,13 @@ def checkpoint_thread(rank: int) -> None:
     saved.result()
 
 
+def types_once(rank: int) -> None:
+    dist.all_reduce(ones(8, torch.int32 if rank else torch.float32))
+    for _ in range(6000):
+        dist.all_reduce(ones(8))
+        time.sleep(0.01)
+
+
 CASES: dict[str, Case] = {
     "sizes": lambda rank: dist.all_reduce(ones(8 + 8 * rank)),
     "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 198_000 * rank)),
@@ -71,6 +78,7 @@ CASES: dict[str, Case] = {
     "uneven_batches": uneven_batches,
     "skipped_layer": skipped_layer,
     "checkpoint_thread": checkpoint_thread,
+    "types_once": types_once,
 }
 
 
