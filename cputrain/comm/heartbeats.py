@@ -58,18 +58,19 @@ class ProcessPlace:
 class StoreHeartbeat(ProcessPlace):
     """A rank's heartbeat: `waits_in` is the collective that the rank waits in.
 
-    `groups` has the number and the digest (PendingCollective) of the last collective that it has called in each group.
+    `groups` has the number and the digest (PendingCollective) of the last collective that it has called in each group,
+    then those of some before it, of round numbers.
     `left`: the rank has left the job in order and sends no more heartbeats.
     """
 
     count: int
     waits_in: str | None
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     left: bool = False
 
     def has_joined(self, collective: PendingCollective) -> bool:
         """Whether the rank has called a collective of its group, the very same one."""
-        number, digest = self.groups.get(collective.group, (0, 0))
+        number, digest = self.groups.get(collective.group, [(0, 0)])[0]
         return number > collective.number or (number, digest) == (collective.number, collective.digest)
 
 
@@ -151,8 +152,8 @@ def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
     """A line about two ranks whose collectives of a group differ up to the same number; None where none are seen."""
     groups = {group for seen in last.values() for group in seen.heartbeat.groups}
     for group in sorted(groups):
-        called = {rank: seen.heartbeat.groups.get(group) for rank, seen in last.items()}
-        places = sorted((*place, rank) for rank, place in called.items() if place is not None)
+        called = {rank: seen.heartbeat.groups.get(group, ()) for rank, seen in last.items()}
+        places = sorted({(*place, rank) for rank, places in called.items() for place in places})
         for (number, digest, rank), (other_number, other_digest, other) in pairwise(places):
             if number == other_number and digest != other_digest:
                 described = f"{_described(rank, last)}, {_described(other, last)}"

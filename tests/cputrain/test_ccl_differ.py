@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = "tests.support.ccl_differ"
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+LIMIT_S = 240.0
 AT_ONCE = 4
 DIFFERENT = {
     "sizes": "rank 0 in ALLREDUCE #2 of group 0 (Float[8]), rank 1 in ALLREDUCE #2 of group 0 (Float[16])",
@@ -37,7 +38,7 @@ DIFFERENT = {
 
 def errors_of(*processes: subprocess.Popen[bytes]) -> dict[int, tuple[str, float]]:
     """What each rank says, and after how many seconds."""
-    lines = [line for process in processes for line in lines_of(ended(process, 120).out)]
+    lines = [line for process in processes for line in lines_of(ended(process, LIMIT_S).out)]
     return {line["rank"]: (line["error"], line["seconds"]) for line in lines}
 
 
@@ -97,3 +98,21 @@ def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_c
         waits, seconds = errors_of(left[0])[0]
         assert "rank 1 on " in waits and "(has left) never calls it" in waits and seconds < 20
         assert "rank 0 waits in ALLREDUCE #2 of group 0 (Float[3])" in waits
+
+
+def test_ranks_of_different_hosts_learn_it_by_their_heartbeats() -> None:
+    """Without memory that both see: where the sum would be wrong in silence, and where oneCCL fails by itself."""
+    alone = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+    with ExitStack() as stack:
+        jobs = {}
+        for name in ("types_once", "sizes"):
+            common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FI_TCP_IFACE": "lo", **QUIET}
+            common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            argv = (*alone, sys.executable, "-m", PROGRAM, name)
+            jobs[name] = [stack.enter_context(command(*argv, **common, RANK=str(rank))) for rank in range(2)]
+        for error, seconds in errors_of(*jobs["types_once"]).values():
+            assert "the ranks of group 0 differ at its collective #" in error and "rank 0 on " in error, error
+            assert "rank 1 on " in error and seconds < 30
+        error, _ = errors_of(jobs["sizes"][0])[0]
+        assert "rank 0 on " in error and "in ALLREDUCE #2 of group 0 (Float[8])" in error, error
+        assert "rank 1 on " in error

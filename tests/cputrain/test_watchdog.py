@@ -93,10 +93,11 @@ with convert_lost_peer_errors(rank.rank):
 """
 
 
-def last(at: float, waits_in: str | None = None, *, left: bool = False, **groups: tuple[int, int]) -> LastHeartbeat:
-    """A rank's last heartbeat; `groups`: the number and digest of its last collective of each."""
+def last(at: float, waits_in: str | None = None, *, left: bool = False, **groups: tuple[int, ...]) -> LastHeartbeat:
+    """A rank's last heartbeat; `groups`: the number and digest of its last collective of each, then of earlier ones."""
     place = {"host": "n1", "kernel": "k1", "pid": 1, "started": 0, "native": True}
-    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, groups=groups, left=left)
+    pairs = {group: list(zip(places[::2], places[1::2], strict=True)) for group, places in groups.items()}
+    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, groups=pairs, left=left)
     return LastHeartbeat(heartbeat=heartbeat, at=at)
 
 
@@ -156,6 +157,10 @@ def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> N
 def test_ranks_differ_where_their_collectives_up_to_the_same_number_do() -> None:
     same = {0: last(0, a=(5, 55), b=(2, 9)), 1: last(0, a=(6, 66), b=(2, 9)), 2: last(0, a=(5, 55))}
     assert differing_ranks(same) is None
+    at_different_moments = {0: last(0, a=(70, 1, 64, 5)), 1: last(0, a=(90, 2, 64, 5)), 2: last(0, a=(64, 5))}
+    assert differing_ranks(at_different_moments) is None
+    found = differing_ranks({**at_different_moments, 3: last(0, a=(100, 3, 64, 6))})
+    assert found is not None and found.startswith("the ranks of group a differ at its collective #64 or before: rank")
     found = differing_ranks({**same, 3: last(0, "BARRIER #2 of group b", b=(2, 8))})
     assert found is not None and found.startswith(
         "the ranks of group b differ at its collective #2 or before: rank 3 on n1 (in BARRIER #2 of group b), rank"

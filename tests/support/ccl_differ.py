@@ -54,6 +54,13 @@ def checkpoint_thread(rank: int) -> None:
     saved.result()
 
 
+def types_once(rank: int) -> None:
+    dist.all_reduce(ones(8, torch.int32 if rank else torch.float32))
+    for _ in range(6000):
+        dist.all_reduce(ones(8))
+        time.sleep(0.01)
+
+
 CASES: dict[str, Case] = {
     "sizes": lambda rank: dist.all_reduce(ones(8 + 8 * rank)),
     "large_sizes": lambda rank: dist.all_reduce(ones(200_000 - 198_000 * rank)),
@@ -71,6 +78,7 @@ CASES: dict[str, Case] = {
     "uneven_batches": uneven_batches,
     "skipped_layer": skipped_layer,
     "checkpoint_thread": checkpoint_thread,
+    "types_once": types_once,
 }
 
 
@@ -115,6 +123,8 @@ def busy_first_rank(_: str) -> None:
 
 def main() -> None:
     case = sys.argv[1]
+    if "PMI_RANK" in os.environ:  # mpirun's names
+        os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
     dist.init_process_group("ccl", timeout=timedelta(seconds=10) if case == "other_group" else TIMEOUT)
     begun, error = time.monotonic(), ""
     try:
@@ -124,6 +134,7 @@ def main() -> None:
     seconds = time.monotonic() - begun
     os.write(1, json.dumps({"rank": dist.get_rank(), "error": error, "seconds": seconds}).encode() + b"\n")
     if case != "leaves" or error:
+        time.sleep(2)  # mpirun would kill the other rank, which has still to say what it knows
         os._exit(0)
 
 

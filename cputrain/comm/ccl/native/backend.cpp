@@ -13,10 +13,6 @@ namespace cputrain {
 
 namespace {
 
-constexpr auto kCallers =
-    "; more than one thread of this rank calls them: give the other one, as the checkpoint's of dcp.async_save, a group of its "
-    "own (process_group=torch.distributed.new_group())";
-
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? "" : value;
@@ -153,13 +149,13 @@ WorkPtr CclBackend::submit(
     const auto lock = engine.enter();
     engine.refuse_after_end(name);
     const auto number = ++sequence_;
-    has_callers_ = has_callers_ || (number > 1 && caller_ != std::this_thread::get_id());
+    several_threads_ = several_threads_ || (number > 1 && caller_ != std::this_thread::get_id());
     caller_ = std::this_thread::get_id();
     operation = c10::make_intrusive<Operation>(
         rank_, type, "ccl:" + name, c10::str(name, " #", number, " of group ", name_, suffix),
         Place{name_, number, engine.count(name_, number, agreement.digest)},
         timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
-    wrong = ledger_->enter(number, agreement, operation->description(), has_callers_ ? kCallers : "");
+    wrong = ledger_->enter(number, agreement, operation->description(), several_threads_);
     if (wrong.empty()) {
       engine.submit(operation, std::move(start), std::move(finish));
     }

@@ -116,7 +116,7 @@ class CclBackend : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};  // of collectives; the order of the calls of oneCCL, whichever thread makes them
   std::atomic<uint64_t> messages_{0};
   std::thread::id caller_;  // of the last collective
-  bool has_callers_ = false;  // more than one thread
+  bool several_threads_ = false;  // call collectives
   std::atomic<uint64_t> monitored_{0};
 };
 

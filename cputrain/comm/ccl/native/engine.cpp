@@ -215,19 +215,22 @@ std::string Engine::absent_ranks(const std::string& collective) {
 
 void Engine::add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger) {
   const std::lock_guard lock(published_mutex_);
-  groups_[name] = {name};
+  groups_[name] = {};
   ledgers_[name] = ledger;
 }
 
 uint64_t Engine::count(const std::string& group, uint64_t number, uint64_t digest) {
   const std::lock_guard lock(published_mutex_);
-  auto& place = groups_[group];
-  place.number = number;
-  place.digest = mixed(place.digest, digest);
-  return place.digest;
+  auto& [last, marks] = groups_[group];
+  last.number = number;
+  last.digest = mixed(last.digest, digest);
+  for (size_t i = 0; i < std::size(kMarks) && number % kMarks[i] == 0; i++) {
+    marks[i] = last;
+  }
+  return last.digest;
 }
 
-std::map<std::string, Place> Engine::groups() {
+std::map<std::string, Progress> Engine::groups() {
   const std::lock_guard lock(published_mutex_);
   return groups_;
 }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <iterator>
 #include <list>
 #include <map>
 #include <memory>
@@ -21,6 +22,14 @@ struct CurrentCollective {
   std::string collective;
   Place place;
   Clock::time_point deadline;
+};
+
+// The last collective of a group, and the last ones whose numbers are multiples of kMarks: ranks that report at different
+// moments report some of the same number.
+constexpr uint64_t kMarks[] = {64, 4096, 262144};
+struct Progress {
+  Place last;
+  Place marks[std::size(kMarks)];
 };
 
 // Drives all operations of this process. A waiting caller drives them itself; the engine's thread drives those that no
@@ -65,8 +74,8 @@ class Engine {
   void add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger);
   // Counts a group's collective; the digest of all its agreements so far.
   uint64_t count(const std::string& group, uint64_t number, uint64_t digest);
-  // The last collective of each group, those that have been destroyed too: a late rank may still wait there.
-  std::map<std::string, Place> groups();
+  // The progress of each group, those that have been destroyed too: a late rank may still wait there.
+  std::map<std::string, Progress> groups();
 
   // Locks oneCCL for calls that are no operations: creating and destroying communicators.
   Lock enter() { return Lock(mutex_); }
@@ -127,7 +136,7 @@ class Engine {
   std::mutex published_mutex_;  // held briefly; may be locked while mutex_ is
   std::string absent_from_, absent_;
   std::string disagreement_;
-  std::map<std::string, Place> groups_;
+  std::map<std::string, Progress> groups_;
   std::map<std::string, std::weak_ptr<Ledger>> ledgers_;
   CurrentCollective published_;
   CurrentCollective communicator_;

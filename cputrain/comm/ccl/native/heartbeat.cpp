@@ -70,9 +70,13 @@ void HeartbeatSender::send(bool left) {
   awake_now();
   const auto current = Engine::instance().current();
   std::string groups;
-  for (const auto& [name, place] : Engine::instance().groups()) {
-    groups += c10::str(
-        groups.empty() ? "" : ", ", quoted(name), ": [", place.number, ", ", place.digest, "]");
+  for (const auto& [name, progress] : Engine::instance().groups()) {
+    const auto& last = progress.last;
+    groups += c10::str(groups.empty() ? "" : ", ", quoted(name), ": [[", last.number, ", ", last.digest, "]");
+    for (const auto& mark : progress.marks) {
+      groups += mark.number == 0 ? "" : c10::str(", [", mark.number, ", ", mark.digest, "]");
+    }
+    groups += "]";
   }
   const auto value = c10::str(
       "{\"count\": ", ++count_, ", ", place_, ", \"waits_in\": ",

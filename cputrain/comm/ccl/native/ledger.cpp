@@ -16,8 +16,11 @@ namespace {
 
 constexpr uint64_t kEntries = 256;  // numbers by which a rank may be ahead of another and still be compared
 constexpr uint64_t kByteLists = 8;  // the same for collectives whose bytes are compared for each pair of ranks
-constexpr size_t kTextBytes = 112;
+constexpr size_t kTextBytes = 111;
 constexpr size_t kNamed = 8;
+constexpr auto kSeveralThreads =
+    "; more than one thread of a rank calls them: give the other one, as the checkpoint's of dcp.async_save, a group of "
+    "its own (process_group=torch.distributed.new_group())";
 constexpr size_t kPageBytes = 4096;
 
 constexpr size_t whole_pages(size_t bytes) {
@@ -43,6 +46,7 @@ struct Ledger::Header {
 struct Ledger::Entry {
   std::atomic<uint64_t> number;
   uint64_t digest;
+  bool several_threads;
   char text[kTextBytes];
 };
 
@@ -101,10 +105,12 @@ std::atomic<uint64_t>* Ledger::bytes_of(int rank, uint64_t number) const {
   return lists + number % kByteLists * list_words();
 }
 
-void Ledger::write(uint64_t number, const Agreement& agreement, const std::string& description) {
+void Ledger::write(
+    uint64_t number, const Agreement& agreement, const std::string& description, bool several_threads) {
   auto& entry = entry_of(rank_, number);
   entry.number = 0;
   entry.digest = agreement.digest;
+  entry.several_threads = several_threads;
   copy_text(entry.text, kTextBytes, description);
   if (!agreement.give.empty()) {
     auto* bytes = bytes_of(rank_, number);
@@ -116,8 +122,9 @@ void Ledger::write(uint64_t number, const Agreement& agreement, const std::strin
   entry.number = number;  // sequentially consistent, as are the reads below: of two ranks, one at least sees the other
 }
 
-std::string Ledger::enter(uint64_t number, const Agreement& agreement, const std::string& description, const char* hint) {
-  write(number, agreement, description);
+std::string Ledger::enter(
+    uint64_t number, const Agreement& agreement, const std::string& description, bool several_threads) {
+  write(number, agreement, description, several_threads);
   const auto& header = *reinterpret_cast<const Header*>(base_);
   const int present = header.present;
   for (int i = 0; i < present; i++) {
@@ -130,7 +137,7 @@ std::string Ledger::enter(uint64_t number, const Agreement& agreement, const std
       continue;  // it is not there yet, or far ahead
     }
     if (entry.digest != agreement.digest) {
-      return wrong(number, "", hint);
+      return wrong(number, "");
     }
     if (agreement.give.empty()) {
       continue;
@@ -142,22 +149,23 @@ std::string Ledger::enter(uint64_t number, const Agreement& agreement, const std
           number, c10::str(
                       "; rank ", names_[rank_], " has ", agreement.give[other], " bytes for rank ", names_[other],
                       ", which expects ", expected, ", and expects ", agreement.receive[other], " bytes of it, which has ",
-                      sent),
-          hint);
+                      sent));
     }
   }
   return {};
 }
 
 // Says which rank is in what, once for all ranks: the first one's words count.
-std::string Ledger::wrong(uint64_t number, const std::string& bytes, const char* hint) {
+std::string Ledger::wrong(uint64_t number, const std::string& bytes) {
   auto& header = *reinterpret_cast<Header*>(base_);
   std::vector<std::pair<std::string, std::vector<int>>> places;  // what ranks are in, and which
+  bool several_threads = false;
   for (int rank = 0; rank < size_; rank++) {
     const bool here = std::ranges::any_of(
         header.ranks, header.ranks + header.present, [rank](const auto& each) { return each == rank + 1; });
     if (here && entry_of(rank, number).number == number) {
       const std::string what = entry_of(rank, number).text;
+      several_threads = several_threads || entry_of(rank, number).several_threads;
       const auto place = std::ranges::find(places, what, &std::pair<std::string, std::vector<int>>::first);
       if (place == places.end()) {
         places.push_back({what, {names_[rank]}});
@@ -176,7 +184,8 @@ std::string Ledger::wrong(uint64_t number, const std::string& bytes, const char*
   }
   text = c10::str(
       "ccl: the ranks of group ", group_, " differ: ", text, bytes,
-      ": all ranks of a group must call the same collectives in the same order, with the same sizes, types and options", hint);
+      ": all ranks of a group must call the same collectives in the same order, with the same sizes, types and options",
+      several_threads ? kSeveralThreads : "");
   int nobody = 0;
   if (header.found.compare_exchange_strong(nobody, 1)) {
     copy_text(header.wrong, sizeof(header.wrong), text);

@@ -24,8 +24,9 @@ class Ledger {
   void unlink() const;
 
   // Writes down this rank's collective of that number. Returns what is wrong, "" if nothing is, where another rank has
-  // written down another collective of that number; the other ranks then learn it too. `hint` ends the sentence.
-  std::string enter(uint64_t number, const Agreement& agreement, const std::string& description, const char* hint);
+  // written down another collective of that number; the other ranks then learn it too. `several_threads`: whether
+  // more than one thread of this rank calls the group's collectives.
+  std::string enter(uint64_t number, const Agreement& agreement, const std::string& description, bool several_threads);
 
   // What a rank of this host has found to be wrong; "" if nothing.
   std::string disagreement() const;
@@ -37,8 +38,8 @@ class Ledger {
   Entry& entry_of(int rank, uint64_t number) const;
   std::atomic<uint64_t>* bytes_of(int rank, uint64_t number) const;
   size_t list_words() const { return 1 + 2 * size_; }
-  void write(uint64_t number, const Agreement& agreement, const std::string& description);
-  std::string wrong(uint64_t number, const std::string& bytes, const char* hint);
+  void write(uint64_t number, const Agreement& agreement, const std::string& description, bool several_threads);
+  std::string wrong(uint64_t number, const std::string& bytes);
 
   const std::string path_, group_;
   const int rank_, size_;
