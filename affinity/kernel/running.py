@@ -108,14 +108,20 @@ def running_processes(pids: tuple[int, ...]) -> tuple[Running, ...]:
     """These processes, or for () all that a plan has bound. Raises InputError where there is none."""
     if pids:
         return tuple(map(inspect_process, pids))
-    found = []
-    for pid in planned_pids():
-        with suppress(InputError):  # it has ended meanwhile, as children do that a bound process starts all the time
-            found.append(inspect_process(pid))
+    found = bound_processes()
     if not found:
         raise InputError(
             "no process of yours is bound by a plan on this host: start one with a plan, or name a process"
         )
+    return found
+
+
+def bound_processes() -> tuple[Running, ...]:
+    """The processes of this host that a plan has bound and that this user may inspect."""
+    found = []
+    for pid in planned_pids():
+        with suppress(InputError):  # it has ended meanwhile, as children do that a bound process starts all the time
+            found.append(inspect_process(pid))
     return tuple(found)
 
 

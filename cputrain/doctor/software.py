@@ -11,7 +11,7 @@ from typing import Any
 
 from affinity.errors import InputError, RunError
 from affinity.filesystem import cache_folder, try_cache
-from affinity.kernel.running import inspect_process, planned_pids
+from affinity.kernel.running import bound_processes
 from affinity.packages import installed_version
 from affinity.planner.runtime import Runtime, find_runtime, target_of
 from cputrain.doctor.check import Check, error, ok, warning
@@ -186,7 +186,7 @@ def fabric_check(fabric: str, env: Mapping[str, str]) -> Check:
 
 def binding_check() -> Check:
     """Running processes that a plan has bound."""
-    processes = [inspect_process(pid) for pid in planned_pids()]
+    processes = bound_processes()
     differing = [str(process.pid) for process in processes if process.differs]
     if differing:
         found = f"not where planned: pid {', '.join(differing[:8])}"

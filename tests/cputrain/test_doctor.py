@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from affinity.kernel import running
 from affinity.planner.runtime import Runtime
 from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
 from affinity.topology.catalog import named_machine
@@ -126,6 +127,14 @@ def test_torch_that_cannot_be_imported_or_not_in_time() -> None:
     torch = {"version": "2.13.0+cpu", "cuda": None, "capability": "AVX512", "onednn": True, "import_s": 1.0}
     assert software.torch_check(torch).status == OK
     assert software.torch_check({**torch, "onednn": False}).status == ERROR
+
+
+def test_a_bound_process_that_ends_while_doctor_looks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(running, "planned_pids", lambda: (gone.pid,))
+    check = software.binding_check()
+    assert (check.status, check.found) == (OK, "none is running")
 
 
 def test_a_torchvision_of_another_build_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
