@@ -95,15 +95,18 @@ def try_cache(folder: Path) -> None:
 def cache_folder(env: Mapping[str, str]) -> Path:
     """CPUTRAIN_CACHE, or the user's cache folder; empty variables count as unset, and a relative XDG_CACHE_HOME, too,
     as the XDG Base Directory Specification has it. Raises RunError where the user has no home.
+
+    ~/ is the home folder also where no shell has read it, as in a container's ENV.
     """
-    if env.get("CPUTRAIN_CACHE"):
-        return Path(env["CPUTRAIN_CACHE"])
-    if env.get("XDG_CACHE_HOME", "").startswith("/"):
+    given = env.get("CPUTRAIN_CACHE", "")
+    if given and not given.startswith("~/"):
+        return Path(given)
+    if not given and env.get("XDG_CACHE_HOME", "").startswith("/"):
         return Path(env["XDG_CACHE_HOME"]) / "cputrain"
     home = env.get("HOME") or _home_of_account()
     if home is None:
         raise RunError(f"user {os.getuid()} has no home folder for the cache: set CPUTRAIN_CACHE to a folder")
-    return Path(home) / ".cache/cputrain"
+    return Path(home) / (given.removeprefix("~/") or ".cache/cputrain")
 
 
 def _home_of_account() -> str | None:

@@ -169,12 +169,13 @@ def test_a_full_or_absent_folder_of_temporary_files_does_not_matter_to_compiling
     [
         ({"CPUTRAIN_CACHE": "/c", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/c"),
         ({"CPUTRAIN_CACHE": "", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/cputrain"),
+        ({"CPUTRAIN_CACHE": "~/c", "XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/h/c"),  # quoted, or in a container's ENV
         ({"CPUTRAIN_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/cputrain"),
         ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/cputrain"),  # the specification has it ignored
         ({"HOME": ""}, f"{pwd.getpwuid(os.getuid()).pw_dir}/.cache/cputrain"),
     ],
 )
-def test_an_empty_variable_of_the_cache_counts_as_unset(env: dict[str, str], folder: str) -> None:
+def test_an_empty_variable_of_the_cache_counts_as_unset_and_a_tilde_as_home(env: dict[str, str], folder: str) -> None:
     assert cache_folder(env) == Path(folder)
 
 
