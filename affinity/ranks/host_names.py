@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from affinity.errors import InputError
+from affinity.ranks.rank import LOOPBACK
 from affinity.ranks.route import own_addresses
 from affinity.wording import either
 
 LOCALHOST = "localhost"
+LOOPBACKS = (LOOPBACK, "::1")
 NUMBERS = re.compile("[0-9]+")
 MAX_CANDIDATES = 4  # named in a message
 
@@ -26,10 +28,11 @@ def network_name(host: str) -> str:
 
 
 def host_key(host: str) -> str:
-    """What all spellings of a host have in common: ana@N1. and n1, FE80::1 and [fe80:0::1]."""
+    """What all spellings of a host have in common: ana@N1. and n1, FE80::1 and [fe80:0::1], 127.0.0.1 and localhost."""
     name = network_name(host).lower()
     address = _address(name)
-    return name.removesuffix(".") if address is None else str(address)
+    key = name.removesuffix(".") if address is None else str(address)
+    return LOCALHOST if key in LOOPBACKS else key
 
 
 def is_address(host: str) -> bool:

@@ -90,6 +90,9 @@ def test_spellings_of_one_host() -> None:
     assert network_name("ana@[fe80::1]") == "fe80::1" and network_name("ana@n1.") == "n1."
     assert repeated_host(["n1", "n2", "ana@N1."]) == ("n1", "ana@N1.")
     assert repeated_host(["n1", "n1.a", "n1.b", "10.0.0.1", "10.0.0.2"]) is None
+    assert repeated_host(["localhost", "n1", "127.0.0.1"]) == ("localhost", "127.0.0.1")
+    assert repeated_host(["::1", "ana@Localhost"]) == ("::1", "ana@Localhost")
+    assert repeated_host(["127.0.0.1", "127.0.0.2"]) is None
     assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "10.0.0.1", "n1")] == [1, 1, 1, 0, 0]
 
 
