@@ -84,18 +84,19 @@ class _Listed:
     repeats: int = 0
 
 
-def read_hostfile(path: Path) -> HostList:
-    """The hosts of a file in any launcher's format. Raises InputError naming file and line."""
+def read_hostfile(path: Path, title: str = "hostfile") -> HostList:
+    """The hosts of a file in any launcher's format. Raises InputError naming file and line; `title` is what names the
+    file, for messages."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig")  # editors of Windows write a byte-order mark
     except OSError as error:
-        raise InputError(f"hostfile {path}: {error.strerror}: give a file with one host per line") from None
+        raise InputError(f"{title} {path}: {error.strerror}: give a file with one host per line") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"hostfile {path} is not text: {error}: give a file with one host per line") from None
+        raise InputError(f"{title} {path} is not UTF-8: {error}: give a text file with one host per line") from None
     if len(data) > MAX_BYTES:
-        raise InputError(f"hostfile {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
+        raise InputError(f"{title} {path} is larger than {MAX_BYTES // MIB} MiB: name a file with one host per line")
     return parse_hosts(text, str(path))
 
 
@@ -106,6 +107,8 @@ def parse_hosts(text: str, source: str) -> HostList:
     without slots are a slot each (PBS's and LSF's node files), also behind one with slots; Grid Engine's slots in
     several queues add up. Raises InputError naming a line that is wrong, or that has another format than those before.
     """
+    if END_OF_LINE in text:
+        raise InputError(f"{source} contains null characters, as UTF-16 does: save it as UTF-8 text")
     formats: dict[str, int] = {}
     hosts: dict[str, _Listed] = {}
     for number, line in _lines(text, source, formats):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.ranks.host_names import host_key
 from affinity.ranks.rank import tasks_per_node
 from affinity.topology.cpuset import parse_list
 from affinity.wording import counted
@@ -35,13 +36,15 @@ class Found:
 class Scheduler:
     """A scheduler's record.
 
-    `variables` tell that this process is in its job; the first that is set is its id. `found` reads the hosts, and
-    gives None where the variables do not name them; None: they are not read here. `slot` is what it counts on a host,
-    `slots_are_cores` whether that may be cores as well as ranks. `give` names the hosts to `cputrain launch`.
+    `variables` tell that this process is in its job; the first that is set is its id, unless `job_id` is, a variable
+    that other programs set as well. `found` reads the hosts, and gives None where the variables do not name them; None:
+    they are not read here. `slot` is what it counts on a host, `slots_are_cores` whether that may be cores as well as
+    ranks. `give` names the hosts to `cputrain launch`.
     """
 
     name: str
     variables: tuple[str, ...]
+    job_id: str = ""
     found: Callable[[Env], Found | None] | None = None
     slot: str = "slot"
     slots_are_cores: bool = False
@@ -91,6 +94,7 @@ def allocation(env: Env) -> Allocation | None:
             continue
         found = None if scheduler.found is None else scheduler.found(env)
         found = found or Found(components=())
+        job = env.get(scheduler.job_id) or job
         return Allocation(scheduler=scheduler, job=job[:60], components=found.components, note=found.note)
     return None
 
@@ -128,7 +132,7 @@ def _slurm_component(env: Env, suffix: str) -> Hosts:
 def _pbs(env: Env) -> Found | None:
     """PBS Professional, User's Guide, 5.1.3 The Job Node File: a host's line is there once for each MPI process."""
     path = env.get("PBS_NODEFILE")
-    return Found(components=(_file_of_slots(Path(path)),)) if path else None
+    return Found(components=(_file_of_slots(path, "PBS_NODEFILE"),)) if path else None
 
 
 def _lsf(env: Env) -> Found | None:
@@ -142,7 +146,7 @@ def _lsf(env: Env) -> Found | None:
             )
         hosts = _summed(zip(words[::2], words[1::2], strict=True), "LSB_MCPU_HOSTS")
     elif path := env.get("LSB_DJOB_HOSTFILE"):
-        hosts = _file_of_slots(Path(path))
+        hosts = _file_of_slots(path, "LSB_DJOB_HOSTFILE")
     elif words := env.get("LSB_HOSTS", "").split():
         hosts = _summed(((word, "1") for word in words), "LSB_HOSTS")
     else:
@@ -166,8 +170,8 @@ def _grid_engine(env: Env) -> Found | None:
             for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
             if line.strip()
         ]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"PE_HOSTFILE={path} cannot be read: {error}: name the hosts with --hosts") from None
+    except OSError as error:
+        raise InputError(f"PE_HOSTFILE={path} cannot be read: {error.strerror}: name the hosts with --hosts") from None
     short = next((line for line in lines if len(line) < 2), None)
     if short is not None or not lines:
         found = "is empty" if short is None else f"has the line {short[0][:40]!r}"
@@ -220,18 +224,21 @@ def _flux_prints(env: Env, *words: str) -> str | None:
     return ran.stdout if ran.returncode == 0 else None
 
 
-def _file_of_slots(path: Path) -> Hosts:
-    """The hosts of a file that repeats a host's line for each slot; a host that is there once has one."""
-    return tuple(replace(host, slots=host.slots or 1) for host in read_hostfile(path).hosts)
+def _file_of_slots(path: str, variable: str) -> Hosts:
+    """The hosts of the file that a variable names. It repeats a host's line for each slot; a host that is there once
+    has one."""
+    return tuple(replace(host, slots=host.slots or 1) for host in read_hostfile(Path(path), variable).hosts)
 
 
 def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
-    """Each host once, with the sum of its slots. Raises InputError for a wrong name or number."""
+    """Each host once, as it is spelled first, with the sum of its slots. Raises InputError for a wrong name or
+    number."""
+    spelled: dict[str, str] = {}
     slots: Counter[str] = Counter()
     for name, number in pairs:
         if not SLOTS.fullmatch(number) or int(number) > MAX_SLOTS:
             raise InputError(f"{source}: {number[:30]!r} is not a number of slots: name the hosts with --hosts")
-        slots[check_name(name, source)] += int(number)
+        slots[spelled.setdefault(host_key(name), check_name(name, source))] += int(number)
     return tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
 
 
@@ -247,7 +254,13 @@ SCHEDULERS = (
         give='--hosts or --hostfile "$LSB_DJOB_HOSTFILE"',
     ),
     # A job without a parallel environment has no such file, and one host.
-    Scheduler(name="Grid Engine", variables=("PE_HOSTFILE",), found=_grid_engine, slots_are_cores=True),
+    Scheduler(
+        name="Grid Engine",
+        variables=("PE_HOSTFILE",),
+        job_id="JOB_ID",
+        found=_grid_engine,
+        slots_are_cores=True,
+    ),
     Scheduler(
         name="Flux",
         variables=("FLUX_JOB_ID", "FLUX_ENCLOSING_ID", "FLUX_URI"),
@@ -262,6 +275,7 @@ SCHEDULERS = (
     Scheduler(name="HTCondor", variables=("_CONDOR_JOB_AD", "_CONDOR_SCRATCH_DIR")),
     Scheduler(name="Cray PALS", variables=("PALS_APID",)),
     Scheduler(name="PJM", variables=("PJM_JOBID",), give='--hostfile "$PJM_O_NODEINF"'),
+    Scheduler(name="HyperQueue", variables=("HQ_NODE_FILE",), job_id="HQ_JOB_ID", give='--hostfile "$HQ_NODE_FILE"'),
     Scheduler(name="AWS Batch", variables=("AWS_BATCH_JOB_ID",)),
     Scheduler(name="Azure Batch", variables=("AZ_BATCH_JOB_ID",), give='--hosts "$AZ_BATCH_HOST_LIST"'),
 )

@@ -167,6 +167,12 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
 
 
+def test_utf_16_without_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes("n1\nn2\n".encode("utf-16-le"))  # it is UTF-8, too, with null characters
+    with pytest.raises(InputError, match="hosts contains null characters, as UTF-16 does: save it as UTF-8"):
+        read_hostfile(tmp_path / "hosts")
+
+
 def test_addresses_of_ipv6_are_written_as_their_launcher_reads_them() -> None:
     hosts = (Host(name="[fe80::1]", slots=2), Host(name="ana@[fe80::2]", slots=2))
     assert format_hosts(hosts, "openmpi") == "fe80::1 slots=2\nana@fe80::2 slots=2\n"

@@ -159,6 +159,21 @@ def test_the_whole_cluster_of_flux_is_no_job(tmp_path: Path) -> None:
     assert found is not None and "name the job's hosts with --hosts" in found.uses_one_host
 
 
+def test_a_host_that_a_scheduler_spells_in_two_ways_is_one(tmp_path: Path) -> None:
+    (tmp_path / "pe").write_text("n1.cl 4 all.q@n1 UNDEFINED\nN1.cl 2 b.q@n1 UNDEFINED\nn2.cl 6 all.q@n2 <NULL>\n")
+    env = {"JOB_ID": "7", "PE_HOSTFILE": str(tmp_path / "pe")}
+    assert hosts_of(env) == [("n1.cl", 6), ("n2.cl", 6)]
+    found = allocation(env)
+    assert found is not None and found.title == "Grid Engine job 7, 2 hosts"
+    assert hosts_of({"LSB_MCPU_HOSTS": "n1.cl 2 N1.CL. 2 n2.cl 4"}) == [("n1.cl", 4), ("n2.cl", 4)]
+
+
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"])
+def test_a_scheduler_s_file_that_is_gone_is_named_with_its_variable(variable: str) -> None:
+    with pytest.raises(InputError, match=rf"^{variable}\W/none\b.*: No such file or directory: "):
+        allocation({variable: "/none"})
+
+
 @pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one.found is None], ids=lambda one: one.name)
 def test_any_other_scheduler_s_job_says_that_one_host_is_used(scheduler: object, tmp_path: Path) -> None:
     name, variables, give = (getattr(scheduler, field) for field in ("name", "variables", "give"))
