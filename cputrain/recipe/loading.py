@@ -44,8 +44,10 @@ def load_recipe(spec: str, settings: Sequence[str] = ()) -> Recipe:
             raise InputError(f"recipe {path} has more than {MOST_BYTES:,} bytes: name a recipe")
         tree = compose(data.decode("utf-8-sig"))
         values = {} if tree is None else value_of(tree)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"cannot read recipe {path}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"recipe {path} is not UTF-8: {error}: save it as UTF-8 text") from None
     except yaml.YAMLError as error:
         raise InputError(f"recipe {path} is not YAML: {_problem(error)}") from None
     if not isinstance(values, dict) and values is not None:
