@@ -196,6 +196,12 @@ def test_mistakes_are_reported_with_their_place_in_plain_words(tmp_path: Path, t
         assert programmers not in message
 
 
+def test_a_recipe_in_another_encoding_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes("name: café\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"r\.yaml is not UTF-8: .*: save it as UTF-8 text"):
+        load_recipe(str(tmp_path / "r.yaml"))
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
