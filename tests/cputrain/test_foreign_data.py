@@ -259,6 +259,13 @@ def test_tars_that_are_no_samples_of_classes_are_named(tmp_path: Path) -> None:
     assert counts(pairs) == (8, 4), "a mask beside an image has a longer suffix"
 
 
+@pytest.mark.parametrize("label", [None, [1, 2], True, 1.5, ""])
+def test_a_label_in_json_is_a_number_or_a_text(tmp_path: Path, label: object) -> None:
+    folder = write_tars(tmp_path / "in", lambda _: {"json": json.dumps({"label": label}).encode()})
+    with pytest.raises(InputError, match=r"n0000_x\.json has no label: .* is neither a number nor a text"):
+        open_dataset(str(folder))
+
+
 def test_prepared_shards_without_their_manifest_are_webdataset_s(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=4, val=2)
     assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0

@@ -109,6 +109,8 @@ def _sample(path: Path, file: int, sample: dict[str, tuple[str, Place]]) -> tupl
     text = os.pread(file, min(length, MOST_LABEL_BYTES), offset)
     try:
         label = text.decode().strip() if "cls" in sample else json.loads(text)[LABEL]
+        if type(label) not in (int, str) or label == "":
+            raise ValueError(f"{label!r} is neither a number nor a text")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: {label_name} has no {LABEL}: {type(error).__name__} {error}") from None
     return name, place, int(label) if str(label).isdecimal() else str(label)
