@@ -8,6 +8,7 @@ import click
 from affinity.errors import InputError
 from affinity.text_table import align_columns
 from affinity.topology.sysfs import this_machine
+from cputrain.cli.streams import print_file
 from cputrain.other_launchers.programs import PROGRAMS
 from cputrain.other_launchers.read import read
 from cputrain.other_launchers.shell_words import command_and_rest, unmarked, words_of
@@ -45,7 +46,7 @@ def command(name: str | None, words: tuple[str, ...]) -> None:
         found = translated(reading, cores=len(this_machine().allowed_cores), hosts_in=_hosts_in)
     except InputError as error:
         raise InputError(unmarked(str(error))) from None
-    click.echo(f"{found.line} {rest}".rstrip())
+    print_file(f"{found.line} {rest}".rstrip() + "\n")
     if found.without:
         click.echo(f"of {reading.program.title}, not needed, or without a counterpart:", err=True)
         click.echo(align_columns([(f"  {option}", why) for option, why in found.without]), err=True)

@@ -17,6 +17,7 @@ from affinity.terminal import redraws
 from cputrain.cli.options import Instances, host_groups_option, no_verify_option, planning_options, restarts_option
 from cputrain.cli.planning_command import PlanningCommand
 from cputrain.cli.sections import PLANNING
+from cputrain.cli.streams import print_file
 from cputrain.launch.command import program
 from cputrain.launch.hosts import converted_hostfile
 from cputrain.launch.options import PlanningOptions
@@ -140,7 +141,7 @@ def command(
     for note in launch.notes(cluster):
         report(f"note: {note}")
     if dry_run:
-        click.echo(launch_text(job, launch.launcher, launch.folder, live=redraws(sys.stdout, env)))
+        print_file(f"{launch_text(job, launch.launcher, launch.folder, live=redraws(sys.stdout, env))}\n")
         return 0
     return run_launch(
         launch, job, cluster, named=output is not None, restarts=restarts, preflight=preflight, report=report

@@ -95,8 +95,12 @@ def test_folders_whose_names_are_not_utf_8_can_be_trained_in(images: Path, tmp_p
     for name in ("w.pt", "w.safetensors", "w.torchscript"):
         printed("export", "run", name, cwd=place)
         assert (place / name).is_file()
-    line = printed("plan", "--ppn", "1", "--format", "command", "--", "/bin/cat", f"{place}/x", cwd=tmp_path)
-    assert os.fsencode(place) in line  # a path that a shell finds
+    data = f"data.path={place}/images"
+    for command in (
+        ("plan", "imagefolder", data, "--format", "command"),
+        ("launch", "--dry-run", "--", "/bin/cat", data),
+    ):
+        assert os.fsencode(data) in printed(*command, cwd=tmp_path)  # a path that a shell finds
 
 
 @pytest.mark.parametrize("kind", ["tar", "tfrecord"])
