@@ -82,7 +82,7 @@ CclBackend::CclBackend(
     outbox_ = std::make_shared<Outbox>(for_messages, size_);
     engine.guard_process();
     engine.count_communicators(1);
-    engine.add_group(name_, ledger_);
+    progress_ = &engine.add_group(name_, ledger_);
   } catch (const c10::DistError& error) {  // the store's, also in the midst of oneCCL's exchange over it
     engine.publish_communicator({});
     store_is_gone("group " + name_ + " cannot be created", error);
@@ -139,21 +139,22 @@ WorkPtr CclBackend::submit(
   };
   auto& engine = Engine::instance();
   const auto name = c10d::opTypeToString(type);
-  const auto details = shape_of(described) + agreement.options;
-  const auto suffix = details.empty() ? "" : " (" + details + ")";
-  engine.refuse_in_child(name + " of group " + name_ + suffix);
+  if (engine.is_child()) {
+    engine.refuse_in_child(name + " of group " + name_);
+  }
+  const auto details = described.empty() ? "" : " (" + shape_of(described) + agreement.options + ")";
   agreement.add(static_cast<uint64_t>(type));
   c10::intrusive_ptr<Operation> operation;
   std::string wrong;
   {
     const auto lock = engine.enter();
     engine.refuse_after_end(name);
-    const auto number = ++sequence_;
+    const uint64_t number = ++sequence_;
     several_threads_ = several_threads_ || (number > 1 && caller_ != std::this_thread::get_id());
     caller_ = std::this_thread::get_id();
     operation = c10::make_intrusive<Operation>(
-        rank_, type, "ccl:" + name, c10::str(name, " #", number, " of group ", name_, suffix),
-        Place{name_, number, engine.count(name_, number, agreement.digest)},
+        rank_, type, "ccl:" + name, name + " #" + std::to_string(number) + " of group " + name_ + details,
+        Place{name_, number, engine.count(*progress_, number, agreement.digest)},
         timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
     wrong = ledger_->enter(number, agreement, operation->description(), several_threads_);
     if (wrong.empty()) {

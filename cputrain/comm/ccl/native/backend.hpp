@@ -113,6 +113,7 @@ class CclBackend : public c10d::Backend {
   Bf16Reduction bf16_reduction_;
   Bf16Reduction bf16_allreduce_;
   std::shared_ptr<Ledger> ledger_;
+  Progress* progress_ = nullptr;  // the engine's
   std::atomic<uint64_t> sequence_{0};  // of collectives; the order of the calls of oneCCL, whichever thread makes them
   std::atomic<uint64_t> messages_{0};
   std::thread::id caller_;  // of the last collective

@@ -60,7 +60,7 @@ void Engine::submit(
   work_.notify_one();
 }
 
-void Engine::refuse_after_end(const std::string& what) {
+void Engine::refuse_after_end(std::string_view what) {
   const auto lock = enter();
   CPUTRAIN_REQUIRE(aborted_.empty(), aborted_);
   CPUTRAIN_REQUIRE(!exiting_, "ccl: ", what, " was called while the process exits");
@@ -213,15 +213,15 @@ std::string Engine::absent_ranks(const std::string& collective) {
   return collective == absent_from_ ? absent_ : "";
 }
 
-void Engine::add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger) {
+Progress& Engine::add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger) {
   const std::lock_guard lock(published_mutex_);
-  groups_[name] = {};
   ledgers_[name] = ledger;
+  return groups_[name] = {};
 }
 
-uint64_t Engine::count(const std::string& group, uint64_t number, uint64_t digest) {
+uint64_t Engine::count(Progress& group, uint64_t number, uint64_t digest) {
   const std::lock_guard lock(published_mutex_);
-  auto& [last, marks] = groups_[group];
+  auto& [last, marks] = group;
   last.number = number;
   last.digest = mixed(last.digest, digest);
   for (size_t i = 0; i < std::size(kMarks) && number % kMarks[i] == 0; i++) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "ledger.hpp"
@@ -71,9 +72,9 @@ class Engine {
   std::string absent_ranks(const std::string& collective);
 
   // A group whose ledger other ranks of this host write to; its collectives are numbered from 1 on.
-  void add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger);
-  // Counts a group's collective; the digest of all its agreements so far.
-  uint64_t count(const std::string& group, uint64_t number, uint64_t digest);
+  Progress& add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger);
+  // Counts a collective of a group; the digest of all its agreements so far.
+  uint64_t count(Progress& group, uint64_t number, uint64_t digest);
   // The progress of each group, those that have been destroyed too: a late rank may still wait there.
   std::map<std::string, Progress> groups();
 
@@ -93,8 +94,9 @@ class Engine {
 
   // Refuses in a process that was forked after oneCCL's start: it shares oneCCL's and MPI's memory with its parent.
   void refuse_in_child(const std::string& what);
+  bool is_child() const { return forked_; }
   // Refuses after an abort, and while the process exits.
-  void refuse_after_end(const std::string& what);
+  void refuse_after_end(std::string_view what);
 
   // Guards forks and the process's exit. Must be called after oneCCL has registered its own exit handler, so that
   // ours runs first.

@@ -14,7 +14,7 @@ namespace cputrain {
 
 namespace {
 
-constexpr uint64_t kEntries = 256;  // numbers by which a rank may be ahead of another and still be compared
+constexpr uint64_t kEntries = 128;  // numbers by which a rank may be ahead of another and still be compared
 constexpr uint64_t kByteLists = 8;  // the same for collectives whose bytes are compared for each pair of ranks
 constexpr size_t kTextBytes = 111;
 constexpr size_t kNamed = 8;

@@ -89,7 +89,12 @@ std::vector<void*> addresses_of(const Tensors& tensors) {
 std::string shape_of(const Tensors& tensors) {
   std::string text;
   for (const auto& tensor : tensors) {
-    text += (text.empty() ? "" : ", ") + c10::str(tensor.scalar_type(), tensor.sizes());
+    text += text.empty() ? "" : ", ";
+    text += c10::toString(tensor.scalar_type());
+    for (int64_t i = 0; i < tensor.dim(); i++) {
+      text += (i == 0 ? "[" : ", ") + std::to_string(tensor.size(i));
+    }
+    text += tensor.dim() == 0 ? "[]" : "]";
   }
   return text;
 }
