@@ -13,9 +13,8 @@ from cputrain.training.replicas import bit_sum, describe_difference, in_memory_o
 from tests.support.by_hand import ranks_of_code
 from tests.support.commands import cputrain
 from tests.support.images import write_images
+from tests.support.injection import injected_faults
 from tests.support.trainings import PPN, SMALL
-
-INJECTED = Path(__file__).parents[1] / "faults/injected"
 
 HOSTS = ("n1", "n1", "n2", "n2")
 
@@ -160,8 +159,10 @@ def test_ranks_that_round_differently_take_rank_0_s_weights_and_larger_differenc
 def test_a_flipped_bit_ends_a_training_and_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=9, val=2)
     network = ("model.name=lenet", "model.zero_gamma=none", "data.crop=28", "comm.backend=gloo", "epochs=20")
-    flip = {"PYTHONPATH": str(INJECTED), "FAULT_RANK": "1", "FAULT_FLIP": "4"}
-    result = cputrain("train", "imagefolder", *SMALL, *network, "compare_weights_every_steps=2", cwd=tmp_path, **flip)
+    flip = {"FAULT_RANK": "1", "FAULT_FLIP": "4"}
+    compared = "compare_weights_every_steps=2"
+    with injected_faults():
+        result = cputrain("train", "imagefolder", *SMALL, *network, compared, cwd=tmp_path, **flip)
     assert result.returncode == 1
     message = r"ranks 0 on \S+, 1 on \S+ have different weights after step 4; after step 2 they were the same"
     assert re.search(message, result.stderr), result.stderr

@@ -53,9 +53,12 @@ def here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command that starts nothing in this process, which takes milliseconds."""
     from cputrain.cli import _run
 
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True)
+    with redirect_stdout(out), redirect_stderr(io.StringIO()) as err:
         status = _run([*arguments])
-    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(
+        arguments, status, out.buffer.getvalue().decode(errors="surrogateescape"), err.getvalue()
+    )
 
 
 def refused(result: subprocess.CompletedProcess[str]) -> str:

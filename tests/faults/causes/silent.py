@@ -7,21 +7,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.faults.fault import GOES_ON, Fault, Seen
-from tests.faults.place import ROOT, SAVED_EVERY, Place
+from tests.faults.place import SAVED_EVERY, Place
+from tests.support.injection import injected_faults
 
 KIND = "silent"
-INJECTED = f"{Path(__file__).parents[1] / 'injected'}:{ROOT}"
 
 
 def injected(rank: int, *settings: str, ppn: int = 2, **faults: str) -> Callable[[Place], Seen]:
     """A training in which a rank does what tests/faults/injected says; seconds are from its first step."""
 
     def cause(place: Place) -> Seen:
-        env = {"PYTHONPATH": INJECTED, "FAULT_RANK": str(rank), **faults}
-        with place.training(*settings, ppn=ppn, **env) as run:
+        with injected_faults(), place.training(*settings, ppn=ppn, FAULT_RANK=str(rank), **faults) as run:
             try:
                 run.wait_for(lambda: place.step > 0)
                 run.begun = time.monotonic()

@@ -1,5 +1,5 @@
-"""Faults inside a process that nobody can cause from outside. Python imports this file first where PYTHONPATH has its
-folder.
+"""Faults inside a process that nobody can cause from outside. Python runs this file first inside `injected_faults` of
+tests/support/injection.py, where FAULT_RANK is set.
 
 In rank FAULT_RANK: FAULT_FLIP=STEP flips a bit of a weight after that step, FAULT_VERSION=TEXT is another version of
 cputrain, FAULT_TORCH=TEXT of torch.
