@@ -29,7 +29,7 @@ def used(pus: tuple[int, ...], bind: Callable[[int], None]) -> list[int]:
         until = time.monotonic() + BUSY_S
         while time.monotonic() < until:
             sum(range(10_000))
-        stat = Path(f"/proc/self/task/{threading.get_native_id()}/stat").read_text()
+        stat = Path(f"/proc/self/task/{threading.get_native_id()}/stat").read_text(encoding="utf-8")
         found.append(int(stat.rpartition(")")[2].split()[36]))
 
     threads = [threading.Thread(target=busy, args=(number,)) for number in range(len(pus))]
@@ -59,11 +59,11 @@ def planned(request: Request) -> dict[str, object]:
 
 def in_a_partition() -> list[int]:
     """The isolated PUs that a process finds in a cpuset partition that isolates CPU 1."""
-    Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset")
+    Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset", encoding="utf-8")
     GROUP.mkdir()
-    (GROUP / "cpuset.cpus").write_text("1")
-    (GROUP / "cpuset.cpus.partition").write_text("isolated")
-    (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+    (GROUP / "cpuset.cpus").write_text("1", encoding="utf-8")
+    (GROUP / "cpuset.cpus.partition").write_text("isolated", encoding="utf-8")
+    (GROUP / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
     return list(read_machine(Path("/")).isolated_pus)
 
 
@@ -82,7 +82,7 @@ def main(file: str) -> None:
         "everything": everything,
     }
     results["partition"] = in_a_partition()
-    Path(file).write_text(json.dumps(results))
+    Path(file).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
