@@ -201,7 +201,8 @@ WARNINGS: list[Pattern] = [
     ),
     (rf"the worker spans {N} NUMA nodes: \D*", lambda f: (f.nodes,)),
     (rf"{N} of {N} workers span several of the {N} NUMA nodes: \D*", lambda f: (f.spanning, f.ranks, f.nodes)),
-    (rf"domains of {RANGE} cores: \D*", lambda f: (spread(f.sizes),)),
+    # What fewer workers compute has a test of its own: test_domains.py.
+    (rf"domains of {RANGE} cores: \D*(?:; {{ppn=\d+}} computes [\d.]+ times \D*)?", lambda f: (spread(f.sizes),)),
     (
         rf"oversubscribed: {N} workers share {N} cores?, up to {N} per core, \D*",
         lambda f: (f.ranks, len(f.kept), -(-f.ranks // len(f.kept))),

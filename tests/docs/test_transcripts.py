@@ -27,10 +27,11 @@ def calls(text: str) -> Iterator[tuple[list[str], list[str]]]:
 
 def output_of(words: list[str]) -> list[str]:
     """What the command prints."""
-    out = io.StringIO()
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     with redirect_stdout(out), redirect_stderr(out):
         main(words)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+    out.seek(0)
+    return [line.rstrip() for line in out.read().splitlines()]
 
 
 def missing(shown: list[str], printed: list[str]) -> list[str]:

@@ -188,7 +188,7 @@ def test_endless_files_are_refused() -> None:
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "absent", tmp_path / "b", tmp_path):
-        with pytest.raises(InputError, match=r"hostfile .*: give a file with one host per line"):
+        with pytest.raises(InputError, match=r"hostfile .*: give a (text )?file with one host per line"):
             read_hostfile(path)
 
 

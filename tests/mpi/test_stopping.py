@@ -137,8 +137,9 @@ def test_a_stop_signal_raises_once_and_only_where_work_is_done() -> None:
         assert stopped_again()
 
 
-def test_a_hangup_after_another_stop_signal_ends_nothing_at_once() -> None:
+def test_a_hangup_after_another_stop_signal_ends_nothing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As systemd ends a session: SIGTERM, and SIGHUP right after it."""
+    monkeypatch.setattr(signal, "getsignal", lambda _number: signal.SIG_DFL)  # as without nohup
     first: list[int] = []
     with interruptible(first_stop=first.append):
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
