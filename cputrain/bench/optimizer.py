@@ -9,7 +9,7 @@ from torch import nn
 from affinity.topology.machine import Machine
 from affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, figure_of, interleaved, number, spread_of
-from cputrain.bench.memory import LEAST_BYTES, STREAMS, TEST_BYTES
+from cputrain.bench.memory import GB, LEAST_BYTES, STREAMS, TEST_BYTES
 from cputrain.models.build import build_model
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
@@ -17,7 +17,7 @@ from cputrain.simulate.setup import optimizer_passes
 
 OPTIMIZERS = ("momentum", "lars", "adam")
 NETWORK, TEST_NETWORK = "resnet50", "lenet"
-GB, BYTES = 1e9, 4
+BYTES = 4
 
 
 def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
