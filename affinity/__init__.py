@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from affinity.errors import InputError, RunError
     from affinity.kernel.binding import bind_process
+    from affinity.planner.openmp import Runtime, find_runtime, target_of
     from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
     from affinity.planner.plan_file import plan_to_json, read_plan
-    from affinity.planner.runtime import Runtime, find_runtime, target_of
-    from affinity.planner.workload import Workload
+    from affinity.planner.request import Workload
     from affinity.topology.catalog import find_machine, machine_names
     from affinity.topology.machine import Machine
-    from affinity.views.picture import Picture
+    from affinity.views import Picture
 
 __all__ = [
     "InputError",
@@ -49,11 +49,11 @@ _MODULES = {
     "affinity.kernel.binding": ("bind_process",),
     "affinity.planner.plan": ("Plan", "Request", "WorkerPlan", "plan_machine"),
     "affinity.planner.plan_file": ("plan_to_json", "read_plan"),
-    "affinity.planner.runtime": ("Runtime", "find_runtime", "target_of"),
-    "affinity.planner.workload": ("Workload",),
+    "affinity.planner.openmp": ("Runtime", "find_runtime", "target_of"),
+    "affinity.planner.request": ("Workload",),
     "affinity.topology.catalog": ("find_machine", "machine_names"),
     "affinity.topology.machine": ("Machine",),
-    "affinity.views.picture": ("Picture",),
+    "affinity.views": ("Picture",),
 }
 
 

@@ -17,19 +17,13 @@ from typing import Any
 
 from affinity import bind
 from affinity.errors import InputError, RequestError, as_option
-from affinity.exit_status import exit_status, status_of_signal
-from affinity.kernel.neighbors import NOT_SHARED, plan_beside
-from affinity.kernel.running import comparison, running_processes
+from affinity.kernel.running import NOT_SHARED, comparison, plan_beside, running_processes
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, read_plan
-from affinity.planner.profiles import PROFILES
-from affinity.planner.request import ALLOCATOR, BALANCES, OPENMP
-from affinity.terminal import shows_color
+from affinity.planner.request import ALLOCATOR, BALANCES, OPENMP, PROFILES
+from affinity.terminal import exit_status, shows_color, status_of_signal, use_utf8
 from affinity.topology.catalog import find_machine
-from affinity.utf8 import use_utf8
-from affinity.views.diff import plan_differences
-from affinity.views.svg import plan_to_svg
-from affinity.views.text import plan_to_text
+from affinity.views import plan_differences, plan_to_svg, plan_to_text
 
 FORMATS = ("text", "json", "svg")
 

@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from affinity.errors import InputError, as_option
-from affinity.exit_status import exit_status
-from affinity.kernel.bound_plan import plan_in_memory, read_host_plan
-from affinity.kernel.exec_bound import exec_bound
-from affinity.kernel.layout import OTHER_LAYOUT_VARIABLE, check_layout
+from affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
+from affinity.kernel.observe import OTHER_LAYOUT_VARIABLE, check_layout
 from affinity.planner.plan_file import plan_from_dict, request_from_json, worker_from_dict
-from affinity.planner.this_machine import plan_this_machine
+from affinity.planner.records import plan_this_machine
 from affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
+from affinity.terminal import exit_status
 from affinity.topology.sysfs import this_machine
 
 

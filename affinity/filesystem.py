@@ -1,4 +1,4 @@
-"""Where to write: the cache folder, and file systems that refuse, checked beforehand or explained afterwards."""
+"""The cache folder, what file systems refuse, and the installed versions of packages."""
 
 import errno
 import mmap
@@ -7,6 +7,7 @@ import pwd
 import re
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
@@ -113,4 +114,12 @@ def _home_of_account() -> str | None:
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
+        return None
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""Numbers and lists of words in messages."""
+"""Words for numbers: plurals, lists, bytes, bandwidths."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -35,3 +35,14 @@ def first_named(items: Sequence[str]) -> str:
 def first_sentence(text: str) -> str:
     """A text up to its first full stop, without it; that of "et al." is none."""
     return SENTENCE_END.split(" ".join(text.split()), maxsplit=1)[0]
+
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def memory_text(size_bytes: int) -> str:
+    """An amount of memory: "64 GiB", "2.9 GiB" or "231 MiB"."""
+    if size_bytes >= 10 * GIB or size_bytes % GIB == 0:
+        return f"{size_bytes / GIB:.0f} GiB"
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"

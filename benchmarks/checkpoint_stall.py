@@ -26,20 +26,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 from torch.nn import functional
 
-from cputrain.checkpoints.folder import name_of
-from cputrain.checkpoints.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
+from cputrain.checkpoints.folder import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, name_of
 from cputrain.checkpoints.tensors import file_sum
 from cputrain.comm.store import SignedKeys
-from cputrain.models.build import build_model
+from cputrain.models.networks import build_model
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import CommSection, Recipe
-from cputrain.training.core_usage import CoreUsage
 from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.saving.position import Position
-from cputrain.training.saving.restore import load
-from cputrain.training.saving.snapshot import take_snapshot
-from cputrain.training.saving.writer import CheckpointWriter
-from cputrain.training.state import TrainState, make_train_state
+from cputrain.training.saving.restore import Position, load, take_snapshot
+from cputrain.training.saving.saver import CheckpointWriter
+from cputrain.training.step import TrainState, make_train_state
+from cputrain.training.watchers import CoreUsage
 
 INTERVAL_S = 300.0
 CLASSES = 1000

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from cputrain.models.build import batchnorms, build_model
+from cputrain.models.networks import batchnorms, build_model
 from cputrain.recipe.schema import ModelSection
 from cputrain.training.engine import Engine, autocast, choose_engine, evaluation_network, prepare_model
 

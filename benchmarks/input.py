@@ -23,18 +23,22 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.input_peers import SIDE, Run, crop_of, each, installed_peers
-from cputrain.bench.decoding import images_per_cpu_s, last_pixel, prepared, without_markers
-from cputrain.bench.photos import COUNT, generated_photos, photos_of
-from cputrain.data.batches import IMAGES_PER_CALL, decoded_batches
-from cputrain.data.formats.manifest import VERSION
+from cputrain.bench.decoding import (
+    COUNT,
+    generated_photos,
+    images_per_cpu_s,
+    last_pixel,
+    photos_of,
+    prepared,
+    without_markers,
+)
 from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.places import VERSION
 from cputrain.data.formats.shards import RECORD, Shards
-from cputrain.data.order.permutations import epoch_order
-from cputrain.data.pixels.decode import decode_one_by_pillow
-from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
-from cputrain.data.pixels.turbo import load
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches
+from cputrain.data.order import epoch_order
+from cputrain.data.pixels.decode import decode_one_by_pillow, load
+from cputrain.data.prepare.pack import Options, prepare
 
 TIMES = 4
 IMAGENET = 1_281_167

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cputrain.data.order.permutations import image_rng
+from cputrain.data.order import image_rng
 from cputrain.data.pixels.crops import CropFunction, random_resized_crop
 from cputrain.models.vision import import_torchvision
 

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.text_table import markdown_table
+from affinity.terminal import markdown_table
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.launch_overhead import MPI, environment
-from mpi.supervise.activity import tree
+from mpi.supervise.monitor import tree
 from tests.support.fake_hosts import FakeHosts
 
 PPN, MANY_HOSTS = 2, 2048

@@ -11,8 +11,17 @@ import select
 import sys
 import time
 
-from mpi.supervise.connection import TOKEN_VARIABLE, connect, heartbeat_interval
-from mpi.supervise.messages import Answer, Heartbeat, Hello, Preempt, ShowStack, Stop
+from mpi.supervise.wire import (
+    TOKEN_VARIABLE,
+    Answer,
+    Heartbeat,
+    Hello,
+    Preempt,
+    ShowStack,
+    Stop,
+    connect,
+    heartbeat_interval,
+)
 
 FILES = 64  # beside the connections
 

@@ -14,11 +14,10 @@ import sys
 import time
 from itertools import pairwise
 
-from affinity.text_table import align_columns
-from mpi.supervise.connection import TOKEN_VARIABLE
-from mpi.supervise.monitor import Monitor
-from mpi.supervise.remote import POLL_S, STALL_CHECK_S
-from mpi.supervise.stalls import StallWatch
+from affinity.terminal import align_columns
+from mpi.supervise.monitor import Monitor, StallWatch
+from mpi.supervise.run import REMOTE_POLL_S, STALL_CHECK_S
+from mpi.supervise.wire import TOKEN_VARIABLE
 
 PROCESSES, PER_HOST = 4, 2
 START_S, LONGEST_S = 120.0, 60.0
@@ -36,7 +35,7 @@ def main() -> None:
     agents = start_agents(monitor.port, options.ranks)
     try:
         while len(monitor.ranks) < options.ranks and time.monotonic() < started + START_S:
-            monitor.poll(POLL_S)
+            monitor.poll(REMOTE_POLL_S)
         connected_s, used, stalls = time.monotonic() - started, time.process_time(), StallWatch()
         watched_s = watch(monitor, stalls, options.seconds)
         share = (time.process_time() - used) / watched_s
@@ -60,7 +59,7 @@ def watch(monitor: Monitor, stalls: StallWatch, seconds: float) -> float:
     """Watch a job as a launching process does, until a rank has failed or the seconds are over; for how long."""
     started = judged = time.monotonic()
     while not monitor.failed() and time.monotonic() < started + seconds:
-        monitor.poll(POLL_S)
+        monitor.poll(REMOTE_POLL_S)
         if time.monotonic() - judged >= STALL_CHECK_S:
             judged = time.monotonic()
             stalls.check(monitor.standings(), judged, lambda _: {})  # simulated ranks have no stacks

@@ -112,7 +112,7 @@ def ddp_of(side: int, *, beside: bool) -> tuple[Any, Callable[[list[Any], list[A
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
-    from cputrain.models.build import build_model
+    from cputrain.models.networks import build_model
     from cputrain.recipe.schema import ModelSection
     from cputrain.training.engine import choose_engine, prepare_model
 

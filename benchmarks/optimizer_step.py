@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cputrain.models.build import build_model
+from cputrain.models.networks import build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection

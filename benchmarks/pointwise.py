@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from cputrain.models.pointwise import has_amx, use_products
+from cputrain.models.fusion import has_amx, use_products
 from cputrain.models.vision import import_torchvision
 
 SIDE = 224

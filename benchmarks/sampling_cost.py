@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpi.usage.file import FOLDER, read_records
-from mpi.usage.records import HostUse
+from mpi.usage.records import FOLDER, HostUse, read_records
 from mpi.usage.sampler import EVERY_S, MOST_OF_A_CORE, Sampler
 
 RANK = """
@@ -29,7 +28,7 @@ for _ in range(2):
     subprocess.Popen(["sleep", "3600"])
 time.sleep(3600)
 """
-POLL_S = 0.05  # mpi/supervise/local.py's loop
+POLL_S = 0.05  # mpi/supervise/run.py's loop
 SETTLE_S = 3.0
 
 

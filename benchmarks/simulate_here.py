@@ -13,17 +13,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from affinity.text_table import markdown_table
+from affinity.terminal import markdown_table
 from benchmarks.comm_rank import REDUCED
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.ranks_on_hosts import bits_per_s, told_by_rank_0
 from cputrain.recipe.schema import DataSection, ModelSection, Recipe
-from cputrain.simulate.assumptions import CONSTANTS
-from cputrain.simulate.layers import layers_of
-from cputrain.simulate.links import link_of
+from cputrain.simulate.assumptions import CONSTANTS, link_of
+from cputrain.simulate.network import DEFAULT_BUCKETS, Setup, layers_of
 from cputrain.simulate.predict import Reference, core_flops_of, speed_at
-from cputrain.simulate.setup import DEFAULT_BUCKETS, Setup
-from cputrain.simulate.timeline import seconds_at
+from cputrain.simulate.step import seconds_at
 from tests.support.fake_hosts import FakeHosts
 
 REPEATS = 5  # of an all-reduce

@@ -16,14 +16,12 @@ from math import exp, log
 from statistics import mean
 
 from affinity.errors import InputError
-from affinity.text_table import align_columns, markdown_table
+from affinity.terminal import align_columns, markdown_table
 from affinity.topology.catalog import named_machine
-from cputrain.simulate.assumptions import CONSTANTS
-from cputrain.simulate.links import link_of
+from cputrain.simulate.assumptions import CONSTANTS, EFFICIENCIES, RUNS, PublishedEfficiency, PublishedRun, link_of
 from cputrain.simulate.predict import Scenario, core_flops_of, published_reference, run_recipe, speed_at
-from cputrain.simulate.published import EFFICIENCIES, RUNS, PublishedEfficiency, PublishedRun
 from cputrain.simulate.scaling import Row, rows_of
-from cputrain.simulate.timeline import seconds_at
+from cputrain.simulate.step import seconds_at
 
 HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicted", "error", "left out", "source")
 

@@ -36,8 +36,8 @@ def run_steps(options: argparse.Namespace) -> None:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
-    from cputrain.models.build import build_model
+    from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
+    from cputrain.models.networks import build_model
     from cputrain.optim.build import build_optimizer, set_lr_and_decay
     from cputrain.recipe.schema import ModelSection, OptimSection
     from cputrain.training.engine import autocast, choose_engine, network_input, optimize_training, prepare_model

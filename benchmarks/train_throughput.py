@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from affinity.planner.runtime import find_runtime, target_of
+from affinity.planner.openmp import find_runtime, target_of
 from benchmarks.step_times import median_step_s
 
 LOCAL_BATCH, WORKERS = 16, 2

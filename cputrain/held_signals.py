@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from affinity.errors import InputError
-from affinity.exit_status import status_of_signal
 from affinity.ranks.rank import discover
+from affinity.terminal import status_of_signal
 from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 HELD = (PREEMPTION_SIGNAL, signal.SIGTERM)

@@ -16,23 +16,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.exit_status import exit_status
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
-from affinity.planner.this_machine import plan_this_machine
-from affinity.utf8 import use_utf8
+from affinity.planner.records import plan_this_machine
+from affinity.terminal import exit_status, use_utf8
 from affinity.wording import counted, spread
 from mpi.fabric import FABRICS, Fabric, fabric_between
 from mpi.hosts.groups import HostGroup
 from mpi.hosts.hostfile import read_hostfile
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import on_job_hosts
-from mpi.launchers.job import Job, Variables
-from mpi.launchers.launcher import LaunchCommand
-from mpi.launchers.local import local_commands
-from mpi.launchers.table import LAUNCHERS
-from mpi.supervise.connection import TOKEN_VARIABLE
-from mpi.supervise.process import write_files
+from mpi.launchers.launcher import Job, LaunchCommand, Variables
+from mpi.launchers.programs import LAUNCHERS, local_commands
+from mpi.supervise.processes import write_files
+from mpi.supervise.wire import TOKEN_VARIABLE
 
 NODES, PLAN = "nodes", PLAN_FILE
 # Made by the script, as others may read the file of these lines.

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
-from affinity.exit_status import ExitStatus
+from affinity.terminal import ExitStatus
 from cputrain import __version__
 from cputrain.cli import COMMANDS, group
-from cputrain.cli.sections import SectionedCommand
+from cputrain.cli.options import SectionedCommand
 
 
 def man_pages() -> dict[str, str]:

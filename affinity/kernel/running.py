@@ -1,18 +1,20 @@
-"""Running processes compared with their plans. Processes that a plan has bound are found by their environment."""
+"""Processes that run under plans on this host, and plans that leave their cores free."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from affinity.errors import InputError
+from affinity.kernel.binding import anonymous_bytes
 from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, planned_worker
-from affinity.kernel.numa_memory import anonymous_bytes
 from affinity.kernel.observe import Thread, threads_of
-from affinity.planner.plan import WorkerPlan
-from affinity.terminal_text import printable
-from affinity.topology.cpuset import format_list
-from affinity.units import MIB
+from affinity.planner.plan import Plan, Request, WorkerPlan
+from affinity.planner.records import plan_this_machine
+from affinity.terminal import printable
+from affinity.topology.machine import format_list
+from affinity.wording import MIB, first_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,3 +148,65 @@ def comparison(processes: Sequence[Running]) -> str:
             lines.append(f"  differs  {process.remote_bytes / MIB:.0f} MiB are on other nodes")
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
+
+
+# Equal for the ranks of a job on a host, and for the processes that they start. All plans in memory have the same
+# path, and two jobs may be bound by the same plan, but only ranks of one job share a rendezvous address.
+JOB_VARIABLES = (PLAN_VARIABLE, "MASTER_ADDR", "MASTER_PORT")
+NOT_SHARED = "{share=true} looks at the processes of this host only: remove it for another machine or several hosts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbor:
+    """A process that another plan has bound, and its PUs."""
+
+    pid: int
+    pus: tuple[int, ...]
+
+
+def plan_beside(request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, share: bool) -> Plan:
+    """Plan this host. With `share` other plans' running processes keep their cores; without, a plan that takes them
+    warns. `env` is this process's environment. Raises InputError where the request does not fit, or no core is left."""
+    neighbors = find_neighbors(env)
+    if share:
+        occupied = tuple(sorted({pu for neighbor in neighbors for pu in neighbor.pus}))
+        return plan_this_machine(replace(request, occupied=occupied), env, command)
+    plan = plan_this_machine(request, env, command)
+    return replace(plan, warnings=plan.warnings + contention(plan, neighbors))
+
+
+def find_neighbors(env: Mapping[str, str]) -> tuple[Neighbor, ...]:
+    """The processes of this user (of all users, for root) that other plans have bound, ascending by pid; `env` is
+    this process's own environment: processes of its own plan do not count."""
+    own, found = _job(env), []
+    for pid in planned_pids():
+        try:
+            variables, mask = variables_of(pid), tuple(sorted(os.sched_getaffinity(pid)))
+        except OSError:
+            continue  # it has ended
+        try:
+            worker = planned_worker_of(pid, variables)
+        except InputError:  # the plan of another version, say
+            worker = None
+        pus = worker.pus if worker else mask
+        if PLAN_VARIABLE not in env or _job(variables) != own:
+            found.append(Neighbor(pid=pid, pus=pus))
+    return tuple(found)
+
+
+def _job(variables: Mapping[str, str]) -> tuple[str | None, ...]:
+    return tuple(variables.get(name) for name in JOB_VARIABLES)
+
+
+def contention(plan: Plan, neighbors: tuple[Neighbor, ...]) -> tuple[str, ...]:
+    """A warning that names the neighbors on the plan's cores, their PUs, and the setting in braces that avoids them; ()
+    where there are none."""
+    used = {pu for worker in plan.workers for pu in worker.pus}
+    cores = {pu for core in plan.machine.cores if not used.isdisjoint(core.pus) for pu in core.pus}
+    found = [neighbor for neighbor in neighbors if not cores.isdisjoint(neighbor.pus)]
+    if not found:
+        return ()
+    named = first_named([f"{neighbor.pid} (CPUs {format_list(neighbor.pus)})" for neighbor in found])
+    return (
+        f"cores of this plan are in use by processes {named}, which another plan has bound: {{share=true}} avoids them",
+    )

@@ -1,15 +1,352 @@
-"""A host's cores -> one domain per worker, along its NUMA nodes, dies, caches and core types."""
+"""How many workers a host gets, and the cores (domain) of each.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Geometry alone; how many workers suit a host is decided in worker_count.
+
+the CPU quota feeds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import TypeVar
 
 from affinity.errors import RequestError
-from affinity.planner.core_groups import Cores, cores_by, memory_places, uniform_groups
-from affinity.planner.layouts import NEARLY, Layout, best_layout, shares
-from affinity.planner.reasons import SET, Reason, Unused
-from affinity.planner.worker_count import choose_layout
-from affinity.topology.machine import Machine
-from affinity.wording import spread
+from affinity.planner.request import SET, Reason, Request, Unused
+from affinity.topology.machine import Core, Machine, format_list, narrowed
+from affinity.wording import counted, spread
+
+Cores = tuple[Core, ...]
+
+
+def uniform_groups(cores: Cores) -> list[Cores]:
+    """The cores of each NUMA node and core type, in the machine's order; those without a node are one
+    group per package and type."""
+    groups: dict[tuple[int | None, int | None, float], list[Core]] = {}
+    for core in cores:
+        homeless = core.package if core.numa_node is None else None
+        groups.setdefault((core.numa_node, homeless, core.speed), []).append(core)
+    return [tuple(group) for group in groups.values()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlaces:
+    """Where cores have their memory: their NUMA nodes, and the packages of those that belong to no node."""
+
+    nodes: frozenset[int]
+    packages: frozenset[int]
+
+    @property
+    def count(self) -> int:
+        """Nodes and packages."""
+        return len(self.nodes) + len(self.packages)
+
+    def __str__(self) -> str:
+        """ "2 NUMA nodes", "1 NUMA node and 1 package without one"."""
+        nodes = counted(len(self.nodes), "NUMA node")
+        if not self.packages:
+            return nodes
+        packages = counted(len(self.packages), "package")
+        return f"{nodes} and {packages} without one" if self.nodes else f"{packages} without NUMA node"
+
+
+def memory_places(cores: Cores) -> MemoryPlaces:
+    """The places of these cores' memory."""
+    return MemoryPlaces(
+        nodes=frozenset(core.numa_node for core in cores if core.numa_node is not None),
+        packages=frozenset(core.package for core in cores if core.numa_node is None),
+    )
+
+
+def cores_by(level: str, cores: Cores) -> list[Cores]:
+    """The cores of each die or level-3 cache (`level` "die" or "l3"); one group where the level is not known."""
+    units: dict[tuple[int, int | None], list[Core]] = {}
+    for core in cores:
+        units.setdefault((core.package, core.die if level == "die" else core.l3), []).append(core)
+    return [tuple(unit) for unit in units.values()]
+
+
+T = TypeVar("T")
+
+LOST_BY_REMOTE_MEMORY = 0.2
+NEARLY = 0.9
+LAYOUT_FIGURES = (
+    Reason(
+        what="lost by remote memory",
+        value=f"{LOST_BY_REMOTE_MEMORY:.0%}",
+        why="assumed: of the speed of a worker whose memory is all on other NUMA nodes",
+    ),
+    Reason(
+        what="equally fast layouts",
+        value=f"within {1 - NEARLY:.0%}",
+        why="measured: the rate of one layout varies by as much from run to run; the other rules decide between them",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The cores of each worker, in the machine's order."""
+
+    parts: tuple[Cores, ...]
+
+    @property
+    def used(self) -> Cores:
+        """The cores of all workers."""
+        return tuple(core for part in self.parts for core in part)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Cores of each worker."""
+        return tuple(map(len, self.parts))
+
+    @property
+    def across(self) -> int:
+        """Workers whose cores are in several NUMA nodes."""
+        return sum(len({core.numa_node for core in part}) > 1 for part in self.parts)
+
+    @property
+    def nodes(self) -> int:
+        """NUMA nodes of all workers, those of several workers as often."""
+        return sum(len({core.numa_node for core in part}) for part in self.parts)
+
+    def pace(self, *, proportional: bool) -> float:
+        """What the workers compute together, in cores of the fastest type, without remote memory.
+
+        With equal batches all wait for the slowest; with `proportional` ones none waits.
+        """
+        each = [capacity(part) for part in self.parts]
+        return round(sum(each) if proportional else len(each) * min(each), 6)
+
+
+def capacity(part: Cores) -> float:
+    """What one worker computes, in cores of the fastest type: all its cores keep the slowest one's pace. Of a worker
+    on k NUMA nodes, all but 1 / k of the memory is remote."""
+    remote = 1 - 1 / len({core.numa_node for core in part})
+    return len(part) * min(core.speed for core in part) * (1 - LOST_BY_REMOTE_MEMORY * remote)
+
+
+def shares(items: tuple[T, ...], count: int) -> list[tuple[T, ...]]:
+    """Divide items into `count` consecutive shares whose sizes differ by at most one."""
+    bounds = [len(items) * i // count for i in range(count + 1)]
+    return [items[a:b] for a, b in pairwise(bounds)]
+
+
+def best_layout(cores: Cores, ppn: int, headroom: Callable[[Layout], float], *, proportional: bool) -> Layout:
+    """The layout of exactly ppn workers, at most one per core, that computes most; of nearly equal ones the one that
+    uses most cores, then the one whose workers have the fewest NUMA nodes. A worker has cores of one type.
+
+    Layouts that fit in memory come first: `headroom` is the least ratio of a worker's memory to its need.
+    """
+    layouts = _layouts(cores, ppn)
+    layouts = [one for one in layouts if headroom(one) >= 1] or layouts
+    return max(
+        nearly_fastest(layouts, proportional=proportional),
+        key=lambda one: (len(one.used), -one.nodes, one.pace(proportional=proportional)),
+    )
+
+
+def nearly_fastest(layouts: Sequence[Layout], *, proportional: bool) -> list[Layout]:
+    """Those that compute nearly as much as the one that computes most."""
+    most = max(one.pace(proportional=proportional) for one in layouts)
+    return [one for one in layouts if one.pace(proportional=proportional) >= NEARLY * most]
+
+
+def inside_nodes(groups: Sequence[Cores], ppn: int) -> Layout:
+    """Workers inside groups of equal cores, the smallest as large as possible; a group that is too small has none."""
+    workers = [0] * len(groups)
+    for _ in range(ppn):
+        widest = max(
+            range(len(groups)),
+            key=lambda i: (len(groups[i]) // (workers[i] + 1) * groups[i][0].speed, -workers[i], -i),
+        )
+        workers[widest] += 1
+    return _divided(groups, workers)
+
+
+def _layouts(cores: Cores, ppn: int) -> list[Layout]:
+    """Inside NUMA nodes, with a worker in each or not; and for fewer workers than nodes, across nodes."""
+    groups = uniform_groups(cores)
+    found = [inside_nodes(groups, ppn)]
+    if ppn >= len(groups):
+        found.append(_in_each(groups, ppn))
+    for speed in sorted({core.speed for core in cores}, reverse=True):
+        used = tuple(core for core in cores if core.speed == speed)
+        of_this_type = uniform_groups(used)
+        if ppn < len(of_this_type):
+            found += [Layout(parts=tuple(whole_groups(of_this_type, ppn))), Layout(parts=tuple(shares(used, ppn)))]
+    return found
+
+
+def _in_each(groups: Sequence[Cores], ppn: int) -> Layout:
+    """Workers inside groups, at least one in each."""
+    workers = [1] * len(groups)
+    for _ in range(ppn - len(groups)):
+        widest = max(
+            range(len(groups)), key=lambda i: (len(groups[i]) / workers[i] * (workers[i] < len(groups[i])), -i)
+        )
+        workers[widest] += 1
+    return _divided(groups, workers)
+
+
+def whole_groups(groups: Sequence[Cores], count: int) -> list[Cores]:
+    """Consecutive whole groups for each of `count` parts, of sizes as equal as possible; larger parts come first."""
+    ends = [0]
+    for group in groups:
+        ends.append(ends[-1] + len(group))
+    # least[j]: the least sum of squared sizes of the first j groups in so many parts, and where those parts start.
+    least: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(groups)
+    for _ in range(count):
+        least = [(inf, ())] + [_last_part(least, ends, j) for j in range(1, len(groups) + 1)]
+    starts = (*least[-1][1], len(groups))
+    return [tuple(core for group in groups[a:b] for core in group) for a, b in pairwise(starts)]
+
+
+def _last_part(
+    least: Sequence[tuple[float, tuple[int, ...]]], ends: Sequence[int], j: int
+) -> tuple[float, tuple[int, ...]]:
+    """The best start of a part that ends with group j; of equal ones the last, so that earlier parts are larger."""
+    start = min(range(j), key=lambda i: (least[i][0] + (ends[j] - ends[i]) ** 2, -i))
+    return least[start][0] + (ends[j] - ends[start]) ** 2, (*least[start][1], start)
+
+
+def _divided(groups: Sequence[Cores], workers: Sequence[int]) -> Layout:
+    each = zip(groups, workers, strict=True)
+    return Layout(parts=tuple(part for group, count in each if count for part in divide_group(group, count)))
+
+
+def divide_group(group: Cores, count: int) -> list[Cores]:
+    """Divide a group into parts that differ by a core at most: along dies, else level-3 caches, where possible."""
+    for level in ("die", "l3"):
+        units = cores_by(level, group)
+        if len(units) > 1 and len(units) % count == 0:
+            parts = [tuple(core for unit in share for core in unit) for share in shares(tuple(units), count)]
+        elif len(units) > 1 and count % len(units) == 0:
+            parts = [part for unit in units for part in shares(unit, min(count // len(units), len(unit)))]
+        else:
+            continue
+        sizes = [len(part) for part in parts]
+        if len(parts) == count and max(sizes) - min(sizes) <= 1:
+            return parts
+    return shares(group, count)
+
+
+MOST_CORES_PER_WORKER = 24
+SMALL_HOST_CORES = 4
+NEAR_EQUAL = 4 / 3
+WORKER_COUNT_FIGURES = (
+    Reason(
+        what="cores per worker",
+        value=f"at most {MOST_CORES_PER_WORKER}",
+        why="published: SURFsara-Intel 2018, 256 hosts (24, a package), MLPerf v0.5 on 2 x 28 cores (14, half "
+        "a package)",
+    ),
+    Reason(
+        what="hosts with a worker per core",
+        value=f"at most {SMALL_HOST_CORES} cores",
+        why="measured on 2 cores: 2 x 1 thread train ResNet-50 1.2-1.35 times as fast as 1 x 2; larger hosts have no "
+        "such measurement, and there each worker more costs memory and a rank in every all-reduce",
+    ),
+    Reason(
+        what="near-equal workers",
+        value=f"up to {NEAR_EQUAL:.2f} times the cores of the smallest",
+        why="assumed: with equal batches, the others wait for the smallest",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenLayout:
+    """The layout of the workers that the rules chose, and why so many."""
+
+    layout: Layout
+    why: str
+
+
+def choose_layout(
+    cores: Cores, most: int | None, headroom: Callable[[Layout], float], *, proportional: bool
+) -> ChosenLayout:
+    """The layout that suits the cores and, if any does, the memory.
+
+    Workers stay inside NUMA nodes and have at most MOST_CORES_PER_WORKER cores. Of the layouts that compute nearly
+    the most: those with near-equal workers, then those that compute most, have whole level-3 caches, have the fewest
+    workers. `headroom` is the least ratio of a worker's memory to its need; where the layout lacks memory, fewer
+    workers have more. `most`: the most workers.
+    """
+    suited = _suited(cores, proportional=proportional)
+    why = _why(cores, suited)
+    if most is not None and most < len(suited.parts):
+        suited = best_layout(cores, most, headroom, proportional=proportional)
+        why = f"the batch and the images suffice for {counted(most, 'worker')} per host"
+    if headroom(suited) >= 1:
+        return ChosenLayout(layout=suited, why=why)
+    fewer = [best_layout(cores, ppn, headroom, proportional=proportional) for ppn in range(len(suited.parts), 0, -1)]
+    fitting = [layout for layout in fewer if headroom(layout) >= 1]
+    wanted = counted(len(suited.parts), "worker")
+    if fitting:
+        chosen = max(fitting, key=lambda one: (one.pace(proportional=proportional), -one.across, -len(one.parts)))
+        return ChosenLayout(layout=chosen, why=f"the memory is too small for the {wanted} that would suit the cores")
+    chosen = max([suited, *fewer], key=headroom)
+    return ChosenLayout(layout=chosen, why="no worker count fits in the memory; this one comes nearest")
+
+
+def _suited(cores: Cores, *, proportional: bool) -> Layout:
+    """The layout that suits the cores, whatever memory there is. A few cores have a worker each, except slow ones whose
+    worker all others would wait for."""
+    if len(cores) <= SMALL_HOST_CORES:
+        fastest = [[core for core in cores if core.speed >= speed] for speed in {core.speed for core in cores}]
+        single = [Layout(parts=tuple((core,) for core in kept)) for kept in fastest]
+        return max(single, key=lambda one: (one.pace(proportional=proportional), len(one.parts)))
+    groups = uniform_groups(cores)
+    fewest = sum(-(-len(group) // MOST_CORES_PER_WORKER) for group in groups)
+    every = [inside_nodes(groups, ppn) for ppn in range(1, min(2 * fewest, len(cores)) + 1)]
+    layouts = [layout for layout in every if max(layout.sizes) <= MOST_CORES_PER_WORKER] or every  # of very slow cores
+    return min(
+        nearly_fastest(layouts, proportional=proportional),
+        key=lambda one: (
+            not proportional and max(one.sizes) > NEAR_EQUAL * min(one.sizes),
+            -one.pace(proportional=proportional),
+            not _whole_caches(one),
+            len(one.parts),
+        ),
+    )
+
+
+def _whole_caches(layout: Layout) -> bool:
+    """Whether no two workers share a level-3 cache."""
+    each = [{core.l3 for core in part} for part in layout.parts]
+    return sum(map(len, each)) == len(set().union(*each))
+
+
+def _why(cores: Cores, layout: Layout) -> str:
+    """Why the cores alone suggest these workers."""
+    count, groups, places = len(layout.parts), uniform_groups(layout.used), memory_places(layout.used)
+    nodes = len(places.nodes)
+    if len(cores) == 1:
+        return "one for the only core"
+    if len(cores) <= SMALL_HOST_CORES:
+        which = "each core" if count == len(cores) else f"each of the {count} fastest of {len(cores)} cores"
+        return (
+            f"one for {which}: with {SMALL_HOST_CORES} cores or fewer one thread per worker trains fastest "
+            "(measured on two cores: 1.2-1.35x over one worker of two threads)"
+        )
+    if count == len(groups) == 1:
+        some = "" if len(layout.used) == len(cores) else f"{len(layout.used)} of "
+        return f"one for the host: {some}its {len(cores)} cores suit a single worker"
+    if count == len(groups) == nodes:
+        return f"one for each of {nodes} NUMA nodes: no worker spans two"
+    if count == len(groups) == places.count:
+        return f"one for each of {count} groups of cores ({places}): no worker spans two"
+    if count == len(groups):
+        return "one for each core type that computes in a NUMA node: no worker waits for slow cores of its own"
+    sizes, each = spread([len(group) for group in groups], "core"), spread(layout.sizes, "core")
+    where = "its cores are divided" if places.count == 1 else "no worker spans two"
+    what = counted(nodes, "NUMA node") if len(groups) == nodes else f"{counted(len(groups), 'group')} of equal cores"
+    return (
+        f"{what} of {sizes}: {where}, workers have {each} each, and "
+        f"{MOST_CORES_PER_WORKER} at most (published practice: several workers are faster than one)"
+    )
+
 
 OTHER_TYPE = "slower or faster than the compute cores: mixed, all would run at the slowest cores' speed"
 MOST_TRIED = 16  # numbers of workers below the requested one
@@ -183,3 +520,185 @@ def _warnings(layout: Layout, faster: Layout | None, *, proportional: bool) -> l
             f"({{balance=batch}} makes batches proportional to cores{_described(faster, layout)})"
         )
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsableCores:
+    """The machine narrowed to the usable cores, and what was left out and why."""
+
+    machine: Machine
+    unused: tuple[Unused, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def usable_cores(machine: Machine, request: Request) -> UsableCores:
+    """The requested cores, outside occupied PUs, that the CPU quota feeds. Raises RequestError where none is left."""
+    found = UsableCores(machine=machine)
+    for narrow in (_listed, _without_isolated, _fastest, _without_occupied, _within_quota):
+        step = narrow(found.machine, request)
+        found = UsableCores(
+            machine=step.machine,
+            unused=step.unused + found.unused,
+            reasons=found.reasons + step.reasons,
+            warnings=found.warnings + step.warnings,
+        )
+    return found
+
+
+def _listed(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the PUs that are not in the requested list."""
+    if not request.cores:
+        return UsableCores(machine=machine)
+    listed = format_list(request.cores)
+    if missing := set(request.cores) - set(machine.allowed_pus):
+        raise RequestError(
+            f"{{cores={listed}}}: host {machine.name} has no CPU {format_list(missing)} for this process: give CPUs of "
+            f"{format_list(machine.allowed_pus)}"
+        )
+    pus = frozenset(request.cores)
+    return UsableCores(
+        machine=narrowed(machine, pus, None),
+        unused=(
+            Unused(
+                pus=tuple(pu for pu in machine.allowed_pus if pu not in pus), why=f"{{cores={listed}}} leaves them out"
+            ),
+        ),
+        reasons=(Reason(what="CPUs used", value=listed, why=SET),),
+    )
+
+
+def _without_isolated(machine: Machine, request: Request) -> UsableCores:
+    """Leave out isolated PUs, unless they are requested, or there are no others. Between those that stay the scheduler
+    moves no thread: each has to be bound to one."""
+    isolated = tuple(pu for pu in machine.allowed_pus if pu in frozenset(machine.isolated_pus))
+    others = tuple(pu for pu in machine.allowed_pus if pu not in isolated)
+    if not isolated:
+        return UsableCores(machine=machine)
+    listed = format_list(isolated)
+    if request.cores or not others:
+        bound = (
+            f"CPUs {listed} are isolated (isolcpus): the scheduler moves no thread between them, so that each OpenMP, "
+            "loader and comm thread is bound to one; what else a program starts stays on one CPU"
+        )
+        return UsableCores(machine=machine, warnings=(bound,))
+    return UsableCores(
+        machine=narrowed(machine, frozenset(others), None),
+        unused=(Unused(pus=isolated, why=f"isolated (isolcpus): {{cores={listed}}} plans them"),),
+        reasons=(
+            Reason(
+                what="CPUs used",
+                value=format_list(others),
+                why="the others are isolated (isolcpus): the scheduler moves no thread between them",
+            ),
+        ),
+        warnings=(
+            f"CPUs {listed} are isolated (isolcpus) and left out: {{cores={listed}}} plans them, each thread on one",
+        ),
+    )
+
+
+def _fastest(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the slower types of cores, where that is requested."""
+    cores = machine.allowed_cores
+    fastest = tuple(core for core in cores if core.speed == max(core.speed for core in cores))
+    if request.e_cores == "auto" or fastest == cores:
+        return UsableCores(machine=machine)
+    return _narrowed(machine, fastest, "{e_cores=off}", unused_why="slower cores: {e_cores=off} leaves them out")
+
+
+def _without_occupied(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the cores of occupied PUs."""
+    if not request.occupied:
+        return UsableCores(machine=machine)
+    cores = machine.allowed_cores
+    busy = {pu for core in machine.cores if not {*core.pus}.isdisjoint(request.occupied) for pu in core.pus}
+    kept = tuple(core for core in cores if busy.isdisjoint(core.pus))
+    if not kept:
+        raise RequestError(
+            f"{{share=true}}: processes of other plans use all {len(cores)} cores that this process may use on host "
+            f"{machine.name}: wait until they end, or plan without {{share}}"
+        )
+    why = "running processes of other plans are bound to the others ({share=true})"
+    return _narrowed(machine, kept, why, unused_why="on cores of processes that other plans have bound")
+
+
+def _within_quota(machine: Machine, request: Request) -> UsableCores:
+    """Leave out the PUs beyond the control groups' quota of CPU time: as many remain as may run all the time.
+
+    Whole cores with `smt`, else one PU of each core, so that no second thread takes time from a compute core's.
+    """
+    cores, quota = machine.allowed_cores, machine.cpu_quota
+    running = len(machine.allowed_pus) if quota is None else max(1, int(quota))
+    if quota is None or running >= len(machine.allowed_pus):
+        return UsableCores(machine=machine)
+    each = min(running, max(len(core.pus) for core in cores)) if request.smt else 1
+    best = _kept(machine, cores, running // each)
+    kept = tuple(replace(core, pus=core.pus[:each]) for core in best)
+    effect = "with more threads, all would be throttled" if quota >= 1 else "even a single thread is throttled"
+    why = f"the control group's quota is the time of {quota:g} CPUs: {effect}"
+    step = _narrowed(machine, kept, why, unused_why="beyond the CPU quota")
+    second = tuple(sorted(pu for core in best for pu in core.pus[each:]))
+    beyond = Unused(pus=tuple(pu for pu in step.unused[0].pus if pu not in second), why=step.unused[0].why)
+    others = Unused(pus=second, why="further threads of their cores: the CPU quota does not feed all threads")
+    return replace(step, unused=tuple(item for item in (beyond, others) if item.pus))
+
+
+def _kept(machine: Machine, cores: tuple[Core, ...], count: int) -> tuple[Core, ...]:
+    """The `count` best cores, in as few NUMA nodes as possible: those next to memory that the process may use, fast
+    ones, of one node that has enough of them, next to much memory."""
+    memory = {
+        cpus: sum(
+            node.memory_bytes
+            for node in machine.numa_nodes
+            if cpus in node.near and node.id in machine.allowed_nodes and (node.pus or node.kind in ("dram", "hbm"))
+        )
+        for cpus in {core.numa_node for core in cores}
+        if cpus is not None
+    }
+
+    def order(group: tuple[Core, ...]) -> tuple[float, ...]:
+        here = memory.get(group[0].numa_node, 0) if group[0].numa_node is not None else 0
+        return (here == 0, -group[0].speed, -min(len(group), count), -here)
+
+    best = [core for group in sorted(uniform_groups(cores), key=order) for core in group][:count]
+    return tuple(core for core in cores if core in best)
+
+
+def _narrowed(machine: Machine, kept: tuple[Core, ...], why: str, *, unused_why: str) -> UsableCores:
+    pus = frozenset(pu for core in kept for pu in core.pus)
+    return UsableCores(
+        machine=narrowed(machine, pus, None),
+        unused=(Unused(pus=tuple(pu for pu in machine.allowed_pus if pu not in pus), why=unused_why),),
+        reasons=(Reason(what="cores used", value=f"{len(kept)} of {len(machine.allowed_cores)}", why=why),),
+    )
+
+
+def partition_shared(machine: Machine, ppn: int) -> Partition:
+    """Give each of ppn workers, more than the allowed cores, one core; the cores' numbers of workers differ by at most
+    one. Workers of a core divide its PUs before two of them share a PU."""
+    cores = machine.allowed_cores
+    domains = tuple(
+        Domain(cores=(part,))
+        for core, workers in zip(cores, shares(tuple(range(ppn)), len(cores)), strict=True)
+        for part in _parts(core, len(workers))
+    )
+    most = -(-ppn // len(cores))
+    why = f"{SET}, more than the {counted(len(cores), 'core')} ({{oversubscribe=true}})"
+    return Partition(
+        domains=domains,
+        unused=(),
+        reasons=(Reason(what="workers per host", value=str(ppn), why=why),),
+        warnings=(
+            f"oversubscribed: {ppn} workers share {counted(len(cores), 'core')}, up to {most} per core, and "
+            "slow each other down: use this to test a number of workers, not to measure speed",
+        ),
+    )
+
+
+def _parts(core: Core, count: int) -> list[Core]:
+    """The core once for each of its workers, with the PUs of that worker only."""
+    pus = core.pus
+    starts = [i * len(pus) // count for i in range(count)]
+    ends = [max(start + 1, (i + 1) * len(pus) // count) for i, start in enumerate(starts)]
+    return [replace(core, pus=pus[start:end]) for start, end in zip(starts, ends, strict=True)]

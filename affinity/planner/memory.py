@@ -6,16 +6,12 @@ from math import inf
 
 from affinity.errors import DoesNotFitError
 from affinity.planner.domains import Domain
-from affinity.planner.profiles import is_phi
-from affinity.planner.reasons import Reason
-from affinity.planner.workload import PROCESS_BYTES, Workload, footprint, largest_batch
-from affinity.topology.cpuset import format_list
-from affinity.topology.machine import Machine, NumaNode
-from affinity.units import GIB
-from affinity.wording import counted
+from affinity.planner.request import PROCESS_BYTES, Reason, Workload, footprint, is_phi, largest_batch
+from affinity.topology.machine import Machine, NumaNode, format_list
+from affinity.wording import GIB, counted
 
 USABLE = 0.95
-FIGURES = (
+MEMORY_FIGURES = (
     Reason(
         what="usable share of memory",
         value=f"{USABLE:.0%}",

@@ -1,27 +1,119 @@
-"""Request, WorkerPlan, Plan; plan_machine(machine, request) -> Plan. Pure: the same input gives the same plan."""
+"""Machine and request -> plan: workers, threads, binding, environment, and the reason of each number."""
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from affinity.errors import InputError, Wording, worded
-from affinity.planner.core_roles import CoreRoles, assign_roles
-from affinity.planner.defaults import with_defaults
-from affinity.planner.domains import Domain, Partition, partition_host
-from affinity.planner.local_batches import local_batches, most_per_pass
-from affinity.planner.measured import Measured
+from affinity.planner.domains import Domain, Partition, partition_host, partition_shared, usable_cores
 from affinity.planner.memory import Memory, check_fit, left_out_reasons, memory_name, peak_bytes, place_memory
-from affinity.planner.oneccl import ccl_environment
-from affinity.planner.openmp import allocator_why, environment, planned_runtime, runtime_reasons
-from affinity.planner.oversubscribe import partition_shared
-from affinity.planner.plan_reasons import batch_reasons, ccl_reasons, worker_costs
-from affinity.planner.reasons import SET, Reason, Unused
-from affinity.planner.request import Request, check_request
-from affinity.planner.runtime import Runtime
-from affinity.planner.usable_cores import usable_cores
-from affinity.planner.worker_plan import WorkerPlan
-from affinity.planner.worker_sizes import WorkerSizes, worker_sizes
-from affinity.planner.workload import PROCESS_BYTES
-from affinity.topology.cpuset import format_list
-from affinity.topology.machine import Machine
+from affinity.planner.openmp import (
+    Runtime,
+    allocator_why,
+    ccl_environment,
+    environment,
+    planned_runtime,
+    runtime_reasons,
+)
+from affinity.planner.request import (
+    PROCESS_BYTES,
+    SET,
+    USUAL_BATCH,
+    Measured,
+    Reason,
+    Request,
+    Unused,
+    check_request,
+    footprint,
+    with_defaults,
+)
+from affinity.planner.rules import CoreRoles, WorkerSizes, assign_roles, local_batches, most_per_pass, worker_sizes
+from affinity.topology.machine import Machine, format_list
+from affinity.wording import GIB, counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One worker: the PUs that compute, communicate and load, its memory, threads, batch and environment.
+
+    `local_batch` (images per step) and `memory_bytes` (estimated peak) are None where the request leaves them open.
+    """
+
+    local_rank: int
+    compute_pus: tuple[int, ...]
+    comm_pus: tuple[int, ...]
+    loader_pus: tuple[int, ...]
+    memory_policy: str
+    memory_nodes: tuple[int, ...]
+    memory_bytes: int | None
+    intra_op: int
+    inter_op: int
+    local_batch: int | None
+    env: tuple[tuple[str, str], ...]
+
+    @property
+    def pus(self) -> tuple[int, ...]:
+        """The domain: every PU that this worker may run on, ascending."""
+        return tuple(sorted({*self.compute_pus, *self.comm_pus, *self.loader_pus}))
+
+
+def batch_reasons(
+    machine: Machine, request: Request, workers: tuple[WorkerPlan, ...], memories: tuple[Memory, ...]
+) -> list[Reason]:
+    """The local batches and the memory that they take."""
+    batches = sorted({worker.local_batch for worker in workers if worker.local_batch is not None})
+    if not batches:
+        return []
+    default = request.workload is not None and request.workload.assumed and request.local_batch == USUAL_BATCH
+    why = "a typical value, as neither a recipe nor {local_batch} sets one" if default else SET
+    if request.global_batch is not None:
+        why = (
+            f"equal parts of the global batch of {request.global_batch} images on "
+            f"{counted(request.nodes * len(workers), 'worker')}, in as few backward passes as possible"
+        )
+    if request.balance == "batch":
+        why = f"in proportion to compute threads, {request.local_batch} on average: all workers take the same time"
+    value = str(batches[0]) if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
+    reasons = [Reason(what="local batch", value=value, why=why)]
+    if request.workload is not None:
+        parts = footprint(request.workload, batches[-1])
+        room = min(memory.room_bytes for memory in memories)
+        name = f"{request.workload.name}{' (assumed)' if request.workload.assumed else ''}"
+        why = (
+            f"{name}, {counted(batches[-1], 'image')} per step: activations {parts.activations / GIB:.2f}, weights "
+            f"{parts.weights / GIB:.2f}, gradients {parts.gradients / GIB:.2f}, optimizer {parts.optimizer / GIB:.2f}, "
+            f"the process itself {parts.process / GIB:.2f} GiB"
+        )
+        of = "" if room == inf else f" of {room / GIB:.1f}"
+        kinds = {memory_name(machine, w.memory_policy, w.memory_nodes, w.pus) for w in workers}
+        value = f"{parts.total / GIB:.1f}{of} GiB of {' or '.join(sorted(kinds))}"
+        reasons.append(Reason(what="memory per worker", value=value, why=why))
+    return reasons
+
+
+def worker_costs(request: Request, workers: tuple[WorkerPlan, ...]) -> list[Reason]:
+    """What so many workers cost: ranks in each all-reduce, images per backward pass, memory."""
+    ranks, images = request.nodes * len(workers), [w.local_batch for w in workers if w.local_batch is not None]
+    memory = [w.memory_bytes for w in workers if w.memory_bytes is not None]
+    costs = [
+        f"{counted(ranks, 'rank')} in each all-reduce",
+        *([f"{request.nodes * sum(images):,} images in one backward pass of all workers"] if images else []),
+        *([f"{sum(memory) / GIB:.1f} GiB on a host"] if memory else []),
+    ]
+    why = "each worker has its own process, weights and gradients, so fewer workers with more threads cost less"
+    return [Reason(what="cost of the workers", value=", ".join(costs), why=why)] if ranks > 1 else []
+
+
+def ccl_reasons(env: tuple[tuple[str, str], ...], default_why: str | None) -> list[Reason]:
+    """oneCCL's threads and how it waits, as a worker's environment has them."""
+    variables, reasons = dict(env), []
+    if "CCL_WORKER_COUNT" in variables:
+        why = default_why or "one for each comm CPU; every worker lists the CPUs of all workers"
+        reasons.append(Reason(what="oneCCL threads per worker", value=variables["CCL_WORKER_COUNT"], why=why))
+    if "CCL_YIELD" in variables:
+        why = "workers share cores: a waiting rank yields its core to another, where MPI and oneCCL would spin"
+        reasons.append(Reason(what="waiting of MPI and oneCCL", value="yields", why=why))
+    return reasons
+
 
 __all__ = ["Plan", "Request", "WorkerPlan", "plan_machine"]
 NOTHING_MEASURED = Measured()

@@ -1,4 +1,4 @@
-"""Measurements kept between commands: a file for each, with the machine and the versions that it depends on.
+"""What was measured on this machine, in its cache folder, and this machine's plan by it.
 
 `cputrain bench` and `tune` write them; this module reads them.
 """
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import RunError
-from affinity.filesystem import cache_folder
-from affinity.packages import installed_version
-from affinity.planner.defaults import tuning_name
-from affinity.planner.measured import Measured, Rate, Tuned
-from affinity.planner.request import ALLOCATOR, Request
+from affinity.filesystem import cache_folder, installed_version
+from affinity.planner.openmp import find_runtime, installed_allocators, target_of
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.request import ALLOCATOR, Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from affinity.topology.machine import Machine
-from affinity.units import GIB
-from affinity.wording import counted
+from affinity.topology.sysfs import this_machine
+from affinity.wording import GIB, counted
 
 FORMAT, FOLDER = 1, "measured"
 RATE, TRAINING, TUNED, ENGINE = "rate", "training", "tuned", "engine"
@@ -220,3 +219,21 @@ def measured_of(records: Sequence[Record]) -> Measured:
     """The rates and the tuned plan that records hold. Raises ValueError where one is damaged."""
     tuned = next((tuned_of(record) for record in records if record.kind == TUNED), None)
     return Measured(rates=tuple(rate_of(record) for record in records if record.kind == RATE), tuned=tuned)
+
+
+def plan_this_machine(
+    request: Request, env: Mapping[str, str], command: tuple[str, ...] = (), *, machine: Machine | None = None
+) -> Plan:
+    """Read this machine (or take it as already read) and plan it. Raises InputError where the request does not fit.
+
+    The OpenMP runtime and the allocator are those of the Python that `command` starts; (): of this Python. What
+    `cputrain bench` and `tune` have measured on this machine is used.
+    """
+    machine = machine or this_machine()
+    measured = read_measured(machine, request, env)
+    target, allocator = target_of(command), request.allocator
+    tuned = with_defaults(machine, request, measured)[0].allocator
+    if tuned in installed_allocators(target):
+        allocator = tuned
+    runtime = find_runtime(target, env, openmp=request.openmp, allocator=allocator)
+    return plan_machine(machine, request, runtime, measured)

@@ -1,13 +1,246 @@
-"""A request for a plan."""
+"""What a plan is asked for: settings, the network's sizes, published profiles, what was measured on the machine."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
+from typing import Any
 
 from affinity.errors import RequestError
-from affinity.planner.profiles import PROFILES
-from affinity.planner.workload import Workload
-from affinity.topology.cpuset import MOST_IDS
+from affinity.topology.machine import MOST_IDS, Machine
+
+SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One decision, or a figure behind decisions: what it is, its value as shown, and why.
+
+    Planner stages return their values together with these.
+    """
+
+    what: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """Allowed PUs that no worker gets, and why."""
+
+    pus: tuple[int, ...]
+    why: str
+
+
+TWO_WORKERS_A_PACKAGE = 28  # cores; the 24 of a Xeon 8160 stayed one worker
+FEWEST_CORES_WITH_SERVERS = 8  # with fewer, two comm cores would be more than a quarter of a worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A source to cite, and the request fields that it sets for a machine and the requested ppn, if any."""
+
+    source: str
+    decide: Callable[[Machine, int | None], dict[str, Any]]
+
+
+def is_phi(machine: Machine) -> bool:
+    """Whether the machine is a Xeon Phi."""
+    return "Xeon Phi" in machine.model or "Xeon(R) Phi" in machine.model
+
+
+def _bkm_2018(machine: Machine, ppn: int | None) -> dict[str, Any]:
+    """Workers by package or quadrant, two communication servers each (Phi: four); the other cores compute."""
+    packages, cores = len({core.package for core in machine.allowed_cores}), len(machine.allowed_cores)
+    nodes = len({core.numa_node for core in machine.allowed_cores})
+    a_package = 4 if is_phi(machine) else 2 if cores // packages >= TWO_WORKERS_A_PACKAGE else 1
+    ppn = ppn or min(cores, max(nodes, packages * a_package))
+    servers = 4 if is_phi(machine) else 2
+    large = cores // ppn >= FEWEST_CORES_WITH_SERVERS
+    return {
+        "ppn": ppn,
+        "comm_cores": servers if large else 0,
+        "loader_cores": 0,
+        "inter_op": 2 if large else 1,
+        "comm_threads": servers if large else 0,
+        "reserve_last": True,
+        "openmp": "libiomp5",  # TensorFlow with MKL: KMP_AFFINITY=granularity=fine,compact,1,0, KMP_BLOCKTIME=1
+    }
+
+
+def _mlperf_spr(machine: Machine, ppn: int | None) -> dict[str, Any]:
+    """One worker a package; eight communication threads on the second threads of cores that compute."""
+    ppn = ppn or len({core.package for core in machine.allowed_cores})
+    spare = len(machine.allowed_cores) // ppn > 1
+    has_siblings = all(len(core.pus) > 1 for core in machine.allowed_cores)
+    siblings = max(0, min(8, len(machine.allowed_cores) // ppn - 1)) if has_siblings else 0
+    return {
+        "ppn": ppn,
+        "comm_cores": 0,
+        "loader_cores": 1 if spare else 0,
+        "comm_siblings": siblings,
+        "comm_threads": siblings,
+    }
+
+
+PROFILES = {
+    "auto": Profile(source="the planner's own rules", decide=lambda machine, ppn: {}),
+    "bkm-2018": Profile(
+        source="Intel's best known methods of 2018 for several workers per node; Intel Caffe; SURFsara-Intel 2018, "
+        "256 hosts",
+        decide=_bkm_2018,
+    ),
+    "mlperf-spr": Profile(source="Intel's MLPerf v2.1 submission on Sapphire Rapids", decide=_mlperf_spr),
+}
+
+
+BYTES = 4  # float32
+PROCESS_BYTES = 650_000_000
+PEAK_OVER_KEPT = 1.6  # peak resident memory over what backward keeps: gradients of activations, reordered copies
+IMAGE_PIXELS = 204_000  # mean of ImageNet's images, which crops of 224 x 224 are taken from
+USUAL_BATCH = 32  # images per step of a worker, where no batch is set
+WORKLOAD_FIGURES = (
+    Reason(
+        what="memory of a process without a network",
+        value=f"{PROCESS_BYTES / 1e9:g} GB",
+        why="measured: Python with torch, oneDNN and the loader's batches 0.3-0.4 GB; a CUDA build of torch, which pip "
+        "installs on Linux, 0.36 GB more",
+    ),
+    Reason(
+        what="peak memory / activations kept",
+        value=f"{PEAK_OVER_KEPT:g}",
+        why="measured with torch 2.13: ResNet-50 1.45 (4 to 32 images of 224 x 224), ResNet-18 1.6",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A network in training. `parameters` counts its weights; the others are per image: floating-point operations of
+    forward and backward pass in 1e9, and bytes that the forward pass keeps for the backward pass.
+
+    `optimizer_copies` is the optimizer's state in copies of the weights (momentum: 1, Adam: 2). `assumed` marks a
+    stand-in for an unknown network: no plan is refused because of it. `decoder` decodes images of `image_pixels`;
+    `precision` is that of the computation.
+    """
+
+    name: str
+    parameters: int
+    gflop: float
+    activation_bytes: int
+    optimizer_copies: int = 1
+    assumed: bool = False
+    decoder: str = "libjpeg-turbo"
+    image_pixels: int = IMAGE_PIXELS
+    precision: str = "float32"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes that each worker contributes to an all-reduce."""
+        return self.parameters * BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """A worker's memory in bytes, by what it is for."""
+
+    process: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.process + self.weights + self.gradients + self.optimizer + self.activations
+
+
+RESNET50 = Workload(
+    name="ResNet-50 at 224 x 224",
+    parameters=25_557_032,
+    gflop=24.3,
+    activation_bytes=86_100_000,
+    assumed=True,
+)
+
+
+def footprint(workload: Workload, local_batch: int) -> Footprint:
+    """Peak memory of a worker with `local_batch` images per step; gradients count twice, for DDP's buckets.
+
+    With bf16 there is a copy of the weights in bfloat16, which the backward pass needs.
+    """
+    weights = workload.parameters * BYTES
+    return Footprint(
+        process=PROCESS_BYTES,
+        weights=weights + (weights // 2 if workload.precision == "bf16" else 0),
+        gradients=2 * weights,
+        optimizer=workload.optimizer_copies * weights,
+        activations=round(PEAK_OVER_KEPT * workload.activation_bytes * local_batch),
+    )
+
+
+def largest_batch(workload: Workload, room_bytes: int) -> int:
+    """The most images per step whose footprint fits; 0 when not even the weights do."""
+    left = room_bytes - footprint(workload, 0).total
+    return max(0, int(left / (PEAK_OVER_KEPT * workload.activation_bytes)))
+
+
+DECODING, ALL_REDUCE, MEMORY = "decoding", "all-reduce", "memory"
+BF16 = "convolution, bf16 to float32"
+STANDARD = "resnet50 at 224 x 224"  # its training rate stands for networks that have none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A speed: median, lowest and highest of the repeats, when it was measured (2026-01-31) and by which command.
+
+    `name` and unit: "training NETWORK, PRECISION" GFLOP/s of a core in whole steps; "decoding DECODER" ns of a core per
+    pixel of a JPEG; "all-reduce BACKEND" bytes/s that a core receives, adds and sends; "memory" bytes/s of the host;
+    "convolution, bf16 to float32" the one's speed relative to the other's.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    date: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The fastest plan of one host for a training among those that `cputrain tune` has tried; `why` tells by how much.
+
+    Its threads are one for each core that neither communicates nor loads.
+    """
+
+    ppn: int
+    comm_cores: int
+    loader_cores: int
+    allocator: str
+    date: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The measurements that count for a machine and a request; `notes` tell of those that are not used, and why."""
+
+    rates: tuple[Rate, ...] = ()
+    tuned: Tuned | None = None
+    notes: tuple[str, ...] = ()
+
+    def rate(self, *names: str) -> Rate | None:
+        """The rate of the first of these names that was measured."""
+        known = {rate.name: rate for rate in self.rates}
+        return next((known[name] for name in names if name in known), None)
+
+
+def training_name(workload: str, precision: str) -> str:
+    """The name of a network's training rate: "training resnet50 at 224 x 224, float32"."""
+    return f"training {workload}, {precision}"
+
 
 SMALLEST = {
     "ppn": 1,
@@ -107,3 +340,50 @@ def check_request(request: Request) -> None:
         raise RequestError(f"{{e_cores={request.e_cores}}}: must be {' or '.join(E_CORES)}")
     if request.balance == "batch" and request.local_batch is None:
         raise RequestError("{balance=batch} has no batch to balance: train a recipe, or set {local_batch}")
+
+
+TUNED = ("ppn", "comm_cores", "loader_cores")
+
+
+def with_defaults(machine: Machine, request: Request, measured: Measured) -> tuple[Request, dict[str, str]]:
+    """The request with the profile's values, or those of the tuned plan, where the user set none; and why, by field."""
+    if request.profile != "auto":
+        profile = PROFILES[request.profile]
+        return _filled(request, profile.decide(machine, request.ppn), f"profile {request.profile}: {profile.source}")
+    if measured.tuned is not None and measured.tuned.ppn <= len(machine.allowed_cores):
+        return _filled(request, tuned_values(measured.tuned, request), measured.tuned.why)
+    return request, {}
+
+
+def _filled(request: Request, values: dict[str, Any], why: str) -> tuple[Request, dict[str, str]]:
+    blank = Request()
+    changes = {name: value for name, value in values.items() if getattr(request, name) == getattr(blank, name)}
+    return replace(request, **changes), dict.fromkeys(changes, why)
+
+
+def tuned_values(tuned: Tuned, request: Request) -> dict[str, Any]:
+    """The values of a tuned plan for a request; empty where the request asks for anything else than that plan.
+
+    It was measured on a whole host: for a job of several hosts only its number of workers counts.
+    """
+    other_cores = request.occupied or request.cores or request.e_cores != "auto" or request.oversubscribe
+    if other_cores or request.smt or request.threads is not None or request.balance != "equal":
+        return {}
+    if request.most_workers is not None and tuned.ppn * request.nodes > request.most_workers:
+        return {}
+    if any(getattr(request, name) not in (None, getattr(tuned, name)) for name in TUNED):
+        return {}
+    if request.nodes > 1:
+        return {"ppn": tuned.ppn}
+    return {**{name: getattr(tuned, name) for name in TUNED}, "allocator": tuned.allocator}
+
+
+def tuning_name(request: Request) -> str | None:
+    """What a tuned plan is for: network, precision, decoder and batch; None where the network is unknown."""
+    workload = request.workload
+    if workload is None or workload.assumed or request.local_batch is None:
+        return None
+    batch = f"batch of {request.local_batch} a worker"
+    if request.global_batch is not None:
+        batch = f"global batch of {request.global_batch}, {request.local_batch} a worker at most"
+    return f"{workload.name}, {workload.precision}, {workload.decoder}, {batch}"

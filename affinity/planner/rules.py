@@ -1,17 +1,234 @@
-"""The planner's own rules: how many comm cores, loader cores and threads a worker gets, each with its reason."""
+"""The cores of a worker by role: computing, communication, loading; its threads and its share of the batch.
 
+rules. defaults.py decides between the profile and the tuned plan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 
-from affinity.planner.core_rates import DECODED, REDUCED, TRAINING, CoreRates
-from affinity.planner.domains import Domain
-from affinity.planner.reasons import Reason
-from affinity.planner.workload import Workload
+from affinity.errors import RequestError
+from affinity.planner.domains import OTHER_TYPE, Domain
+from affinity.planner.request import (
+    ALL_REDUCE,
+    DECODING,
+    RESNET50,
+    SET,
+    STANDARD,
+    USUAL_BATCH,
+    Measured,
+    Rate,
+    Reason,
+    Request,
+    Unused,
+    Workload,
+    is_phi,
+    training_name,
+)
+from affinity.topology.machine import Core, Machine
 from affinity.wording import counted
+
+CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # in a whole training step
+BF16_GFLOPS = {"avx512_bf16": 150.0}  # AMX's processors have these instructions, too; without them bf16 is emulated
+LEAST_GFLOPS = 20.0
+DECODING_NS = {"libjpeg-turbo": 7.0, "Pillow": 18.0}  # per pixel of a JPEG, from which crops are decoded
+COMM_BYTES_PER_CORE_S = 8e9
+COMM_BYTES_PER_PHI_CORE_S = 3.2e9
+TRAINING, DECODED, REDUCED = "training, GFLOP/s per core", "decoding, ns per pixel of an image", "GB/s per comm core"
+CORE_RATE_FIGURES = (
+    Reason(
+        what=TRAINING,
+        value=", ".join(
+            f"{isa} {gflops:g}"
+            for isa, gflops in (*CORE_GFLOPS.items(), ("others", LEAST_GFLOPS), *BF16_GFLOPS.items())
+        ),
+        why="measured in float32: 48 on Zen 3 (AVX2), 88 on Zen 4 (AVX-512); SURFsara-Intel 2018, 256 hosts, comes to "
+        "35 (16,400 images/s on 256 x 44 computing cores), 44 before its loss to communication; others: assumed. In "
+        "bf16: 150 on Zen 4; MLPerf v2.1 with AMX, 16 hosts, comes to 116 (8,570 images/s on 16 x 112 cores)",
+    ),
+    Reason(
+        what=DECODED,
+        value=", ".join(f"{name} {ns:g}" for name, ns in DECODING_NS.items()),
+        why="measured in CPU time on an AMD EPYC, images of 204,000 (ImageNet's mean), 108,000 and 86,000 pixels: "
+        "libjpeg-turbo 6.8, 7.1, 5.2; Pillow 15.8, 20.3, 18.1",
+    ),
+    Reason(
+        what=REDUCED,
+        value=f"{COMM_BYTES_PER_CORE_S / 1e9:g}, Xeon Phi {COMM_BYTES_PER_PHI_CORE_S / 1e9:g}",
+        why="assumed, of receiving, adding and sending in an all-reduce: half of what one core reads from memory. "
+        "oneCCL between two ranks of a host came to 2-3.4 on AMD EPYC, but with as many comm cores as that asks for, "
+        "AlexNet on 2,048 packages is predicted 40 % too fast. Xeon Phi: four cores for 12.5 GB/s, as Intel Caffe",
+    ),
+)
+UNITS = {TRAINING: 1.0, DECODED: 1.0, REDUCED: 1e9}  # of a rate in that of its figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreRates:
+    """What one core does: GFLOP/s of a training, images/s decoded, bytes/s in an all-reduce.
+
+    `measured` are the names of those that this machine was measured for, with their dates. `assumed` tells that no
+    rate of trainings is cited for its instructions, or that they are not known.
+    """
+
+    gflops: float
+    decoded_per_s: float
+    comm_bytes_per_s: float
+    measured: dict[str, str]
+    assumed: bool
+
+    def since(self, what: str) -> str:
+        """Where a rate is from, as an addition to a reason: " (measured on 2026-01-31)", "" if it is cited."""
+        if what in self.measured:
+            return f" (measured on {self.measured[what]})"
+        if what == TRAINING and self.assumed:
+            return f" (assumed: {self.gflops:g} GFLOP/s per core)"
+        return ""
+
+
+def core_rates(machine: Machine, workload: Workload, measured: Measured) -> CoreRates:
+    """The rates for a workload on a machine."""
+    known = {**CORE_GFLOPS, **(BF16_GFLOPS if workload.precision == "bf16" else {})}
+    cited = max((known[flag] for flag in machine.isa if flag in known), default=LEAST_GFLOPS)
+    comm = COMM_BYTES_PER_PHI_CORE_S if is_phi(machine) else COMM_BYTES_PER_CORE_S
+    found = {what: rate for what, rate in _measured(workload, measured).items() if rate is not None}
+
+    def value(what: str, otherwise: float) -> float:
+        return found[what].value if what in found else otherwise
+
+    return CoreRates(
+        gflops=value(TRAINING, cited),
+        decoded_per_s=1e9 / (value(DECODED, DECODING_NS[workload.decoder]) * workload.image_pixels),
+        comm_bytes_per_s=value(REDUCED, comm),
+        measured={what: rate.date for what, rate in found.items()},
+        assumed=not {*known} & {*machine.isa},
+    )
+
+
+def measured_figures(workload: Workload, measured: Measured) -> dict[str, Reason]:
+    """The figures above that were measured on this machine, by what they are, beside what is cited."""
+    found: dict[str, Reason] = {}
+    for figure in CORE_RATE_FIGURES:
+        rate = _measured(workload, measured)[figure.what]
+        if rate is not None:
+            value, low, high = (each / UNITS[figure.what] for each in (rate.value, rate.low, rate.high))
+            found[figure.what] = Reason(
+                what=figure.what,
+                value=f"{value:.3g} ({low:.3g}-{high:.3g})",
+                why=f"measured here on {rate.date} by `{rate.command}`: {rate.name}; elsewhere {figure.value}",
+            )
+    return found
+
+
+def _measured(workload: Workload, measured: Measured) -> dict[str, Rate | None]:
+    own, standard = (training_name(name, workload.precision) for name in (workload.name, STANDARD))
+    return {
+        TRAINING: measured.rate(own, standard),
+        DECODED: measured.rate(f"{DECODING} {workload.decoder}"),
+        REDUCED: measured.rate(f"{ALL_REDUCE} ccl"),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """A domain's cores: those reserved for communication and loading, those that compute, spare ones without work."""
+
+    reserved: tuple[Core, ...]
+    compute: tuple[Core, ...]
+    idle: tuple[Core, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreRoles:
+    """The PUs of a worker by role.
+
+    `packed`: the worker's PUs in OpenMP's own order, first threads of all cores first, start with `compute`.
+    """
+
+    compute: tuple[int, ...]
+    comm: tuple[int, ...]
+    loader: tuple[int, ...]
+    packed: bool
+    unused: tuple[Unused, ...]
+
+    @property
+    def single_pu(self) -> bool:
+        """Whether the worker has one PU: the process's mask alone then binds its one thread."""
+        return len(self.compute) + len(self.comm) + len(self.loader) == 1
+
+
+def reserve(domain: Domain, count: int, *, at_end: bool) -> Reserved:
+    """Reserve `count` cores, spare ones first, then the domain's first ones (`at_end`: its last ones).
+
+    At the start because a host's first cores also take its interrupts.
+    """
+    spare, taken = domain.spare[:count], max(0, count - len(domain.spare))
+    kept = len(domain.cores) - taken
+    own = domain.cores[kept:] if at_end else domain.cores[:taken]
+    compute = domain.cores[:kept] if at_end else domain.cores[taken:]
+    return Reserved(reserved=spare + own, compute=compute, idle=domain.spare[count:])
+
+
+def compute_candidates(cores: tuple[Core, ...], *, smt: bool) -> tuple[int, ...]:
+    """The PUs that may compute: the first thread of each core, with `smt` all of them."""
+    return tuple(pu for core in cores for pu in (core.pus if smt else core.pus[:1]))
+
+
+def second_threads(cores: tuple[Core, ...], compute: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Second threads of the first `count` compute cores. Raises RequestError where they compute themselves."""
+    second = tuple(core.pus[1] for core in cores if len(core.pus) > 1 and core.pus[0] in compute)[:count]
+    if not set(second).isdisjoint(compute):
+        raise RequestError("communication on second hardware threads excludes computing on them: leave {smt} off")
+    return second
+
+
+def assign_roles(
+    domain: Domain, *, comm_cores: int, loader_cores: int, comm_siblings: int, threads: int, smt: bool, at_end: bool
+) -> CoreRoles:
+    """Give each PU of a domain its role: comm cores come first among the reserved ones, then loader cores."""
+    cores = reserve(domain, comm_cores + loader_cores, at_end=at_end)
+    compute = compute_candidates(cores.compute, smt=smt)[:threads]
+    siblings = second_threads(cores.compute, compute, comm_siblings)
+    comm = _first_threads_first(cores.reserved[:comm_cores]) + siblings
+    loader = _pus(cores.reserved[comm_cores:])
+    mask = {*compute, *comm, *loader}
+    in_order = _first_threads_first(tuple(sorted(cores.compute + cores.reserved, key=lambda core: core.pus)))
+    return CoreRoles(
+        compute=compute,
+        comm=comm,
+        loader=loader,
+        packed=tuple(pu for pu in in_order if pu in mask)[:threads] == compute,
+        unused=_idle(cores, {*compute, *siblings}, threads),
+    )
+
+
+def _pus(cores: tuple[Core, ...]) -> tuple[int, ...]:
+    return tuple(pu for core in cores for pu in core.pus)
+
+
+def _first_threads_first(cores: tuple[Core, ...]) -> tuple[int, ...]:
+    """The PUs of cores: the first thread of each, then the second of each, and so on."""
+    threads = max((len(core.pus) for core in cores), default=0)
+    return tuple(core.pus[i] for i in range(threads) for core in cores if i < len(core.pus))
+
+
+def _idle(cores: Reserved, busy_pus: set[int], threads: int) -> tuple[Unused, ...]:
+    """The PUs that have no work, and why."""
+    busy = [core for core in cores.compute if not busy_pus.isdisjoint(core.pus)]
+    siblings = tuple(pu for core in busy for pu in core.pus if pu not in busy_pus)
+    beyond = tuple(pu for core in cores.compute if core not in busy for pu in core.pus)
+    idle = (
+        Unused(pus=siblings, why="second threads of compute cores: two would compete for one core's vector units"),
+        Unused(pus=beyond, why=f"{{threads={threads}}} leaves them out"),
+        Unused(pus=_pus(cores.idle), why=OTHER_TYPE),
+    )
+    return tuple(item for item in idle if item.pus)
+
 
 CORES_TO_SPARE_ONE = 8
 MOST_COMM_CORES = 4
 NEGLIGIBLE = 0.005
-FIGURES = (
+RULE_FIGURES = (
     Reason(
         what="cores to spare",
         value=f"one in {CORES_TO_SPARE_ONE}",
@@ -97,3 +314,117 @@ def inter_op_threads(intra_op: int, workload: Workload | None) -> tuple[int, Rea
     else:
         count, why = 2, "published practice on 24-core packages (intra-op 22, inter-op 2)"
     return count, Reason(what="inter-op threads", value=str(count), why=why)
+
+
+def most_per_pass(local_batch: int, global_batch: int | None, workers: int) -> int:
+    """Images of a worker's largest backward pass: `local_batch`, or less where equal shares of a global batch over all
+    workers need as few passes with less."""
+    if global_batch is None:
+        return local_batch
+    passes = ceil(global_batch / (workers * local_batch))
+    return ceil(ceil(global_batch / workers) / passes)
+
+
+def local_batches(
+    domains: tuple[Domain, ...], threads: tuple[int, ...], local_batch: int | None, *, proportional: bool
+) -> tuple[int | None, ...]:
+    """Images per step of each worker, local_batch on average, exactly local_batch x workers together.
+
+    `proportional`: in proportion to what each worker's threads compute, at least 1, by largest remainders.
+    """
+    if local_batch is None or not proportional:
+        return (local_batch,) * len(domains)
+    speeds = [domain.cores[0].speed * count for domain, count in zip(domains, threads, strict=True)]
+    total = local_batch * len(domains)
+    exact = [total * speed / sum(speeds) for speed in speeds]
+    batches = [max(1, int(share)) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (batches[i] - exact[i], i))
+    for i in by_remainder[: max(0, total - sum(batches))]:
+        batches[i] += 1
+    while sum(batches) > total:
+        batches[max(range(len(batches)), key=lambda i: (batches[i], -i))] -= 1
+    return tuple(batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSizes:
+    """Cores that communicate and load, second threads of compute cores that communicate, threads; with reasons."""
+
+    comm_cores: int
+    loader_cores: int
+    comm_siblings: int
+    intra_op: int
+    inter_op: int
+    reasons: tuple[Reason, ...]
+
+
+def worker_sizes(
+    machine: Machine,
+    request: Request,
+    default_why: Mapping[str, str],
+    domain: Domain,
+    measured: Measured,
+    *,
+    local_rank: int,
+    ppn: int,
+) -> WorkerSizes:
+    """The sizes of the worker that has this domain.
+
+    `request` has the values of the profile or the tuned plan filled in, `default_why` the reason for each of those. A
+    requested value that does not fit raises RequestError; one that was filled in is lowered to what the domain has.
+    """
+    rates = core_rates(machine, request.workload or RESNET50, measured)
+    comm, why_comm, loader, why_loader = _reserved_cores(rates, request, default_why, domain, ppn)
+    if comm + loader - len(domain.spare) >= len(domain.cores):
+        raise RequestError(
+            f"{comm} comm and {loader} loader cores leave none of worker {local_rank}'s {len(domain.cores)} cores to "
+            "compute: request fewer of them, or a smaller {ppn}"
+        )
+    compute = reserve(domain, comm + loader, at_end=request.reserve_last).compute
+    candidates = compute_candidates(compute, smt=request.smt)
+    if request.threads is not None and request.threads > len(candidates):
+        raise RequestError(
+            f"{{threads={request.threads}}}: worker {local_rank} has compute cores for {len(candidates)}: set "
+            f"{{threads}} to {len(candidates)} or fewer"
+        )
+    intra, why_intra = _chosen(
+        intra_op_threads(len(candidates), smt=request.smt), request.threads, default_why.get("threads")
+    )
+    inter, why_inter = _chosen(inter_op_threads(intra, request.workload), request.inter_op, default_why.get("inter_op"))
+    siblings = len(second_threads(compute, candidates[:intra], request.comm_siblings))
+    if siblings:
+        why = default_why.get("comm_siblings", SET)
+        why_comm = replace(why_comm, value=f"{comm} and {siblings} second threads", why=why)
+    return WorkerSizes(
+        comm_cores=comm,
+        loader_cores=loader,
+        comm_siblings=siblings,
+        intra_op=intra,
+        inter_op=inter,
+        reasons=(why_comm, why_loader, why_intra, why_inter),
+    )
+
+
+def _reserved_cores(
+    rates: CoreRates, request: Request, default_why: Mapping[str, str], domain: Domain, ppn: int
+) -> tuple[int, Reason, int, Reason]:
+    """Comm cores and why, loader cores and why."""
+    workload, batch = request.workload or RESNET50, request.local_batch or USUAL_BATCH
+    comm_rule = comm_cores(
+        domain, rates, workload, ppn=ppn, nodes=request.nodes, link_gbit=request.link_gbit, local_batch=batch
+    )
+    loader_rule = loader_cores(replace(domain, spare=domain.spare[comm_rule[0] :]), rates, workload)
+    most = len(domain.cores) + len(domain.spare) - 1  # what a default may take of a small domain
+    loader, why_loader = _chosen(loader_rule, request.loader_cores, default_why.get("loader_cores"), most)
+    comm, why_comm = _chosen(comm_rule, request.comm_cores, default_why.get("comm_cores"), most - loader)
+    return comm, why_comm, loader, why_loader
+
+
+def _chosen(
+    rule: tuple[int, Reason], requested: int | None, default_why: str | None, most: int | None = None
+) -> tuple[int, Reason]:
+    """The requested value, or the default, which is at most `most`, or the rule's; and why."""
+    if requested is None:
+        return rule
+    value = requested if default_why is None or most is None else min(requested, most)
+    return value, replace(rule[1], value=str(value), why=default_why or SET)

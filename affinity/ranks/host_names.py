@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from affinity.errors import InputError
-from affinity.ranks.rank import LOOPBACK
-from affinity.ranks.route import own_addresses
+from affinity.ranks.rank import LOOPBACK, own_addresses
 from affinity.wording import either
 
 LOCALHOST = "localhost"

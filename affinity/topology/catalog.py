@@ -10,11 +10,10 @@ from typing import Any
 
 from affinity.errors import InputError
 from affinity.topology.archive import is_archive, tree_root, unpacked
-from affinity.topology.hwloc import read_synthetic
-from affinity.topology.lstopo import read_lstopo
+from affinity.topology.hwloc import read_lstopo, read_synthetic
 from affinity.topology.machine import Core, Machine, NumaNode, ordered
 from affinity.topology.sysfs import read_machine, this_machine
-from affinity.units import GIB
+from affinity.wording import GIB
 
 # The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
 # (hwloc: 1 GiB).

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from affinity.errors import InputError
-from affinity.topology.cpuset import parse_list
 from affinity.topology.kernel_files import NUMBER, first_file, number, rows, text
+from affinity.topology.machine import parse_list
 
 # The usual mount points; tried first, as /proc/mounts of an unpacked tree may be missing.
 USUAL_MOUNTS = (

@@ -1,12 +1,384 @@
-"""hwloc's synthetic description of a machine ("pack:2 numa:1 core:24 pu:2") -> Machine."""
+"""Machines in hwloc's forms: the XML that lstopo writes, and synthetic descriptions ("pack:2 core:24 pu:2")."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
+from pathlib import Path
+from xml.etree import ElementTree
 
 from affinity.errors import InputError
-from affinity.topology.cpuset import MOST_IDS
-from affinity.topology.machine import Core, Machine, NumaNode, ordered
+from affinity.terminal import printable
+from affinity.topology.machine import (
+    MOST_IDS,
+    Core,
+    Machine,
+    NumaNode,
+    format_list,
+    homeless_warnings,
+    ordered,
+    parse_mask,
+)
+from affinity.topology.memory import Sizes, on_package_gib, with_kinds, without_dram
+from affinity.topology.sysfs import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
+
+
+def plain_number(text: str) -> int:
+    """A number of digits alone. Raises ValueError at anything else: a sign, a blank, "nan"."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 20):
+        raise ValueError(f"{text[:40]!r} is not a number")
+    return int(text)
+
+
+# hwloc's names of kinds of memory -> ours; for others (SPM) nothing is known.
+KINDS = {
+    **{"DRAM": "dram", "MCDRAM": "hbm", "HBM": "hbm"},
+    **{"NVM": "slow", "CXL-DRAM": "slow", "CXL-NVM": "slow", "GPUMemory": "slow"},
+}
+# The sizes of equal memories differ by what the kernel keeps for itself of one.
+NEARLY_EQUAL = 0.1
+# Where several memories are next to the same PUs, the first of these is the PUs' own.
+ORDER = {"dram": 0, "hbm": 1, "slow": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryObject:
+    """A NUMANode as written: `pus` are those that it lists as next to it, `inside` those of the object that it is in,
+    `gp_index` its name in the file's tables of figures."""
+
+    id: int
+    gp_index: str | None
+    memory_bytes: int
+    subtype: str | None
+    pus: tuple[int, ...]
+    inside: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Bandwidth in MB/s and latency in ns of the memories, by gp_index, from the nearest PUs."""
+
+    bandwidth: Mapping[str, int]
+    latency: Mapping[str, int]
+
+
+def figures_of(root: ElementTree.Element) -> Figures:
+    """The file's memory attributes; empty where the host has none. Raises ValueError where one is not a number."""
+
+    def values(*names: str) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for table in root.findall("memattr"):
+            if table.get("name") in names:
+                for value in table.findall("memattr_value"):
+                    found.setdefault(value.get("target_obj_gp_index", ""), []).append(
+                        plain_number(value.get("value", ""))
+                    )
+        return found
+
+    bandwidths = values("ReadBandwidth") or values("Bandwidth")
+    latencies = values("ReadLatency") or values("Latency")
+    return Figures(
+        bandwidth={index: max(found) for index, found in bandwidths.items()},
+        latency={index: min(found) for index, found in latencies.items()},
+    )
+
+
+def machine_nodes(
+    memories: Sequence[MemoryObject], pus: tuple[int, ...], figures: Figures, *, on_package_gib: Sizes
+) -> tuple[NumaNode, ...]:
+    """The nodes by id.
+
+    hwloc gives every memory the PUs next to it; only one memory of a PU is its own NUMA node: that which has the fewest
+    PUs next to it, DRAM before others. Raises ValueError where two nodes have the same number, where a node lists other
+    PUs than the object that it is in, or where nothing tells which PUs are whose.
+    """
+    every = frozenset(pus)
+    owner: dict[int, int] = {}
+    nodes: dict[int, NumaNode] = {}
+    kinds = {memory.id: KINDS[memory.subtype] for memory in memories if memory.subtype in KINDS}
+    for memory in sorted(memories, key=lambda m: (ORDER[kinds.get(m.id, "dram")], len(m.pus), m.id)):
+        if memory.id in nodes:
+            raise ValueError(f"NUMA node {memory.id} is there twice")
+        near = tuple(pu for pu in memory.pus if pu in every)
+        if {*near} != every.intersection(memory.inside):
+            listed, inside = format_list(memory.pus), format_list(memory.inside) or "none"
+            raise ValueError(f"NUMA node {memory.id} lists CPUs {listed}, the object that it is in has {inside}")
+        own = () if any(pu in owner for pu in near) else near
+        owner |= dict.fromkeys(own, memory.id)
+        nodes[memory.id] = NumaNode(
+            id=memory.id,
+            pus=own,
+            memory_bytes=memory.memory_bytes,
+            near=(memory.id,) if own else tuple(sorted({owner[pu] for pu in near if pu in owner})),
+            bandwidth_mb_s=figures.bandwidth.get(memory.gp_index or "") or None,
+            latency_ns=figures.latency.get(memory.gp_index or "") or None,
+        )
+    by_id = tuple(nodes[i] for i in sorted(nodes))
+    _refuse_twins(with_kinds(by_id, kinds, on_package_gib=()))
+    return with_kinds(by_id, kinds, on_package_gib=on_package_gib)
+
+
+def _refuse_twins(nodes: tuple[NumaNode, ...]) -> None:
+    """Raise ValueError where nodes of one size are next to the same PUs and nothing tells their kinds: lstopo without
+    groups (--filter group:none) writes the nodes of a package so, each with a part of its PUs in truth."""
+    by_id = {node.id: node for node in nodes}
+    for node in nodes:
+        owners = [by_id[i] for i in node.near if node.kind == "unknown" and node.memory_bytes]
+        for own in owners:
+            if abs(node.memory_bytes - own.memory_bytes) < NEARLY_EQUAL * own.memory_bytes:
+                raise ValueError(
+                    f"NUMA nodes {own.id} and {node.id} list the same CPUs {format_list(own.pus)} and equal memory, as "
+                    "lstopo does without groups"
+                )
+
+
+Speeds = dict[int, float]
+Kinds = list[tuple[tuple[int, ...], dict[str, str]]]  # PUs of a kind, one of each core; what is known of it
+
+
+def core_types(root: ElementTree.Element, pus: tuple[int, ...], vendor: str | None) -> tuple[Speeds, tuple[str, ...]]:
+    """PU -> speed of its core's type, 1.0 for the fastest, and warnings; empty where all cores are of one type.
+
+    `pus` is one PU of each core. Best source first: Linux's capacities, clocks, the types' names, hwloc's ranks.
+    """
+    kinds = [(tuple(pu for pu in pus if pu in mask), known) for mask, known in map(_core_kind, root.findall("cpukind"))]
+    kinds = [(members, known) for members, known in kinds if members]
+    if len(kinds) < 2 or sorted(pu for members, _ in kinds for pu in members) != sorted(pus):
+        return {}, ()
+    for source in (_by_capacity, _by_clock(vendor), _by_name):
+        speeds = source(kinds)
+        if speeds is not None:
+            return speeds, ()
+    return _by_rank(kinds)
+
+
+def _core_kind(element: ElementTree.Element) -> tuple[frozenset[int], dict[str, str]]:
+    known = {info.get("name", ""): info.get("value", "") for info in element.findall("info")}
+    rank = element.get("forced_efficiency", element.get("efficiency"))
+    return frozenset(parse_mask(element.get("cpuset", "0"))), known if rank is None else {**known, "rank": rank}
+
+
+def _numbers(kinds: Kinds, name: str) -> Speeds:
+    """PU -> the figure of that name; empty unless every kind has one."""
+    values = {pu: float(plain_number(known.get(name, "0"))) for members, known in kinds for pu in members}
+    return values if all(value > 0 for value in values.values()) else {}
+
+
+def _by_capacity(kinds: Kinds) -> Speeds | None:
+    values = _numbers(kinds, "LinuxCapacity")
+    return relative_speeds(nearly_equal(values), values) if values else None
+
+
+def _by_clock(vendor: str | None) -> Callable[[Kinds], Speeds | None]:
+    def speeds(kinds: Kinds) -> Speeds | None:
+        """By the highest clocks. Types are told apart by names, else by the base clocks, which all cores of a
+        type share: the highest are higher on favored cores. Intel's slow types do less in a clock cycle."""
+        clocks = _numbers(kinds, "FrequencyMaxMHz")
+        if not clocks:
+            return None
+        named: dict[str, tuple[int, ...]] = {}
+        for members, known in kinds:
+            name = known.get("CoreType", "")
+            named[name] = named.get(name, ()) + members
+        if "" in named:
+            groups = nearly_equal(_numbers(kinds, "FrequencyBaseMHz") or clocks)
+            slow = tuple(pu for group in groups[:-1] for pu in group)
+            named = {"IntelAtom": slow} if vendor == "GenuineIntel" else {}
+        else:
+            groups = split_by_speed(list(named.values()), clocks)
+        return relative_speeds(groups, {pu: clock * work_per_clock(named, pu) for pu, clock in clocks.items()})
+
+    return speeds
+
+
+def _by_name(kinds: Kinds) -> Speeds | None:
+    """Intel's types at their assumed speeds."""
+    if not all(known.get("CoreType") in ASSUMED for _, known in kinds):
+        return None
+    speeds = {pu: ASSUMED[known["CoreType"]] for members, known in kinds for pu in members}
+    return {pu: speed / max(speeds.values()) for pu, speed in speeds.items()}
+
+
+def _by_rank(kinds: Kinds) -> tuple[Speeds, tuple[str, ...]]:
+    """Ranks tell which type is faster, not by how much: the speeds are those assumed of Intel's types."""
+    ranks = sorted({plain_number(known.get("rank", "0")) for _, known in kinds}, reverse=True)
+    if len(ranks) < 2:
+        return {}, ()
+    steps = tuple(ASSUMED.values())
+    speeds = {
+        pu: steps[min(ranks.index(plain_number(known.get("rank", "0"))), len(steps) - 1)]
+        for members, known in kinds
+        for pu in members
+    }
+    shown = ", ".join(f"{speed:g}" for speed in sorted(set(speeds.values()), reverse=True))
+    return speeds, (f"the XML ranks {len(ranks)} types of cores without their speeds: assumed {shown}",)
+
+
+MOST_BYTES = 1 << 26  # a host of 4,096 PUs takes a few MiB
+MOST_LEVELS = 100  # objects inside objects: real hosts have some thirty
+REMEDY = "write it again with lstopo --of xml FILE"
+
+
+@dataclass(slots=True)
+class _Found:
+    """The objects found so far: cores, still without NUMA node and speed; memories; information."""
+
+    cores: list[Core] = field(default_factory=list)
+    memories: list[MemoryObject] = field(default_factory=list)
+    info: dict[str, str] = field(default_factory=dict)
+    packages: int = 0
+
+
+def read_lstopo(path: Path) -> Machine:
+    """Read a file written by `lstopo --of xml`. Raises InputError when it is not such a file, or has no PU."""
+    try:
+        root = _parsed(path)
+        top = root.find("object[@type='Machine']")
+        if root.tag != "topology" or top is None:
+            raise InputError(f"{path} is not lstopo's XML: write one with lstopo --of xml FILE")
+        return _machine(root, top, path.name.split(".")[0])
+    except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:
+        # LookupError: an encoding that Python does not know
+        raise InputError(f"cannot read {path}: {error}: {REMEDY}") from None
+
+
+def _parsed(path: Path) -> ElementTree.Element:
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+    return ElementTree.fromstring(data)
+
+
+def _machine(root: ElementTree.Element, top: ElementTree.Element, name: str) -> Machine:
+    """Raises ValueError at objects that no host has."""
+    found = _Found(info=_info(root))
+    _walk(top, (), Core(pus=(), package=0, numa_node=None), found)
+    cores = _online_cores(found.cores, top.get("online_cpuset"))
+    if not cores:
+        raise ValueError("it has no CPUs")
+    pus = tuple(sorted(pu for core in cores for pu in core.pus))
+    if len(set(pus)) < len(pus):
+        raise ValueError(f"CPU {next(a for a, b in pairwise(pus) if a == b)} is in two cores")
+    if "version" not in root.attrib:  # hwloc 1
+        _check_nodes(found.memories, _allowed(top, "nodeset"))
+    if not found.memories and "local_memory" in top.attrib:  # hwloc 1 of a host without NUMA
+        found.memories.append(replace(_memory(top, ()), id=0))
+    model = printable(found.info.get("CPUModel", "unknown model"))
+    on_package = on_package_gib(found.info.get("CPUFamilyNumber"), found.info.get("CPUModelNumber"), model)
+    nodes = machine_nodes(found.memories, pus, figures_of(root), on_package_gib=on_package)
+    nodes = without_dram(nodes, len({core.package for core in cores}), model)
+    node_of = {pu: node.id for node in nodes for pu in node.pus}
+    speeds, speed_warnings = core_types(root, tuple(core.pus[0] for core in cores), found.info.get("CPUVendor"))
+    made = ordered([replace(c, numa_node=node_of.get(c.pus[0]), speed=speeds.get(c.pus[0], 1.0)) for c in cores])
+    allowed, nodeset = (_allowed(top, attribute) for attribute in ("allowed_cpuset", "allowed_nodeset"))
+    return Machine(
+        name=printable(found.info.get("HostName", name)),
+        model=model,
+        isa=(),  # not in lstopo's XML
+        cores=made,
+        numa_nodes=nodes,
+        allowed_pus=tuple(pu for pu in pus if allowed is None or pu in allowed),
+        allowed_nodes=tuple(node.id for node in nodes if nodeset is None or node.id in nodeset),
+        warnings=(*speed_warnings, *homeless_warnings(made)),
+    )
+
+
+def _walk(element: ElementTree.Element, around: tuple[ElementTree.Element, ...], place: Core, found: _Found) -> None:
+    """Collect from the outside in; `place` has the enclosing objects. A PU outside any core is a core of its own."""
+    if len(around) > MOST_LEVELS:
+        raise ValueError(f"it has objects inside objects, {MOST_LEVELS} levels deep")
+    found.info = {**_info(element), **found.info}
+    kind = _kind(element)
+    match kind:
+        case "Package":
+            place = replace(place, package=_number(element, found.packages))
+            found.packages += 1
+        case "Die":
+            place = replace(place, die=_number(element, 0))
+        case "L3Cache":
+            place = replace(place, l3=min(_pus_inside(element), default=None))
+        case "L2Cache":
+            place = replace(place, l2=min(_pus_inside(element), default=None))
+        case "NUMANode":
+            found.memories.append(_memory(element, around))
+        case "Core" | "PU":
+            pus = _pus_inside(element)
+            if not pus:
+                raise ValueError(f"core {element.get('os_index', '')} has no CPUs")
+            found.cores.append(replace(place, pus=pus))
+            return
+    for child in element.findall("object"):
+        _walk(child, (*around, element), place, found)
+
+
+def _kind(element: ElementTree.Element) -> str:
+    """An object's type by hwloc 2's names; hwloc 1 has Socket, Node, and Cache with its depth and cache_type."""
+    kind = element.get("type", "")
+    if kind == "Cache":
+        instructions = element.get("cache_type") == "2"
+        return f"L{element.get('depth')}{'i' if instructions else ''}Cache"
+    return {"Socket": "Package", "Node": "NUMANode"}.get(kind, kind)
+
+
+def _memory(element: ElementTree.Element, around: tuple[ElementTree.Element, ...]) -> MemoryObject:
+    """With the PUs next to it, its own and those of the innermost object around it that has any."""
+    inside = next(filter(None, map(_pus_inside, (element, *reversed(around)))), ())
+    return MemoryObject(
+        id=_number(element, None),
+        gp_index=element.get("gp_index"),
+        memory_bytes=plain_number(element.get("local_memory", "0")),
+        subtype=element.get("subtype") or _info(element).get("Type"),
+        pus=parse_mask(element.get("cpuset", "0")) or inside,
+        inside=inside,
+    )
+
+
+def _pus_inside(element: ElementTree.Element) -> tuple[int, ...]:
+    return tuple(sorted(_number(pu, None) for pu in element.iter("object") if pu.get("type") == "PU"))
+
+
+def _online_cores(cores: list[Core], online: str | None) -> list[Core]:
+    """Without the PUs that hwloc 1 lists although they are offline."""
+    if online is None:
+        return cores
+    pus = {*parse_mask(online)}
+    narrow = (replace(core, pus=tuple(pu for pu in core.pus if pu in pus)) for core in cores)
+    return [core for core in narrow if core.pus]
+
+
+def _check_nodes(memories: list[MemoryObject], named: frozenset[int] | None) -> None:
+    """Raise ValueError where a file of hwloc 1 names NUMA nodes that it does not describe.
+
+    Its format has one node around a set of PUs: lstopo drops the PUs' own nodes beside a pool of memory.
+    """
+    described = {memory.id for memory in memories}
+    if described and named and (lost := named - described):
+        nodes = f"NUMA node{'s' if len(lost) > 1 else ''} {format_list(sorted(lost))}"
+        raise ValueError(f"it names {nodes} without describing them: hwloc 1's format cannot")
+
+
+def _allowed(top: ElementTree.Element, attribute: str) -> frozenset[int] | None:
+    """None where the file does not limit it: without the attribute, or with hwloc's mask of everything."""
+    mask = top.get(attribute)
+    return None if mask is None or mask.startswith("0xf...f") else frozenset(parse_mask(mask))
+
+
+def _number(element: ElementTree.Element, default: int | None) -> int:
+    """The kernel's number of an object; hwloc leaves it out, or writes -1 without its sign, where there is none."""
+    written = element.get("os_index")
+    number = MOST_IDS if written is None else plain_number(written)
+    if number < MOST_IDS:
+        return number
+    if default is None:
+        raise ValueError(f"a {element.get('type')} has {'no number' if written is None else f'the number {written}'}")
+    return default
+
+
+def _info(element: ElementTree.Element) -> dict[str, str]:
+    return {info.get("name", ""): info.get("value", "") for info in element.findall("info")}
+
 
 NAMES = {
     **{"pack": "pack", "package": "pack", "socket": "pack", "die": "die", "numa": "numa", "numanode": "numa"},

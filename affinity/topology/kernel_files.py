@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.topology.cpuset import parse_list, parse_mask
+from affinity.topology.machine import parse_list, parse_mask
 
 MOST_BYTES = 1 << 24  # /proc/cpuinfo of 4,096 CPUs has 6 MB; everything else is far smaller
 NUMBER = re.compile(r"-?[0-9]{1,20}")

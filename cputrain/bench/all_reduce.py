@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from affinity.errors import InputError, RunError
-from affinity.planner.measured import ALL_REDUCE
 from affinity.planner.plan import Plan, Request
-from affinity.planner.records import Record
-from affinity.planner.this_machine import plan_this_machine
+from affinity.planner.records import Record, plan_this_machine
+from affinity.planner.request import ALL_REDUCE
 from affinity.start import own_program
 from affinity.topology.machine import Machine
 from affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
-from cputrain.bench.ranks import run_ranks
+from cputrain.bench.model import run_ranks
 from cputrain.comm.bucket_sizes import fit_alpha_beta
-from cputrain.measurements import rate_record
+from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
 from cputrain.runs.folder import PLAN, write_plan
-from cputrain.transports import BUCKET_BYTES, TITLES, WHAT, transport_records
 
 BACKENDS = ("gloo", "ccl")
 SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
@@ -60,7 +58,7 @@ def bench_all_reduce(
 def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, tuple[float, float, float]]:
     """Seconds of an all-reduce of a bucket over each of oneCCL's transports; adds a note on one that does not run."""
     from cputrain.comm.ccl.check import time_transports  # torch
-    from cputrain.comm.ccl.libraries import find_libraries
+    from cputrain.comm.ccl.environment import find_libraries
 
     try:
         found, problems = time_transports(find_libraries(env), env)

@@ -13,7 +13,7 @@ from pathlib import Path
 from affinity.kernel.bound_plan import bound_worker
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
-from affinity.utf8 import use_utf8
+from affinity.terminal import use_utf8
 from cputrain.launch.rank_process import run_rank
 
 TIMEOUT_S = 300.0

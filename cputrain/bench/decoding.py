@@ -1,4 +1,4 @@
-"""Images/s that one core decodes for a training: by libjpeg-turbo and by Pillow, beside entropy decoding alone."""
+"""Images per second and core: decoding, cropping, normalizing."""
 
 import io
 import os
@@ -11,19 +11,66 @@ import torch
 from PIL import Image
 
 from affinity.errors import InputError, RunError
-from affinity.planner.measured import DECODING
 from affinity.planner.records import Record
+from affinity.planner.request import DECODING
 from affinity.topology.machine import Machine
 from cputrain.bench.figures import Figure, Report, figure_of, interleaved
-from cputrain.bench.photos import COUNT, TEST_COUNT, generated_photos, photos_of
-from cputrain.data.batches import IMAGES_PER_CALL
-from cputrain.data.order.permutations import image_rng
-from cputrain.data.pixels.crops import Crop, CropFunction, random_resized_crop
-from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
-from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, choose_normalize
-from cputrain.data.pixels.turbo import TurboDecoder, load
-from cputrain.data.prepare.encode import reencode
+from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
+from cputrain.data.order import image_rng
+from cputrain.data.pixels.crops import Crop, CropFunction, center_crop, random_resized_crop
+from cputrain.data.pixels.decode import Decode, TurboDecoder, choose_decoder, decode_by_pillow, load
+from cputrain.data.prepare.pack import reencode
 from cputrain.measurements import rate_record
+
+WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
+# With these a photo has about the bytes of ImageNet's, 110 kB, and 28 kB once prepared.
+FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
+COUNT, TEST_COUNT, MOST = 48, 4, 200
+
+
+def generated_photos(count: int) -> list[bytes]:
+    """JPEGs with the spectrum of photos, amplitudes falling with a power of the frequency (Field 1987), in colors that
+    differ little."""
+    rng = np.random.Generator(np.random.Philox(key=count))
+    frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None, :])
+    frequency[0, 0] = np.inf
+    return [_photo(rng, frequency**-FALL) for _ in range(count)]
+
+
+def _photo(rng: np.random.Generator, amplitude: np.ndarray) -> bytes:
+    def layer() -> np.ndarray:
+        phases = rng.uniform(0, 2 * np.pi, amplitude.shape)
+        values: np.ndarray = np.fft.irfft2(amplitude * np.exp(1j * phases), (HEIGHT, WIDTH))
+        return np.asarray(values / values.std())
+
+    light = layer()
+    colors = [CONTRAST * (0.95 * light + 0.3 * layer()) + 128 for _ in range(3)]
+    pixels = np.clip(np.stack(colors, axis=-1), 0, 255).astype(np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=PHOTO_QUALITY, subsampling="4:2:0")
+    return out.getvalue()
+
+
+def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
+    """The first JPEGs in a folder, at any depth. Raises InputError where there are none."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: name one with JPEGs")
+    paths = (Path(place) / name for place, _, names in sorted(os.walk(folder)) for name in sorted(names))
+    found: list[bytes] = []
+    for path in paths:
+        if len(found) == MOST:
+            break
+        data = path.read_bytes()
+        if data.startswith(b"\xff\xd8") and (decoder is None or _decodes(decoder, data)):
+            found.append(data)
+    if not found:
+        raise InputError(f"{folder} contains no JPEG: name a folder with JPEGs, at any depth")
+    return found
+
+
+def _decodes(decoder: TurboDecoder, data: bytes) -> bool:
+    return decoder.decode([data], [center_crop(8, 8)], np.empty((1, 8, 8, 3), np.uint8))[0]
+
 
 SIDE = 224
 SHORT_SIDE, QUALITY = 256, 90  # of prepared images

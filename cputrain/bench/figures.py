@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from affinity.text_table import align_columns
+from affinity.terminal import align_columns
 from affinity.wording import counted
 
 Cell = str | float | None

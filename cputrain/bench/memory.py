@@ -1,4 +1,4 @@
-"""Bandwidth of the memory, counted as STREAM does (McCalpin 1995): by NUMA node, thread count and kernel.
+"""Bandwidth of memory, and the optimizer beside it.
 
 Every thread is bound to a core and has arrays of its own, which it touches first. What a store reads before it writes
 (write-allocate) is not counted.
@@ -8,21 +8,26 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import nn
 
 from affinity.errors import RunError
-from affinity.kernel.mempolicy import set_memory_policy
-from affinity.planner.measured import MEMORY
+from affinity.kernel.binding import set_memory_policy
 from affinity.planner.records import Record
+from affinity.planner.request import MEMORY
 from affinity.topology.machine import Core, Machine, NumaNode
 from affinity.wording import counted
-from cputrain.bench.figures import Figure, Report, figure_of
+from cputrain.bench.figures import Figure, Report, figure_of, interleaved, number, spread_of
 from cputrain.measurements import rate_record
+from cputrain.models.networks import build_model
+from cputrain.optim.build import build_optimizer, set_lr_and_decay
+from cputrain.recipe.schema import ModelSection, OptimSection
+from cputrain.simulate.network import optimizer_passes
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
@@ -171,3 +176,59 @@ def level3_bytes(machine: Machine, root: Path = Path("/")) -> int:
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+
+
+OPTIMIZERS = ("momentum", "lars", "adam")
+NETWORK, TEST_NETWORK = "resnet50", "lenet"
+BYTES = 4
+
+
+def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
+    """Steps of each optimizer, on one thread and on one for each core."""
+    name = TEST_NETWORK if quick else NETWORK
+    model = build_model(ModelSection(name=name), 1000, 64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+    size = BYTES * sum(parameter.numel() for parameter in model.parameters())
+    before, figures = torch.get_num_threads(), []
+    for threads in sorted({1, len(machine.allowed_cores)}):
+        torch.set_num_threads(threads)
+        figures += _figures(model, size, threads, repeats, quick=quick)
+    torch.set_num_threads(before)
+    title = f"optimizer steps on {name}'s {size / 1e6:.0f} MB of weights, {counted(repeats, 'repeat')}"
+    return Report(title=title, figures=tuple(figures))
+
+
+def _figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
+    runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
+    array = TEST_BYTES if quick else LEAST_BYTES
+    found = interleaved({**runs, "triad": _triad(array)}, repeats)
+    limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
+    return [
+        figure_of(
+            f"{name}, {counted(threads, 'thread')}",
+            [optimizer_passes(name) * size / seconds / GB for seconds in found[name]],
+            "GB/s",
+            limit=limit,
+            limited_by=f"triad, {counted(threads, 'thread')}",
+            note=f"{number(1e3 * spread_of(found[name])[0])} ms",
+        )
+        for name in OPTIMIZERS
+    ]
+
+
+def _step(model: nn.Module, name: str) -> Callable[[], float]:
+    optimizer = build_optimizer(model, OptimSection(name=name))  # type: ignore[arg-type]
+    set_lr_and_decay(optimizer, 1e-4, 5e-5)
+    return lambda: _seconds(optimizer.step)
+
+
+def _triad(size: int) -> Callable[[], float]:
+    a, b, c = (torch.full((size // BYTES,), value) for value in (1.0, 2.0, 3.0))
+    return lambda: _seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started

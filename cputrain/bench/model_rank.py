@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
-from affinity.utf8 import use_utf8
+from affinity.terminal import use_utf8
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from cputrain.bench.recorder import LayerRecorder, StepRecorder
-    from cputrain.data.batches import Batch
+    from cputrain.data.loader import Batch
     from cputrain.training.session import Session
-    from cputrain.training.state import TrainState
+    from cputrain.training.step import TrainState
 
 SPEC = "spec.json"
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
@@ -64,8 +64,7 @@ def measure(
     """Train as one rank, and write what was measured."""
     from cputrain.bench.recorder import LayerRecorder, StepRecorder
     from cputrain.comm.group import end_group
-    from cputrain.training.measured_engine import with_measured_engine
-    from cputrain.training.session import start_session
+    from cputrain.training.session import start_session, with_measured_engine
 
     session = start_session(recipe, rank, worker, observed, env, check=True, phase=lambda _what: None)
     session = with_measured_engine(session, env)
@@ -98,10 +97,10 @@ def measure(
 def _state(session: "Session") -> "TrainState":
     """The training as `cputrain train` begins it."""
     from cputrain.bench.recorder import ObservedAllReduce
-    from cputrain.comm.hooks import HOOKS
+    from cputrain.comm.buckets import HOOKS
     from cputrain.optim.build import build_optimizer
     from cputrain.training.engine import optimize_training, prepare_model
-    from cputrain.training.state import make_train_state
+    from cputrain.training.step import make_train_state
 
     recipe, network = session.recipe, session.task.build()
     prepare_model(network, session.engine, recipe.precision)
@@ -177,7 +176,7 @@ def _limits(session: "Session", spec: Spec) -> list[dict[str, Any]]:
     """FLOP/s of this worker in each kernel and precision, while all ranks compute the same."""
     import torch.distributed as dist
 
-    from cputrain.bench.limits import kernels
+    from cputrain.bench.recorder import kernels
 
     found = []
     for precision in spec.limits:

@@ -1,23 +1,78 @@
-"""The parts of training steps, timed around the trainer's own `train_step`; and their layers and gradient buckets.
+"""Times of layers and buckets in a step, the limit of convolutions, and traces.
 
 The trainer's code is not changed: hooks of torch tell when the forward pass, the optimizer and each layer begin and
 end, the communication hook when the backward pass waits.
 """
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.nn import functional
 
-from cputrain.comm.hooks import AllReduceHook
+from affinity.topology.machine import format_list
+from cputrain.comm.buckets import AllReduceHook
 from cputrain.training.metrics import StepResult
-from cputrain.training.state import TrainState
+from cputrain.training.step import TrainState
+
+CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
+MATRIX, TEST_MATRIX = 2048, 256
+MOST_IMAGES = 16
+TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A computation and its floating-point operations."""
+
+    name: str
+    precision: str
+    flop: float
+    run: Callable[[], object]
+
+    def flops(self) -> float:
+        """FLOP/s of one run."""
+        started = time.perf_counter()
+        with torch.no_grad():
+            self.run()
+        return self.flop / (time.perf_counter() - started)
+
+
+def kernels(precision: str, images: int, *, quick: bool) -> tuple[Kernel, ...]:
+    """Convolution forward and backward, and matrix product, in a precision."""
+    dtype, images = TYPES[precision], min(images, MOST_IMAGES)
+    shape = (images, CHANNELS, SIDE, SIDE)
+    x, gradient = (torch.rand(shape).to(dtype=dtype, memory_format=torch.channels_last) for _ in range(2))
+    weights = torch.rand(CHANNELS, CHANNELS, KERNEL, KERNEL).to(dtype=dtype, memory_format=torch.channels_last)
+    flop = 2.0 * weights.numel() * images * SIDE * SIDE
+    geometry = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    side = TEST_MATRIX if quick else MATRIX
+    left, right = (torch.rand(side, side).to(dtype) for _ in range(2))
+    name = f"{KERNEL} x {KERNEL} convolution"
+    return (
+        Kernel(
+            name=f"{name} forward",
+            precision=precision,
+            flop=flop,
+            run=lambda: functional.conv2d(x, weights, padding=1),
+        ),
+        Kernel(
+            name=f"{name} backward",
+            precision=precision,
+            flop=2 * flop,
+            run=lambda: torch.ops.aten.convolution_backward(gradient, x, weights, None, *geometry, (True, True, False)),
+        ),
+        Kernel(name="matrix product", precision=precision, flop=2.0 * side**3, run=lambda: left @ right),
+    )
+
 
 Span = tuple[str, float, float]
 """What, when it began and when it ended, in seconds of the host's monotonic clock."""
@@ -201,3 +256,64 @@ def flop_of(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[fl
     places = output.shape[2] * output.shape[3] if isinstance(module, nn.Conv2d) else 1
     forward = 2.0 * module.weight.numel() * output.shape[0] * places
     return forward, forward * (module.weight.requires_grad + bool(inputs[0].requires_grad))
+
+
+TRACKS = ("step", "layers", "all-reduce")
+MICRO = 1e6
+
+
+def trace_json(ranks: Sequence[dict[str, Any]]) -> str:
+    """The profiled steps of all ranks on one clock, which is that of their host. Times in microseconds."""
+    first = min(step["start"] for rank in ranks for step in rank["profiled"])
+    events: list[dict[str, Any]] = []
+    for rank in ranks:
+        events += _names(rank)
+        for number, step in enumerate(rank["profiled"]):
+            events += _events(rank["rank"], number, step, first)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _names(rank: dict[str, Any]) -> list[dict[str, Any]]:
+    """The names of a process and its tracks."""
+    name = f"rank {rank['rank']} (CPUs {format_list(rank['pus'])})"
+    process = {"ph": "M", "name": "process_name", "pid": rank["rank"], "args": {"name": name}}
+    threads = [
+        {"ph": "M", "name": "thread_name", "pid": rank["rank"], "tid": track, "args": {"name": title}}
+        for track, title in enumerate(TRACKS)
+    ]
+    return [process, *threads]
+
+
+def _events(rank: int, number: int, step: dict[str, Any], first: float) -> list[dict[str, Any]]:
+    def event(name: str, track: int, start: float, end: float, **about: Any) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": TRACKS[track],
+            "pid": rank,
+            "tid": track,
+            "ts": MICRO * (start - first),
+            "dur": MICRO * max(end - start, 0.0),
+            "args": about,
+        }
+
+    return [
+        event(f"step {number}", 0, step["start"], step["end"]),
+        *(event(name, 0, start, end) for name, start, end in step["spans"]),
+        *(event(name, 1, start, end, direction=direction) for name, direction, start, end in step["layer_spans"]),
+        *(
+            each
+            for i, bucket in enumerate(step["buckets"])
+            for each in _bucket(rank, f"{rank}.{number}.{i}", bucket, first)
+        ),
+    ]
+
+
+def _bucket(rank: int, name: str, bucket: tuple[int, float, float], first: float) -> list[dict[str, Any]]:
+    """The begin and the end of an all-reduce: buckets may overlap, which slices of a track may not."""
+    size, start, end = bucket
+    about = {"name": f"bucket of {size:,} bytes", "cat": TRACKS[2], "id": name, "pid": rank, "tid": 2}
+    return [
+        {**about, "ph": "b", "ts": MICRO * (start - first), "args": {"bytes": size}},
+        {**about, "ph": "e", "ts": MICRO * (end - first)},
+    ]

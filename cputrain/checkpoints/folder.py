@@ -1,10 +1,18 @@
-"""Where checkpoints lie: a folder for each, named by its step, and a link to the best one."""
+"""The folder of checkpoints, and checkpoint.json: what one is of, where its training was, checksums of its files."""
 
+import json
 import os
 import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import google_crc32c
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from affinity.errors import InputError
+from cputrain.files import write_text
 
 BEST = "best"
 REPLACED = ".replaced"
@@ -127,3 +135,158 @@ def _sync(folder: Path) -> None:
         pass
     finally:
         os.close(opened)
+
+
+MANIFEST = "checkpoint.json"
+MODEL, EMA, OPTIMIZER = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
+MAX_BYTES = 64 << 20
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Pixels = Annotated[int, Field(ge=0, le=4096)]  # the side of an image
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Divisor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FileName = Annotated[str, Field(pattern=r"^(model|ema|optimizer|rank-\d+)\.safetensors$")]
+
+
+class DamagedError(InputError):
+    """A file that cannot be read, or whose bytes are not those that were written."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Record):
+    """The size and the CRC-32C of a file."""
+
+    bytes: Count
+    crc32c: Count
+
+
+class NetworkRecord(_Record):
+    """What the network is and takes: with this and model.safetensors a checkpoint can be used without its run.
+
+    `model` is the recipe's section, empty for a network of a user's own code. An image is scaled to a short side of
+    `resize` pixels, its center cut out, `crop` pixels high and wide; values from 0 to 1, minus `mean`, divided by
+    `std`. `features`: the length of a row, for data that are no images.
+    """
+
+    model: dict[str, Any]
+    classes: tuple[str, ...]
+    features: int | None
+    crop: Pixels
+    resize: Pixels
+    mean: tuple[Finite, Finite, Finite]
+    std: tuple[Divisor, Divisor, Divisor]
+
+
+class ScaleRecord(_Record):
+    """Workers, images per step, training images and classes."""
+
+    workers: Positive
+    global_batch: Count
+    train_images: Count
+    classes: Count
+
+
+class OptimizerRecord(_Record):
+    """The optimizer's name, the options of its parameter groups with the parameters' names, and its values that are no
+    tensors, by parameter."""
+
+    name: str
+    groups: tuple[dict[str, Any], ...]
+    values: dict[str, dict[str, Any]]
+
+
+class TrainingRecord(_Record):
+    """Where a training was.
+
+    `epoch_done`: the epoch that ends with this step has been evaluated and logged. `own_statistics`: a resumed rank has
+    the batch-norm statistics of its own file; otherwise their mean, in model.safetensors. `bucket_mib` is the size of
+    DDP's gradient buckets, `first_loss` and `diverged` belong to the warning of a diverging loss, `rollbacks` counts
+    those to each checkpoint.
+    """
+
+    epoch_done: bool
+    own_statistics: bool
+    best_score: float | None
+    bucket_mib: float
+    first_loss: float | None
+    diverged: bool
+    rollbacks: dict[str, int]
+    optimizer: OptimizerRecord
+
+
+class Manifest(_Record):
+    """The content of checkpoint.json."""
+
+    format: Literal["cputrain checkpoint"] = "cputrain checkpoint"
+    version: Literal[1] = 1
+    cputrain: str
+    step: Count
+    network: NetworkRecord
+    scale: ScaleRecord
+    training: TrainingRecord
+    recipe: dict[str, Any]
+    files: dict[FileName, FileRecord]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write checkpoint.json with its own checksum, as the last of a checkpoint's files."""
+    write_text(folder / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The text of checkpoint.json. Raises ValueError for what JSON has not."""
+    content = manifest.model_dump(mode="json")
+    return json.dumps({"crc32c": checksum(content), "checkpoint": content}, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises InputError for another folder or file, DamagedError for a damaged one."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise InputError(_no_checkpoint(folder, "is a file" if folder.exists() else "is not there"))
+    if not path.is_file():
+        raise DamagedError(_no_checkpoint(folder, f"has no {MANIFEST}"))
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise DamagedError(f"{path} has {path.stat().st_size:,} bytes, more than a manifest's {MAX_BYTES:,}")
+        data = json.loads(path.read_bytes())
+        content, intact = data["checkpoint"], data["crc32c"] == checksum(data["checkpoint"])
+    except OSError as error:
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from None
+    except (LookupError, TypeError, ValueError, RecursionError):
+        raise DamagedError(f"{path} is damaged: it is not the JSON of a checkpoint") from None
+    if not intact:
+        raise DamagedError(f"{path} is damaged: its checksum is wrong")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path} is of another version of cputrain, or damaged ({place}: {first['msg']})") from None
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file of a rank's own state."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint's folder."""
+    # os.path's: a word may be too long for a path, at which Path.is_file raises.
+    return os.path.isfile(path / MANIFEST)  # noqa: PTH113
+
+
+def _no_checkpoint(path: Path, why: str) -> str:
+    return (
+        f"{path} {why}, so it is not a checkpoint: name a run's folder or one of its checkpoints; to start from a file "
+        "of weights, set model.weights"
+    )
+
+
+def checksum(content: Any) -> int:
+    """The CRC-32C of a JSON value, however it is laid out."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return int(google_crc32c.value(text.encode()))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cputrain.checkpoints.manifest import DamagedError, FileRecord, Manifest
+from cputrain.checkpoints.folder import DamagedError, FileRecord, Manifest
 
 SUFFIX = ".safetensors"
 CHECKSUMS = "crc32c"  # the header's entry with a JSON object of tensor name -> CRC-32C

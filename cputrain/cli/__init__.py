@@ -14,13 +14,10 @@ from typing import Any
 
 import click
 
-from affinity.exit_status import ExitStatus, exit_status, status_of_signal
-from affinity.terminal_text import printable_lines
-from affinity.utf8 import use_utf8
+from affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
 from cputrain import __version__
-from cputrain.cli.setting_names import wording_of
-from cputrain.cli.streams import finished, is_closed, is_full, open_streams
-from cputrain.cli.suggestions import missing_argument, no_such_command, no_such_option
+from cputrain.cli.output import finished, is_closed, is_full, open_streams
+from cputrain.cli.words import missing_argument, no_such_command, no_such_option, wording_of
 from cputrain.held_signals import signals_held
 from cputrain.variables import COMPLETE
 from mpi.supervise.signals import InterruptedBySignalError
@@ -114,8 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _complete(instruction: str, env: Mapping[str, str]) -> int:
     """Answer a shell that completes a command line."""
-    from cputrain.cli.complete import answer
-    from cputrain.cli.completion_table import make_table, read_table
+    from cputrain.cli.completion import answer, make_table, read_table
 
     return answer(instruction, read_table(env, lambda: make_table(group)))
 

@@ -11,21 +11,18 @@ import numpy as np
 from tqdm import tqdm
 
 from affinity.errors import InputError
-from affinity.terminal_text import printable
+from affinity.terminal import printable
 from affinity.wording import counted, either
-from cputrain.cli.groups import WholeSummaries
-from cputrain.cli.json_output import format_option, print_json
 from cputrain.cli.options import settings_argument
-from cputrain.cli.streams import shows_bars
+from cputrain.cli.output import format_option, print_json, shows_bars
+from cputrain.cli.words import WholeSummaries
 from cputrain.data.formats.dataset import Dataset
-from cputrain.data.formats.manifest import MANIFEST, read_manifest
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.places import SPLITS
+from cputrain.data.formats.places import MANIFEST, SPLITS, read_manifest
 from cputrain.data.from_recipe import training_transform
-from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
+from cputrain.data.order import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels.decode import choose_decoder
-from cputrain.data.prepare.contact_sheet import PLAIN, contact_sheet, transformed
-from cputrain.data.prepare.verify import problems
+from cputrain.data.prepare.verify import PLAIN, contact_sheet, problems, transformed
 from cputrain.files import write_atomic
 from cputrain.runs.folder import load_training
 
@@ -34,11 +31,11 @@ FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
 
 @click.group("data", cls=WholeSummaries)
-def command() -> None:
+def data_command() -> None:
     """Inspect a data folder: images, Parquet files, TFRecords, tar files, or the output of `cputrain prepare`."""
 
 
-@command.command("info")
+@data_command.command("info")
 @FOLDER
 @format_option
 def info(folder: Path, output_format: str) -> None:
@@ -90,7 +87,7 @@ def _info_as_json(folder: Path, dataset: Dataset) -> dict[str, Any]:
     return {"classes": list(dataset.classes), "window": WINDOW, "splits": splits, "prepared_with": options}
 
 
-@command.command("verify")
+@data_command.command("verify")
 @FOLDER
 @format_option
 def verify(folder: Path, output_format: str) -> int:
@@ -124,7 +121,7 @@ def _not_prepared(folder: Path) -> str:
     )
 
 
-@command.command("show")
+@data_command.command("show")
 @FOLDER
 @settings_argument
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)

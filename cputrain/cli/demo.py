@@ -8,8 +8,8 @@ import click
 
 from affinity.start import own_program
 from cputrain.cli.options import settings_argument
-from cputrain.cli.plan import command as plan_command
-from cputrain.cli.prepare import command as prepare_command
+from cputrain.cli.plan import plan_command as plan_command
+from cputrain.cli.prepare import prepare_command as prepare_command
 from cputrain.recipe.loading import load_recipe
 
 RECIPE = "demo-digits"
@@ -18,7 +18,7 @@ IMAGES = "data/digits-folder"  # data.path gets the shards
 
 @click.command("demo")
 @settings_argument
-def command(settings: tuple[str, ...]) -> None:
+def demo_command(settings: tuple[str, ...]) -> None:
     """Plan this machine, pack scikit-learn's handwritten digits, train ResNet-50 on them, evaluate, write the report.
 
     Everything is written below this folder: data/ and runs/demo, where the run of an earlier demo is replaced. It takes

@@ -1,16 +1,30 @@
-"""A recipe's derivation as text, with or without its data at hand."""
+"""What a recipe gives in numbers, for `plan` and `train`."""
 
 from pathlib import Path
 
-from affinity.planner.reasons import Reason
-from affinity.text_table import align_columns
-from cputrain.cli.text_chart import curve, sampled
+from affinity.planner.plan import Plan
+from affinity.planner.request import BF16, Reason
+from affinity.terminal import align_columns
+from cputrain.cli.output import curve, sampled
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.optim.schedules import lr_at
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.explanation import explain
-from cputrain.recipe.rates import rate_warning
+from cputrain.recipe.derivation import derive, explain, rate_warning
 from cputrain.recipe.schema import Recipe
+from cputrain.training.startup_lines import BF16_GAIN, bf16_line
+
+
+def precision_lines(recipe: Recipe, plan: Plan) -> list[str]:
+    """A line with the gain that a training's start has measured here, or that it may be worth measuring; else none."""
+    flags = [flag for flag in plan.machine.isa if "bf16" in flag]
+    if recipe.precision != "float32" or not flags:
+        return []
+    rate = plan.measured.rate(BF16)
+    if rate is None:
+        return [
+            f"precision=bf16 may be faster: this processor has instructions for it ({', '.join(flags)}); the start of "
+            "a training measures by how much"
+        ]
+    return [f"{bf16_line(rate.value)} (measured on {rate.date})"] if rate.value >= BF16_GAIN else []
 
 
 def derivation(recipe: Recipe, *, ppn: int, nodes: int, with_curve: bool) -> str:

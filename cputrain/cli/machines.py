@@ -1,20 +1,113 @@
-"""cputrain machines: list, search and show the catalog's machines."""
+"""`cputrain machine` and `cputrain machines`: save, list and plan machines."""
 
+import platform
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
-from affinity.errors import InputError
-from affinity.text_table import align_columns
-from affinity.topology.catalog import catalog_machines, description_of, machine_names, named_machine
-from affinity.topology.cpuset import format_list
-from affinity.topology.machine import Machine
-from affinity.units import GIB
-from affinity.wording import counted
-from cputrain.cli.groups import catalog_group, command_or_list
-from cputrain.cli.json_output import format_option, print_json
+from affinity.errors import InputError, describe, worded
+from affinity.filesystem import check_writable
+from affinity.planner.openmp import Runtime
+from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.terminal import align_columns
+from affinity.topology.archive import save_machine
+from affinity.topology.catalog import (
+    catalog_machines,
+    described_machines,
+    description_of,
+    find_machine,
+    machine_names,
+    named_machine,
+)
+from affinity.topology.machine import Machine, format_list
+from affinity.wording import GIB, counted
+from cputrain.cli.output import format_option, print_json
+from cputrain.cli.words import WholeSummaries, catalog_group, command_or_list, wording_of
+
+TABLE_HEAD = ("machine", "sockets", "nodes", "cores", "PUs", "workers x threads", "comm", "loader", "memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRow:
+    """A description, by its path in the folder; its plan, or why there is none."""
+
+    name: str
+    plan: Plan | None
+    error: str | None
+
+
+def plan_folder(folder: Path, request: Request) -> tuple[MachineRow, ...]:
+    """Plan every machine that is described under a folder. Raises InputError where there is none."""
+    return tuple(_planned(path, str(path.relative_to(folder)), request) for path in described_machines(folder))
+
+
+def machine_table(rows: Iterable[MachineRow]) -> str:
+    """Cores and PUs are those that may be used, comm and loader count PUs of a worker; warnings and errors follow their
+    row, indented."""
+    rows, wording = tuple(rows), wording_of(["plan"])
+    empty = ("-",) * (len(TABLE_HEAD) - 1)
+    head, *lines = align_columns(
+        [TABLE_HEAD, *((row.name, *(_cells(row.plan) if row.plan else empty)) for row in rows)]
+    ).splitlines()
+    shown = [head]
+    for row, line in zip(rows, lines, strict=True):
+        warnings = row.plan.warnings if row.plan else ()
+        notes = [f"warning: {worded(text, wording)}" for text in warnings] if row.plan else [f"error: {row.error}"]
+        shown += [line, *(f"  {note}" for note in notes)]
+    return "\n".join(shown)
+
+
+def _planned(path: Path, name: str, request: Request) -> MachineRow:
+    try:
+        return MachineRow(name=name, plan=plan_machine(find_machine(str(path)), request, Runtime()), error=None)
+    except InputError as error:
+        message = describe(error, wording_of(["plan"])).replace(str(path), path.name)
+        return MachineRow(name=name, plan=None, error=message)
+
+
+def _cells(plan: Plan) -> tuple[str, ...]:
+    machine, cores = plan.machine, plan.machine.allowed_cores
+    sizes = Counter(worker.intra_op for worker in plan.workers)
+    return (
+        str(len({core.package for core in cores})),
+        str(len(machine.allowed_nodes)),
+        str(len(cores)),
+        str(len(machine.allowed_pus)),
+        ", ".join(f"{workers} x {threads}" for threads, workers in sorted(sizes.items(), reverse=True)),
+        _span(len(worker.comm_pus) for worker in plan.workers),
+        _span(len(worker.loader_pus) for worker in plan.workers),
+        ", ".join(sorted({worker.memory_policy for worker in plan.workers})),
+    )
+
+
+def _span(counts: Iterable[int]) -> str:
+    found = sorted(counts)
+    return str(found[0]) if found[0] == found[-1] else f"{found[0]}-{found[-1]}"
+
+
+@click.group("machine", cls=WholeSummaries)
+def machine_command() -> None:
+    """Save a host's topology, so that others can plan for it."""
+
+
+@machine_command.command("save")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+def save(file: Path | None) -> None:
+    """Write this host's topology into FILE, a new tarball; by default HOSTNAME.tar.xz in this folder.
+
+    It contains the small files of /sys and /proc that cputrain and hwloc read: CPUs, caches, NUMA nodes, the limits of
+    this process, the host's name. `cputrain plan --machine FILE` plans for it anywhere.
+    """
+    file = file or Path(f"{platform.node() or 'host'}.tar.xz")
+    check_writable(file.parent, "FILE's folder")
+    files = save_machine(Path("/"), file)
+    click.echo(f"{file}: {files:,} files; plan with: cputrain plan --machine {file}")
+
 
 HEAD = ("machine", "processor", "packages", "NUMA nodes", "cores", "CPUs", "features")
 
@@ -22,21 +115,21 @@ HEAD = ("machine", "processor", "packages", "NUMA nodes", "cores", "CPUs", "feat
 @click.group("machines", cls=catalog_group(machine_names), invoke_without_command=True)
 @format_option
 @click.pass_context
-def command(context: click.Context, output_format: str) -> None:
+def machines_command(context: click.Context, output_format: str) -> None:
     """List the machines that --machine NAME knows, search them, or show one. Without a command: list them; NAME alone
     shows one, TEXT alone searches."""
     if context.invoked_subcommand is None:
         _show(catalog_machines(), output_format)
 
 
-@command.command("list")
+@machines_command.command("list")
 @format_option
 def list_machines(output_format: str) -> None:
     """List all of them."""
     _show(catalog_machines(), output_format)
 
 
-@command.command("search")
+@machines_command.command("search")
 @click.argument("text")
 @format_option
 def search(text: str, output_format: str) -> None:
@@ -47,7 +140,7 @@ def search(text: str, output_format: str) -> None:
     _show(found, output_format)
 
 
-@command.command("show")
+@machines_command.command("show")
 @click.argument("machine", metavar="NAME")
 @format_option
 def show(machine: str, output_format: str) -> None:

@@ -1,21 +1,77 @@
-"""The planning options that `plan`, `launch` and `job` share: declared here, interpreted in `cputrain.launch`."""
+"""Options of planning commands, in sections of --help."""
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from affinity.planner.profiles import PROFILES
-from affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP
-from affinity.topology.cpuset import parse_list
-from cputrain.cli.numbers import FiniteRange
+from affinity.errors import InputError
+from affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP, PROFILES
+from affinity.topology.machine import parse_list
+from cputrain.cli.output import FiniteRange
 from cputrain.launch.hosts import requested_hosts, workers_per_host
-from cputrain.launch.instances import LATENCY, THROUGHPUT
-from cputrain.launch.options import NUMBERS_OR_AUTO, REQUEST_FIELDS, PlanningOptions
+from cputrain.launch.options import LATENCY, NUMBERS_OR_AUTO, REQUEST_FIELDS, THROUGHPUT, PlanningOptions
 from mpi.fabric import FABRICS
-from mpi.launchers.table import LAUNCHERS
+from mpi.hosts.schedulers import allocation
+from mpi.launchers.programs import LAUNCHERS
+
+OTHER = "Other options"
+# Of the planning options, by the names of their parameters.
+HOST_FIELDS = ("machine", "hosts", "hostfile", "nodes", "host_groups")
+CORES = (
+    *("ppn", "threads", "inter_op", "comm_cores", "loader_cores", "smt", "local_batch"),
+    *("cores", "e_cores", "balance", "oversubscribe", "share", "profile"),
+)
+RUNTIME = ("openmp", "allocator", "pin_threads", "keep_env")
+NETWORK = ("launcher", "bind", "fabric", "link_gbit")
+PLANNING = {
+    "Hosts": HOST_FIELDS,
+    "Workers and cores": CORES,
+    "OpenMP and memory": RUNTIME,
+    "Network and launcher": NETWORK,
+}
+
+
+class SectionedCommand(click.Command):
+    """A command whose options stand in `sections` (title -> names of parameters); the others come last. `examples` are
+    command lines, shown at the end."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        sections: Mapping[str, Sequence[str]],
+        examples: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self.sections, self.examples = sections, examples
+
+    def options_by_section(self, ctx: click.Context) -> Iterator[tuple[str, list[click.Option]]]:
+        """Each section that has options, and these in the order of the section."""
+        options = {param.name: param for param in self.get_params(ctx) if isinstance(param, click.Option)}
+        for title, names in self.sections.items():
+            found = [options.pop(name) for name in names if name in options]
+            if found:
+                yield title, list(found)
+        yield OTHER, list(options.values())
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections."""
+        for title, options in self.options_by_section(ctx):
+            records = [record for option in options if (record := option.get_help_record(ctx))]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"{' ' * formatter.current_indent}{line}\n" for line in self.examples))
+
 
 NUMBER = re.compile("[0-9]{1,6}")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -220,3 +276,56 @@ def restarts_option(command: F) -> F:
         metavar="N",
         help="start again after a failure, N times at most",
     )(command)
+
+
+# Options of torchrun, ipexrun, mpirun and horovodrun that mean the same.
+SAME = {
+    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--nprocs-per-node", "--nprocs_per_node"), "--ppn"),
+    **dict.fromkeys(("-ppn", "-perhost", "--npernode", "-npernode", "--ntasks-per-node"), "--ppn"),
+    **dict.fromkeys(("--nnodes", "--num-nodes", "--num_nodes"), "--nodes"),
+    **dict.fromkeys(("-H", "-hosts", "-host", "--host"), "--hosts"),
+    **dict.fromkeys(("-f", "-hostfile", "-machinefile", "--machinefile"), "--hostfile"),
+}
+ALL_RANKS = ("-n", "-np", "--np")  # the ranks of all hosts, which on one host are the workers
+HOST_OPTIONS = ("--hosts", "--hostfile", "--nodes", "--host-group")
+
+
+class PlanningCommand(SectionedCommand):
+    """A command with the planning options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read other launchers' names of options as ours."""
+        takes = {name: param.nargs for param in self.params if not getattr(param, "is_flag", 0) for name in param.opts}
+        own = own_words(args, takes, interspersed=self.allow_interspersed_args)
+        return super().parse_args(ctx, [*in_our_words(args[:own], os.environ), *args[own:]])
+
+
+def own_words(args: Sequence[str], takes: Mapping[str, int], *, interspersed: bool) -> int:
+    """How many of the first words are a command's own; `takes`: how many words its options take. The others, after
+    -- or, unless they are `interspersed`, after the first word that is no option, belong to another program."""
+    place = 0
+    while place < len(args) and args[place] != "--":
+        name, equals, _ = args[place].partition("=")
+        if not name.startswith("-") and not interspersed:
+            break
+        values = 1 if name in SAME or name in ALL_RANKS else takes.get(name, 0) if name.startswith("-") else 0
+        place += 1 if equals else 1 + values
+    return min(place, len(args))
+
+
+def in_our_words(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The words with other launchers' options in place of ours. Raises InputError for a number of all ranks where there
+    may be several hosts."""
+    words = [_replaced(word, SAME) for word in args]
+    named = [word for word in words if word.partition("=")[0] in ALL_RANKS]
+    if named and (any(word.partition("=")[0] in HOST_OPTIONS for word in words) or allocation(env) is not None):
+        raise InputError(
+            f"{named[0]} is the number of all ranks in other launchers; cputrain takes the workers of each host: give "
+            "--ppn N"
+        )
+    return [_replaced(word, dict.fromkeys(ALL_RANKS, "--ppn")) for word in words]
+
+
+def _replaced(word: str, names: Mapping[str, str]) -> str:
+    name, equals, value = word.partition("=")
+    return f"{names[name]}{equals}{value}" if name in names else word

@@ -13,14 +13,11 @@ import click
 from affinity.errors import InputError, as_option
 from affinity.planner.plan import Request
 from affinity.planner.plan_file import read_plan
-from affinity.planner.workload import RESNET50, USUAL_BATCH
-from affinity.terminal import shows_color
-from affinity.text_table import align_columns
-from affinity.views.diff import plan_differences
-from cputrain.cli.options import host_groups_option, planning_options, settings_argument
-from cputrain.cli.planning_command import PlanningCommand
-from cputrain.cli.sections import PLANNING
-from cputrain.cli.streams import print_file
+from affinity.planner.request import RESNET50, USUAL_BATCH
+from affinity.terminal import align_columns, shows_color
+from affinity.views import plan_differences
+from cputrain.cli.options import PLANNING, PlanningCommand, host_groups_option, planning_options, settings_argument
+from cputrain.cli.output import print_file
 from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import (
     THIS_MACHINE,
@@ -30,12 +27,11 @@ from cputrain.launch.options import (
     plan_hosts,
     request_of_options,
 )
-from cputrain.launch.plan_files import planned_job, start_command, write_plan_files
-from cputrain.launch.plan_formats import FORMATS, cluster_text, formatted
+from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, planned_job, start_command, write_plan_files
 from cputrain.launch.training_command import training_command
 from mpi.hosts.groups import Cluster
 from mpi.hosts.schedulers import allocation
-from mpi.launchers.job import Job
+from mpi.launchers.launcher import Job
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -80,7 +76,7 @@ EXAMPLES = (
 )
 @host_groups_option
 @planning_options
-def command(
+def plan_command(
     options: PlanningOptions,
     recipe: str | None,
     settings: tuple[str, ...],
@@ -135,7 +131,7 @@ def command(
 
 def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alone: bool) -> int:
     """Print the table of a folder's machines; 1 where one could not be planned."""
-    from cputrain.cli.machine_table import machine_table, plan_folder
+    from cputrain.cli.machines import machine_table, plan_folder
 
     if not alone or options.machine != "this" or options.share:
         raise InputError(
@@ -172,8 +168,7 @@ def _show(
         rows = [(f"  {name}={value}", why) for name, value, why in settings]
         click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
     if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
-        from cputrain.cli.derived import derivation
-        from cputrain.cli.precision import precision_lines
+        from cputrain.cli.derived import derivation, precision_lines
         from cputrain.simulate.planned_job import predicted
 
         click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))

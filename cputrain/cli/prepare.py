@@ -10,17 +10,12 @@ from tqdm import tqdm
 
 from affinity.errors import RunError
 from affinity.filesystem import check_writable
-from affinity.terminal_text import printable
-from affinity.units import MIB
-from affinity.wording import counted
-from cputrain.cli.streams import shows_bars
-from cputrain.data.damage import causes
-from cputrain.data.formats.dataset import Dataset
-from cputrain.data.prepare.digits import write_digits
-from cputrain.data.prepare.options import SHARD_BYTES, Options
-from cputrain.data.prepare.pack import prepare
-from cputrain.data.prepare.shard_writers import WRITERS
-from cputrain.data.prepare.sources import KINDS, TORCHVISION, open_source
+from affinity.terminal import printable
+from affinity.wording import MIB, counted
+from cputrain.cli.output import shows_bars
+from cputrain.data.formats.dataset import Dataset, causes
+from cputrain.data.prepare.pack import SHARD_BYTES, WRITERS, Options, prepare
+from cputrain.data.prepare.sources import KINDS, TORCHVISION, open_source, write_digits
 
 QUALITY = 90
 
@@ -101,7 +96,7 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
 @click.option(
     "--jobs", type=click.IntRange(1), metavar="N", help="threads  [default: the CPUs available to this process]"
 )
-def command(
+def prepare_command(
     kind: str,
     source: Path,
     out: Path,

@@ -9,17 +9,15 @@ import click
 
 from affinity.errors import InputError
 from affinity.wording import counted
-from cputrain.cli.numbers import FiniteRange
 from cputrain.cli.options import settings_argument
+from cputrain.cli.output import FiniteRange
 from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.all_reduce import ALGORITHMS
-from cputrain.simulate.links import LINKED, link_of
-from cputrain.simulate.measured import find, unreadable
-from cputrain.simulate.predict import Scenario, reference_of
-from cputrain.simulate.published import RUNS, runs_on
+from cputrain.simulate.assumptions import LINKED, RUNS, link_of, runs_on
+from cputrain.simulate.network import find, unreadable
+from cputrain.simulate.predict import Scenario, reference_of, started_from
 from cputrain.simulate.scaling import Row, check_global_batch, rows_of
-from cputrain.simulate.start import started_from
-from mpi.hosts.nodelist import MAX_HOSTS
+from cputrain.simulate.step import ALGORITHMS
+from mpi.hosts.hostfile import MAX_HOSTS
 
 NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
 WHAT_IF = {
@@ -89,7 +87,7 @@ MOST_ROWS = 1000
     show_default=True,
     help="svg: scaling over hosts; timeline: a step on the last number of hosts, as SVG",
 )
-def command(
+def simulate_command(
     recipe: str,
     settings: tuple[str, ...],
     machine: str,
@@ -233,7 +231,7 @@ def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tup
 
 
 def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_format: str) -> None:
-    from cputrain.simulate.search import best_plan
+    from cputrain.simulate.scaling import best_plan
     from cputrain.simulate.tables import candidates_json, candidates_text
 
     found = best_plan(scenario, hosts, batch_limit)

@@ -1,5 +1,6 @@
-"""cputrain sweep: one recipe with many settings, one training after another; tables and a chart of all of them."""
+"""`cputrain sweep` and `cputrain reproduce`."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,25 +10,23 @@ from typing import Any
 import click
 
 from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.text_table import align_columns
+from affinity.terminal import align_columns
 from affinity.topology.sysfs import this_machine
-from affinity.units import GIB
-from affinity.wording import counted
-from cputrain.cli.json_output import format_option, only_results_on_stdout, print_json
-from cputrain.cli.numbers import FiniteRange
+from affinity.wording import GIB, counted
 from cputrain.cli.options import settings_argument
+from cputrain.cli.output import FiniteRange, format_option, only_results_on_stdout, print_json
+from cputrain.cli.words import WholeSummaries
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
-from cputrain.sweep.clock import parse_clock
+from cputrain.reproduce.large_batch import LARGE_BATCH_PICTURE, large_batch_table, large_batch_verdict, run_large_batch
+from cputrain.reproduce.tables import DOCUMENTS, published_tables, tables_markdown, tables_text
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
 from cputrain.sweep.find_batch import BatchSearch, find_batch
-from cputrain.sweep.outcomes import DOES_NOT_FIT, DONE, INVALID
-from cputrain.sweep.result_files import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, write_results
-from cputrain.sweep.results import RunResult, group_by_seed
-from cputrain.sweep.run import InvalidTraining, train_all
-from cputrain.sweep.tables import table
+from cputrain.sweep.results import DOES_NOT_FIT, DONE, INVALID, RunResult, group_by_seed
+from cputrain.sweep.run import InvalidTraining, parse_clock, train_all
+from cputrain.sweep.tables import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, table, write_results
 from cputrain.sweep.variants import WORKERS, Variant, parse_workers, variants
 from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows
 
@@ -63,7 +62,7 @@ from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, compari
 )
 @click.option("--dry-run", is_flag=True, help="print the list of trainings; train nothing")
 @format_option
-def command(
+def sweep_command(
     recipe: str,
     settings: tuple[str, ...],
     grids: tuple[str, ...],
@@ -208,3 +207,67 @@ def _find_batch(
         f"next larger: {cause}\n{folder / BATCH_MARKDOWN}, {folder / BATCH_CSV}"
     )
     return 0
+
+
+@click.group("reproduce", cls=WholeSummaries)
+def reproduce_command() -> None:
+    """Repeat published experiments at this machine's size, or compare published tables with our recipes."""
+
+
+@reproduce_command.command("large-batch")
+@settings_argument
+@click.option(
+    "--scale",
+    type=click.Choice(["mnist", "photos"]),
+    default="mnist",
+    show_default=True,
+    help="recipe to train: large-batch-mnist or large-batch-photos",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="random seeds of each training",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="folder of the trainings and results  [default: runs/large-batch-SCALE]",
+)
+def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path | None) -> int:
+    """Compare LARS with momentum from small to large batches, in the same number of epochs.
+
+    The first seed trains every learning rate of the recipe large-batch-SCALE; the other seeds train the best rate of
+    each optimizer and batch. A repeated call continues. Name the folder of the images with data.path=DIR.
+    """
+    folder = output or Path(f"runs/large-batch-{scale}")
+    found = run_large_batch(scale, settings, seeds, folder, os.environ, click.echo)
+    click.echo("\n" + align_columns(large_batch_table(found), numbers=True))
+    click.echo(f"\n{large_batch_verdict(found)}\n{folder / LARGE_BATCH_PICTURE}")
+    return 0
+
+
+@reproduce_command.command("tables")
+@click.argument("documents", nargs=-1, type=click.Choice(DOCUMENTS), metavar="[DOCUMENT]...")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["text", "markdown", "json"]),
+    default="text",
+    show_default=True,
+    help="what to print",
+)
+def tables(documents: tuple[str, ...], output_format: str) -> None:
+    """Print the tables of the reference documents beside the sizes that our recipes derive; nothing is trained.
+
+    DOCUMENT is you-et-al, surfsara-intel, gist, multi-worker-lab or lab3; without it, all of them are printed. Batch,
+    steps and learning rates are derived from the recipes; accuracies and times are the documents' own.
+    """
+    found = list(published_tables(documents or DOCUMENTS))
+    if output_format == "json":
+        click.echo(json.dumps([asdict(row) for row in found], indent=1))
+    else:
+        click.echo({"text": tables_text, "markdown": tables_markdown}[output_format](found))

@@ -1,32 +1,54 @@
-"""cputrain train: plan, launch and train; or be one rank of a training."""
+"""`cputrain train`, `eval`, `find-lr` and `weights`."""
 
+import json
+import math
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import click
 
+from affinity.errors import InputError
 from affinity.ranks.rank import Rank, discover
-from affinity.views.text import plan_to_text
-from affinity.wording import counted, spread
+from affinity.start import own_program
+from affinity.views import plan_to_text
+from affinity.wording import MIB, counted, spread
+from cputrain.checkpoints.folder import is_checkpoint
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
-from cputrain.cli.setting_names import as_recipe_key
-from cputrain.cli.streams import say
-from cputrain.launch.local import PlannedTraining, plan_training, train_here
-from cputrain.launch.rank_process import bind_rank, run_rank
-from cputrain.launch.restarts import keep_logs, with_restarts
-from cputrain.launch.startup import startup_of
-from cputrain.recipe.explanation import explain
-from cputrain.recipe.rates import rate_warning
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.attempt import continues_run, is_restarted, lock_name_in, restart_variables
-from cputrain.runs.folder import LOGS, check_folder, finished, load_training, with_same_global_batch
+from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
+from cputrain.cli.words import as_recipe_key
+from cputrain.data.from_recipe import survey_recipe
+from cputrain.launch.local import PlannedTraining, local_job, plan_recipe, plan_training, train_here
+from cputrain.launch.rank_process import bind_rank, run_rank, startup_of
+from cputrain.launch.recipe_request import for_evaluation
+from cputrain.launch.training_command import keep_logs, with_restarts
+from cputrain.recipe.derivation import explain, rate_warning
+from cputrain.recipe.schema import SYNTHETIC, Recipe
+from cputrain.runs.folder import (
+    LOGS,
+    PLAN,
+    check_folder,
+    checkpoints_of,
+    continues_run,
+    finished,
+    is_restarted,
+    load_training,
+    lock_name_in,
+    restart_variables,
+    run_of,
+    with_same_global_batch,
+    write_plan,
+)
 from cputrain.runs.metric_files import check_log_formats
 from cputrain.training.ipex import check_ipex
 from mpi.hosts.schedulers import allocation
-from mpi.supervise.exits import JobFailedError
+from mpi.supervise.processes import JobFailedError
+from mpi.supervise.run import run_local
 
 
 @click.command("train")
@@ -39,7 +61,7 @@ from mpi.supervise.exits import JobFailedError
 @click.option("--dry-run", is_flag=True, help="print the plan and the derived sizes; start and write nothing")
 @click.option("--quiet", "-q", is_flag=True, help="print only warnings, errors and the summary")
 @click.option("--prepared", is_flag=True, hidden=True)
-def command(
+def train_command(
     recipe: str,
     settings: tuple[str, ...],
     resume: bool,
@@ -129,3 +151,263 @@ def _show_plan(planned: PlannedTraining) -> None:
     if warning := rate_warning(planned.recipe, global_batch=planned.sizes.global_batch):
         click.echo(f"warning: {warning}")
     click.echo("\n" + plan_to_text(planned.plan))
+
+
+@click.command("eval")
+@click.argument("recipe", metavar="RECIPE|RUN|CHECKPOINT")
+@settings_argument
+@click.option(
+    "--checkpoint",
+    "named",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="a checkpoint, or a folder of them; may be repeated  [default: the best one of RUN]",
+)
+@click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
+@format_option
+@click.option(
+    "--report",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.html",
+    help="also write a page with the accuracy of each class, the confusion matrix and the most wrong images, and "
+    "beside it FILE.csv with the prediction for each image",
+)
+@no_verify_option
+@click.option("--bar", is_flag=True, hidden=True)
+def eval_command(
+    recipe: str,
+    settings: tuple[str, ...],
+    named: tuple[Path, ...],
+    last: bool,
+    output_format: str,
+    page: Path | None,
+    no_verify: bool,
+    bar: bool,
+) -> int:
+    """Compute top-1, top-5 and loss of checkpoints, over every validation image once.
+
+    RUN is the folder of a training and stands for its recipe and its best checkpoint; a CHECKPOINT has its recipe in
+    it; a RECIPE needs --checkpoint.
+    KEY=VALUE sets a key of the recipe, as in evaluate.batch=200 plan.ppn=1 plan.threads=46.
+    """
+    as_json = output_format == "json"
+    training = for_evaluation(load_training(recipe, settings))
+    if training.data.path == SYNTHETIC:
+        raise InputError(
+            f"data.path={SYNTHETIC} has random labels, so there is no accuracy to compute: set data.path=DIR"
+        )
+    alone = (Path(recipe),) if is_checkpoint(Path(recipe)) and not named else named
+    checkpoints = checkpoints_of(run_of(recipe), alone, last=last)
+    check_page(page, len(checkpoints))
+    env = os.environ
+    rank = discover(env)
+    if rank is not None:
+        worker, observed = bind_rank(training, rank, env, check=not no_verify)
+        startup = startup_of(rank, env, shown=not as_json)
+        startup.phase("importing PyTorch")
+        from cputrain.training.eval_entry import eval_rank  # torch: after the binding is read back
+
+        switches = {"check": not no_verify, "as_json": as_json, "bar": bar or shows_bars()}
+        run_rank(
+            rank,
+            lambda: eval_rank(
+                training, rank, worker, observed, env, checkpoints, **switches, page=page, startup=startup
+            ),
+        )
+        return 0
+    paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
+    flags = {"--format=json": as_json, "--no-verify": no_verify, "--bar": shows_bars()}
+    given = (flag for flag, wanted in flags.items() if wanted)
+    pages = ("--report", str(page)) if page else ()
+    arguments = (*paths, *pages, *given, "--", recipe, *settings)
+    return _evaluate_here(training, checkpoints, arguments, env, verify=not no_verify)
+
+
+def check_page(page: Path | None, checkpoints: int) -> None:
+    """Raise InputError for a page that is not one of HTML, or not of one checkpoint."""
+    if page is not None and page.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--report {page} does not end in .html: the page is HTML, the predictions get .csv")
+    if page is not None and checkpoints > 1:
+        raise InputError(f"--report is the page of one checkpoint, and {checkpoints} are evaluated: name one")
+
+
+def _evaluate_here(
+    training: Recipe, checkpoints: tuple[Path, ...], arguments: tuple[str, ...], env: Mapping[str, str], *, verify: bool
+) -> int:
+    """Evaluate in the planned workers of this machine; `arguments` are those of each worker's `cputrain eval`."""
+    plan = plan_recipe(training, env)
+    from cputrain.training.eval_entry import check_checkpoints  # torch: after everything that is refused without it
+
+    check_checkpoints(checkpoints, training, survey_recipe(training))
+    scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
+    write_plan(scratch / PLAN, plan)
+    command = (*own_program("cputrain"), "eval", *arguments)
+    status = run_local(local_job(plan, command, scratch, verify=verify, plain_rank=0), env)
+    shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
+    return status
+
+
+SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
+
+
+@click.command("find-lr")
+@click.argument("recipe")
+@settings_argument
+@click.option(
+    "--steps",
+    type=click.IntRange(10, 100_000),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="steps of the test",
+)
+@click.option(
+    "--from",
+    "low",
+    type=FiniteRange(min=0, min_open=True),
+    default=1e-5,
+    show_default=True,
+    metavar="RATE",
+    help="learning rate of the first step",
+)
+@click.option(
+    "--to",
+    "high",
+    type=FiniteRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    metavar="RATE",
+    help="learning rate of the last step",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="draw the loss over the rate",
+)
+@click.option(
+    "--format", "output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="output format"
+)
+@no_verify_option
+def find_lr_command(
+    recipe: str,
+    settings: tuple[str, ...],
+    steps: int,
+    low: float,
+    high: float,
+    picture: Path | None,
+    output: str,
+    no_verify: bool,
+) -> int:
+    """Suggest schedule.peak_rate for RECIPE by a learning-rate range test (learning rate finder).
+
+    RECIPE is a file, a shipped name or the folder of a run. The rate grows by the same factor from step to step until
+    the loss diverges. The suggestion is where the smoothed loss falls fastest. It holds for the recipe's global batch
+    and optimizer, with a warm-up. Nothing is saved: the recipe's output folder stays as it is.
+    """
+    if not low < high < math.inf:
+        raise InputError(f"--from {low:g} --to {high:g}: the first rate has to be lower than the last")
+    if picture is not None and picture.suffix.lower() != ".svg":
+        raise InputError(f"--picture {picture} does not end in .svg: the picture is SVG")
+    training = load_training(recipe, settings)
+    env = os.environ
+    rank = discover(env)
+    if rank is not None:
+        how = {"steps": steps, "low": low, "high": high}
+        _be_rank_of_find_lr(training, rank, env, how, check=not no_verify, picture=picture, as_json=output == "json")
+        return 0
+    planned = plan_training(training, env)
+    scratch = Path(tempfile.mkdtemp(prefix="cputrain-find-lr-"))
+    write_plan(scratch / PLAN, planned.plan)
+    options = ("--steps", str(steps), "--from", repr(low), "--to", repr(high), "--format", output)
+    drawn = () if picture is None else ("--picture", str(picture))
+    flags = ("--no-verify",) if no_verify else ()
+    arguments = (*options, *drawn, *flags, "--", recipe, *settings)
+    job = local_job(
+        planned.plan,
+        (*own_program("cputrain"), "find-lr", *arguments),
+        scratch,
+        verify=not no_verify,
+        plain_rank=0,
+    )
+    status = run_local(job, env)
+    shutil.rmtree(scratch)  # not reached where a rank has failed: its log stays
+    return status
+
+
+def _be_rank_of_find_lr(
+    recipe: Recipe,
+    rank: Rank,
+    env: Mapping[str, str],
+    how: dict[str, float],
+    *,
+    check: bool,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    worker, observed = bind_rank(recipe, rank, env, check=check)
+    startup = startup_of(rank, env, shown=not as_json)
+    startup.phase("importing PyTorch")
+    from cputrain.rate_finder.curve import suggest  # torch: after the binding is read back
+    from cputrain.rate_finder.rank import range_test
+
+    def work() -> None:
+        test, batch = range_test(
+            recipe,
+            rank,
+            worker,
+            observed,
+            env,
+            steps=int(how["steps"]),
+            low=how["low"],
+            high=how["high"],
+            check=check,
+            startup=startup,
+        )
+        if rank.rank > 0:
+            return
+        found = suggest(test)
+        if picture is not None:
+            from cputrain.files import write_text
+            from cputrain.rate_finder.picture import range_test_svg
+
+            title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
+            write_text(picture, SVG_HEAD + range_test_svg(title, test, found))
+        if as_json:
+            losses = [loss if math.isfinite(loss) else None for loss in test.losses]
+            smoothed = [loss if math.isfinite(loss) else None for loss in test.smoothed]
+            points = zip(test.rates, losses, smoothed, strict=True)
+            steps = [{"rate": rate, "loss": loss, "smoothed": mean} for rate, loss, mean in points]
+            head = {"recipe": recipe.name, "optimizer": recipe.optim.name, "global_batch": batch}
+            print(json.dumps({**head, "rate": found.rate, "why": found.why, "steps": steps}, indent=1), flush=True)
+            return
+        suggested = "no rate" if found.rate is None else f"schedule.peak_rate={found.rate:.3g}"
+        print(f"{suggested}: {found.why}", flush=True)
+        print(f"{len(test.rates):,} steps with a global batch of {batch:,}, {recipe.optim.name}", flush=True)
+        if picture is not None:
+            print(picture, flush=True)
+
+    run_rank(rank, work)
+
+
+@click.command("weights")
+@click.argument("network", metavar="NAME")
+@click.option(
+    "--version", "weights", metavar="NAME", help="torchvision's name, as in IMAGENET1K_V1  [default: its best]"
+)
+@click.option("--mirror", metavar="URL", help="where your site has torchvision's files  [default: PyTorch's server]")
+def weights_command(network: str, weights: str | None, mirror: str | None) -> None:
+    """Fetch the pretrained weights of a torchvision network (resnet50, vit_b_16, ...) into torch's cache.
+
+    A file that is there already is only checked. Without a network, the error says which file to put where. Train from
+    them with model.weights=PATH, the path that this prints; $TORCH_HOME moves the cache.
+    """
+    from cputrain.models.weights import fetch, find_pretrained  # torch: only for this
+
+    wanted = find_pretrained(network, weights, mirror)
+    how = "fetched" if fetch(wanted) else "already there"
+    published = "" if wanted.accuracy is None else f", published top-1 {wanted.accuracy:.2f} %"
+    size = wanted.path.stat().st_size / MIB
+    click.echo(f"{wanted.name} of {network}: {how}, {size:,.1f} MiB, SHA-256 {wanted.digits}...{published}")
+    click.echo(f"model.weights={wanted.path}")

@@ -1,35 +1,98 @@
-"""The process group of a job: joining and leaving it, the errors of a lost peer, and small collectives."""
+"""The process group of a training: choose the backend, join, check that ranks agree, leave."""
 
 import faulthandler
 import gc
+import json
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-# Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
-# gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from affinity.errors import InputError, RunError
 from affinity.kernel.binding import running_on
 from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank
-from affinity.ranks.rendezvous import with_rank
+from affinity.ranks.rank import Rank, with_rank
+from affinity.wording import first_named
 from cputrain.comm import ccl
-from cputrain.comm.choice import choose_backend
-from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
-from cputrain.comm.same_facts import check_same
 from cputrain.comm.store import SignedKeys, connect_store
-from cputrain.comm.watchdog import Watchdog, WatchedBackend
-from mpi.supervise.connection import TOKEN_VARIABLE
+from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, Watchdog, WatchedBackend, place_of_this_process
+from mpi.supervise.wire import TOKEN_VARIABLE
+
+FACTS = "facts"
+
+
+def check_same(facts: Mapping[str, str], rank: Rank, keys: SignedKeys) -> None:
+    """Compare this rank's facts, texts by name, with rank 0's, and wait until every rank has done so.
+
+    Raises InputError on every rank where one differs, naming it and what differs, RunError where the store is another
+    job's.
+    """
+    own = {"host": socket.gethostname(), "facts": dict(facts)}
+    if rank.rank == 0:
+        keys.set(FACTS, json.dumps(own))
+    problem = describe_difference(rank.rank, own, json.loads(keys.read(FACTS)))
+    if found := keys.problem_of_any(FACTS, problem, rank):
+        raise InputError(found)
+
+
+def describe_difference(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """A line about the facts in which a rank differs from rank 0; "" where there are none.
+
+    Both are {"host", "facts"}.
+    """
+    ours, theirs = own["facts"], first["facts"]
+    pairs = ((name, ours.get(name, "nothing"), theirs.get(name, "nothing")) for name in {**theirs, **ours})
+    different = [f"{name}: {mine} instead of {other}" for name, mine, other in pairs if mine != other]
+    if not different:
+        return ""
+    return (
+        f"rank {rank} on {own['host']} differs from rank 0 on {first['host']} in {first_named(different)}: start all "
+        "ranks with the same program, recipe and data"
+    )
+
+
+def choose_backend(requested: str, rank: Rank, keys: SignedKeys) -> tuple[str, str]:
+    """The backend of all ranks and the reason for it; loads oneCCL if that is chosen. Waits for every rank's attempt.
+
+    With "auto", all ranks use gloo if one cannot use oneCCL. With "ccl", raises InputError or RunError on every rank if
+    one cannot use oneCCL; with "mpi", InputError where torch is built without MPI.
+    """
+    if requested == "mpi" and not dist.is_mpi_available():
+        raise InputError(
+            "comm.backend=mpi: this torch is built without MPI, as every one from PyPI: build torch from source with "
+            "it, or set comm.backend=ccl, which communicates over MPI too"
+        )
+    if requested in ("gloo", "mpi"):
+        return requested, f"comm.backend={requested}"
+    problem: InputError | RunError | None = None
+    over = ""
+    try:
+        transport = ccl.transport_of_job(rank, keys)
+        ccl.extension(rank, transport)
+        over = f"over {transport}"
+    except (InputError, RunError) as error:
+        problem = error
+    own = f"rank {rank.rank}: {str(problem).removeprefix('comm.backend=ccl: ')}" if problem else ""
+    found = keys.problem_of_any("ccl", own, rank)
+    if not found:
+        return "ccl", over
+    if requested == "ccl":
+        raise problem or RunError(f"comm.backend=ccl: {found}")
+    return "gloo", found
+
+
+# Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
+# gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
+
 
 T = TypeVar("T")
 SHUTDOWN_S = 60.0  # for destroying the group and exiting the process

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from affinity.errors import RunError
 from affinity.ranks.rank import Rank
-from mpi.supervise.connection import TOKEN_VARIABLE
+from mpi.supervise.wire import TOKEN_VARIABLE
 
 BY_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun serves the store
 ANY_ADDRESS = ""

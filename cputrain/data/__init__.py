@@ -10,8 +10,7 @@ from cputrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cputrain.data.loader import ImageLoader
-    from cputrain.data.pixels.augment import Augmentation
-    from cputrain.data.pixels.transform import Transform
+    from cputrain.data.pixels.augment import Augmentation, Transform
 
 __all__ = ["Augmentation", "ImageLoader", "Transform"]
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from affinity.errors import InputError
 from cputrain.data.formats.survey import Survey, survey
-from cputrain.recipe.phases import settings_at
-from cputrain.recipe.schema import Recipe
-from cputrain.recipe.schema.data import LINE, OWN, SYNTHETIC
+from cputrain.recipe.derivation import settings_at
+from cputrain.recipe.schema import LINE, OWN_SAMPLES, SYNTHETIC, Recipe
 
 if TYPE_CHECKING:  # numpy: not needed to count
     from cputrain.data.formats.dataset import Dataset
-    from cputrain.data.pixels.transform import Transform
+    from cputrain.data.pixels.augment import Transform
 
 SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
 TRAIN_POINTS, VAL_POINTS = 100, 50
@@ -21,9 +20,9 @@ TRAIN_POINTS, VAL_POINTS = 100, 50
 def survey_recipe(recipe: Recipe) -> Survey:
     """Count the data of a recipe. Raises InputError that names what is missing or wrong."""
     data = recipe.data
-    if data.path == OWN:
+    if data.path == OWN_SAMPLES:
         raise InputError(
-            f"data.path={OWN}: the network and the samples are those of a script that calls cputrain.train: run it"
+            f"data.path={OWN_SAMPLES}: the network and the samples are those of a script that calls cputrain.train: run it"
         )
     if data.path == SYNTHETIC:
         classes = tuple(map(str, range(recipe.model.classes or SYNTHETIC_CLASSES)))
@@ -38,8 +37,7 @@ def survey_recipe(recipe: Recipe) -> Survey:
 
 def open_recipe_data(recipe: Recipe) -> "Dataset":
     """Open or generate the data of a recipe. Raises InputError that names what is missing or wrong."""
-    from cputrain.data.formats.dataset import Dataset
-    from cputrain.data.formats.generated import Points, SyntheticImages
+    from cputrain.data.formats.dataset import Dataset, Points, SyntheticImages
     from cputrain.data.formats.open import open_dataset
 
     if not recipe.data.generated:
@@ -57,8 +55,7 @@ def open_recipe_data(recipe: Recipe) -> "Dataset":
 
 def training_transform(recipe: Recipe, epoch: int) -> "Transform":
     """The crops and augmentation of the training images in an epoch."""
-    from cputrain.data.pixels.augment import Augmentation
-    from cputrain.data.pixels.transform import Transform
+    from cputrain.data.pixels.augment import Augmentation, Transform
 
     data, now = recipe.data, settings_at(recipe, epoch)
     return Transform(

@@ -1,6 +1,8 @@
-"""The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
+"""Batches of decoded images, made ahead by threads.
 
-    import torch
+Threads, because the decoder releases the GIL, and because communication libraries do not survive a fork.
+
+import torch
     from cputrain.data import ImageLoader
 
     train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
@@ -19,30 +21,216 @@
 cputrain's trainer uses the same class (cputrain.training.feed).
 """
 
+import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
+from itertools import count as count_up
+from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from affinity.errors import InputError, RunError
+from affinity.kernel.binding import bind_thread
 from affinity.kernel.bound_plan import bound_worker
 from affinity.ranks.rank import discover
 from affinity.wording import counted
-from cputrain.data.batches import Batch, decoded_batches
-from cputrain.data.damage import causes
-from cputrain.data.formats.block_reader import BlockReader, images_per_block
-from cputrain.data.formats.dataset import Dataset, Images, PiecewiseImages, check_labels
+from cputrain.data.formats.dataset import Dataset, Images, OwnSamples, PiecewiseImages, Points, causes, check_labels
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.order.permutations import image_rng
-from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
+from cputrain.data.formats.shards import BlockReader, images_per_block
+from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler, image_rng
+from cputrain.data.pixels import decode
+from cputrain.data.pixels.augment import Transform
 from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
-from cputrain.data.pixels.normalize import IMAGENET_MEAN, IMAGENET_STD, Color, choose_normalize
-from cputrain.data.pixels.transform import Transform
+
+Color = tuple[float, float, float]
+"""A value for each of red, green and blue."""
+
+IMAGENET_MEAN: Color = (0.485, 0.456, 0.406)
+IMAGENET_STD: Color = (0.229, 0.224, 0.225)
+
+
+class Normalize:
+    """(x / 255 - mean) / std of each color: in one pass by the library `native`, without it in three by torch."""
+
+    def __init__(self, mean: Color, std: Color, native: Path | None) -> None:
+        self._shift = torch.tensor(mean).mul(255)
+        self._scale = torch.tensor(std).mul(255).reciprocal()
+        self._native = ctypes.CDLL(str(native)).pixels_normalize if native else None
+        if self._native:
+            self._native.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """(N, H, W, 3) uint8 -> (N, 3, H, W) float32, channels-last in memory."""
+        out = torch.empty(images.shape, dtype=torch.float32)
+        if self._native:
+            assert images.is_contiguous()
+            constants = self._shift.data_ptr(), self._scale.data_ptr()
+            self._native(images.data_ptr(), out.data_ptr(), images.numel() // 3, *constants)
+        else:
+            for image, square in zip(images, out, strict=True):  # each stays in the cache through its three passes
+                square.copy_(image).sub_(self._shift).mul_(self._scale)
+        return out.permute(0, 3, 1, 2)
+
+
+def choose_normalize(mean: Color, std: Color, decoder: str, env: Mapping[str, str]) -> Normalize:
+    """Native normalization, or torch's where data.decoder is "pillow" or the native library cannot be compiled."""
+    try:
+        native = None if decoder == "pillow" else decode.ensure_built(env)
+    except (InputError, RunError):  # choose_decoder has reported it
+        native = None
+    return Normalize(mean, std, native)
+
+
+AHEAD_BYTES = 32 << 20  # of decoded images that wait
+MOST_AHEAD = 8  # batches
+IMAGES_PER_CALL = 8  # decoded by one thread at a time: one call for each image would cost a tenth of decoding it
+OWN_AHEAD = 2  # batches of a user's own samples
+GRAY = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Images (N, side, side, 3) uint8, labels (N,) int64 and weights (N,) float32, which are 0 for damaged images; or
+    inputs and targets of a user's own samples.
+
+    `images` may be overwritten when the next batch is taken. `damaged` names the damaged images with their errors.
+    """
+
+    images: Any
+    labels: Any
+    weights: Tensor
+    damaged: tuple[str, ...]
+
+
+DecodeImages = Callable[[Sequence[bytes], Sequence[int], Pixels], list[str | None]]
+"""Encoded images, their numbers and an (n, side, side, 3) output; returns each image's error, or None."""
+
+
+def decoded_batches(
+    images: Images, shares: Iterable[Indices], decode: DecodeImages, *, side: int, threads: int, cpus: tuple[int, ...]
+) -> Iterator[Batch]:
+    """One batch for each share of image numbers, in order, decoded by `threads` threads on these CPUs (() = anywhere).
+
+    A damaged image is gray and has weight 0. Any other failure in a thread is raised here.
+    """
+    labels = images.labels
+    free: list[Pixels] = []
+
+    def buffer_for(count: int) -> Pixels:
+        """The memory of an earlier batch, which the system need not clear again, or new memory."""
+        while free:
+            buffer = free.pop()
+            if len(buffer) >= count:
+                return buffer
+        return np.empty((count, side, side, 3), dtype=np.uint8)
+
+    with _loader_threads(threads, cpus) as pool:
+        waiting: deque[tuple[Indices, Pixels, list[Future[list[str | None]]]]] = deque()
+
+        def start(share: Indices) -> None:
+            buffer = buffer_for(len(share))
+            futures = [
+                pool.submit(read_and_decode, images, share[first : first + IMAGES_PER_CALL], decode, buffer[first:])
+                for first in range(0, len(share), IMAGES_PER_CALL)
+            ]
+            waiting.append((share, buffer, futures))
+
+        def finish() -> tuple[Batch, Pixels]:
+            share, buffer, futures = waiting.popleft()
+            problems = [problem for future in futures for problem in future.result()]
+            batch = Batch(
+                images=torch.from_numpy(buffer[: len(share)]),
+                labels=torch.from_numpy(labels[share]),
+                weights=torch.tensor([0.0 if problem else 1.0 for problem in problems]),
+                damaged=tuple(problem for problem in problems if problem),
+            )
+            return batch, buffer
+
+        try:
+            for share in shares:
+                start(share)
+                if len(waiting) > batches_ahead(len(share) * side * side * 3):
+                    batch, buffer = finish()
+                    yield batch
+                    free.append(buffer)
+            while waiting:
+                batch, _ = finish()
+                yield batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _loader_threads(count: int, cpus: tuple[int, ...]) -> ThreadPoolExecutor:
+    """Threads on these CPUs (() = anywhere)."""
+    numbers = count_up()
+
+    def bind() -> None:
+        if cpus:
+            bind_thread(cpus, next(numbers))
+
+    return ThreadPoolExecutor(count, thread_name_prefix="loader", initializer=bind)
+
+
+def batches_ahead(batch_bytes: int) -> int:
+    """How many batches of that size are decoded in advance."""
+    return min(MOST_AHEAD, max(2, AHEAD_BYTES // batch_bytes))
+
+
+def read_and_decode(images: Images, share: Indices, decode: DecodeImages, out: Pixels) -> list[str | None]:
+    """Read and decode images into the first places of `out`; each image's error with its name, or None."""
+    numbers = share.tolist()
+    encoded, unreadable = [], {}
+    for i in numbers:
+        try:
+            encoded.append(images.read(i))
+        except OSError as error:
+            encoded.append(b"")
+            unreadable[i] = error.strerror or str(error)  # strerror: the path is in the name
+    problems = decode(encoded, numbers, out[: len(numbers)])
+    for k, i in enumerate(numbers):
+        if problem := unreadable.get(i) or problems[k]:
+            out[k] = GRAY
+            problems[k] = f"{images.name(i)}: {problem}"
+    return problems
+
+
+def own_batch(samples: OwnSamples, numbers: Sequence[int]) -> Batch:
+    """The batch of these samples of a user."""
+    inputs, targets = samples.collated(numbers)
+    return Batch(images=inputs, labels=targets, weights=torch.ones(len(numbers)), damaged=())
+
+
+def own_batches(samples: OwnSamples, shares: Iterable[Indices], *, cpus: tuple[int, ...]) -> Iterator[Batch]:
+    """One batch for each share of a user's samples, in order. A thread on these CPUs makes the next one; what fails in
+    it is raised here."""
+    with _loader_threads(1, cpus) as pool:
+        waiting: deque[Future[Batch]] = deque()
+        try:
+            for share in shares:
+                waiting.append(pool.submit(own_batch, samples, share.tolist()))
+                if len(waiting) > OWN_AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def point_batches(points: Points, shares: Iterable[Indices]) -> Iterator[Batch]:
+    """One batch for each share of points: `images` (N, 1) are the x, `labels` (N, 1) the y, both float32."""
+    for share in shares:
+        x, y = torch.from_numpy(points.x[share]), torch.from_numpy(points.y[share])
+        yield Batch(images=x, labels=y, weights=torch.ones(len(share)), damaged=())
+
 
 logger = logging.getLogger(__name__)
 

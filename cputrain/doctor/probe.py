@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from affinity.start import own_program
-from affinity.utf8 import use_utf8
+from affinity.terminal import use_utf8
 
 Found = dict[str, Any]
 Env = Mapping[str, str]
@@ -27,7 +27,7 @@ def launcher(env: Env) -> Found:
 
 def decoder(_env: Env) -> Found:
     """libjpeg-turbo 3."""
-    from cputrain.data.pixels.turbo import find_library
+    from cputrain.data.pixels.decode import find_library
 
     return {"library": find_library()}
 
@@ -54,7 +54,7 @@ def oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
     from affinity.errors import RunError
     from cputrain.comm.ccl.build import built_path
-    from cputrain.comm.ccl.libraries import find_libraries
+    from cputrain.comm.ccl.environment import find_libraries
     from cputrain.native_build import is_intact
 
     found = find_libraries(env)

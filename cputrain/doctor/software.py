@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError, RunError
-from affinity.filesystem import cache_folder, try_cache
+from affinity.filesystem import cache_folder, installed_version, try_cache
 from affinity.kernel.running import bound_processes
-from affinity.packages import installed_version
-from affinity.planner.runtime import Runtime, find_runtime, target_of
-from cputrain.doctor.check import Check, error, ok, warning
+from affinity.planner.openmp import Runtime, find_runtime, target_of
+from cputrain.doctor.host import Check, error, ok, warning
 from cputrain.native_build import compiler
 from mpi.fabric import FABRICS, fabric_here
-from mpi.hosts.nodelist import fold
+from mpi.hosts.hostfile import fold
 from mpi.hosts.schedulers import allocation
 from mpi.preflight.checks import missing_provider
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from affinity.errors import InputError
-from affinity.exit_status import ExitStatus
-from affinity.ranks.pods import COUNT
-from affinity.ranks.rank import MASTER_PORT
-from cputrain.runs.attempt import ATTEMPT, JOB
-from mpi.launchers.table import LAUNCHERS
-from mpi.supervise.connection import TOKEN_VARIABLE
+from affinity.ranks.rank import COUNT, MASTER_PORT
+from affinity.terminal import ExitStatus
+from cputrain.runs.folder import ATTEMPT, JOB
+from mpi.launchers.programs import LAUNCHERS
 from mpi.supervise.signals import SAVE_S
+from mpi.supervise.wire import TOKEN_VARIABLE
 
 KINDS = ("job", "jobset", "mpijob")
 NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # RFC 1123's labels, which Kubernetes takes

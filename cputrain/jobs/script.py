@@ -1,16 +1,158 @@
-"""A training, an image preparation or any command -> the script that Slurm or PBS runs."""
+"""Job scripts of Slurm and PBS: directives, work, submission."""
 
+import json
 import re
 import shlex
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
+from affinity.planner.plan import Request
 from affinity.ranks.launcher_variables import ENV, PBS, PREFIXES, SLURM
-from cputrain.jobs.directives import Resources, directives
+from affinity.topology.catalog import find_machine
+from cputrain.launch.options import (
+    NUMBERS_OR_AUTO,
+    REQUEST_FIELDS,
+    THIS_MACHINE,
+    PlanningOptions,
+    plan_host,
+    request_of_options,
+)
+from cputrain.launch.recipe_request import check_local_batch, request_of
+from cputrain.recipe.loading import dump_recipe, load_recipe
+from cputrain.recipe.schema import Recipe
 from mpi.supervise.signals import SAVE_S
+
+# No shell quoting protects these lines, so the allowed characters are listed in full.
+WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")
+FEATURES = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*!()\[\]+=-]*")
+ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(@[A-Za-z0-9_.-]+)?")
+FILE = re.compile(r"[A-Za-z0-9_./~%][A-Za-z0-9_./~%@:+=^-]*")
+TIME = {
+    "slurm": re.compile("(?:[0-9]{1,4}-)?[0-9]{1,3}(?::[0-9]{2}){0,2}"),
+    "pbs": re.compile("[0-9]{1,4}(?::[0-9]{2}){1,2}"),
+}
+SCHEDULERS = tuple(TIME)
+LIMIT_NOTICE_S = round(SAVE_S) + 30  # from the preemption signal to the time limit: state is saved, the job requeued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a job requests of its scheduler, named like the options of `cputrain job`.
+
+    `ppn` and `cpus` are tasks and CPUs per host, where they are known beforehand. `tasks` is the length of a job array,
+    0 for a single job. With `requeue` the job is queued again at its time limit and after a host's failure.
+    `directives` are further lines for the scheduler, which come last and take precedence.
+    """
+
+    name: str
+    nodes: int
+    time: str
+    ppn: int | None = None
+    cpus: int | None = None
+    requeue: bool = True
+    tasks: int = 0
+    partition: str | None = None
+    queue: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mail: str | None = None
+    output: str | None = None
+    error: str | None = None
+    directives: tuple[str, ...] = ()
+
+    @property
+    def safe_name(self) -> str:
+        """The job's name in characters that schedulers and file systems accept, 64 at most."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.name).lstrip("-.")[:64] or "cputrain"
+
+
+def directives(job: Resources, scheduler: str) -> tuple[str, ...]:
+    """The directives, as #SBATCH or #PBS lines. Raises InputError for values that such a line cannot hold."""
+    _check(job, scheduler)
+    sign, lines = ("#SBATCH", _slurm(job)) if scheduler == "slurm" else ("#PBS", _pbs(job))
+    return tuple(f"{sign} {line}" for line in (*lines, *job.directives))
+
+
+def _slurm(job: Resources) -> tuple[str, ...]:
+    number = "%A_%a" if job.tasks else "%j"
+    return (
+        f"--job-name={job.safe_name}",
+        f"--nodes={job.nodes}",
+        *_given("--ntasks-per-node=", job.ppn),
+        *_given("--cpus-per-task=", job.cpus and job.ppn and job.cpus // job.ppn),
+        "--exclusive",
+        "--mem=0",  # --exclusive gives the job all of a host's CPUs; all of its memory needs this
+        f"--time={job.time}",
+        *_given("--partition=", job.partition),
+        *_given("--account=", job.account),
+        *_given("--qos=", job.qos),
+        *_given("--constraint=", job.constraint),
+        *((f"--mail-user={job.mail}", "--mail-type=END,FAIL") if job.mail else ()),
+        *((f"--array=0-{job.tasks - 1}",) if job.tasks else ()),
+        *((f"--signal=B:USR1@{LIMIT_NOTICE_S}", "--requeue") if job.requeue else ("--no-requeue",)),
+        "--open-mode=append",
+        f"--output={job.output or f'{job.safe_name}-{number}.out'}",
+        *_given("--error=", job.error),
+    )
+
+
+def _pbs(job: Resources) -> tuple[str, ...]:
+    mpiprocs = "" if job.ppn is None else f":mpiprocs={job.ppn}"
+    return (
+        f"-N {job.safe_name[:15]}",
+        "-S /bin/bash",
+        f"-l select={job.nodes}:ncpus={job.cpus}{mpiprocs}",
+        "-l place=scatter:excl",
+        f"-l walltime={job.time}",
+        *_given("-q ", job.queue),
+        *_given("-A ", job.account),
+        *((f"-M {job.mail}", "-m ae") if job.mail else ()),
+        *((f"-J 0-{job.tasks - 1}",) if job.tasks else ()),
+        *_given("-o ", job.output),
+        *((f"-e {job.error}",) if job.error else ("-j oe",)),
+        f"-r {'y' if job.requeue else 'n'}",
+    )
+
+
+def _given(option: str, value: str | int | None) -> tuple[str, ...]:
+    return () if value is None else (f"{option}{value}",)
+
+
+def _check(job: Resources, scheduler: str) -> None:
+    for what, pattern, known in (
+        ("partition", WORD, "use only letters, digits and . @ : + - _"),
+        ("queue", WORD, "use only letters, digits and . @ : + - _"),
+        ("account", WORD, "use only letters, digits and . @ : + - _"),
+        ("qos", WORD, "use only letters, digits and . @ : + - _"),
+        ("constraint", FEATURES, "give names of features joined by & | , * ! ( ) [ ], without spaces"),
+        ("mail", ADDRESS, "give one address, as in me@example.org"),
+        ("output", FILE, "use only letters, digits and / . _ - + = @ : ~ ^ %"),
+        ("error", FILE, "use only letters, digits and / . _ - + = @ : ~ ^ %"),
+    ):
+        value = getattr(job, what)
+        if value is not None and not pattern.fullmatch(value):
+            raise InputError(f"--{what} {value!r}: {known}")
+    for what in ("output", "error"):
+        if re.match(r"([^/]*:)?~", getattr(job, what) or ""):
+            raise InputError(f"--{what} {getattr(job, what)}: schedulers do not expand ~: write the folder in full")
+    if not TIME[scheduler].fullmatch(job.time):
+        days = ", or D-HH:MM:SS" if scheduler == "slurm" else ", with days as hours"
+        raise InputError(f"--time {job.time[:60]!r} is not a time limit: give HH:MM:SS{days}")
+    for line in job.directives:
+        if not line.startswith("-") or not line.isprintable():
+            raise InputError(f"--directive {line!r}: give one directive as it stands after #SBATCH or #PBS")
+    if scheduler == "pbs" and job.cpus is None:
+        raise InputError(
+            "PBS needs the CPUs per host: name the machine with --machine, or give --ncpus N as in pbsnodes -a"
+        )
+
 
 RUNTIMES = ("apptainer", "singularity", "podman", "docker")
 JOB_ID = {"slurm": f"${SLURM.job_variable}", "pbs": f"${{{PBS.job_variable}%%[!0-9]*}}"}
@@ -165,3 +307,147 @@ def parse_array(text: str) -> tuple[str, tuple[str, ...]]:
     if not equals or not re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key) or not all(parts):
         raise InputError(f"--array {text[:100]!r} is not KEY=VALUE,VALUE..., as in batch.local=16,32")
     return key, parts
+
+
+SUBMIT = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
+
+
+def submit(script: str, scheduler: str, chain: int) -> Iterator[str]:
+    """Submit the script `chain` times, each job to start after the one before has ended; yields the job IDs.
+
+    Raises InputError where the scheduler's command is missing, RunError where it rejects the job.
+    """
+    before: str | None = None
+    for _ in range(chain):
+        argv = [*SUBMIT[scheduler], *(_after(before, scheduler) if before is not None else ())]
+        try:
+            done = subprocess.run(
+                argv, input=script, capture_output=True, encoding="utf-8", errors="surrogateescape", check=False
+            )
+        except FileNotFoundError:
+            raise InputError(f"--submit needs {argv[0]} on PATH: run this on a host of the cluster") from None
+        if done.returncode:
+            raise RunError(f"{argv[0]} rejected the job: {' '.join(done.stderr.split())}")
+        before = done.stdout.strip().partition(";")[0]
+        yield before
+
+
+def _after(job_id: str, scheduler: str) -> tuple[str, str]:
+    if scheduler == "slurm":
+        return "--dependency", f"afterany:{job_id}"
+    return "-W", f"depend=afterany:{job_id}"
+
+
+PLANNED = (
+    *("threads", "inter_op", "comm_cores", "loader_cores"),
+    *("smt", "profile", "openmp", "allocator", "e_cores", "balance"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedWork:
+    """What a job runs, its default name, and the tasks and CPUs of each host; None: known only when the job runs."""
+
+    work: Training | Preparation | Command
+    name: str
+    ppn: int | None
+    cpus: int | None
+
+
+def recipe_work(
+    options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
+) -> SizedWork:
+    """The training of the recipe words[0] with the settings words[1:]."""
+    check_local_batch(options.local_batch)
+    recipe = load_recipe(words[0], words[1:])
+    if recipe.plan.share or recipe.plan.oversubscribe:
+        raise InputError(
+            "plan.share and plan.oversubscribe are for a host that is shared with others: remove them for a job"
+        )
+    if stage is not None and (recipe.data.path is None or recipe.data.generated):
+        raise InputError(
+            "--stage copies the recipe's data.path, which is not a folder: set it to one, or remove --stage"
+        )
+    ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
+    fixed_ppn = ppn if options.machine != THIS_MACHINE else options.ppn
+    work = Training(
+        recipe=dump_recipe(recipe.model_copy(update={"output": ""})),
+        settings=options.recipe_settings,
+        output=str(recipe.folder),
+        plan_options=(
+            *("--nodes", str(len(options.hosts)), "--fabric", options.fabric),
+            *(("--ppn", str(fixed_ppn)) if fixed_ppn is not None else ()),
+            *(("--link-gbit", f"{options.link_gbit:g}") if options.link_gbit is not None else ()),
+        ),
+        data=None if recipe.data.generated else recipe.data.path,
+        stage=stage,
+        array=None if array is None else parse_array(array),
+        paths=tuple(path for path in (recipe.data.stage_dir, recipe.model.weights) if path is not None),
+    )
+    return SizedWork(work=work, name=recipe.name, ppn=ppn, cpus=cpus)
+
+
+def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
+    """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
+    given = [name for name in (*NUMBERS_OR_AUTO, *REQUEST_FIELDS, "smt") if getattr(options, name) is not None]
+    given += [name for name in ("fabric", "launcher") if getattr(options, name) != "auto"]
+    if given or len(options.hosts) > 1:
+        option = given[0].replace("_", "-") if given else "nodes"
+        raise InputError(
+            f"--{option}: images are prepared by one process on one host, with all its cores: remove --{option}"
+        )
+    return SizedWork(
+        work=Preparation(arguments=arguments),
+        name=f"prepare-{Path(arguments[2]).name}",
+        ppn=1,
+        cpus=len(find_machine(options.machine).allowed_pus) if options.machine != THIS_MACHINE else None,
+    )
+
+
+def in_job(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """A command as a job runs it: a .py file under the python that is first on PATH there."""
+    return ("python", *argv) if argv[0].endswith(".py") else argv
+
+
+def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[str, str]) -> SizedWork:
+    """Any command, planned like `cputrain launch` plans it."""
+    argv = in_job(argv)
+    base = Request(pin_threads=False)  # loader processes that a script starts must not share one PU
+    ppn, cpus = _tasks_and_cpus(options, base, env)
+    default = asdict(Request())
+    requested = {**asdict(request_of_options(options, base)), "ppn": ppn}
+    fields = {name: value for name, value in requested.items() if value != default[name] and name != "link_gbit"}
+    if options.link_gbit is not None:  # else the first host's network decides
+        fields["link_gbit"] = options.link_gbit
+    scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # not sh -c's
+    name = Path(next(scripts, argv[0])).stem
+    return SizedWork(work=Command(argv=argv, request=json.dumps(fields)), name=name, ppn=ppn, cpus=cpus)
+
+
+def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str, ...]:
+    """The options, and a recipe's plan where they say nothing, as options of `cputrain launch`; without --ppn."""
+    found = []
+    for name in PLANNED:
+        value = getattr(options, name)
+        if value is None and recipe is not None:
+            value = getattr(recipe.plan, name)
+        if value not in (None, "auto", "equal"):
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    batch = options.local_batch
+    if recipe is not None and recipe.plan.balance == "batch":
+        batch = recipe.batch.local  # that is divided in proportion to cores
+    if batch is not None:
+        found += ["--local-batch", str(batch)]
+    if options.link_gbit is not None:
+        found += ["--link-gbit", f"{options.link_gbit:g}"]
+    if options.fabric != "auto":
+        found += ["--fabric", options.fabric]
+    return tuple(found)
+
+
+def _tasks_and_cpus(options: PlanningOptions, base: Request, env: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Workers and CPUs per host of the named machine; without one only the requested workers are known."""
+    if options.machine == THIS_MACHINE:
+        return request_of_options(options, base).ppn, None
+    plan = plan_host(options, base, env)
+    return len(plan.workers), len(plan.machine.allowed_pus)

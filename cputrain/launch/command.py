@@ -1,22 +1,31 @@
-"""Any command under a plan: the job that starts it, or this process as one of its ranks."""
+"""A launch's job: its hosts, its command, what is measured first.
+
+their own.
+"""
 
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path, PurePath
 
-from affinity.errors import InputError
-from affinity.ranks.rendezvous import port_of
+from affinity.errors import InputError, RunError
+from affinity.filesystem import cache_folder
+from affinity.ranks.host_names import is_this_host
+from affinity.ranks.rank import port_of
+from affinity.start import own_program
 from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, het_groups, network_of
-from cputrain.launch.rank_software import COMPILING
+from cputrain.launch.training_command import COMPILING
+from cputrain.measurements import TITLES, VARIABLE, kept_seconds
 from cputrain.runs.folder import LOGS, PLAN
 from mpi.hosts.groups import Cluster
-from mpi.launchers.job import Job
-from mpi.launchers.table import LAUNCHERS
-from mpi.supervise.local import free_port
+from mpi.launchers.launcher import Job, Launcher
+from mpi.launchers.programs import LAUNCHERS
+from mpi.supervise.run import free_port
 
 PYTHON = re.compile(r"python[0-9.]*")
 
@@ -134,3 +143,35 @@ def new_folder(folder: Path, *, named: bool) -> Path:
             continue
         return candidate
     raise InputError(f"--output {folder} already exists: name another folder")
+
+
+MAY_USE_CCL = ("python", "cputrain")  # what a command starts with
+BACKENDS = "ccl-torch*/*.so"
+
+
+def measure_transports(job: Job, launcher: Launcher, env: Mapping[str, str], report: Callable[[str], None]) -> None:
+    """Measure, where nothing is known of this host and nothing else decides; reports what was found, or why nothing."""
+    if not is_due(job, launcher, env):
+        return
+    report(f"measuring oneCCL over MPI and libfabric, once ({VARIABLE}=mpi or ofi starts without)")
+    command = own_program("cputrain.comm.ccl.check")
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", check=False
+    )
+    last_line = (done.stdout.strip().splitlines() or [f"the measurement ended with status {done.returncode}"])[-1]
+    report(f"warning: not measured: {last_line}" if done.returncode else f"measured: {last_line}")
+
+
+def is_due(job: Job, launcher: Launcher, env: Mapping[str, str]) -> bool:
+    """Whether a job may use oneCCL over both transports, on this host alone, and their times are not known."""
+    here = len(job.hosts) == 1 and is_this_host(job.hosts[0])
+    may_use_ccl = Path(job.command[0]).name.startswith(MAY_USE_CCL) and _has_backend(env)
+    open_choice = here and launcher.has_pmi and VARIABLE not in env and may_use_ccl
+    return open_choice and len(kept_seconds(env)) < len(TITLES)
+
+
+def _has_backend(env: Mapping[str, str]) -> bool:
+    """Whether the backend has been compiled for this user, as its first use does."""
+    with suppress(RunError):  # no cache folder
+        return any(cache_folder(env).glob(BACKENDS))
+    return False

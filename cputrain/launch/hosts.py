@@ -1,19 +1,33 @@
-"""Which hosts a job has, from options, a hostfile or the batch job around this process."""
+"""The hosts of a launch: named, from a scheduler's job, or pods."""
 
-from collections.abc import Iterator
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from affinity.planner.plan import Plan
 from affinity.ranks.host_names import LOCALHOST, is_this_host, repeated_host
+from affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
 from affinity.wording import counted, either
 from cputrain.launch.options import THIS_HOST, THIS_MACHINE, PlanningOptions
 from mpi.hosts.groups import Cluster
-from mpi.hosts.hostfile import FORMATS, Host, HostList, check_name, host_with_slots, read_hostfile
-from mpi.hosts.nodelist import MAX_HOSTS, expand, fold
+from mpi.hosts.hostfile import (
+    FORMATS,
+    MAX_HOSTS,
+    Host,
+    HostList,
+    check_name,
+    expand,
+    fold,
+    host_with_slots,
+    read_hostfile,
+)
 from mpi.hosts.schedulers import SCHEDULERS, Allocation
-from mpi.launchers.launcher import InstalledLauncher
+from mpi.launchers.launcher import InstalledLauncher, Job
+from mpi.supervise.wire import TOKEN_VARIABLE
 
 
 def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:
@@ -172,3 +186,50 @@ def converted_hostfile(options: PlanningOptions, launcher: InstalledLauncher) ->
     if own is None or options.hostfile_format in ("plain", own.file_format):
         return None
     return f"the hostfile is in {FORMATS[options.hostfile_format]}: converted for {launcher.launcher.title}"
+
+
+NAME_S = 300.0  # for the first pod to be scheduled and named, when its image is pulled
+logger = logging.getLogger(__name__)
+
+
+def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
+    """The options for one of several pods, which are the job's hosts. Raises InputError where they contradict that."""
+    pods = pods_of(env)
+    if pods.count > 1 and (not options.on_this_host or not isinstance(options.ppn, int)):
+        raise InputError(
+            f"{COUNT}={pods.count}: this is one of {pods.count} pods, which all need the same --ppn N, and no --hosts, "
+            "--hostfile and --nodes"
+        )
+    return replace(options, pods=pods.count)
+
+
+def in_pods(job: Job, env: Mapping[str, str]) -> Job:
+    """The job of one host as this pod's part of a job. Raises InputError where its first pod is not named, or where the
+    pods share no secret, by which their ranks know each other."""
+    pods = pods_of(env)
+    if pods.count == 1:
+        return job
+    if not job.master_addr:
+        raise InputError(f"{COUNT}={pods.count}, but MASTER_ADDR does not name the first pod: set it for all pods")
+    if not env.get(TOKEN_VARIABLE):
+        raise InputError(f"{COUNT}={pods.count}, but {TOKEN_VARIABLE} is not set: set the same secret for all pods")
+    secrets = ((TOKEN_VARIABLE, env[TOKEN_VARIABLE]),)
+    return replace(job, pods=pods, master_port=port_of(env) or MASTER_PORT, secrets=secrets)
+
+
+def wait_for_name(address: str, pods: Pods, limit_s: float = NAME_S) -> None:
+    """Wait until the first pod has an address: its name appears when it is scheduled. Raises RunError at the limit."""
+    if pods.count == 1:
+        return
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"the first pod, {address}, has no address after {limit_s:g} s ({error.strerror}): check "
+                    "that it is scheduled, and that a headless Service has the name of the pods' subdomain"
+                ) from None
+        time.sleep(1)

@@ -6,25 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinity.errors import InputError
-from affinity.kernel.neighbors import plan_beside
+from affinity.kernel.running import plan_beside
 from affinity.planner.plan import Plan
 from affinity.start import own_program
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.options import THIS_HOST
-from cputrain.launch.rank_software import COMPILING
 from cputrain.launch.recipe_request import request_of
 from cputrain.launch.shortage import remedy
+from cputrain.launch.training_command import COMPILING
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.attempt import is_restarted, lock_name_in
-from cputrain.runs.folder import LOGS, PLAN, RECIPE, make_folder
-from cputrain.runs.lock import locked
-from cputrain.runs.resume import TrainingScale
+from cputrain.runs.folder import LOGS, PLAN, RECIPE, TrainingScale, is_restarted, lock_name_in, locked, make_folder
 from mpi.hosts.groups import HostGroup
-from mpi.launchers.job import Job
-from mpi.supervise.exits import JobFailedError
-from mpi.supervise.local import run_local
+from mpi.launchers.launcher import Job
+from mpi.supervise.processes import JobFailedError
+from mpi.supervise.run import run_local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

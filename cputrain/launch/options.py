@@ -1,23 +1,24 @@
-"""Planning options -> the planner's request; never torch, never pydantic."""
+"""Planning options -> planned host, and several instances of a program on one host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from affinity.errors import InputError, RequestError
-from affinity.kernel.neighbors import NOT_SHARED, plan_beside
+from affinity.kernel.running import NOT_SHARED, plan_beside
+from affinity.planner.domains import uniform_groups, usable_cores
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.records import read_measured
-from affinity.planner.runtime import Runtime
-from affinity.planner.this_machine import plan_this_machine
+from affinity.planner.records import plan_this_machine, read_measured
+from affinity.planner.request import Request
 from affinity.ranks.host_names import LOCALHOST
 from affinity.topology.catalog import find_machine
-from affinity.topology.cpuset import format_list
+from affinity.topology.machine import Machine, format_list, parse_list
 from mpi.fabric import Fabric, Setting, fabric_between
 from mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
 from mpi.launchers.detect import find_launcher, newest_version, without_path
-from mpi.launchers.intelmpi import INTEL_MPI
 from mpi.launchers.launcher import InstalledLauncher
+from mpi.launchers.programs import INTEL_MPI
 
 NUMBERS_OR_AUTO = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")
 REQUEST_FIELDS = (
@@ -165,3 +166,40 @@ def assumed(options: PlanningOptions, launcher: InstalledLauncher) -> str:
     if len(options.hosts) > 1 and options.fabric == "auto" and options.machine != THIS_MACHINE:
         guesses.append(f"fabric {network_of(options).name} (--fabric gives another)")
     return f"assumed: {', '.join(guesses)}" if guesses else ""
+
+
+LATENCY, THROUGHPUT = "latency", "throughput"
+LATENCY_CORES = 4  # of each copy, as in ipexrun and torch.backends.xeon.run_cpu
+
+
+def with_instances(options: PlanningOptions, wanted: int | str, machine: Machine) -> PlanningOptions:
+    """The options for so many copies; LATENCY: one for every 4 cores, THROUGHPUT: one for each NUMA node.
+
+    No cores are reserved for communication or for loading images, unless they are requested. Raises InputError where
+    options contradict this.
+    """
+    if not options.on_this_host:
+        raise InputError("--instances starts independent programs on this host: remove --hosts, --hostfile and --nodes")
+    if options.ppn is not None or options.launcher not in ("auto", "local"):
+        raise InputError("--instances is a number of workers itself: remove --ppn and --launcher")
+    options = replace(options, comm_cores=options.comm_cores or 0, loader_cores=options.loader_cores or 0)
+    groups = uniform_groups(usable_cores(machine, request_of_options(options, Request())).machine.allowed_cores)
+    if wanted == THROUGHPUT:
+        return replace(options, ppn=len({group[0].numa_node for group in groups}))
+    if wanted == LATENCY:
+        threads = min(LATENCY_CORES, max(map(len, groups)))
+        return replace(options, ppn=max(1, sum(len(group) // threads for group in groups)), threads=threads)
+    return replace(options, ppn=wanted)
+
+
+def chosen(numbers: str | None, count: int) -> tuple[int, ...]:
+    """The copies to start, of `count`: all, or those of a list such as 0,2-3. Raises InputError for others."""
+    if numbers is None:
+        return tuple(range(count))
+    try:
+        listed = parse_list(numbers)
+    except ValueError as error:
+        raise InputError(f"--instance {numbers[:30]!r}: {error}: give numbers as in 0,2-3") from None
+    if not listed or listed[-1] >= count:
+        raise InputError(f"--instance {numbers[:30]!r}: the plan has instances 0 to {count - 1}: give numbers of these")
+    return listed

@@ -2,7 +2,7 @@
 
 from affinity.errors import InputError
 from affinity.planner.plan import Request
-from affinity.topology.cpuset import parse_list
+from affinity.topology.machine import parse_list
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.schema import BatchSection, Recipe
 

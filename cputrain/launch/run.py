@@ -9,38 +9,39 @@ from uuid import uuid4
 
 from affinity.errors import InputError, RunError, as_option
 from affinity.filesystem import check_writable
-from affinity.kernel.bound_plan import plan_in_memory
-from affinity.kernel.exec_bound import exec_bound
-from affinity.kernel.rank_plan import plan_for_rank
+from affinity.kernel.bound_plan import exec_bound, plan_for_rank, plan_in_memory
 from affinity.planner.plan import Plan, Request
 from affinity.ranks.rank import Rank
 from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
-from cputrain.launch.command import check_launch, check_program, command_job, new_folder
-from cputrain.launch.first_measurement import measure_transports
+from cputrain.launch.command import check_launch, check_program, command_job, measure_transports, new_folder
 from cputrain.launch.hosts import (
     allocation_notes,
+    in_pods,
     uses_launcher,
+    wait_for_name,
     with_allocated_hosts,
     with_host_groups,
+    with_pods,
     with_this_host,
 )
-from cputrain.launch.instances import chosen, with_instances
-from cputrain.launch.options import PlanningOptions, plan_hosts, request_of_options
-from cputrain.launch.pods import in_pods, wait_for_name, with_pods
-from cputrain.launch.rank_software import COMPARED_PACKAGES, with_absent_module
-from cputrain.launch.restarts import HostsLeft, keep_logs, on_hosts, with_restarts
-from cputrain.runs.attempt import restart_variables
-from cputrain.runs.folder import LOGS, PLAN, write_plan
+from cputrain.launch.options import PlanningOptions, chosen, plan_hosts, request_of_options, with_instances
+from cputrain.launch.training_command import (
+    COMPARED_PACKAGES,
+    HostsLeft,
+    keep_logs,
+    on_hosts,
+    with_absent_module,
+    with_restarts,
+)
+from cputrain.runs.folder import LOGS, PLAN, restart_variables, write_plan
 from mpi.hosts.groups import Cluster
 from mpi.hosts.schedulers import Allocation, allocation
 from mpi.launchers.detect import find_launcher
-from mpi.launchers.job import Job
-from mpi.launchers.launcher import InstalledLauncher
+from mpi.launchers.launcher import InstalledLauncher, Job
 from mpi.preflight.run import run_preflight
-from mpi.supervise.exits import JobFailedError
-from mpi.supervise.local import run_local
-from mpi.supervise.remote import run_remote
+from mpi.supervise.processes import JobFailedError
+from mpi.supervise.run import run_local, run_remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,14 @@
 
 from affinity.errors import InputError
 from affinity.planner.memory import USABLE
-from affinity.planner.workload import largest_batch
+from affinity.planner.request import largest_batch
 from cputrain.launch.training_command import training_arguments
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.derivation import images_per_step, largest_local_batch
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import load_training
-from mpi.launchers.job import Job
-from mpi.supervise.exits import JobFailedError
-from mpi.supervise.memory import Shortage
+from mpi.launchers.launcher import Job
+from mpi.supervise.processes import JobFailedError, Shortage
 
 
 def with_remedy(error: JobFailedError, job: Job) -> JobFailedError:

@@ -1,8 +1,19 @@
-"""Networks that torchvision does not have."""
+"""Networks of recipes: torchvision's and ours, batch-norm by the recipe, frozen layers."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from affinity.errors import InputError
+from cputrain.models.vision import import_torchvision
+from cputrain.recipe.schema import RESNETS, TORCHVISION, ModelSection
 
 DROPOUT = 0.5
 
@@ -77,3 +88,207 @@ class Linear(nn.Module):
         """(N, 3, side, side) or (N, features) -> (N, classes)."""
         logits: Tensor = self.fc(images.flatten(1))
         return logits
+
+
+class GhostBatchNorm2d(nn.BatchNorm2d):
+    """In training, splits the batch into ghost batches of at most `ghost_batch` images, each normalized by itself.
+
+    The running statistics take the mean over the ghost batches (Hoffer et al. 2017, arXiv:1705.08741).
+    """
+
+    ghost_batch: int
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C, H, W)."""
+        if not self.training or len(images) <= self.ghost_batch:
+            return super().forward(images)
+        ghosts = torch.tensor_split(images, -(-len(images) // self.ghost_batch))
+        statistics = images.new_zeros(len(ghosts), 2, self.num_features)
+        normalized = [
+            # with momentum 1 the buffers take the ghost batch's own statistics
+            functional.batch_norm(
+                ghost, own[0], own[1], self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+            )
+            for ghost, own in zip(ghosts, statistics, strict=True)
+        ]
+        update_running_stats(self, *statistics.mean(0))
+        return torch.cat(normalized)
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """In training, normalizes by the statistics over all ranks; torch's SyncBatchNorm does not run on CPUs."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C, H, W). N may differ between ranks."""
+        if not self.training:
+            return super().forward(images)
+        apply: Any = _Normalize.apply
+        normalized, mean, variance, count = apply(images, self.weight, self.bias, self.eps)
+        update_running_stats(self, mean, variance * count / (count - 1))
+        return cast(Tensor, normalized)
+
+
+class RunningBatchNorm2d(nn.BatchNorm2d):
+    """Normalizes by the running statistics in training too, and does not update them."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C, H, W)."""
+        return functional.batch_norm(
+            images, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+        )
+
+
+@torch.no_grad()
+def update_running_stats(layer: nn.BatchNorm2d, mean: Tensor, variance: Tensor) -> None:
+    """Update the running statistics with a step's mean and (unbiased) variance, as BatchNorm2d does."""
+    assert layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), layer.momentum)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), layer.momentum)
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+
+
+class _Normalize(torch.autograd.Function):
+    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) over all ranks, two all-reduces a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+        own = images.numel() // images.shape[1]
+        # in float64: the mean of squares minus the square of the mean is a small difference of large numbers
+        own_variance, own_mean = (each.double() for each in torch.var_mean(images, (0, 2, 3), correction=0))
+        packed = torch.cat([own * own_mean, own * (own_variance + own_mean.square()), own_mean.new_tensor([own])])
+        dist.all_reduce(packed)
+        count = packed[-1]
+        mean, square = packed[:-1].view(2, -1) / count
+        variance = (square - mean.square()).clamp_(min=0)
+        scale = (variance + eps).rsqrt()
+        narrow = [value.to(weight.dtype) for value in (mean, scale)]
+        ctx.save_for_backward(images, weight, *narrow, count)
+        normalized = functional.batch_norm(
+            images, narrow[0], variance.to(weight.dtype), weight, bias, training=False, eps=eps
+        )
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normalized, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """dL/dx = scale w (g - mean(g) - xhat mean(g xhat)) for the loss L and g = dL/dy, means over all ranks."""
+        images, weight, mean, scale, count = ctx.saved_tensors
+        gradient = gradients[0]
+
+        def by_channel(values: Tensor) -> Tensor:
+            return values.view(1, -1, 1, 1)
+
+        centered = images - by_channel(mean)
+        own_bias, own_weight = gradient.sum((0, 2, 3)), (gradient * centered).sum((0, 2, 3)) * scale
+        sums = torch.cat([own_bias, own_weight])
+        dist.all_reduce(sums)
+        mean_g, mean_gx = (sums / count.to(sums.dtype)).view(2, -1)
+        input_gradient = gradient - by_channel(mean_g) - centered * by_channel(scale * mean_gx)
+        return input_gradient * by_channel(scale * weight), own_weight, own_bias, None
+
+
+def freeze(model: nn.Module, last: str) -> None:
+    """Freeze all layers up to and including `last`, in the model's order, with their batch-norm statistics.
+
+    Raises InputError where there is no such layer, or no layer would be left to train.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    if last not in names:
+        top = ", ".join(name for name, _ in model.named_children())
+        raise InputError(f"model.freeze_to={last}: the network has no such layer: choose {top}, or a layer inside one")
+    end = max(i for i, name in enumerate(names) if name == last or name.startswith(f"{last}."))
+    frozen = set(names[: end + 1])
+    for name, module in model.named_modules():
+        # a module that contains `last` keeps its own parameters trainable: layers after `last` may use them
+        if name in frozen and not last.startswith(f"{name}."):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(False)
+            if isinstance(module, nn.BatchNorm2d):
+                module.__class__ = RunningBatchNorm2d
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(f"model.freeze_to={last} leaves no layer to train: choose an earlier layer")
+
+
+OWN_NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {"lenet": LeNet, "mnist-cnn": MnistCnn, "linear": Linear}
+BATCHNORMS = {"local": GhostBatchNorm2d, "sync": SyncBatchNorm2d, "running": RunningBatchNorm2d}
+
+
+def build_model(section: ModelSection, classes: int, side: int, features: int | None = None) -> nn.Module:
+    """The network of a recipe, with its batch-norm, for `classes` outputs and images of side x side pixels.
+
+    Input (N, 3, side, side) float32, output (N, classes) logits; with `features` a linear layer from (N, features).
+    Raises InputError for a network that torchvision does not have, that needs larger images, or that is no classifier.
+    """
+    if section.classes is not None and section.classes < classes:
+        raise InputError(
+            f"model.classes={section.classes}, but the data has {classes} classes: set it to {classes} or null"
+        )
+    outputs = section.classes or classes
+    if features is not None:
+        model: nn.Module = Linear(outputs, side, features)
+    elif section.name in OWN_NETWORKS:
+        model = OWN_NETWORKS[section.name](outputs, side)
+    elif section.name == "alexnet-bn":
+        model = alexnet_bn(_torchvision("alexnet"), outputs)
+    else:
+        model = _torchvision(section.name.removeprefix(TORCHVISION))(num_classes=outputs)
+    if section.name in RESNETS:
+        _shape_blocks(model, section)
+    for layer in batchnorms(model):
+        layer.momentum = 1 - section.bn_decay
+    if section.bn_stats != "local" or section.bn_ghost_batch is not None:
+        for layer in batchnorms(model):
+            layer.__class__ = BATCHNORMS[section.bn_stats]
+            if isinstance(layer, GhostBatchNorm2d):
+                layer.ghost_batch = section.bn_ghost_batch or 0
+    if section.freeze_to is not None:
+        freeze(model, section.freeze_to)
+    if features is None:
+        _check_forward(model, section.name, outputs, side)
+    return model
+
+
+def _check_forward(model: nn.Module, name: str, outputs: int, side: int) -> None:
+    """Pass one image through the network, to find an unsuitable size before the training's first step."""
+    model.eval()
+    try:
+        with torch.inference_mode():
+            logits = model(torch.zeros(1, 3, side, side))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise InputError(f"data.crop={side}: {name} does not accept images of {side} x {side} pixels: {why}") from None
+    finally:
+        model.train()
+    if not isinstance(logits, torch.Tensor) or logits.shape != (1, outputs):
+        raise InputError(f"model.name={name} does not return {outputs} logits per image: choose a classifier")
+
+
+def _torchvision(name: str) -> Callable[..., nn.Module]:
+    models = import_torchvision("models")
+    known = models.list_models(module=models)
+    if name not in known:
+        near = get_close_matches(name, known, n=3, cutoff=0.4)
+        advice = f"nearest are {', '.join(near)}" if near else f"it has {', '.join(known[:5])} and others"
+        raise InputError(f"model.name: torchvision has no classifier {name!r}: {advice}")
+    build: Callable[..., nn.Module] = models.get_model_builder(name)
+    # these two have auxiliary classifiers, whose losses the original papers add
+    return partial(build, aux_logits=False) if name in ("googlenet", "inception_v3") else build
+
+
+def _shape_blocks(model: nn.Module, section: ModelSection) -> None:
+    """Set the stride and the initial gamma of a torchvision ResNet's blocks."""
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        blocks = list(stage.children())  # type: ignore[union-attr]
+        first = blocks[0]
+        if section.resnet_version == "v1":
+            first.conv1.stride, first.conv2.stride = first.conv2.stride, first.conv1.stride
+        zeroed = {"none": [], "last_of_block": blocks, "last_of_stage": blocks[-1:]}[section.zero_gamma]
+        for block in zeroed:
+            nn.init.zeros_((block.bn3 if hasattr(block, "bn3") else block.bn2).weight)
+
+
+def batchnorms(model: nn.Module) -> list[nn.BatchNorm2d]:
+    """The batch-norm layers, in the model's order."""
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from affinity.planner.workload import IMAGE_PIXELS, RESNET50, Workload
-from cputrain.recipe.schema import OptimSection, Recipe
-from cputrain.recipe.schema.data import LINE
+from affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
+from cputrain.recipe.schema import LINE, OptimSection, Recipe
 
 SIDE, CLASSES = 224, 1000  # of the sizes below
 BF16_KEPT = 0.55  # bytes kept for the backward pass with bf16, over float32's: 0.51 to 0.59, by network

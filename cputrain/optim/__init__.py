@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 from cputrain.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cputrain.optim.adagrad_da import AdagradDA
-    from cputrain.optim.lamb import Lamb
-    from cputrain.optim.lars import Lars
+    from cputrain.optim.lars import AdagradDA, Lamb, Lars
 
 __all__ = ["AdagradDA", "Lamb", "Lars"]
 

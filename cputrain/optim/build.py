@@ -1,14 +1,13 @@
-"""The optimizer of a recipe, over a model's parameters."""
+"""The optimizer of a recipe, and each layer's norms and trust ratio."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from cputrain.optim.adagrad_da import AdagradDA
-from cputrain.optim.lamb import Lamb
-from cputrain.optim.lars import Lars
+from cputrain.optim.lars import AdagradDA, Lamb, Lars, norms, trust_ratios, widened
 from cputrain.recipe.schema import OptimSection
 
 ParamGroups = list[dict[str, Any]]
@@ -73,3 +72,30 @@ OPTIMIZERS: dict[str, Callable[[ParamGroups, OptimSection], Optimizer]] = {
     "adadelta": lambda groups, o: Adadelta(groups, lr=0.0, rho=o.rho, foreach=True, **_eps(o)),
     "adagrad_da": lambda groups, o: AdagradDA(groups, lr=0.0, **_eps(o)),
 }
+
+
+@torch.no_grad()
+def layer_ratios(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """|w|, |g|, |w| / |g| and LARS' trust ratio of each trained parameter before its update, in the model's order.
+
+    As in You et al. 2018, Table 3. `ratio` is None where |g| is 0, `trust` where the optimizer is not LARS.
+    """
+    named = {p: name for name, p in model.named_parameters() if p.grad is not None}
+    trust: dict[Any, float] = {}
+    if isinstance(optimizer, Lars):
+        for group in optimizer.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            trust |= dict(zip(params, trust_ratios(group, params, [p.grad for p in params]), strict=True))
+    rows = []
+    for p, name in named.items():
+        weights, gradients = norms([widened(p), widened(p.grad)])  # type: ignore[arg-type]
+        rows.append(
+            {
+                "layer": name,
+                "weights": weights,
+                "gradients": gradients,
+                "ratio": weights / gradients if gradients else None,
+                "trust": trust.get(p),
+            }
+        )
+    return rows

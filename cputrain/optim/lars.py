@@ -1,12 +1,122 @@
-"""LARS: a learning rate for each layer, from the ratio of its weight norm to its gradient norm."""
+"""LARS (You et al. 2017), LAMB (You et al. 2020), AdaGrad by dual averaging (Duchi et al. 2011)."""
 
-from collections.abc import Iterable, Sequence
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from cputrain.optim.groups import GroupOptimizer, check_not_negative, norms, state_of
+FEW_DIGITS = (torch.bfloat16, torch.float16)
+# Norms of float32 outside these may have lost squares to underflow or overflow.
+SAFE_NORMS = (1e-12, 1e18)
+
+
+class GroupOptimizer(Optimizer):
+    """An optimizer that updates, group by group, the parameters that have gradients.
+
+    bfloat16 and float16 parameters are updated in float32, and so is their state: increments of less than their last
+    digit add up.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Raises ValueError for a wrong option or a parameter of complex numbers, and adds none then."""
+        self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        wrong = [p.dtype for p in self.param_groups[-1]["params"] if not p.is_floating_point()]
+        if wrong:
+            self.param_groups.pop()
+            raise ValueError(f"{type(self).__name__} takes floating-point parameters, found one of {wrong[0]}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; return the closure's loss, None without a closure.
+
+        Raises RuntimeError for a sparse gradient, before any parameter is updated.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for p in chain.from_iterable(trained):
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} takes dense gradients, that of a parameter of shape {tuple(p.shape)} is "
+                    "sparse: make it dense (torch.nn.Embedding(sparse=False)), or use torch.optim.SparseAdam for it"
+                )
+        for group, params in zip(self.param_groups, trained, strict=True):
+            if params:
+                wide = [widened(p) for p in params]
+                self._step_group(group, [self.state[p] for p in params], wide, [widened(p.grad) for p in params])
+                for p, updated in zip(params, wide, strict=True):
+                    if updated is not p:
+                        p.copy_(updated)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a state; that of bfloat16 and float16 parameters keeps its digits, which torch's own rounds."""
+        super().load_state_dict(state_dict)
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, p in zip(numbers, params, strict=True):
+            saved = state_dict["state"].get(number, {}) if p.dtype in FEW_DIGITS else {}
+            for name, value in saved.items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.detach().to(torch.float32, copy=True)
+
+    @abstractmethod
+    def _check(self, options: dict[str, Any]) -> None:
+        """Raise ValueError for a wrong option of a group."""
+
+    @abstractmethod
+    def _step_group(
+        self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Update the parameters of a group that have gradients, of which there is at least one."""
+
+
+def state_of(
+    states: Sequence[dict[str, Any]], params: Sequence[Tensor], name: str, initial: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """The state tensor `name` of each parameter; `initial` makes it at the parameter's first step."""
+    for state, p in zip(states, params, strict=True):
+        if name not in state:
+            state[name] = initial(p)
+    return [state[name] for state in states]
+
+
+def norms(tensors: Sequence[Tensor]) -> list[float]:
+    """The Euclidean norm of each tensor, also where float32 cannot hold the squares."""
+    found = torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).tolist()
+    least, most = SAFE_NORMS
+    return [
+        norm if least <= norm <= most else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+        for tensor, norm in zip(tensors, found, strict=True)
+    ]
+
+
+def check_not_negative(**options: float) -> None:
+    """Raise ValueError for an option that is negative or not finite."""
+    for name, value in options.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value}: must be 0 or more, and finite")
+
+
+def check_below_one(**options: float) -> None:
+    """Raise ValueError for an option that is not in [0, 1)."""
+    for name, value in options.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}={value}: must be 0 or more, and less than 1")
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in float32 where its type has fewer digits; else itself."""
+    return tensor.float() if tensor.dtype in FEW_DIGITS else tensor
+
 
 LEAST_INNER = 1e-8
 MOST_SCALE = 1e30
@@ -167,3 +277,126 @@ def _update_in_steps(
 def _laid_out_as(p: Tensor, other: Tensor) -> Tensor:
     """A gradient or a velocity in the parameter's memory format, which the fused kernel requires."""
     return other if other.stride() == p.stride() else torch.empty_like(p).copy_(other)
+
+
+MOST_TRUST = 1e38  # what float32 can hold
+
+
+class Lamb(GroupOptimizer):
+    """Layer-wise adaptive moments (You et al. 2020, arXiv:1904.00962, Algorithm 2), phi(z) = z.
+
+    With Adam's bias-corrected averages m of the gradients and v of their squares, u = m / (sqrt(v) + eps)
+    + weight_decay w, and w -= lr t u with the trust ratio t = |w| / |u|, 1 where a norm is 0.
+
+    Options are kept in `param_groups`, as torch's optimizers do; a group may have its own, e.g.
+    {"params": ..., "adapt": False} for biases and batch-norm, which sets t = 1.
+
+    Args:
+        params: parameters, or parameter groups with options of their own.
+        lr: learning rate.
+        betas: decay rates of the averages m and v.
+        weight_decay: decoupled weight decay.
+        eps: added to the root of v.
+
+    Raises:
+        ValueError: if an option is negative or not finite, or a decay rate 1 or more.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        eps: float = 1e-6,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "adapt": True}
+        super().__init__(params, defaults)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        beta1, beta2 = options["betas"]
+        check_not_negative(**{name: options[name] for name in ("lr", "weight_decay", "eps")})
+        check_below_one(beta1=beta1, beta2=beta2)
+
+    def _step_group(
+        self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        for state in states:  # of each parameter, as some may have had no gradient
+            state["step"] = state.get("step", 0) + 1
+        steps = [state["step"] for state in states]
+        beta1, beta2 = group["betas"]
+        averages, squares = (state_of(states, params, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(averages, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        scale = torch._foreach_div(squares, [1 - beta2**step for step in steps])
+        torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, group["eps"])
+        updates = torch._foreach_div(averages, [1 - beta1**step for step in steps])
+        if group["eps"] == 0:  # without any gradient so far, an element has none of its own to follow
+            for each in scale:
+                each.masked_fill_(each == 0, 1.0)
+        torch._foreach_div_(updates, scale)
+        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        if group["adapt"]:
+            pairs = zip(norms(params), norms(updates), strict=True)
+            torch._foreach_mul_(updates, [min(w / u, MOST_TRUST) if w and u else 1.0 for w, u in pairs])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+class AdagradDA(GroupOptimizer):
+    """Adagrad's primal-dual subgradient update (Duchi, Hazan, Singer 2011, JMLR 12, equation 3), psi centered at w_0.
+
+    After step t, with the learning rates r, gradients g and weight decays d of each step, and with
+    H = eps + sqrt(sum of g^2), the weights minimize
+
+        sum of r (<g, w> + d / 2 |w|^2) + 1/2 <w - w_0, H (w - w_0)>,
+
+    which is w = w_0 - (sum of r g + (sum of r d) w_0) / (H + sum of r d). The paper has a constant rate and w_0 = 0.
+    Here each step's gradient is weighted by the rate of that step, so that a schedule that ends at 0 does not lead back
+    to w_0. TensorFlow 1's AdagradDA always uses w_0 = 0, which sets a network's weights to zero.
+
+    Args:
+        params: parameters, or parameter groups with options of their own.
+        lr: learning rate.
+        weight_decay: L2 penalty d.
+        eps: added to the root of the summed squares.
+
+    Raises:
+        ValueError: if an option is negative or not finite.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps})
+
+    def _check(self, options: dict[str, Any]) -> None:
+        check_not_negative(**{name: options[name] for name in ("lr", "weight_decay", "eps")})
+
+    def _step_group(
+        self, group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        decay_sums = []
+        for state in states:
+            state["decay_sum"] = state.get("decay_sum", 0.0) + group["lr"] * group["weight_decay"]
+            decay_sums.append(state["decay_sum"])
+        initial = state_of(states, params, "initial", lambda p: p.detach().clone())
+        sums, squares = (state_of(states, params, name, torch.zeros_like) for name in ("sum", "square_sum"))
+        torch._foreach_add_(sums, grads, alpha=group["lr"])
+        torch._foreach_addcmul_(squares, grads, grads)
+        scale = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scale, [group["eps"] + decay_sum for decay_sum in decay_sums])
+        change = torch._foreach_mul(initial, decay_sums)
+        torch._foreach_add_(change, sums)
+        if group["eps"] == 0:  # a weight without any gradient or decay so far keeps its place: the limit of eps to 0
+            for each in scale:
+                each.masked_fill_(each == 0, 1.0)
+        torch._foreach_div_(change, scale)
+        torch._foreach_copy_(params, torch._foreach_sub(initial, change))

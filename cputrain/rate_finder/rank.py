@@ -9,14 +9,14 @@ from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
 from cputrain.comm.group import all_reduce_sum, end_group
-from cputrain.data.batches import Batch
-from cputrain.launch.startup import Startup
+from cputrain.data.loader import Batch
+from cputrain.launch.rank_process import Startup
 from cputrain.rate_finder.curve import RangeTest, rate_at
-from cputrain.recipe.phases import settings_at
+from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import Recipe
+from cputrain.training.entry import build_state
 from cputrain.training.feed import feed_of, training_batches
 from cputrain.training.session import Session, start_session
-from cputrain.training.start import build_state
 from cputrain.training.step import StepSettings, train_step
 
 

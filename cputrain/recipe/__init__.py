@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from cputrain.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from cputrain.recipe.derivation import TrainingSizes, derive
-    from cputrain.recipe.explanation import explain
+    from cputrain.recipe.derivation import TrainingSizes, derive, explain
     from cputrain.recipe.loading import load_recipe
     from cputrain.recipe.schema import Recipe
 

@@ -1,13 +1,146 @@
-"""The sizes of a training: batch, steps and peak rate of a recipe on a number of workers and images."""
+"""What follows from a recipe: phases, steps, learning rates, batches, and the explanation of each."""
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 from affinity.errors import InputError
-from affinity.planner.local_batches import most_per_pass
+from affinity.planner.request import Reason
+from affinity.planner.rules import most_per_pass
 from affinity.wording import counted
-from cputrain.recipe.rates import peak_rate
-from cputrain.recipe.schema import BatchSection, Recipe
+from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSettings:
+    """Side of the training images in pixels, how they are cropped, and the weight decay."""
+
+    crop: int
+    train_crop: Literal["random_resized", "random"]
+    weight_decay: float
+
+
+def settings_at(recipe: Recipe, epoch: int) -> EpochSettings:
+    """The settings of an epoch, counted from 0: each from the last phase so far that sets it, else from the recipe."""
+    crop, train_crop, weight_decay = recipe.data.crop, recipe.data.train_crop, recipe.optim.weight_decay
+    for phase in recipe.phases:
+        if phase.from_epoch <= epoch:
+            crop = phase.crop or crop
+            train_crop = phase.train_crop or train_crop
+            weight_decay = weight_decay if phase.weight_decay is None else phase.weight_decay
+    return EpochSettings(crop=crop, train_crop=train_crop, weight_decay=weight_decay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRule:
+    """rate = base_rate x (batch / base_batch) ^ power, batches in images over all workers."""
+
+    base_rate: float
+    base_batch: int
+    power: float
+    source: str
+
+    @property
+    def title(self) -> str:
+        """The rule's usual name, with its source."""
+        return f"{'linear' if self.power == 1 else 'square-root'} scaling ({self.source})"
+
+    def scale(self, rate: float, batch: float, reference: int) -> float:
+        """The rate for `batch` images, from one for `reference` images."""
+        return rate * float((batch / reference) ** self.power)
+
+    def formula(self, rate: str, ratio: str) -> str:
+        """The scaling as text: "0.1 x 512 / 256", "0.001 x sqrt(512 / 256)"."""
+        return f"{rate} x {ratio}" if self.power == 1 else f"{rate} x sqrt({ratio})"
+
+
+GOYAL = ScalingRule(base_rate=0.1, base_batch=256, power=1, source="Goyal et al. 2017, 2.1")
+# The papers of Adam, AdamW and RMSprop give 0.001 without a batch; 256 is that of the other rules.
+ADAM = ScalingRule(base_rate=0.001, base_batch=256, power=0.5, source="Malladi et al. 2022")
+# 4 / 100 at 32,768, a factor of sqrt(2) less at each half of it: You et al.'s untuned LAMB for ResNet-50.
+LAMB = ScalingRule(base_rate=0.04, base_batch=32_768, power=0.5, source="You et al. 2020")
+
+RULES = {"sgd": GOYAL, "momentum": GOYAL, "adam": ADAM, "adamw": ADAM, "rmsprop": ADAM, "lamb": LAMB}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakRate:
+    """The learning rate at the end of the warm-up, and its derivation in words."""
+
+    rate: float
+    why: str
+
+
+def peak_rate(recipe: Recipe, *, global_batch: int, workers: int) -> PeakRate:
+    """The recipe's peak rate for a job. Raises InputError where that needs a rule which its optimizer does not have."""
+    rate, scaling = recipe.schedule.peak_rate, recipe.optim.scale_rate_by
+    if rate == "auto":
+        return _auto_rate(recipe, global_batch, workers)
+    reference = recipe.schedule.reference_batch
+    if scaling == "workers":
+        why = f"{rate:g} x {counted(workers, 'worker')} (optim.scale_rate_by=workers)"
+        return PeakRate(rate=rate * workers, why=why)
+    if scaling == "batch":
+        return _rate_by_batch(recipe, rate, global_batch)
+    return PeakRate(rate=rate, why="set in the recipe" + (f" for a global batch of {reference:,}" if reference else ""))
+
+
+def rate_warning(recipe: Recipe, *, global_batch: int) -> str:
+    """A warning where the job's global batch is not the one that the rate was tuned for; "" where it is."""
+    rate, reference = recipe.schedule.peak_rate, recipe.schedule.reference_batch
+    if reference in (None, global_batch) or recipe.optim.scale_rate_by in ("batch", "workers"):
+        return ""
+    has_rule = recipe.optim.name in RULES
+    other = "optim.scale_rate_by=batch" if has_rule else f"tune schedule.peak_rate for {global_batch:,}"
+    return (
+        f"schedule.peak_rate={rate:g} was tuned for a global batch of {reference:,} images, but this job's is "
+        f"{global_batch:,}: set batch.global={reference}, or {other}"
+    )
+
+
+def _auto_rate(recipe: Recipe, global_batch: int, workers: int) -> PeakRate:
+    """The rate of peak_rate=auto."""
+    rule, scaling = _rule(recipe, "schedule.peak_rate=auto"), recipe.optim.scale_rate_by
+    base, base_text = rule.base_rate, f"{rule.base_rate:g}"
+    if recipe.optim.name == "rmsprop" and recipe.optim.momentum:
+        # a momentum of m adds up 1 / (1 - m) updates; the rule is for RMSprop without
+        base, base_text = base * (1 - recipe.optim.momentum), f"{base:g} x (1 - {recipe.optim.momentum:g})"
+    if scaling == "none":
+        rate, why = base, f"{base_text}, not scaled (optim.scale_rate_by=none)"
+    else:
+        batch = global_batch / workers if scaling == "workers" else global_batch
+        ratio = f"{batch:,.6g} / {rule.base_batch:,}" if batch % 1 else f"{int(batch):,} / {rule.base_batch}"
+        rate = rule.scale(base, batch, rule.base_batch)
+        why = f"{rule.title}: {rule.formula(base_text, ratio)}"
+        if scaling == "workers":
+            rate, why = rate * workers, f"{why} x {counted(workers, 'worker')}"
+    factor = recipe.schedule.auto_rate_factor
+    if factor != 1:
+        why += f" = {rate:.4g}, x {factor:g} = {factor * rate:g} (schedule.auto_rate_factor={factor:g})"
+    return PeakRate(rate=factor * rate, why=why)
+
+
+def _rate_by_batch(recipe: Recipe, rate: float, global_batch: int) -> PeakRate:
+    """A numeric rate, scaled from its reference batch to the job's global batch."""
+    rule, reference = _rule(recipe, "optim.scale_rate_by=batch"), recipe.schedule.reference_batch
+    if reference is None:
+        raise InputError(
+            f"optim.scale_rate_by=batch needs the global batch that schedule.peak_rate={rate:g} was tuned for: set "
+            "schedule.reference_batch to it"
+        )
+    return PeakRate(
+        rate=rule.scale(rate, global_batch, reference),
+        why=f"{rule.title}: {rule.formula(f'{rate:g}', f'{global_batch:,} / {reference:,}')}",
+    )
+
+
+def _rule(recipe: Recipe, setting: str) -> ScalingRule:
+    if recipe.optim.name not in RULES:
+        raise InputError(
+            f"{setting} needs a scaling rule for the learning rate, but there is none for optim.name="
+            f"{recipe.optim.name}, only for {', '.join(RULES)}: set schedule.peak_rate to a rate for this batch"
+        )
+    return RULES[recipe.optim.name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +259,106 @@ def _too_large(batch: BatchSection, global_batch: int, workers: int, epoch_image
         f"batch.local={batch.local} on {counted(workers, 'worker')} needs {global_batch:,} images per step, but an "
         f"epoch has {epoch_images:,}: set batch.local to {fitting} or less"
     )
+
+
+def explain(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> list[Reason]:
+    """Every size with its value and its derivation, one line each."""
+    return [
+        _global_batch(recipe, sizes, ppn=ppn, nodes=nodes),
+        _steps_per_epoch(recipe, sizes),
+        Reason(
+            what="warm-up steps",
+            value=f"{sizes.warmup_steps:,}",
+            why=f"{_epochs(recipe.schedule.warmup_epochs)} x {counted(sizes.steps_per_epoch, 'step')}",
+        ),
+        Reason(
+            what="total steps",
+            value=f"{sizes.total_steps:,}",
+            why=f"{_epochs(recipe.epochs)} x {counted(sizes.steps_per_epoch, 'step')}",
+        ),
+        Reason(
+            what="peak rate",
+            value=f"{sizes.peak_rate:g}",
+            why=peak_rate(recipe, global_batch=sizes.global_batch, workers=ppn * nodes).why,
+        ),
+        Reason(
+            what="learning rate",
+            value=_rates(recipe.schedule, sizes),
+            why=(f"linear warm-up in steps 0-{sizes.warmup_steps:,}, then " if sizes.warmup_steps else "")
+            + _decay(recipe.schedule, sizes),
+        ),
+        *(_phase(phase, sizes) for phase in recipe.phases),
+    ]
+
+
+def _global_batch(recipe: Recipe, sizes: TrainingSizes, *, ppn: int, nodes: int) -> Reason:
+    batch, unit, workers = recipe.batch, recipe.data.unit, ppn * nodes
+    if batch.global_ is None:
+        accumulated = f" x {batch.accumulation} accumulation steps" if batch.accumulation > 1 else ""
+        return Reason(
+            what="global batch",
+            value=f"{batch.local * ppn * batch.accumulation} x {nodes} = {sizes.global_batch:,}",
+            why=f"{batch.local} {unit} x {counted(ppn, 'worker')}{accumulated} per host, {counted(nodes, 'host')}",
+        )
+    fewest, most = sizes.global_batch // workers, ceil(sizes.global_batch / workers)
+    each = f"{fewest}" if fewest == most else f"{fewest} or {most}"
+    steps, largest = sizes.accumulation_steps, ceil(most / sizes.accumulation_steps)
+    passes = f"{steps} accumulation steps of at most {largest} {unit}" if steps > 1 else "1 backward pass"
+    where = f"each of {workers:,} workers" if workers > 1 else "1 worker"
+    return Reason(
+        what="global batch",
+        value=f"{sizes.global_batch:,}",
+        why=f"batch.global: {each} {unit} on {where}, in {passes} (batch.local={batch.local})",
+    )
+
+
+def _steps_per_epoch(recipe: Recipe, sizes: TrainingSizes) -> Reason:
+    ratio = sizes.images_per_epoch / sizes.global_batch
+    if sizes.used_images_per_epoch < sizes.images_per_epoch:
+        rounding = ", the partial last batch is dropped"
+    elif sizes.used_images_per_epoch % sizes.global_batch:
+        rounding = f", spread over one step more: {sizes.used_images_per_epoch // sizes.steps_per_epoch:,} per step"
+    else:
+        rounding = ", without remainder"
+    return Reason(
+        what="steps per epoch",
+        value=f"{sizes.images_per_epoch:,} / {sizes.global_batch:,} = {ratio:.2f} -> {sizes.steps_per_epoch:,}",
+        why=f"{recipe.data.unit} / global batch{rounding}",
+    )
+
+
+def _phase(phase: PhaseSection, sizes: TrainingSizes) -> Reason:
+    values = {"crop": phase.crop, "train_crop": phase.train_crop, "weight_decay": phase.weight_decay}
+    changes = [f"{key}={value}" for key, value in values.items() if value is not None]
+    if phase.restart_rate is not None:
+        changes.append(f"learning rate {phase.restart_rate:g} -> 0, polynomial decay (power {phase.restart_power:g})")
+    return Reason(
+        what=f"from epoch {phase.from_epoch}",
+        value=", ".join(changes) or "no change",
+        why=f"from step {phase.from_epoch * sizes.steps_per_epoch:,} on",
+    )
+
+
+def _rates(schedule: ScheduleSection, sizes: TrainingSizes) -> str:
+    """The learning rates at the turning points of the schedule."""
+    first = [schedule.start_rate] if sizes.warmup_steps else []
+    last = [] if schedule.name in ("constant", "steps") else [schedule.end_rate]
+    return " -> ".join(f"{rate:g}" for rate in (*first, sizes.peak_rate, *last))
+
+
+def _decay(schedule: ScheduleSection, sizes: TrainingSizes) -> str:
+    """The decay after the warm-up in words."""
+    milestones = ", ".join(f"{epoch:g}" for epoch in schedule.milestones)
+    end = f"to {schedule.end_rate:g} at step {sizes.total_steps:,}"
+    return {
+        "linear": f"linear decay {end}",
+        "poly": f"polynomial decay (power {schedule.power:g}) {end}",
+        "poly_from_start": f"polynomial decay (power {schedule.power:g}, counted from step 0) {end}",
+        "steps": f"multiplied by {schedule.milestone_factor:g} after epochs {milestones}",
+        "cosine": f"cosine decay {end}",
+        "constant": "constant",
+    }[schedule.name]
+
+
+def _epochs(number: float) -> str:
+    return f"{number:g} epoch" if number == 1 else f"{number:g} epochs"

@@ -1,23 +1,159 @@
-"""A run's folder, read for a report: what is damaged or of another version is left out and named."""
+"""A run as it is read for pages: events, usage, summary, history."""
 
 import json
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from datetime import datetime, timezone
+from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
+
 from affinity.errors import InputError
-from affinity.planner.plan import Plan
-from affinity.planner.plan_file import plan_from_dict, read_json
-from affinity.wording import counted
+from affinity.planner.plan import Plan, WorkerPlan
+from affinity.planner.plan_file import PLAN_FILE, plan_from_dict, plan_of_host, read_json
+from affinity.wording import GIB, counted, first_named
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
-from cputrain.report.usage import Usage, read_usage
 from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
 from cputrain.runs.folder import ENVIRONMENT, PLAN, RECIPE
-from mpi.usage.file import FOLDER as USAGE
+from mpi.usage.records import FOLDER, HostUse, Use, WorkerUse, read_records, total
+from mpi.usage.records import FOLDER as USAGE
+
+LOOPBACK = "lo"
+MB = 1e6
+PAUSE_S = 2.0  # a longer time without records is the pause between a run's end and its resumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A run's records, oldest first, by rank and by host; and the planned worker of each rank."""
+
+    workers: dict[int, list[WorkerUse]]
+    hosts: dict[str, list[HostUse]]
+    planned: dict[int, WorkerPlan]
+
+
+def read_usage(run: Path) -> Usage | None:
+    """The records in a run's folder; None where nothing was sampled."""
+    folder = run / FOLDER
+    workers = {
+        int(path.stem[len("rank-") :]): read_records(path, WorkerUse) for path in folder.glob("rank-[0-9]*.jsonl")
+    }
+    hosts = {path.stem[len("host-") :]: read_records(path, HostUse) for path in folder.glob("host-*.jsonl")}
+    known = {rank: workers[rank] for rank in sorted(workers) if workers[rank]}
+    if not known:
+        return None
+    return Usage(
+        workers=known,
+        hosts={host: hosts[host] for host in sorted(hosts) if hosts[host]},
+        planned=_planned(run / PLAN_FILE, {rank: records[-1].host for rank, records in known.items()}),
+    )
+
+
+def _planned(path: Path, host_of: dict[int, str]) -> dict[int, WorkerPlan]:
+    """The planned worker of each rank, without hosts that ran another number of ranks than planned."""
+    try:
+        data = read_json(path)
+    except InputError:  # absent, or damaged
+        return {}
+    found: dict[int, WorkerPlan] = {}
+    for host in sorted(set(host_of.values())):
+        ranks = sorted(rank for rank, where in host_of.items() if where == host)
+        try:
+            plan = plan_of_host(data, host)
+            workers = plan_from_dict(plan).workers
+        except InputError:
+            continue  # a host that is not in the plan, as after a requeue
+        if len(workers) == len(ranks):
+            found |= dict(zip(ranks, workers, strict=True))
+    return found
+
+
+def busy(record: WorkerUse | HostUse) -> float:
+    """CPUs that were busy on average: CPU seconds per second."""
+    return record.cpu_s / record.seconds if record.seconds > 0 else 0.0
+
+
+def mean_of(records: Sequence[Use], value: Callable[[Use], float]) -> float:
+    """A rate's mean over time."""
+    return sum(value(r) * r.seconds for r in records) / max(sum(r.seconds for r in records), 1e-9)
+
+
+def mb_per_s(name: str, direction: int) -> Callable[[HostUse], float]:
+    """A record's MB/s of an interface, received (0) or sent (1)."""
+    return lambda r: r.network.get(name, (0, 0))[direction] / MB / r.seconds if r.seconds > 0 else 0.0
+
+
+def interfaces_of(records: Sequence[HostUse]) -> list[str]:
+    """A host's interfaces with traffic, the busiest first, the loopback last."""
+    by_name = total(*(record.network for record in records))
+    return sorted(by_name, key=lambda name: (name == LOOPBACK, -sum(by_name[name]), name))
+
+
+def worker_rows(usage: Usage) -> list[tuple[str, ...]]:
+    """For each rank: rank, host, CPUs busy (mean, peak), planned, GiB of memory (peak), estimated, processes."""
+    rows: list[tuple[str, ...]] = []
+    for rank, records in usage.workers.items():
+        plan = usage.planned.get(rank)
+        estimate = plan.memory_bytes if plan else None
+        rows.append(
+            (
+                str(rank),
+                records[-1].host,
+                f"{mean_of(records, busy):.2f}",
+                f"{max(map(busy, records)):.2f}",
+                str(len(plan.pus)) if plan else "",
+                f"{max(r.rss_bytes for r in records) / GIB:.2f}",
+                f"{estimate / GIB:.2f}" if estimate else "",
+                str(max(r.processes for r in records)),
+            )
+        )
+    return rows
+
+
+def host_rows(usage: Usage) -> list[tuple[str, ...]]:
+    """For each host: host, CPUs busy (mean, peak), least GiB of memory available."""
+    return [
+        (
+            host,
+            f"{mean_of(records, busy):.2f}",
+            f"{max(map(busy, records)):.2f}",
+            f"{min(r.memory_available_bytes for r in records) / GIB:.1f}",
+        )
+        for host, records in usage.hosts.items()
+    ]
+
+
+def network_rows(usage: Usage) -> list[tuple[str, ...]]:
+    """For each host and interface: host, interface, MB/s received (mean, peak), MB/s sent (mean, peak)."""
+    rows: list[tuple[str, ...]] = []
+    for host, records in usage.hosts.items():
+        for name in interfaces_of(records):
+            rates = [mb_per_s(name, direction) for direction in (0, 1)]
+            figures = [figure for rate in rates for figure in (mean_of(records, rate), max(map(rate, records)))]
+            rows.append((host, "lo (loopback)" if name == LOOPBACK else name, *(f"{mb:.3f}" for mb in figures)))
+    return rows
+
+
+def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
+    """A function from unix times to seconds of running time, without the pauses before resumptions."""
+    every: list[Sequence[WorkerUse | HostUse]] = [*usage.workers.values(), *usage.hosts.values()]
+    spans: list[tuple[float, float]] = []
+    for start, end in sorted((r.time - r.seconds, r.time) for records in every for r in records):
+        if spans and start <= spans[-1][1] + PAUSE_S:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((start, end))
+    edges = [edge for span in spans for edge in span]
+    before = accumulate((end - start for start, end in spans), initial=0.0)
+    elapsed = [edge for pair in pairwise(before) for edge in pair]
+    return lambda times: np.interp(times, edges, elapsed)
+
 
 DONE, STOPPED, RUNNING, INTERRUPTED, NOT_STARTED = "done", "stopped", "running", "interrupted", "not started"
 LAST_EVENTS = 100  # whose silences count
@@ -163,3 +299,193 @@ def unit_of(start: Mapping[str, Any]) -> str:
     """The word for samples of a run's data, by its start event."""
     data = start.get("data")
     return str(data) if data in ("points", "samples") else "images"
+
+
+Rows = list[tuple[str, str]]
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+
+
+def duration(seconds: float) -> str:
+    """ "0.4 s", "52 s", "3 min 20 s", "5 h 07 min", "2 d 03 h"."""
+    if seconds < MINUTE_S:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < HOUR_S:
+        return f"{whole // MINUTE_S} min {whole % MINUTE_S:02} s"
+    if whole < DAY_S:
+        return f"{whole // HOUR_S} h {whole % HOUR_S // MINUTE_S:02} min"
+    return f"{whole // DAY_S} d {whole % DAY_S // HOUR_S:02} h"
+
+
+def date(time: float) -> str:
+    """A Unix time as "2026-11-22 18:24 UTC"."""
+    return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def best_of(run: Run) -> tuple[str, str, dict[str, Any]] | None:
+    """The best evaluation: what is measured, its value, and its epoch's event; None without any."""
+    epochs = run.of("epoch")
+    if scored := [event for event in epochs if event["val_top1"] is not None]:
+        best = max(scored, key=lambda event: event["val_top1"])
+        return "top-1", f"{best['val_top1']:.2f} %", best
+    if losses := [event for event in epochs if event["val_loss"] is not None]:
+        best = min(losses, key=lambda event: event["val_loss"])
+        return "validation loss", f"{best['val_loss']:.4f}", best
+    return None
+
+
+def status_text(run: Run, status: str) -> str:
+    """A sentence about how the run stands, and what can be done."""
+    last, total = _last_step(run), run.start.get("last_step")
+    at = f"step {last:,}" + (f" of {total:,}" if total else "")
+    seen = f", last event {date(run.log.written[-1]['time'])}" if run.log.written else ""
+    resume = f"cputrain train {shlex.quote(str(run.folder))} --resume"
+    return {
+        DONE: f"all {counted(last, 'step')} done",
+        STOPPED: f"stopped after {at}: {resume} continues",
+        RUNNING: f"running, at {at}{seen}",
+        INTERRUPTED: f"interrupted after {at}{seen}: {resume} continues",
+        NOT_STARTED: "no event has been written yet",
+    }[status]
+
+
+def _last_step(run: Run) -> int:
+    steps = (event["step"] for event in reversed(run.events) if event["event"] in ("step", "epoch"))
+    return int(next(steps, (run.end or {}).get("steps", 0)))
+
+
+def figures(run: Run) -> Rows:
+    """The figures at the top of the page: what, value."""
+    rows: Rows = []
+    end, best = run.end or {}, best_of(run)
+    if best is not None:
+        rows.append((f"best {best[0]}, epoch {best[2]['epoch']:g}", best[1]))
+    last = next((event for event in reversed(run.of("epoch")) if event["val_top1"] is not None), None)
+    final = end.get("top1") if end.get("top1") is not None else last and last["val_top1"]
+    if final is not None:
+        rows.append(("final top-1" if run.end else "latest top-1", f"{final:.2f} %"))
+    for label, key in (("top-5", "top5"), ("test top-1", "test_top1"), ("test top-5", "test_top5")):
+        if end.get(key) is not None:
+            rows.append((label, f"{end[key]:.2f} %"))
+    spent = run.log.spent
+    if spent.starts:
+        over = f" over {spent.starts} starts" if spent.starts > 1 else ""
+        rows.append(("time to train" if run.end else "trained for", duration(spent.training_s) + over))
+    speeds = [event["images_per_s"] for event in run.of("epoch")] or [e["images_per_s"] for e in run.of("step")]
+    if speeds:
+        rows.append((f"{unit_of(run.start)}/s", f"{median(speeds):,.1f}"))
+    if run.start.get("workers"):
+        hosts = len({binding["host"] for binding in run.start["bindings"]})
+        rows.append(("workers", f"{run.start['workers']:,} on {counted(hosts, 'host')}"))
+    if run.start.get("global_batch"):
+        rows.append(("global batch", f"{run.start['global_batch']:,}"))
+    return rows
+
+
+def particulars(run: Run) -> Rows:
+    """What the run ran on and with: one row for each thing that is known."""
+    start, environment, spent = run.start, run.environment, run.log.spent
+    written = run.log.written
+    hosts = sorted({binding["host"] for binding in start.get("bindings", ())})
+    end = run.end or {}
+    values: list[tuple[str, Any]] = [
+        ("started", date(written[0]["time"]) if written else ""),
+        ("wall time", duration(spent.wall_s) if spent.starts > 1 else ""),
+        ("hosts", first_named(hosts)),
+        ("CPU", "; ".join(dict.fromkeys(_cpu(plan) for _, plan in run.plans))),
+        ("steps", f"{end['steps']:,}" if "steps" in end else ""),
+        (unit_of(run.start), f"{end['images']:,}" if "images" in end else ""),
+        ("data", _data(run)),
+        ("validation loss", f"{end['val_loss']:.4f}" if end.get("val_loss") is not None else ""),
+        ("backend", _because(environment.get("backend") or start.get("backend"), environment.get("backend_why"))),
+        ("engine", _because(environment.get("engine"), environment.get("engine_why"))),
+        ("decoder", environment.get("decoder")),
+        ("allocator", environment.get("allocator")),
+        ("instructions", environment.get("cpu_capability")),
+        ("torch", environment.get("torch")),
+        ("cputrain", environment.get("cputrain")),
+        ("Python", environment.get("python")),
+        ("kernel", environment.get("kernel")),
+        ("last checkpoint", _checkpoint(run)),
+    ]
+    return [(name, str(value)) for name, value in values if value]
+
+
+def _cpu(plan: Any) -> str:
+    machine = plan.machine
+    cores, packages = len(machine.cores), len(machine.packages)
+    memory = sum(node.memory_bytes or 0 for node in machine.numa_nodes) / GIB
+    size = f", {memory:.0f} GiB" if memory else ""
+    return f"{machine.model}: {counted(packages, 'package')}, {counted(cores, 'core')}{size}"
+
+
+def _data(run: Run) -> str:
+    kind, count, classes = (run.start.get(key) for key in ("data", "train_images", "classes"))
+    parts: Iterable[str] = (
+        f"{count:,} training {unit_of(run.start)}" if count else "",
+        f"of {counted(classes, 'class').replace('classs', 'classes')}" if classes and kind != "points" else "",
+        f"({kind})" if kind and kind not in ("images", "points", "samples") else "",
+    )
+    return " ".join(filter(None, parts))
+
+
+def _because(value: Any, why: Any) -> str:
+    return f"{value} ({why})" if value and why else str(value or "")
+
+
+def _checkpoint(run: Run) -> str:
+    last = next((event for event in reversed(run.events) if event["event"] == "checkpoint"), None)
+    return f"step {last['step']:,}, {date(last['time'])}" if last else ""
+
+
+MOST_WARNINGS, MOST_IMAGES = 200, 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """A warning that was given `times` times, at the steps from `first` to `last`, and the images that it names."""
+
+    what: str
+    times: int
+    first: int
+    last: int
+    images: tuple[str, ...]
+    more_images: int
+
+
+def warnings_of(run: Run) -> tuple[Warned, ...]:
+    """The warnings, equal ones together, in the order of the first."""
+    by_text: dict[str, list[Mapping[str, Any]]] = {}
+    for event in run.of("warning"):
+        by_text.setdefault(event["what"], []).append(event)
+    return tuple(_warned(what, events) for what, events in list(by_text.items())[:MOST_WARNINGS])
+
+
+def _warned(what: str, events: Sequence[Mapping[str, Any]]) -> Warned:
+    steps = [event.get("step", 0) for event in events]
+    images = list(dict.fromkeys(image for event in events for image in event.get("images", ())))
+    return Warned(
+        what=what,
+        times=len(events),
+        first=min(steps),
+        last=max(steps),
+        images=tuple(images[:MOST_IMAGES]),
+        more_images=max(len(images) - MOST_IMAGES, 0),
+    )
+
+
+def faults_of(run: Run) -> tuple[str, ...]:
+    """A line about each start after the first: how the one before ended, the pause, and the steps done again."""
+    lines: list[str] = []
+    done, last, ended = 0, None, False
+    for event in run.log.written:
+        if event["event"] == "start" and last is not None:
+            how = "stopped" if ended else "interrupted"
+            pause = duration(max(event["time"] - last["time"], 0.0))
+            lines.append(f"{how} after step {done:,}, started again {pause} later ({date(event['time'])})")
+        if event["event"] == "step":
+            if event["step"] <= done and lines:
+                lines[-1] += f"; {counted(done - event['step'] + 1, 'step')} done again"
+            done = event["step"]
+        last, ended = event, event["event"] == "end"
+    return tuple(lines)

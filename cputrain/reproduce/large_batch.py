@@ -1,11 +1,22 @@
-"""The large-batch claim: the trainings that decide it, their table and the verdict."""
+"""The large-batch study: accuracy by global batch, with and without LARS."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean
 
-from affinity.errors import InputError
-from cputrain.sweep import SEED, RunResult, Variant, finished_top1s, spread
+from matplotlib import pyplot as plt
+
+from affinity.errors import InputError, RunError
+from affinity.wording import counted
+from cputrain.files import write_text
+from cputrain.launch.local import PlannedTraining, plan_training
+from cputrain.recipe.loading import load_recipe
+from cputrain.recipe.schema import SweepSection
+from cputrain.report.figure import figure_svg
+from cputrain.sweep import SEED, RunResult, Variant, finished_top1s, spread, variants
+from cputrain.sweep.run import train_all
+from cputrain.sweep.tables import write_results
 
 HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS, more than for momentum
 
@@ -109,3 +120,73 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
             )
     figures = "; ".join(f"{b:,}: LARS {-below[b, 'lars']:+.2f}, momentum {-below[b, 'momentum']:+.2f}" for b in batches)
     return f"does not hold here (LARS within {HOLDS:g} point where momentum loses more than {LOSES:g}): {figures}"
+
+
+MARKS = {"momentum": "o", "lars": "s"}
+
+
+def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
+    """SVG: top-1 of each optimizer over the global batch, mean and range of the seeds, and the baseline."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    base = mean(found[0].top1s)
+    for below, style in ((0.0, "-"), (HOLDS, "--"), (LOSES, ":")):
+        label = f"baseline {base:.2f} %" if below == 0 else f"{below:g} {'point' if below == 1 else 'points'} below it"
+        axes.axhline(base - below, color="gray", linewidth=0.8, linestyle=style, label=label)
+    for optimizer, mark in MARKS.items():
+        finished = [entry for entry in found if entry.top1s and (entry.optimizer == optimizer or entry is found[0])]
+        means = [mean(entry.top1s) for entry in finished]
+        low = [m - min(entry.top1s) for m, entry in zip(means, finished, strict=True)]
+        high = [max(entry.top1s) - m for m, entry in zip(means, finished, strict=True)]
+        name = {"momentum": "momentum, best rate", "lars": "LARS, best rate"}[optimizer]
+        axes.errorbar([entry.batch for entry in finished], means, (low, high), marker=mark, capsize=3, label=name)
+    axes.set_xscale("log", base=2)
+    batches = sorted({entry.batch for entry in found})
+    axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
+    axes.set(xlabel="global batch, same number of epochs", ylabel="top-1, percent", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="lower left")
+    return figure_svg(figure)
+
+
+LARGE_BATCH_PICTURE = "large-batch.svg"
+
+
+def run_large_batch(
+    scale: str,
+    settings: tuple[str, ...],
+    seeds: int,
+    folder: Path,
+    env: Mapping[str, str],
+    report: Callable[[str], None],
+) -> list[BatchResults]:
+    """Train the recipe large-batch-SCALE: every learning rate with the first seed, then the best rate of each optimizer
+    and batch with the other seeds.
+
+    `folder` gets the trainings, tables and PICTURE; what is finished there is not repeated. `report` shows a line to
+    the user. Raises InputError, and RunError where the baseline does not finish.
+    """
+    name = f"large-batch-{scale}"
+
+    def planned(variant: Variant) -> tuple[Variant, PlannedTraining]:
+        recipe = load_recipe(name, (*settings, *variant.arguments, f"output={folder / variant.folder}"))
+        return variant, plan_training(recipe.model_copy(update={"sweep": SweepSection()}), env)
+
+    sweep = load_recipe(name, settings).sweep
+    first = [planned(with_seed(variant.settings, 1)) for variant in variants(sweep, (), ())]
+    check_study((one.sizes.global_batch, one.recipe.optim.name) for _, one in first)
+    report(f"{len(first)} trainings with the first seed, then the best rates with {counted(seeds - 1, 'more seed')}")
+    tried = train_all(first, env)
+    found = by_batch((one.sizes.global_batch, result) for (_, one), result in zip(first, tried, strict=True))
+    if not found[0].best.top1:
+        raise RunError(f"the baseline with global batch {found[0].batch} did not finish: see its logs in {folder}")
+    full = []
+    for entry in found:
+        finished = entry.best.top1 is not None
+        others = [with_seed(entry.best.settings, seed) for seed in range(2, seeds + 1)] if finished else []
+        full.append(with_all_seeds(entry, train_all([planned(variant) for variant in others], env)))
+    write_results(folder, name, [result for entry in full for result in (*entry.tried, *entry.results[1:])])
+
+    # matplotlib: a second that only the end needs
+
+    write_text(folder / LARGE_BATCH_PICTURE, large_batch_chart(name, full))
+    return full

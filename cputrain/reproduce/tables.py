@@ -1,18 +1,20 @@
-"""The tables of the reference documents beside the sizes that our recipes derive; nothing is trained."""
+"""The published trainings' settings as tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import isclose
 from pathlib import Path
 
 import yaml
 from pydantic import field_validator
 
+from affinity.terminal import align_columns, markdown_table
 from affinity.topology.catalog import shipped
+from affinity.wording import counted
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, tuples
-from cputrain.recipe.schema import Recipe
-from cputrain.recipe.schema.base import Positive, Section
+from cputrain.recipe.schema import Positive, Recipe, Section
 
 DOCUMENTS = ("you-et-al", "surfsara-intel", "gist", "multi-worker-lab", "lab3")
 FOLDER = shipped(Path(__file__).parents[1], "published")
@@ -187,3 +189,59 @@ def quantity_text(quantity: str, value: float | None) -> str:
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:g}"
+
+
+def tables_text(rows: Iterable[ExperimentComparison]) -> str:
+    """The tables of the documents, one below the other."""
+    return _each_table(rows, _text)
+
+
+def tables_markdown(rows: Iterable[ExperimentComparison]) -> str:
+    """The tables of the documents in Markdown."""
+    return _each_table(rows, _markdown)
+
+
+def _each_table(
+    rows: Iterable[ExperimentComparison], one_table: Callable[[str, Sequence[ExperimentComparison]], str]
+) -> str:
+    titled = groupby(rows, lambda row: f"{row.document}: {row.table}")
+    return "\n".join(one_table(title, list(experiments)) for title, experiments in titled)
+
+
+def _text(title: str, experiments: Sequence[ExperimentComparison]) -> str:
+    blocks = [title]
+    for one in experiments:
+        rows = [("", "published", "recipe", ""), *((f"  {cell}", *rest) for cell, *rest in _cells(one))]
+        note = f"\n  note: {one.note}" if one.note else ""
+        blocks.append(f"{one.experiment}\n  {_recipe(one)}\n{align_columns(rows, numbers=True)}{note}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _markdown(title: str, experiments: Sequence[ExperimentComparison]) -> str:
+    rows = [("experiment", "quantity", "published", "recipe", "")]
+    rows += [(one.experiment, *cells) for one in experiments for cells in _cells(one)]
+    notes = (f"- {one.experiment}: {_recipe(one)}" + (f"; {one.note}" if one.note else "") for one in experiments)
+    rules = ("---", "---", "---:", "---:", "---")
+    return "\n".join((f"### {title}", "", markdown_table(rows, rules=rules), *notes)) + "\n"
+
+
+def _cells(one: ExperimentComparison) -> list[tuple[str, str, str, str]]:
+    """Quantity, published value, the recipe's value, and "differs" where the two differ."""
+    return [
+        (
+            row.quantity,
+            quantity_text(row.quantity, row.published),
+            quantity_text(row.quantity, row.recipe),
+            "differs" if row.differs else "",
+        )
+        for row in one.rows
+    ]
+
+
+def _recipe(one: ExperimentComparison) -> str:
+    """The recipe with its settings and workers."""
+    return (
+        f"recipe {one.command} on {counted(one.hosts, 'host')} x {counted(one.ppn, 'worker')}"
+        if one.command
+        else "no recipe"
+    )

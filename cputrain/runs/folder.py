@@ -1,20 +1,34 @@
-"""A run's folder: recipe.yaml, plan.json, environment.json, events.jsonl, checkpoints/, logs/, usage/, report.html."""
+"""A run's folder: its files, its lock, its removal, what may differ when it is resumed, and attempts of a job."""
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from affinity.errors import InputError
 from affinity.filesystem import check_writable
 from affinity.planner.plan import Plan
 from affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from affinity.wording import counted
-from cputrain.checkpoints.folder import BEST, list_checkpoints, step_of
-from cputrain.checkpoints.manifest import MANIFEST, Manifest, is_checkpoint, read_manifest
+from cputrain import __version__
+from cputrain.checkpoints.folder import (
+    BEST,
+    MANIFEST,
+    Manifest,
+    is_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
 from cputrain.files import write_text
-from cputrain.recipe.errors import shortened
+from cputrain.recipe.derivation import TrainingSizes
+from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import (
     dump_recipe,
     load_recipe,
@@ -23,19 +37,266 @@ from cputrain.recipe.loading import (
     recipe_of,
     with_absolute_paths,
 )
-from cputrain.recipe.schema import BatchSection, Recipe
+from cputrain.recipe.schema import OWN_SAMPLES, BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
-from cputrain.runs.lock import check_unlocked
-from cputrain.runs.removal import check_removable, is_empty, is_marked, mark, remove_run
-from cputrain.runs.resume import (
-    TrainingScale,
-    changes_training,
-    describe_differences,
-    differences,
-    reason_not_to_resume,
+from mpi.usage.records import FOLDER as USAGE
+
+MARK = ".cputrain-run"
+# What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
+LINKED = {"checkpoints": ("step-*", "best", ".*.partial"), "logs": ("rank-*.log",), "usage": ("*.jsonl",)}
+
+
+def mark(folder: Path) -> None:
+    """Mark a folder as a run's, before anything else is written there."""
+    if not is_marked(folder):
+        write_text(folder / MARK, f"cputrain {__version__} writes this run; train --overwrite removes it\n")
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is not there or has nothing in it, but what a start that was killed in `mark` has left."""
+    return not folder.is_dir() or all(path.match(f".{MARK}.*.partial") for path in folder.iterdir())
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a run has been written into this folder."""
+    return (folder / MARK).is_file()
+
+
+def check_removable(folder: Path, names: tuple[str, ...]) -> None:
+    """Raise InputError where a part of a run cannot be removed, before anything is."""
+    for path in (folder / name for name in names):
+        if not path.is_symlink():
+            continue
+        target = path.resolve()
+        if not path.exists():
+            raise InputError(
+                f"--overwrite: {path} is a link to {target}, which is not there: mount it, or remove the link"
+            )
+        if path.is_dir() and path.name not in LINKED:
+            raise InputError(f"--overwrite: {path} is a link to the folder {target}: remove the link")
+        if path.is_dir() and not os.access(target, os.W_OK | os.X_OK):
+            raise InputError(
+                f"--overwrite: {path} is a link to {target}, which may not be written to: change that first"
+            )
+
+
+def remove_run(folder: Path, names: tuple[str, ...]) -> None:
+    """Remove the parts of a run, and nothing from a folder that has none. Of a folder behind a link only what a run
+    writes there, and the link stays; the mark stays too, so that an interrupted removal can be repeated."""
+    if not is_marked(folder):
+        return
+    check_removable(folder, names)
+    for path in (folder / name for name in names):
+        if path.is_symlink() and path.is_dir():
+            for found in [each for pattern in LINKED[path.name] for each in path.glob(pattern)]:
+                _remove(found)
+        else:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+LOCK = ".cputrain-lock"
+
+
+@contextmanager
+def locked(folder: Path, *, restarted: bool = False, job: str = "") -> Iterator[None]:
+    """Keep other trainings out of a run's folder, which is made where it is not there. `job` is the name of the job
+    that this one belongs to.
+
+    Raises InputError where another training is in it; not with `restarted` where that one is of the same job: who has
+    started this one knows that the one before has ended, and a file server may keep the lock of a crashed host.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mark(folder)
+    with (folder / LOCK).open("ab") as file:
+        _take(file, folder, restarted=restarted, job=job)
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            (folder / LOCK).write_text(
+                json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}), encoding="utf-8"
+            )
+        yield
+
+
+def check_unlocked(folder: Path, *, restarted: bool = False, job: str = "") -> None:
+    """Raise InputError where `locked` would; changes nothing."""
+    if (folder / LOCK).is_file():
+        with (folder / LOCK).open("ab") as file:
+            _take(file, folder, restarted=restarted, job=job)
+
+
+def _take(file: IO[bytes], folder: Path, *, restarted: bool, job: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not restarted or _holder(folder).get("job", job) != job:
+            raise InputError(_in_use(folder)) from None
+    except OSError:
+        return  # a file system without locks
+
+
+def _in_use(folder: Path) -> str:
+    holder = _holder(folder)
+    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
+    return (
+        f"output {folder} is in use: {who} trains there: wait for its end, or set output to another folder; "
+        f"if that host has crashed, remove {folder / LOCK}"
+    )
+
+
+def _holder(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# Keys and sections that decide where, how fast and how long a training runs, not what it computes; for data.path and
+# batch this holds while the images and the global batch stay the same, which `reason_not_to_resume` checks.
+MAY_CHANGE = (
+    "name",
+    "data.path",
+    "data.stage_dir",
+    "data.decoder",
+    "data.on_error",
+    "data.max_damaged",
+    "data.train_images",
+    "data.prepare",
+    "batch",
+    "max_steps",
+    "on_nan",
+    "log_norms_every_steps",
+    "compare_weights_every_steps",
+    "log",
+    "evaluate",
+    "checkpoint",
+    "comm.backend",
+    "comm.timeout_s",
+    "comm.bucket_mib",
+    "engine",
+    "plan",
+    "sweep",
 )
-from mpi.usage.file import FOLDER as USAGE
+ENDLESS = ("constant", "steps")  # schedules whose rates do not depend on the last step
+
+Differences = dict[str, tuple[Any, Any]]
+"""Dotted key -> old and new value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingScale:
+    """Workers, images per step, training images and classes of one start of a training."""
+
+    workers: int
+    global_batch: int
+    train_images: int
+    classes: int
+
+    @classmethod
+    def of(cls, sizes: TrainingSizes, *, workers: int, train_images: int, classes: Sequence[str]) -> "TrainingScale":
+        """The scale of a training with these sizes."""
+        return cls(workers=workers, global_batch=sizes.global_batch, train_images=train_images, classes=len(classes))
+
+    @classmethod
+    def of_start(cls, event: dict[str, Any]) -> "TrainingScale | None":
+        """The scale in a start event; None where it lacks a field."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: event[name] for name in names}) if names.keys() <= event.keys() else None
+
+    def as_fields(self) -> dict[str, int]:
+        """The fields of a start event."""
+        return asdict(self)
+
+
+def differences(old: Recipe, new: Recipe) -> Differences:
+    """The keys in which two recipes differ; paths are compared as absolute ones, and `output` is ignored."""
+    a, b = values_by_key(old), values_by_key(new)
+    return {key: (a.get(key), b.get(key)) for key in {**a, **b} if a.get(key) != b.get(key)}
+
+
+def values_by_key(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's values by dotted key, with absolute paths and without `output`."""
+    return flat(with_absolute_paths(recipe).model_dump(by_alias=True, exclude={"output"}))
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def describe_differences(found: Differences) -> str:
+    """ "epochs: 2 -> 3, comm.backend: auto -> gloo"."""
+    return ", ".join(f"{key}: {describe_value(old)} -> {describe_value(new)}" for key, (old, new) in found.items())
+
+
+def describe_value(value: Any) -> str:
+    """A key's value as a recipe has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(describe_value, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changes_training(found: Differences, new: Recipe) -> Differences:
+    """The differences that would change what the training computes from here on."""
+    endless = new.schedule.name in ENDLESS and all(phase.restart_rate is None for phase in new.phases)
+    allowed = (*MAY_CHANGE, *(("epochs",) if endless else ()))
+    return {key: pair for key, pair in found.items() if not any(f"{key}.".startswith(f"{each}.") for each in allowed)}
+
+
+def _same_data(recipe: Recipe) -> str:
+    """What makes the data of a resumed run the same again."""
+    if recipe.data.path == OWN_SAMPLES:
+        return "give the same data"
+    return "set data.train_images back" if recipe.data.generated else "set data.path to the same images"
+
+
+def reason_not_to_resume(
+    folder: Path, old: Recipe, new: Recipe, before: TrainingScale | None, now: TrainingScale
+) -> str | None:
+    """Why the run in a folder cannot continue with this recipe and these workers, and what to do; None where it can."""
+    changed = changes_training(differences(old, new), new)
+    if changed:
+        return (
+            f"--resume: {describe_differences(changed)} would change what the run in {folder} computes: undo that, or "
+            f"start a new run from its weights: model.weights={folder}/checkpoints/best and another output"
+        )
+    if old.data.kind != new.data.kind:
+        return (
+            f"--resume: the run in {folder} was trained on {old.data.kind}, data.path={new.data.path} is "
+            f"{new.data.kind}: set data.path back, or start a new run with another output"
+        )
+    if before is None:
+        return None
+    if (now.train_images, now.classes) != (before.train_images, before.classes):
+        return (
+            f"--resume: data.path={new.data.path} has {now.train_images:,} training {new.data.unit} of {now.classes} "
+            f"classes, the run in {folder} was trained on {before.train_images:,} of {before.classes}: "
+            + _same_data(new)
+        )
+    if now.global_batch != before.global_batch:
+        return (
+            f"--resume: the global batch is {now.global_batch:,} with {counted(now.workers, 'worker')}, but "
+            f"{before.global_batch:,} in the run in {folder} ({counted(before.workers, 'worker')}): set "
+            f"batch.global={before.global_batch}"
+        )
+    if new.optim.scale_rate_by == "workers" and now.workers != before.workers:
+        return (
+            f"--resume: optim.scale_rate_by=workers, and {counted(now.workers, 'worker')} instead of "
+            f"{before.workers} would change the learning rate of the run in {folder}: start "
+            f"{counted(before.workers, 'worker')} again"
+        )
+    return None
+
 
 RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
     "recipe.yaml",
@@ -250,3 +511,39 @@ def _given_paths(recipe: Recipe) -> str:
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan as JSON, for `affinity.bind` to read."""
     write_text(path, plan_to_json(plan))
+
+
+# The names of torchrun, which scripts know.
+ATTEMPT, MOST_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
+SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its number
+UNNAMED = "none"  # torchrun's name of every job without --rdzv-id
+
+
+def restart_variables(attempt: int, restarts: int, job: str) -> tuple[tuple[str, str], ...]:
+    """What ranks find in their environment where the job may be restarted; `job` is the same for all attempts of a job,
+    and no other's."""
+    return ((ATTEMPT, str(attempt)), (MOST_ATTEMPTS, str(restarts)), (JOB, job)) if restarts else ()
+
+
+def job_in(env: Mapping[str, str]) -> str:
+    """The name of the job that this rank belongs to, for all its attempts; "" where it has none of its own."""
+    name = env.get(JOB, "")
+    return env.get(SLURM_JOB, "") if name in ("", UNNAMED) else name
+
+
+def lock_name_in(env: Mapping[str, str]) -> str:
+    """The name of this job in its lock: that of the scheduler, as each start of a requeued job makes a new one of its
+    own."""
+    return env.get(SLURM_JOB) or env.get(JOB, "")
+
+
+def is_restarted(env: Mapping[str, str]) -> bool:
+    """Whether this rank belongs to a job that has failed before and was started again, by us, torchrun, Slurm or
+    Kubernetes."""
+    return any(env.get(name, "0") not in ("", "0") for name in (ATTEMPT, SLURM_RESTARTS))
+
+
+def continues_run(folder: Path, env: Mapping[str, str], *, overwrite: bool) -> bool:
+    """Whether this rank's job has failed before and continues the run in a folder. With `overwrite` one of its own: an
+    older one is still there where the attempts before have ended early."""
+    return is_restarted(env) and has_run(folder) and (not overwrite or job_of(folder) == job_in(env))

@@ -1,10 +1,96 @@
-"""The constants of a prediction: each with its range and its source."""
+"""Constants of the model with their sources: links, cores, published runs."""
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
-from affinity.planner.measured import ALL_REDUCE, Measured
+from affinity.errors import InputError
+from affinity.planner.request import ALL_REDUCE, Measured
+from mpi.fabric import FABRICS
 
 US = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A host's link: bytes/s that messages reach, the latency of one; `taper` is how much less bandwidth a host has to
+    hosts on other leaf switches, `leaf_hosts` how many share one."""
+
+    name: str
+    nominal_gbit: float
+    bytes_per_s: float
+    latency_s: float
+    latency_range_s: tuple[float, float]
+    taper: float
+    leaf_hosts: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What a fabric adds to its nominal speed (mpi/fabric.py): the share of it that messages reach, and the rest."""
+
+    reached: float
+    latency_us: tuple[float, float, float]
+    taper: float
+    leaf_hosts: int
+    source: str
+
+
+_OPA = (
+    "12.3 of 12.5 GB/s and 1 to 2 us between MPI ranks (Intel's Omni-Path figures); switches of 48 ports with 28 hosts \
+and 20 links up, as TACC's Stampede2"
+)
+_KINDS = {
+    "opa": _Kind(reached=0.98, latency_us=(1.0, 1.5, 3.0), taper=1.4, leaf_hosts=28, source=_OPA),
+    "psm3": _Kind(
+        reached=0.95, latency_us=(2.0, 3.0, 6.0), taper=1.0, leaf_hosts=32,
+        source="usual for RoCE: 95 % of the nominal speed, 3 us; one switch",
+    ),
+    "ib": _Kind(
+        reached=0.97, latency_us=(0.8, 1.3, 3.0), taper=1.0, leaf_hosts=40,
+        source="usual for InfiniBand HDR: 97 % of the nominal speed, 1.3 us; a full fat tree",
+    ),
+    "ethernet": _Kind(
+        reached=0.94, latency_us=(15.0, 30.0, 60.0), taper=2.0, leaf_hosts=40,
+        source="TCP: 94 % of the nominal speed after headers, 30 us; uplinks usually have half of the hosts' bandwidth",
+    ),
+    "efa": _Kind(
+        reached=0.9, latency_us=(10.0, 16.0, 30.0), taper=1.0, leaf_hosts=40,
+        source="AWS: 15 to 20 us between MPI ranks; full bandwidth inside a placement group",
+    ),
+    "slingshot": _Kind(
+        reached=0.95, latency_us=(1.5, 2.0, 4.0), taper=1.0, leaf_hosts=32,
+        source="usual for Slingshot: 95 % of the nominal speed, 2 us; a dragonfly with full bandwidth",
+    ),
+}  # fmt: skip
+LINKED = tuple(_KINDS)
+"""Names of the fabrics that connect hosts."""
+
+
+def link_of(fabric: str, *, gbit: float | None = None, latency_us: float | None = None) -> Link:
+    """The link of a fabric, with another speed in Gbit/s or latency in microseconds where they are given.
+
+    Raises InputError for a fabric that does not connect hosts.
+    """
+    kind = _KINDS.get(fabric)
+    if kind is None:
+        raise InputError(f"--fabric {fabric} does not connect hosts: name one of {', '.join(_KINDS)}")
+    nominal = gbit or FABRICS[fabric].link_gbit
+    low, usual, high = kind.latency_us
+    if latency_us is not None:
+        low = usual = high = latency_us
+    return Link(
+        name=fabric,
+        nominal_gbit=nominal,
+        bytes_per_s=nominal * 1e9 / 8 * kind.reached,
+        latency_s=usual * US,
+        latency_range_s=(low * US, high * US),
+        taper=kind.taper,
+        leaf_hosts=kind.leaf_hosts,
+        source=kind.source,
+    )
+
+
 GB = 1e9
 
 
@@ -203,3 +289,189 @@ def measured_assumptions(measured: Measured) -> tuple[Assumption, ...]:
 
 CONSTANTS = constants_of(ASSUMPTIONS)
 assert {field.name for field in fields(Constants)} == {assumption.name for assumption in ASSUMPTIONS}
+
+
+# FLOP/s of all cores for each byte/s of memory, where the memory is not known, by precision: those of a Xeon 8160 and
+# of an 8480+ in training.
+FLOP_PER_BYTE = {"float32": 12.0, "bf16": 25.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """A published training of a network, on `hosts` of a machine of the catalog with `workers` each.
+
+    `images_per_s` are those of all hosts; `derived`: images x epochs / time, else the source prints them. `family`
+    names what runs have in common: processor, framework, fabric. `gbit` is the link's speed where it is not the
+    fabric's usual one. `processor` is how the machine's model names it. `name` is for `simulate --from`.
+    """
+
+    name: str
+    family: str
+    source: str
+    network: str = "resnet50"
+    machine: str
+    processor: str
+    fabric: str
+    gbit: float | None = None
+    hosts: int
+    workers: int
+    local_batch: int
+    crop: int = 224
+    optimizer: str = "momentum"
+    precision: str = "float32"
+    images_per_s: float
+    derived: bool = True
+    efficiency: float | None = None
+
+
+SURFSARA, CAFFE = "SURFsara, TensorFlow, Xeon 8160, Omni-Path", "SURFsara, Intel Caffe, Xeon 8160, Omni-Path"
+YOU, PHI = "You et al., Intel Caffe, Xeon 8160, Omni-Path", "You et al., Intel Caffe, Xeon Phi, Omni-Path"
+V05, V10, V21 = "MLPerf v0.5, Xeon 8180", "MLPerf v1.0, Xeon 8376H", "MLPerf v2.1, Xeon 8480+"
+_BKM = "SURFsara-Intel best known methods, 2018"
+_YOU = "You et al. 2018, Table 4 (arXiv:1709.05011)"
+_EARLIER = "You et al. 2017, earlier versions of arXiv:1709.05011"
+_SKX = partial(PublishedRun, machine="skx-8160-2s", processor="8160", fabric="opa")
+_KNL = partial(PublishedRun, machine="knl-7250-quad-cache", processor="7250", fabric="opa")
+_CPX = partial(PublishedRun, machine="cpx-8376h-8s", processor="8376H", fabric="psm3")
+
+RUNS = (
+    _SKX(
+        name="tf-8160-1",
+        family=SURFSARA, source=f"{_BKM}: 16,400 images/s / 256 / 81 %",
+        hosts=1, workers=2, local_batch=48, images_per_s=79.1,
+    ),
+    _SKX(
+        name="tf-8160-256",
+        family=SURFSARA, source=_BKM,
+        hosts=256, workers=2, local_batch=48, images_per_s=16_400, derived=False, efficiency=0.81,
+    ),
+    _SKX(
+        name="caffe-8160-64",
+        family=CAFFE, source="SURFsara's Caffe, resnet50_custom_lr",
+        hosts=64, workers=2, local_batch=32, images_per_s=6_303, derived=False,
+    ),
+    _SKX(
+        name="caffe-8160-448",
+        family=CAFFE, source="SURFsara's Caffe, resnet50_448nodes: 8,040 steps in about 60 min",
+        hosts=448, workers=2, local_batch=16, images_per_s=32_000,
+    ),
+    _SKX(
+        name="you-8160-512",
+        family=YOU, source=f"{_YOU}: 90 epochs in 52 min",
+        hosts=512, workers=2, local_batch=16, optimizer="lars", images_per_s=36_957,
+    ),
+    _SKX(
+        name="you-8160-800",
+        family=YOU, source=f"{_YOU}: 90 epochs in 31 min",
+        hosts=800, workers=2, local_batch=10, optimizer="lars", images_per_s=61_992,
+    ),
+    _SKX(
+        name="you-8160-1024-alexnet",
+        family=YOU, source="You et al. 2018: AlexNet-BN, 100 epochs in 11 min on 2,048 packages", network="alexnet-bn",
+        hosts=1024, workers=2, local_batch=16, crop=227, optimizer="lars", images_per_s=194_000,
+    ),
+    _SKX(
+        name="you-8160-512-batch-32",
+        family=YOU, source=f"{_EARLIER}: 90 epochs in 48 min on 1,024 CPUs, batch 32,768",
+        hosts=512, workers=2, local_batch=32, optimizer="lars", images_per_s=40_036,
+    ),
+    _KNL(
+        name="you-7250-16",
+        family=PHI, source=f"{_YOU}: 90 epochs in 45 h",
+        hosts=16, workers=1, local_batch=16, images_per_s=712,
+    ),
+    _KNL(
+        name="you-7250-2048",
+        family=PHI, source=f"{_YOU}: 90 epochs in 20 min",
+        hosts=2048, workers=1, local_batch=16, optimizer="lars", images_per_s=96_100,
+    ),
+    _KNL(
+        name="you-7250-2048-64epochs",
+        family=PHI, source=f"{_YOU}: 64 epochs in 14 min",
+        hosts=2048, workers=1, local_batch=16, optimizer="lars", images_per_s=97_613,
+    ),
+    _KNL(
+        name="you-7250-512",
+        family=PHI, source=f"{_EARLIER}: 90 epochs in an hour, batch 32,768, read as 512 hosts",
+        hosts=512, workers=1, local_batch=64, optimizer="lars", images_per_s=32_029,
+    ),
+    _KNL(
+        name="you-7250-512-alexnet",
+        family=PHI, source=f"{_EARLIER}: AlexNet-BN, 100 epochs in 24 min, batch 32,768, read as 512 hosts",
+        network="alexnet-bn", hosts=512, workers=1, local_batch=64, crop=227, optimizer="lars", images_per_s=88_970,
+    ),
+    PublishedRun(
+        name="mlperf-8180-1",
+        family=V05, source="Intel's submission: 61 epochs in 10,300 min", machine="skx-8180-2s", processor="8180",
+        fabric="ethernet", gbit=10, hosts=1, workers=4, local_batch=32, images_per_s=130.6,
+    ),
+    PublishedRun(
+        name="mlperf-8180-8",
+        family=V05, source="Intel's submission: 61 epochs in 1,312 min", machine="skx-8180-2s", processor="8180",
+        fabric="ethernet", gbit=10, hosts=8, workers=4, local_batch=32, images_per_s=992, efficiency=0.95,
+    ),
+    PublishedRun(
+        name="mlperf-8180-4-of-4",
+        family=V05, source="Intel's submission, hosts of four packages, its log's epoch 60", machine="skx-8180-4s",
+        processor="8180", fabric="ethernet", gbit=10, hosts=4, workers=8, local_batch=32, images_per_s=982,
+    ),
+    _CPX(
+        name="mlperf-8376h-2",
+        family=V10, source="Intel's submission: 36 epochs in 590 min", precision="bf16", optimizer="lars",
+        hosts=2, workers=16, local_batch=102, images_per_s=1_306,
+    ),
+    _CPX(
+        name="mlperf-8376h-8",
+        family=V10, source="Intel's submission: 48 epochs in 214 min", precision="bf16", optimizer="lars",
+        hosts=8, workers=16, local_batch=64, images_per_s=4_792, efficiency=0.92,
+    ),
+    PublishedRun(
+        name="mlperf-8480-16",
+        family=V21, source="Intel's submission, its log's epochs 33-35", machine="spr-8480plus-2s", processor="8480+",
+        fabric="ib", hosts=16, workers=2, local_batch=102, optimizer="lars", precision="bf16",
+        images_per_s=8_570, derived=False,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedEfficiency:
+    """A published efficiency of a training on many hosts without its images/s; `start` names the run that gives the
+    processor's speed here. `comm_cores` are those of a worker."""
+
+    source: str
+    start: str
+    network: str
+    machine: str
+    fabric: str
+    hosts: int
+    workers: int
+    local_batch: int
+    comm_cores: int
+    efficiency: float
+
+
+EFFICIENCIES = (
+    PublishedEfficiency(
+        source="Jain et al. 2019 (Cluster): 125 times as fast on 128 Skylake hosts, read as 8160s, 4 workers of 64, "
+        "no cores kept for communication",
+        start="tf-8160-1", network="resnet152", machine="skx-8160-2s", fabric="opa",
+        hosts=128, workers=4, local_batch=64, comm_cores=0, efficiency=125 / 128,
+    ),
+)  # fmt: skip
+
+
+def runs_on(model: str, precision: str) -> tuple[PublishedRun, ...]:
+    """The published runs of a processor in a precision, those on the fewest hosts first."""
+    known = [run for run in RUNS if run.processor in model and run.precision == precision]
+    return tuple(sorted(known, key=lambda run: run.hosts))
+
+
+def starting_run(model: str, precision: str) -> PublishedRun | None:
+    """The published run that predictions for a processor start from: the one on the fewest hosts."""
+    return next(iter(runs_on(model, precision)), None)
+
+
+def machines_with_rates(precision: str) -> tuple[str, ...]:
+    """The machines of the catalog that have a published rate to start from, by name."""
+    return tuple(sorted({run.machine for run in RUNS if run.precision == precision}))

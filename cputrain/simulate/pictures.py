@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from matplotlib import pyplot as plt
 
-from affinity.units import MIB
+from affinity.wording import MIB
 from cputrain.report.figure import figure_svg
+from cputrain.simulate.assumptions import RUNS
+from cputrain.simulate.network import Setup
 from cputrain.simulate.predict import Scenario
-from cputrain.simulate.published import RUNS
 from cputrain.simulate.scaling import Row
-from cputrain.simulate.setup import Setup
-from cputrain.simulate.timeline import Step
+from cputrain.simulate.step import Step
 
 MS = 1e3
 COLORS = {"forward": "C0", "backward": "C1", "optimizer": "C2", "all-reduce": "C3", "waiting": "0.85"}

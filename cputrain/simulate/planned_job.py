@@ -8,11 +8,9 @@ from affinity.planner.records import read_records
 from affinity.wording import counted
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.recipe.schema import Recipe
-from cputrain.simulate.layers import NETWORKS
-from cputrain.simulate.links import LINKED, link_of
-from cputrain.simulate.measured import find, unreadable
+from cputrain.simulate.assumptions import LINKED, link_of, starting_run
+from cputrain.simulate.network import NETWORKS, find, unreadable
 from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
-from cputrain.simulate.published import starting_run
 from cputrain.simulate.scaling import Row, check_global_batch, model_of, rows_of
 from cputrain.simulate.tables import rough_duration
 

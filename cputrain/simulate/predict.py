@@ -1,26 +1,32 @@
-"""A recipe on so many hosts: images/s, efficiency and time to train, with the range that the assumptions leave open."""
+"""Predict a step on a host, from what is measured or published."""
 
+import re
 from dataclasses import dataclass, replace
 
 from affinity.errors import InputError
-from affinity.planner.measured import MEMORY, Measured
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
+from affinity.planner.request import MEMORY, Measured
 from affinity.topology.catalog import named_machine, processor_facts
 from affinity.topology.machine import Machine
 from affinity.wording import first_named
 from cputrain.launch.recipe_request import request_of
-from cputrain.recipe.schema import BatchSection, DataSection, ModelSection, OptimSection, PlanSection, Recipe
-from cputrain.recipe.schema.data import SYNTHETIC
-from cputrain.simulate.assumptions import CONSTANTS, Assumption, Constants, measured_assumptions
-from cputrain.simulate.compute import work_of
-from cputrain.simulate.layer_times import as_measured, slow_as
-from cputrain.simulate.layers import Layer, layers_of
-from cputrain.simulate.links import Link, link_of
-from cputrain.simulate.measured import MeasuredTraining
-from cputrain.simulate.published import FLOP_PER_BYTE, PublishedRun, machines_with_rates, starting_run
-from cputrain.simulate.setup import Setup, Speed, setup_of
-from cputrain.simulate.timeline import seconds_at
+from cputrain.recipe.schema import SYNTHETIC, BatchSection, DataSection, ModelSection, OptimSection, PlanSection, Recipe
+from cputrain.simulate.assumptions import (
+    CONSTANTS,
+    FLOP_PER_BYTE,
+    Assumption,
+    Constants,
+    Link,
+    PublishedRun,
+    link_of,
+    machines_with_rates,
+    measured_assumptions,
+    runs_on,
+    starting_run,
+)
+from cputrain.simulate.network import Layer, MeasuredTraining, Setup, Speed, layers_of, setup_of
+from cputrain.simulate.step import as_measured, seconds_at, slow_as, work_of
 
 SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
 PRECISE, TRIES = 1e-6, 100
@@ -241,3 +247,39 @@ def core_flops_of(reference: Reference, constants: Constants) -> float:
         else:
             low, below, above = middle, found, above / 2
     return 1 / middle
+
+
+RATED = re.compile(r"(?P<rate>\d{1,9}(\.\d{1,9})?)@(?P<hosts>\d{1,5})x(?P<workers>\d{1,4})x(?P<batch>\d{1,6})")
+
+
+def started_from(
+    text: str, machine: Machine, recipe: Recipe, link: Link, rates: Measured = NOTHING_MEASURED
+) -> Reference:
+    """The reference of --from: the name of a published run of the machine's processor in the recipe's precision, or
+    "IMG/S@HOSTSxWORKERSxBATCH", a run of the recipe's network on such machines over the link.
+
+    Raises InputError where the text is neither, or the run does not fit the machine.
+    """
+    found = RATED.fullmatch(text)
+    if found is None:
+        runs = runs_on(machine.model, recipe.precision)
+        for run in runs:
+            if run.name == text:
+                return published_reference(run)
+        known = (
+            f"known on {machine.name} in {recipe.precision}: {', '.join(run.name for run in runs)}; " if runs else ""
+        )
+        raise InputError(
+            f"--from {text}: {known}or give a rate with hosts, workers per host and local batch, as in 6303@64x2x32"
+        )
+    rate, (hosts, workers, batch) = float(found["rate"]), (int(found[key]) for key in ("hosts", "workers", "batch"))
+    if not (rate and hosts and workers and batch):
+        raise InputError(f"--from {text}: rate, hosts, workers and local batch are above 0")
+    ran = recipe.model_copy(
+        update={
+            "batch": BatchSection(local=batch),
+            "plan": recipe.plan.model_copy(update={"ppn": workers}),
+        }
+    )
+    setup = setup_of(ran, planned(ran, machine, hosts, link, measured=rates), link)
+    return reference_at(setup, machine, rate, "given with --from", rates)

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from affinity.text_table import align_columns
-from cputrain.simulate.layer_times import NOT_MEASURED
+from affinity.terminal import align_columns
 from cputrain.simulate.predict import Scenario, scenario_setup
-from cputrain.simulate.scaling import Row
-from cputrain.simulate.search import Candidate
+from cputrain.simulate.scaling import Candidate, Row
+from cputrain.simulate.step import NOT_MEASURED
 
 HEAD = ("nodes", "workers", "img/s", "range", "efficiency", "step", "exposed", "stragglers", "time to train")
 KEYS = ("nodes", "workers", "images_per_s", "low", "high", "efficiency", "step_s", "exposed_s", "time_to_train_s")

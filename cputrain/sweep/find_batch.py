@@ -1,22 +1,106 @@
-"""The largest local batch that trains on this machine, by the planner's estimate and by trials."""
+"""The largest batch that fits into memory, by trials."""
 
+import json
 import logging
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import DoesNotFitError, InputError
-from affinity.planner.workload import footprint, largest_batch
-from affinity.text_table import csv_table, markdown_table
-from affinity.units import GIB
-from affinity.wording import counted
+from affinity.errors import DoesNotFitError, InputError, RunError
+from affinity.planner.request import footprint, largest_batch
+from affinity.start import own_program
+from affinity.terminal import csv_table, markdown_table
+from affinity.wording import GIB, counted
 from cputrain.files import write_text
-from cputrain.launch.local import PlannedTraining, plan_training
+from cputrain.launch.local import PlannedTraining, local_job, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
-from cputrain.sweep.outcomes import DOES_NOT_FIT, INVALID
-from cputrain.sweep.search import next_batch
-from cputrain.sweep.trial import STEPS, TRAINS, Trial, run_trial
+from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
+from cputrain.sweep.results import DOES_NOT_FIT, FAILED, INVALID, outcome_of
+from mpi.supervise.run import run_local
+
+CLOSE = 8  # the search ends where the largest that trains and the smallest that fails differ by 1/CLOSE
+
+
+def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int | None:
+    """The local batch to try after those in `tried` (batch -> whether it trained); None at the end of the search.
+
+    Doubles from `start` up to `most`, the largest that is possible at all (None: no bound), then halves the distance
+    between the largest that trained and the smallest that did not.
+    """
+    good = max((batch for batch, trained in tried.items() if trained), default=0)
+    bad = min((batch for batch, trained in tried.items() if not trained), default=None)
+    if bad is None:
+        larger = 2 * good or start
+        larger = larger if most is None else min(larger, most)
+        return larger if larger > good else None
+    return None if bad - good <= max(1, good // CLOSE) else (good + bad) // 2
+
+
+STEPS = 3
+TRAINS = "trains"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One local batch and how its trial ended.
+
+    `memory` is the kind of memory that the plan uses. `estimate_bytes` is the planner's estimate of a worker's peak
+    resident memory, None for a network that the planner does not know; `peak_bytes` the largest measured one.
+    """
+
+    local_batch: int
+    global_batch: int
+    memory: str
+    estimate_bytes: int | None
+    peak_bytes: int | None
+    status: str
+    ended_by: str
+
+
+def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[str, str]) -> Trial:
+    """Train STEPS steps in the planned workers; `memory_bytes` limits the data of all of them together.
+
+    Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped it.
+    """
+    recipe, folder = planned.recipe, planned.recipe.folder
+    make_folder(recipe, planned.plan, overwrite=True)
+    for old in folder.glob(peak_file(folder, "*").name):
+        old.unlink()
+    share = 0 if memory_bytes is None else memory_bytes // planned.ppn
+    command = (*own_program("cputrain.sweep.trial_rank"), str(folder / RECIPE), str(share))
+    job = local_job(planned.plan, command, folder)
+    status, why = TRAINS, ""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        try:
+            code = run_local(job, env, nowhere, nowhere)
+            if code >= 128:
+                raise KeyboardInterrupt
+            if code:
+                status, why = FAILED, f"exited with status {code}; logs {folder / LOGS}"
+        except RunError as error:
+            status, why = outcome_of(str(error))
+    workload = planned.plan.request.workload
+    known = workload is not None and not workload.assumed
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    peaks = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(peak_file(folder, "*").name)]
+    return Trial(
+        local_batch=recipe.batch.local,
+        global_batch=planned.sizes.global_batch,
+        memory=planned.plan.memory_kind(planned.plan.workers[0]),
+        estimate_bytes=planned.plan.workers[0].memory_bytes if known else None,
+        peak_bytes=max(peaks, default=None),
+        status=status,
+        ended_by=why,
+    )
+
+
+def peak_file(folder: Path, rank: int | str) -> Path:
+    """The file of a rank's peak memory, in bytes."""
+    return folder / f"peak-rank-{rank}.json"
+
 
 logger = logging.getLogger(__name__)
 HEADINGS = ("local batch", "global batch", "memory", "estimate GiB", "peak RSS GiB", "result", "ended by")

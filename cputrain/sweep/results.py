@@ -1,19 +1,82 @@
-"""The results of a sweep's trainings, read from their folders."""
+"""What became of each variant of a sweep."""
 
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from affinity.errors import InputError
+from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining
 from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR, Log, elapsed, read_log
-from cputrain.sweep.outcomes import DIVERGED, DONE, STOPPED
-from cputrain.sweep.record import TrialRecord, read_record
 from cputrain.sweep.variants import Variant
+
+DONE, STOPPED, FAILED, DIVERGED = "done", "stopped", "failed", "diverged"
+OUT_OF_MEMORY, TIME_LIMIT, DOES_NOT_FIT, INVALID = "out of memory", "time limit", "does not fit", "invalid"
+
+NO_MEMORY = re.compile(
+    r"can't allocate memory|MemoryError|bad_alloc|Cannot allocate memory|Out of memory|not enough memory"
+    r"|could not create a memory|failed to map segment|can't start new thread|Thread creation failed"
+)
+KILLED = re.compile(r"(.*) was ended by SIGKILL(?:, (out of memory: [^;]*))?")
+NON_FINITE = re.compile(r"\bloss -?(nan|inf)\b|\bNaN or Inf\b")
+OWN_MESSAGE = re.compile(r"cputrain: (.+)")
+
+
+def outcome_of(message: str) -> tuple[str, str]:
+    """Status and cause of a failed training, from the launcher's message."""
+    first, *tail = [line.strip().removeprefix("| ") for line in message.splitlines()] or [""]
+    if killed := KILLED.match(first):
+        rank, shortage = killed.groups()
+        if shortage is not None:
+            return OUT_OF_MEMORY, f"{rank} killed by SIGKILL: {shortage}"
+        return FAILED, f"{rank} killed by SIGKILL: the kernel counted no out-of-memory kill; see the scheduler's log"
+    lacking = next((line for line in tail if NO_MEMORY.search(line)), None)
+    if lacking is not None:
+        return OUT_OF_MEMORY, f"allocation failed: {lacking}"
+    own = next((found[1] for line in tail if (found := OWN_MESSAGE.match(line))), None)
+    if own is not None:
+        return DIVERGED if NON_FINITE.search(own) else FAILED, own
+    return FAILED, first.removesuffix("; its last lines:")
+
+
+FILE = "sweep-run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """Seconds that a training was allowed (None: no limit) and used over all its starts, and how the last start ended.
+
+    `status` is "" where the training ended normally or the user stopped it.
+    """
+
+    requested_s: float | None
+    used_s: float | None
+    status: str
+    ended_by: str
+
+
+def read_record(folder: Path) -> TrialRecord | None:
+    """The record in a run's folder; None where no start has ended yet. Raises InputError where it is damaged."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        return TrialRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise InputError(f"{path} is damaged: remove it, and the training's time limit and use are unknown") from None
+
+
+def write_record(folder: Path, record: TrialRecord) -> None:
+    """Write the record into a run's folder."""
+    write_text(folder / FILE, json.dumps(asdict(record)))
+
 
 Event = dict[str, Any]
 IMAGES = "images"  # the data where the start event names no other

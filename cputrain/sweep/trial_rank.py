@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from affinity.ranks.rank import discover
-from affinity.utf8 import use_utf8
-from cputrain.launch.rank_process import bind_rank, run_rank
-from cputrain.launch.startup import Startup
+from affinity.terminal import use_utf8
+from cputrain.launch.rank_process import Startup, bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import FILE
-from cputrain.sweep.trial import STEPS, peak_file
+from cputrain.sweep.find_batch import STEPS, peak_file
 from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 EVERY_S = 0.1

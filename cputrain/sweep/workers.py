@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cputrain.sweep.clock import clock
-from cputrain.sweep.outcomes import DONE
-from cputrain.sweep.results import IMAGES, RunResult
+from cputrain.sweep.results import DONE, IMAGES, RunResult
+from cputrain.sweep.run import clock
 from cputrain.sweep.variants import WORKERS, label_of
 
 NEAR, DROP = 0.5, 1.0  # points of validation top-1

@@ -1,18 +1,29 @@
-"""The binding of a rank: torch's threads and memory where the plan puts them, checked against the kernel."""
+"""A rank's threads as its plan has them, the facts in which ranks must agree, and samples of its usage."""
 
+import json
 import os
 import re
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from affinity.kernel.binding import bind_thread
 from affinity.kernel.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of, threads_of
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
-from affinity.topology.cpuset import format_list
+from affinity.topology.machine import format_list
+from cputrain import __version__
 from cputrain.comm import ccl
+from cputrain.data.formats.dataset import Dataset
+from cputrain.data.formats.shards import crc32c, split_checksum
+from cputrain.recipe.schema import Recipe
+from cputrain.runs.folder import flat
+from mpi.usage.records import FOLDER as USAGE
+from mpi.usage.sampler import Sampler
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far larger than any page or a thread's cache
 
@@ -79,3 +90,45 @@ def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tup
     if not empty:
         return []
     return [f"oneCCL threads planned on CPUs {format_list(planned)}, none found on {format_list(empty)}"]
+
+
+PLACES = ("data.path", "data.stage_dir", "output")  # a host may have its own; what is there is compared
+
+
+def facts_of(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
+    """Name -> text of everything that a rank and another one must have in common."""
+    settings = flat(recipe.model_dump(mode="json", by_alias=True))
+    facts = {"cputrain": __version__, "torch": torch.__version__.partition("+")[0]}
+    facts |= {key: json.dumps(value) for key, value in settings.items() if key not in PLACES}
+    if recipe.data.generated:  # from the seed, or a user's own
+        return facts | {f"{split} {recipe.data.unit}": f"{len(images):,}" for split, images in dataset.splits.items()}
+    names = crc32c("\n".join(dataset.classes).encode(errors="surrogateescape"))
+    facts["classes"] = f"{len(dataset.classes):,} (checksum {names:08x})"
+    for split, images in dataset.splits.items():
+        checksum = split_checksum(images, str(recipe.data.path))
+        facts[f"{split} images"] = f"{len(images):,} (checksum {checksum:08x})"
+    return facts
+
+
+POLL_S = 0.5
+
+
+@contextmanager
+def sample_usage(folder: Path, rank: Rank, pus: Collection[int]) -> Iterator[None]:
+    """Sample this rank, and its host if it is the first rank there, into a run's folder, in a thread on these PUs."""
+    sampler = Sampler(folder / USAGE, {rank.rank: os.getpid()}, whole_host=rank.local_rank == 0)
+    done = threading.Event()
+
+    def sample() -> None:
+        bind_thread(tuple(pus))
+        while not done.wait(POLL_S):
+            sampler.tick()
+
+    thread = threading.Thread(target=sample, name="cputrain-usage", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        sampler.close()

@@ -8,10 +8,9 @@ import numpy as np
 
 from affinity.ranks.rank import Rank
 from cputrain.comm.group import all_gather
-from cputrain.data.batches import read_and_decode
-from cputrain.data.damage import is_too_damaged, refusal
-from cputrain.data.formats.dataset import Images, PiecewiseImages
-from cputrain.data.order.permutations import Indices
+from cputrain.data.formats.dataset import Images, PiecewiseImages, is_too_damaged, refusal
+from cputrain.data.loader import read_and_decode
+from cputrain.data.order import Indices
 from cputrain.data.pixels.crops import center_crop
 from cputrain.data.pixels.decode import Decode, Pixels
 from cputrain.training.metrics import Accuracy, EpochMetrics

@@ -16,11 +16,8 @@ from torch.optim import Optimizer
 
 from affinity.errors import InputError, RunError
 from affinity.filesystem import try_cache
-from cputrain.models.batchnorm_kernels import Kernels, load
-from cputrain.models.folding import fold_batchnorms
-from cputrain.models.fusion import fuse_batchnorms
-from cputrain.models.kernel_check import checked
-from cputrain.models.pointwise import has_amx, use_products
+from cputrain.models.batchnorm_relu import Kernels, checked, load
+from cputrain.models.fusion import fold_batchnorms, fuse_batchnorms, has_amx, use_products
 from cputrain.training import ipex
 
 DTYPES = {"float32": torch.float32, "bf16": torch.float32, "float64": torch.float64}  # of weights and images

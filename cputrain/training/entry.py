@@ -1,7 +1,8 @@
-"""The entry of a rank for `train`: from joining the process group to the last line of output."""
+"""One rank of a training, from its start to its end."""
 
 import json
 import resource
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,29 +12,153 @@ from affinity.kernel.bound_plan import PLAN_VARIABLE
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
+from affinity.terminal import redraws
+from affinity.wording import GIB
+from cputrain.checkpoints.folder import remove_partial
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged
 from cputrain.files import write_atomic, write_text
-from cputrain.launch.startup import Startup
+from cputrain.launch.rank_process import Startup
 from cputrain.measurements import keep_bf16_gain
+from cputrain.models.weights import load_initial_weights
+from cputrain.optim.build import build_optimizer
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report
-from cputrain.runs.attempt import is_restarted, lock_name_in
-from cputrain.runs.events import EventLog, SilentEvents, time_spent
-from cputrain.runs.folder import ENVIRONMENT, PLAN, check_folder, finished, make_folder
-from cputrain.runs.lock import locked
+from cputrain.runs.events import EventLog, SilentEvents, TimeSpent, time_spent
+from cputrain.runs.folder import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    PLAN,
+    check_folder,
+    finished,
+    is_restarted,
+    lock_name_in,
+    locked,
+    make_folder,
+)
 from cputrain.runs.metric_files import open_logs
-from cputrain.training.engine import possible_bf16_speedups
-from cputrain.training.environment import binding_record, describe_environment
-from cputrain.training.loop import TrainResult
-from cputrain.training.measured_engine import with_measured_engine
-from cputrain.training.preemption import end_by, ignore_preemption
-from cputrain.training.sampling import sample_usage
-from cputrain.training.session import Session, start_session
-from cputrain.training.start import start_training
+from cputrain.training.binding import sample_usage
+from cputrain.training.engine import autocast, optimize_training, possible_bf16_speedups, prepare_model
+from cputrain.training.environment import binding_record, describe_environment, mean_local_batch
+from cputrain.training.log import REDRAW_S, Progress, TrainingLog
+from cputrain.training.loop import TrainingLoop, TrainResult
+from cputrain.training.metrics import Accuracy
+from cputrain.training.preemption import Preemption, end_by, ignore_preemption
+from cputrain.training.saving.restore import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
+from cputrain.training.session import Session, start_session, with_measured_engine
 from cputrain.training.startup_lines import startup_lines
-from cputrain.training.summary import summary_lines
-from cputrain.training.task import OwnTask
+from cputrain.training.step import TrainState, make_train_state
+from cputrain.training.task import OwnTask, sum_of
+
+
+def summary_lines(
+    result: TrainResult, steps: int, spent: TimeSpent, kind: str, peak_bytes: int, estimate_bytes: int | None
+) -> list[str]:
+    """Times, accuracies and memory of a training that has `steps` in all its epochs; `kind` is the recipe's data.kind,
+    the bytes are of one worker."""
+    accuracy = result.accuracy
+    if accuracy is None:
+        return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with --resume"]
+    resumed = spent.starts > 1
+    of_last = ", of the last start" if resumed else ""
+    starts = f" over {spent.starts} starts" if resumed else ""
+    lines = [f"ended by max_steps   after step {result.step:,} of {steps:,}"] if result.step < steps else []
+    lines += [
+        f"total training time  {result.trained_s:.1f} s (updates only{of_last})",
+        f"time to train        {spent.training_s:.1f} s{starts} (with evaluations and checkpoints)",
+    ]
+    if resumed:
+        lines.append(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, waits included)")
+    lines += _accuracy_lines(accuracy, kind)
+    if (test := result.test) and test.top1 is not None:
+        lines += [
+            f"test top-1           {test.top1:.2f} %",
+            f"test top-5           {test.top5:.2f} %  ({test.images} {kind}, each once, with the last weights)",
+        ]
+    estimated = f" (estimated {estimate_bytes / GIB:.2f})" if estimate_bytes else ""
+    return [*lines, f"peak memory          {peak_bytes / GIB:.2f} GiB per worker{estimated}"]
+
+
+def _accuracy_lines(accuracy: Accuracy, kind: str) -> list[str]:
+    if accuracy.top1 is not None:
+        return [
+            f"top-1                {accuracy.top1:.2f} %",
+            f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} {kind}, each once)",
+        ]
+    if accuracy.images:
+        return [f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)"]
+    return [f"data                 {kind}: nothing to evaluate"]
+
+
+def start_training(
+    session: Session, events: EventLog, env: Mapping[str, str], *, resume: bool, prepared: bool, quiet: bool
+) -> TrainingLoop:
+    """Build the training; with `resume`, restore the run's newest good checkpoint if it has one. `prepared`: a
+    launcher has made the run's folder, and sends the ranks the preemption signal when they have to stop. Raises
+    InputError."""
+    recipe, sizes, ranks = session.recipe, session.sizes, session.ranks
+    folder = recipe.folder / CHECKPOINTS
+    if ranks.is_main_rank:
+        remove_partial(folder)
+    found = find_newest(folder, ranks.this.rank) if resume else None
+    state, notes = build_state(session, found.loaded if found else None)
+    check_savable(state.network)
+    position = found.loaded.position if found else Position()
+    progress = Progress(
+        sizes.images_until(position.step),
+        sizes.images_until(sizes.last_step(recipe.max_steps)),
+        unit=" img" if recipe.data.unit == "images" else f" {recipe.data.unit}",
+        shown=ranks.is_main_rank,
+        bar=not quiet and (redraws(sys.stderr, env) or not sys.stderr.isatty()),
+        redraw_s=float(env.get("TQDM_MININTERVAL", REDRAW_S)),
+    )
+    last_step = sizes.last_step(recipe.max_steps)
+    log = TrainingLog(recipe=recipe, progress=progress, events=events, last_step=last_step, quiet=quiet)
+    for note in notes:
+        progress.line(note)
+    if found:
+        set_damaged_aside(found, log.warn, position.step, ranks.this.rank)
+    loop = TrainingLoop(
+        session=session,
+        state=state,
+        log=log,
+        preemption=Preemption(ranks.group.keys, is_main_rank=ranks.is_main_rank, prepared=prepared),
+        position=position,
+    )
+    loop.saver.try_out(position)
+    return loop
+
+
+def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, list[str]]:
+    """The network and its optimizer, new or as in a checkpoint; and lines about where the weights are from."""
+    recipe, notes = session.recipe, []
+    network = session.task.build()
+    if recipe.model.weights is not None and loaded is None:
+        path = Path(recipe.model.weights)
+        # DDP sends rank 0's weights to all ranks
+        if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
+            notes.append(line)
+    prepare_model(network, session.engine, recipe.precision)
+    optimizer = build_optimizer(network, recipe.optim)
+    network, optimizer = optimize_training(network, optimizer, session.engine)
+    if loaded is None:
+        return make_train_state(recipe, network, optimizer), notes
+    measured = loaded.manifest.training.bucket_mib if loaded.same_ranks and recipe.comm.bucket_mib == "auto" else None
+    state = make_train_state(recipe, network, optimizer, measured)
+    if session.ranks.this.world_size > 2:
+        _rebuild_buckets(state, session)
+    put_back(loaded, state, recipe.optim.name)
+    return state, notes
+
+
+def _rebuild_buckets(state: TrainState, session: Session) -> None:
+    """Make DDP put gradients into the buckets that it has from its second step on: sums of more than two ranks are
+    rounded differently in others. It takes a backward pass, after which everything is restored."""
+    with autocast(session.recipe.precision):
+        outputs = state.ddp(session.task.example(mean_local_batch(session)))
+    sum_of(outputs).backward()  # type: ignore[no-untyped-call]
+    state.optimizer.zero_grad()
+    state.all_reduce.reset()
 
 
 def train_rank(

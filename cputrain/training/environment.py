@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cputrain import __version__
-from cputrain.runs.attempt import job_in
+from cputrain.runs.folder import job_in
 from cputrain.training.session import Session
 from cputrain.training.startup_lines import planned_allocator
 from cputrain.variables import shown_variables

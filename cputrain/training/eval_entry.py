@@ -17,26 +17,23 @@ from affinity.errors import InputError
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank
-from affinity.text_table import align_columns
+from affinity.terminal import align_columns
 from affinity.wording import counted
 from cputrain.comm.group import all_gather, end_group
-from cputrain.data.batches import GRAY
-from cputrain.data.damage import causes
-from cputrain.data.formats.generated import SyntheticImages
+from cputrain.data.formats.dataset import SyntheticImages, causes
 from cputrain.data.formats.survey import Survey
+from cputrain.data.loader import GRAY
 from cputrain.data.pixels.crops import center_crop
-from cputrain.launch.startup import Startup
-from cputrain.models.build import build_model
+from cputrain.launch.rank_process import Startup
+from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
-from cputrain.report.confusion import Predicted, class_accuracies, confused_classes, confusion_text
-from cputrain.report.eval_page import write_eval_page
+from cputrain.report.eval_page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
 from cputrain.training.damage import DamageCheck
 from cputrain.training.engine import prepare_model
-from cputrain.training.evaluation import evaluate
+from cputrain.training.evaluation import PredictionLog, evaluate
 from cputrain.training.feed import evaluation_batch, evaluation_steps, feed_of
+from cputrain.training.log import EvaluationProgress
 from cputrain.training.metrics import Accuracy
-from cputrain.training.predictions import PredictionLog
-from cputrain.training.progress import EvaluationProgress
 from cputrain.training.saving.restore import load_eval_model
 from cputrain.training.session import Session, start_session
 

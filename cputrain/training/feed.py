@@ -5,14 +5,11 @@ from dataclasses import dataclass
 
 from affinity.errors import RunError
 from affinity.ranks.rank import Rank
-from cputrain.data.batches import Batch, own_batches, point_batches
-from cputrain.data.formats.generated import Points, SyntheticImages
-from cputrain.data.formats.own_samples import OwnSamples
+from cputrain.data.formats.dataset import OwnSamples, Points, SyntheticImages
 from cputrain.data.from_recipe import training_transform
-from cputrain.data.loader import ImageLoader
-from cputrain.data.order.permutations import Indices
-from cputrain.data.order.samplers import BatchSampler, SequentialSampler, ShuffledSampler
-from cputrain.data.pixels.transform import Transform
+from cputrain.data.loader import Batch, ImageLoader, own_batches, point_batches
+from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
+from cputrain.data.pixels.augment import Transform
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.schema import Recipe
 from cputrain.training.session import Session, SessionData

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from affinity.errors import InputError
-from affinity.packages import installed_version
+from affinity.filesystem import installed_version
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from cputrain.comm.group import all_gather, all_reduce_sum
-from cputrain.data.batches import Batch
+from cputrain.data.loader import Batch
 from cputrain.optim.schedules import lr_at
-from cputrain.recipe.phases import settings_at
-from cputrain.recipe.rates import rate_warning
+from cputrain.recipe.derivation import rate_warning, settings_at
 from cputrain.runs.events import moment
 from cputrain.training.damage import DamageCheck
 from cputrain.training.engine import bf16_speedup
@@ -20,16 +19,12 @@ from cputrain.training.evaluation import average_batchnorm, evaluate
 from cputrain.training.feed import feed_of, training_batches
 from cputrain.training.log import TrainingLog
 from cputrain.training.metrics import Accuracy
-from cputrain.training.non_finite import DivergenceCheck, NonFiniteHandler
 from cputrain.training.preemption import Preemption
-from cputrain.training.rank_times import RankTimes
-from cputrain.training.replicas import ReplicaCheck
-from cputrain.training.saving.position import Position
+from cputrain.training.saving.restore import Position
 from cputrain.training.saving.saver import Saver
 from cputrain.training.session import Session
-from cputrain.training.state import TrainState
-from cputrain.training.step import StepSettings, train_step
-from cputrain.training.stragglers import StragglerWatch
+from cputrain.training.step import StepSettings, TrainState, train_step
+from cputrain.training.watchers import DivergenceCheck, NonFiniteHandler, RankTimes, ReplicaCheck, StragglerWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

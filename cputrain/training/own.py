@@ -19,26 +19,21 @@ from torch.utils.data import default_collate
 
 from affinity.errors import InputError
 from affinity.kernel.binding import bind_process
-from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, bound_worker, plan_in_memory
+from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, bound_worker, plan_for_rank, plan_in_memory
 from affinity.kernel.observe import Observed, observe, verify
-from affinity.kernel.rank_plan import plan_for_rank
 from affinity.planner.plan import WorkerPlan
 from affinity.ranks.rank import Rank, discover
-from affinity.terminal_text import CODES
-from cputrain.data.formats.dataset import Dataset
-from cputrain.data.formats.own_samples import Collate, OwnSamples
-from cputrain.launch.rank_process import run_rank
+from affinity.terminal import CODES
+from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples
+from cputrain.launch.rank_process import run_rank, startup_of
 from cputrain.launch.recipe_request import request_of
-from cputrain.launch.startup import startup_of
 from cputrain.recipe.loading import load_recipe, recipe_of
-from cputrain.recipe.schema import DataSection, ModelSection, Recipe
-from cputrain.recipe.schema.data import OWN
-from cputrain.runs.attempt import continues_run
-from cputrain.runs.folder import with_same_global_batch
+from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recipe
+from cputrain.runs.folder import continues_run, with_same_global_batch
 from cputrain.training.entry import train_rank
 from cputrain.training.loop import TrainResult
 from cputrain.training.task import Loss, OwnTask
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 from mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
@@ -167,14 +162,14 @@ def _recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Re
         key = setting.partition("=")[0]
         if key.startswith(OWN_SECTIONS) and key not in USED_KEYS:
             raise InputError(f"setting {key}: your own network, loss and data decide it: remove it")
-    settings = (*settings, f"data.path={OWN}")
+    settings = (*settings, f"data.path={OWN_SAMPLES}")
     recipe = load_recipe(base, settings) if base else recipe_of({}, Path("settings"), settings=settings)
     data = {key.removeprefix("data."): getattr(recipe.data, key.removeprefix("data.")) for key in USED_KEYS}
     without_images = {"crop": None, "train_crop": None}
     return recipe.model_copy(
         update={
             "model": ModelSection(),
-            "data": DataSection().model_copy(update={"path": OWN, **data}),
+            "data": DataSection().model_copy(update={"path": OWN_SAMPLES, **data}),
             "phases": tuple(phase.model_copy(update=without_images) for phase in recipe.phases),
             "loss": "cross_entropy",
             "label_smoothing": 0.0,

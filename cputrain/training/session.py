@@ -1,31 +1,33 @@
-"""The session of a rank: its recipe, sizes, process group, data and binding, ready for a training or an evaluation."""
+"""What all ranks share in a training: group, data, task, engine."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from affinity.errors import InputError
+from affinity.errors import InputError, RunError
 from affinity.kernel.observe import Observed
 from affinity.planner.plan import WorkerPlan
+from affinity.planner.records import ENGINE, Records, read_records
+from affinity.planner.request import tuning_name
 from affinity.ranks.rank import Rank
+from affinity.topology.sysfs import read_machine
 from affinity.wording import counted
 from cputrain.comm.group import CommGroup, all_gather, start_group
-from cputrain.data.formats.block_reader import images_per_block
-from cputrain.data.formats.dataset import Dataset, check_labels
-from cputrain.data.formats.generated import Points
-from cputrain.data.formats.own_samples import OwnSamples
+from cputrain.data.formats.dataset import Dataset, OwnSamples, Points, check_labels
 from cputrain.data.formats.places import SPLITS
+from cputrain.data.formats.shards import images_per_block
 from cputrain.data.from_recipe import open_recipe_data
+from cputrain.data.loader import choose_normalize
 from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
-from cputrain.data.pixels.normalize import choose_normalize
+from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.resume import TrainingScale
-from cputrain.training.binding import Binding, check_comm_threads, start_threads
+from cputrain.runs.folder import TrainingScale
+from cputrain.training.binding import Binding, check_comm_threads, facts_of, start_threads
 from cputrain.training.damage import check_sample
-from cputrain.training.engine import Engine, choose_engine, same_engine
-from cputrain.training.facts import facts_of
+from cputrain.training.engine import ENGINES, Engine, choose_engine, same_engine
 from cputrain.training.task import OwnTask, Task, recipe_task
 
 
@@ -168,3 +170,36 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> 
             f"the step's {counted(sizes.accumulation_steps, 'accumulation step')}: set plan.balance=equal"
         )
     return batches
+
+
+def with_measured_engine(session: Session, env: Mapping[str, str]) -> Session:
+    """The session of a training with the engine that rank 0's machine has measured, where engine=auto and every rank
+    can use it. To be called by all ranks."""
+    recipe = session.recipe
+    if recipe.engine != "auto":
+        return session
+    # of the whole host: this rank is bound to a part of it
+    records = read_records(read_machine(Path("/")), env) if session.ranks.is_main_rank else Records()
+    found = all_gather(measured_engine(recipe, records))[0]
+    if found is None:
+        return session
+    name, why = found
+    chosen, problem = session.engine, ""
+    if name != chosen.name:
+        try:
+            chosen = choose_engine(name, recipe.precision, env)
+        except (InputError, RunError) as error:
+            problem = str(error)
+    problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather(problem)) if each]
+    engine: Engine = replace(session.engine, why=problems[0]) if problems else replace(chosen, why=why)
+    return replace(session, engine=engine)
+
+
+def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
+    """The engine that was measured for a recipe's network, precision and batch, and why; None where none was."""
+    name = tuning_name(request_of(recipe))
+    for record in records.of(ENGINE):
+        engine, why = record.values.get("engine"), record.values.get("why")
+        if name is not None and record.name == name and engine in ENGINES and isinstance(why, str):
+            return engine, f"{why} ({record.command}, {record.date})"
+    return None

@@ -1,21 +1,79 @@
-"""What a training computes with: a network, its inputs and its loss, of a recipe or of a user's own code."""
+"""What is trained: loss, labels, mixup and cutmix, a recipe's images or one's own samples."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from affinity.errors import InputError
-from cputrain.data.batches import Batch, own_batch
-from cputrain.data.formats.dataset import Dataset
-from cputrain.data.formats.own_samples import OwnSamples
-from cputrain.models.build import build_model
+from cputrain.data.formats.dataset import Dataset, OwnSamples
+from cputrain.data.loader import Batch, own_batch
+from cputrain.models.networks import build_model
+from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import Recipe
 from cputrain.training.engine import DTYPES, network_input
-from cputrain.training.losses import sample_losses
-from cputrain.training.mixing import mix_of
+
+
+def sample_losses(loss: str, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The cross_entropy or mse of each sample, shape (N,), in float32 or wider.
+
+    `outputs` are (N, classes) with labels (N,) int64 or shares of the classes (N, classes), or (N, 1) with targets
+    (N, 1). mse is the mean over a row of the
+    squared differences to the label's one-hot vector, or to the target. `smoothing` is the share of a label that is
+    spread over all classes (label smoothing, Szegedy et al. 2016, section 7).
+    """
+    wide = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
+    if labels.is_floating_point():
+        labels = labels.to(wide.dtype)
+    if loss == "cross_entropy":
+        return functional.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
+    targets, classes = labels.to(wide.dtype), wide.shape[1]
+    if labels.dtype == torch.int64:
+        targets = functional.one_hot(labels, classes).to(wide.dtype)
+    if classes > 1:
+        targets = targets * (1 - smoothing) + smoothing / classes
+    return (wide - targets).square().mean(dim=1)
+
+
+Mix = Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]]
+
+
+def mix_of(recipe: Recipe, classes: int) -> Mix | None:
+    """A function of images (N, 3, side, side), labels (N,) and a key: the mixed images, and the share of each class in
+    them, (N, outputs). None where the recipe mixes nothing.
+
+    With both kinds each batch is mixed by one of them, chosen at random. Random numbers depend on seed and key alone,
+    and torch's own generator stays as it was: a resumed training mixes as the unbroken one.
+    """
+    augment, outputs = recipe.data.augment, recipe.model.classes or classes
+    if not (augment.mixup or augment.cutmix) or outputs < 2:
+        return None
+    v2: Any = import_torchvision("transforms.v2")
+    kinds = [
+        kind(alpha=alpha, num_classes=outputs)
+        for kind, alpha in ((v2.MixUp, augment.mixup), (v2.CutMix, augment.cutmix))
+        if alpha
+    ]
+
+    def mix(images: Tensor, labels: Tensor, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed(recipe.seed, *key))
+            chosen = kinds[int(torch.randint(len(kinds), ()))]
+            mixed, shares = chosen(images, labels)
+        return mixed.contiguous(memory_format=torch.channels_last), shares
+
+    return mix
+
+
+def _seed(*numbers: int) -> int:
+    """A seed of 63 bits for these numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
 
 Loss = Callable[[Any, Any], Tensor]
 """A network's outputs and the targets -> the loss of each sample, shape (N,), or their mean, shape ()."""

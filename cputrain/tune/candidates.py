@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from affinity.errors import InputError
+from affinity.planner.domains import SMALL_HOST_CORES
 from affinity.planner.rules import CORES_TO_SPARE_ONE
-from affinity.planner.worker_count import SMALL_HOST_CORES
 from affinity.topology.machine import Machine
 from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.recipe.derivation import derive

@@ -1,24 +1,100 @@
-"""A tuning on this machine: the present plan, what may be faster, and the race between them."""
+"""Tune: engines, trials, rounds."""
 
+import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from affinity.errors import RunError
-from affinity.planner.runtime import installed_allocators, target_of
+from affinity.errors import InputError, RunError
+from affinity.planner.openmp import installed_allocators, target_of
+from affinity.planner.records import ENGINE, Record
+from affinity.planner.request import tuning_name
 from affinity.wording import counted
-from cputrain.bench.model_rank import precisions
+from cputrain.bench.model import measure_training
+from cputrain.bench.model_rank import Spec, precisions
 from cputrain.launch.local import PlannedTraining
+from cputrain.measurements import new_record
+from cputrain.native_build import compiler
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import EvaluateSection, Recipe, SweepSection
-from cputrain.recipe.schema.data import SYNTHETIC
-from cputrain.tune.candidates import CHANGING, Choices, PlanCandidate, Values, choices_of, plan_candidates
-from cputrain.tune.engines import engines_here
-from cputrain.tune.race import Race, run_race
-from cputrain.tune.result import Result
-from cputrain.tune.trials import trial_cost
+from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
+from cputrain.training.ipex import has_ipex
+from cputrain.tune.candidates import CHANGING, Choices, PlanCandidate, Values, choices_of, plan_candidates, with_output
+from cputrain.tune.result import Cost, Race, Result, run_race
+
+
+def engines_here(precision: str, axes: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """The engines to try, native first if it can be: torch.compile only where nothing else is varied, because it takes
+    a minute to compile in each trial."""
+    can_compile = compiler(env) is not None
+    known = {
+        "native": can_compile and precision != "float64",
+        "eager": True,
+        "compile": can_compile and tuple(axes) == ("engine",),
+        "ipex": has_ipex() and precision != "float64",
+    }
+    return tuple(name for name, usable in known.items() if usable)
+
+
+def engine_record(result: Result, command: str) -> Record | None:
+    """The engine of the fastest plan, and by how much it is faster than the first one with this plan; None where
+    engines were not compared, or the network's size is not known."""
+    winner = result.winner
+    plan = winner.planned.plan
+    name, tried = tuning_name(plan.request), _tried(result)
+    if name is None or len(tried) < 2:
+        return None
+    first, best = next(iter(tried.items())), dict(winner.values)["engine"]
+    why = f"measured: {best} is the fastest of {', '.join(tried)}"
+    if first[0] != best:
+        why = f"measured: {best} is {result.race.ratio(result.race.winner(), first[1])} times as fast as {first[0]}"
+    return new_record(plan.machine, ENGINE, name, {"engine": best, "why": why}, command=command)
+
+
+def _tried(result: Result) -> dict[str, int]:
+    """The engines that were measured with the winner's plan, and their candidates."""
+
+    def other_values(values: Values) -> Values:
+        return tuple(pair for pair in values if pair[0] != "engine")
+
+    race, own = result.race, other_values(result.winner.values)
+    return {
+        dict(candidate.values)["engine"]: i
+        for i, candidate in enumerate(result.candidates)
+        if other_values(candidate.values) == own
+        and "engine" in dict(candidate.values)
+        and race.costs[i]
+        and i not in race.failed
+    }
+
+
+logger = logging.getLogger(__name__)
+WARM_UP = 2  # steps that do not count: the first ones allocate memory and make oneDNN's code
+
+
+def trial_cost(candidates: Sequence[PlanCandidate], steps: int, env: Mapping[str, str]) -> Cost:
+    """The cost of a candidate: its median step's seconds for each image. A failure is logged once and costs None.
+
+    Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped the trial.
+    """
+    spec = Spec(warm_up=WARM_UP, steps=steps, profiled=0, limits=(), quick=False)
+
+    def cost(index: int) -> float | None:
+        candidate = candidates[index]
+        with tempfile.TemporaryDirectory() as folder:
+            planned = with_output(candidate, str(Path(folder) / "run"))
+            try:
+                first, *_ = measure_training(planned, spec, env, what=candidate.name)
+            except (InputError, RunError) as error:
+                logger.warning("%s", error)
+                return None
+        seconds: list[float] = [step["seconds"] for step in first["steps"]]
+        return median(seconds) / float(first["images"])
+
+    return cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

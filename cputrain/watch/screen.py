@@ -1,6 +1,17 @@
-"""A run's state as a screen: progress, curves, the ranks' times as heat, binding, warnings."""
+"""The live screen of a run in a terminal."""
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -8,12 +19,201 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from affinity.topology.cpuset import format_list
+from affinity.errors import InputError
+from affinity.topology.machine import format_list
 from affinity.wording import counted
-from cputrain.report.run import unit_of
-from cputrain.report.summary import date, duration
-from cputrain.watch.curve import braille_curve
-from cputrain.watch.state import Curve, WatchState
+from cputrain.report.charts import column, thin
+from cputrain.report.run import date, duration, unit_of
+from cputrain.runs.events import read_event, seconds_between
+
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of U+2800, by row and column
+BLANK = 0x2800
+
+
+def braille_curve(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
+    """Lines of text with the points, which may go back after a restart: each character has 2 x 4 places; the highest
+    and the lowest value stand at the left."""
+    if not points:
+        return []
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    labels = [f"{high:.4g}", *("" for _ in range(height - 2)), f"{low:.4g}"]
+    margin = max(map(len, labels))
+    columns, rows = 2 * max(width - margin - 2, 4), 4 * height
+    cells = [[0] * (columns // 2) for _ in range(height)]
+    before = None
+    for x, y in points:
+        column = round((x - first) / (last - first or 1) * (columns - 1))
+        row = round((high - y) / (high - low or 1) * (rows - 1))
+        for each in _between(before, (column, row)):
+            cells[each[1] // 4][each[0] // 2] |= DOTS[each[1] % 4][each[0] % 2]
+        before = column, row
+    return [
+        f"{label:>{margin}} │{''.join(chr(BLANK + dots) for dots in line)}"
+        for label, line in zip(labels, cells, strict=True)
+    ]
+
+
+def _between(before: tuple[int, int] | None, place: tuple[int, int]) -> list[tuple[int, int]]:
+    """The places of a straight line from one point to the next, without its begin."""
+    if before is None:
+        return [place]
+    (a, b), (c, d) = before, place
+    count = max(abs(c - a), abs(d - b), 1)
+    return [(round(a + (c - a) * i / count), round(b + (d - b) * i / count)) for i in range(1, count + 1)]
+
+
+LAST_RECORDS, LAST_WARNINGS = 60, 5
+RECENT_S = 60.0  # of the speed that the time left is computed from
+
+MOST_POINTS = 20_000  # of a curve; beyond, a quarter is kept, with the lowest and highest
+
+Curve = list[tuple[float, float]]
+
+
+def thinned(curve: Curve) -> Curve:
+    """A quarter of the points of a long curve."""
+    table = thin({"step": column(x for x, _ in curve), "y": column(y for _, y in curve)}, MOST_POINTS // 4)
+    return list(zip(table["step"].tolist(), table["y"].tolist(), strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchState:
+    """A run's state: the last events of each kind, and the curves so far as (step, value)."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] | None = None
+    step: dict[str, Any] = field(default_factory=dict)
+    last_time: float | None = None
+    starts: int = 0
+    losses: Curve = field(default_factory=list)
+    speeds: Curve = field(default_factory=list)
+    scores: Curve = field(default_factory=list)
+    recent: deque[dict[str, Any]] = field(default_factory=deque)
+    ranks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=LAST_RECORDS))
+    warnings: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=LAST_WARNINGS))
+
+    def add(self, events: Iterable[dict[str, Any]]) -> None:
+        """Take in further events."""
+        for event in events:
+            self.last_time = event["time"]
+            match event["event"]:
+                case "start":
+                    self.start, self.end = event, None
+                    self.starts += 1
+                    self.recent.clear()
+                    self.ranks.clear()
+                case "step":
+                    self._add_step(event)
+                case "epoch" if event["val_top1"] is not None:
+                    self.scores.append((event["step"], event["val_top1"]))
+                case "ranks":
+                    self._add_ranks(event)
+                case "warning":
+                    self.warnings.append(event)
+                case "end":
+                    self.end = event
+
+    def _add_step(self, event: dict[str, Any]) -> None:
+        step = event["step"]
+        for curve in (self.losses, self.speeds, self.scores):
+            while curve and curve[-1][0] >= step:  # a resumed run does these steps again
+                curve.pop()
+        self.step = event
+        for curve in (self.losses, self.speeds):
+            if len(curve) > MOST_POINTS:
+                curve[:] = thinned(curve)
+        if event["loss"] is not None:
+            self.losses.append((step, event["loss"]))
+        self.speeds.append((step, event["images_per_s"]))
+        self.recent.append(event)
+        while len(self.recent) > 2 and seconds_between(self.recent[0], event) > RECENT_S:
+            self.recent.popleft()
+
+    def _add_ranks(self, event: dict[str, Any]) -> None:
+        if self.ranks and len(self.ranks[-1]["seconds"]) != len(event["seconds"]):
+            self.ranks.clear()
+        self.ranks.append(event)
+
+    @property
+    def part(self) -> float | None:
+        """The share of the steps that is done; None where the log does not say how many there are."""
+        total = self.start.get("last_step")
+        return min(self.step.get("step", 0) / total, 1.0) if total else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last step at the speed of the last minute, evaluations in between included; None where that
+        is not known yet."""
+        total = self.start.get("last_step")
+        if not total or len(self.recent) < 2:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        steps = last["step"] - first["step"]
+        return (total - last["step"]) * seconds_between(first, last) / steps if steps > 0 else None
+
+
+class EventTail:
+    """Reads the lines that are new in a file of events; from its begin again where a new run has replaced it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._offset = 0, 0
+        self.damaged = 0
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The new events, none where there is no file yet; and whether they begin a file that replaces another.
+
+        Raises InputError where the file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                found = self._path.stat()
+                replaced = self._offset > 0 and (found.st_ino != self._inode or found.st_size < self._offset)
+                if replaced:
+                    self._offset, self.damaged = 0, 0
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return [], False
+        except OSError as error:
+            raise InputError(f"cannot read {self._path}: {error.strerror}: give the folder of a training") from None
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        events = [read_event(line) for line in whole.splitlines()]
+        self.damaged += sum(event is None for event in events)
+        return [event for event in events if event is not None], replaced
+
+
+@contextmanager
+def keys_pressed() -> Iterator[Callable[[float], str]]:
+    """Yields a function that waits for some seconds at most and returns the keys that were pressed, "" without any.
+
+    They are read as they are pressed and not shown. Where stdin is no terminal, or belongs to another program (a job in
+    the background), the function only waits. The terminal is as before at the end.
+    """
+    number = sys.stdin.fileno() if sys.stdin.isatty() else None
+    if number is None or os.tcgetpgrp(number) != os.getpgrp():
+        yield _only_wait
+        return
+    before = termios.tcgetattr(number)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([number], [], [], seconds)
+        return os.read(number, 100).decode(errors="replace") if ready else ""
+
+    tty.setcbreak(number, termios.TCSANOW)  # Ctrl-C is a signal still
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _only_wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
 
 MOST_RANKS, MOST_BINDINGS = 16, 8
 CURVE_HEIGHT, HALF = 7, 100  # lines; columns from which on two curves stand side by side

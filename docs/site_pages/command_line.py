@@ -9,7 +9,7 @@ from inspect import cleandoc
 import click
 
 from cputrain.cli import COMMANDS, group
-from cputrain.cli.sections import SectionedCommand
+from cputrain.cli.options import SectionedCommand
 from site_pages.imports import ROOT
 from site_pages.text import code, plain, table
 

@@ -1,8 +1,8 @@
-"""The exit statuses, from affinity/exit_status.py."""
+"""The exit statuses, from affinity/terminal.py."""
 
 import signal
 
-from affinity.exit_status import ExitStatus, status_of_signal
+from affinity.terminal import ExitStatus, status_of_signal
 from site_pages.text import plain, table
 
 REST = """`cputrain launch` returns {failed} when a rank fails, whatever the rank's own status; the message has it. Only

@@ -1,7 +1,6 @@
 """The recipe's keys, from the schema: the text under each field is its manual."""
 
-from cputrain.recipe.keys import all_keys
-from cputrain.recipe.reference import reference
+from cputrain.recipe.keys import all_keys, reference
 from site_pages.text import code, plain, table
 
 INTRODUCTION = """# Recipe keys

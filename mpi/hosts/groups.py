@@ -1,16 +1,17 @@
-"""Hosts that differ: groups of equal hosts, and a plan for each group."""
+"""Groups of hosts with a plan each, and the address by which hosts reach this one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
-from affinity.planner.runtime import Runtime
-from affinity.ranks.host_names import repeated_host
+from affinity.ranks.host_names import is_loopback, is_this_host, network_name, repeated_host
+from affinity.ranks.rank import LOOPBACK, address_to
 from affinity.topology.machine import Machine
-from mpi.hosts.nodelist import fold
+from mpi.hosts.hostfile import fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +75,17 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         ],
         "warnings": list(cluster.warnings),
     }
+
+
+def own_address(hosts: tuple[str, ...]) -> str:
+    """This host's address on the way to a job's hosts: the one that packets to the first other host leave from."""
+    for host in hosts:
+        if is_this_host(host):
+            continue
+        try:
+            address = address_to(network_name(host))
+        except OSError as error:
+            raise InputError(f"host {host} cannot be reached from here: {error}: correct its name") from None
+        if not is_loopback(address):  # else it is another name of this host
+            return address
+    return LOOPBACK

@@ -12,10 +12,9 @@ from pathlib import Path
 from affinity.errors import InputError
 from affinity.ranks.host_names import host_key
 from affinity.ranks.rank import tasks_per_node
-from affinity.topology.cpuset import parse_list
+from affinity.topology.machine import parse_list
 from affinity.wording import counted
-from mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, read_hostfile
-from mpi.hosts.nodelist import expand
+from mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, expand, read_hostfile
 
 Hosts = tuple[Host, ...]
 Env = Mapping[str, str]

@@ -10,7 +10,7 @@ from pathlib import Path
 from affinity.errors import InputError
 from affinity.wording import either
 from mpi.launchers.launcher import InstalledLauncher, Launcher
-from mpi.launchers.table import LAUNCHERS
+from mpi.launchers.programs import LAUNCHERS
 
 VERSION_TIMEOUT_S = 60.0
 SYSTEM_PREFIXES = ("/usr", "/usr/local")

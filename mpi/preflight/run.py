@@ -13,19 +13,13 @@ from affinity.planner.plan import Plan
 from affinity.ranks.host_names import network_name
 from affinity.start import own_program
 from affinity.wording import first_named
-from mpi.hosts.address import own_address
-from mpi.hosts.groups import HostGroup
+from mpi.hosts.groups import HostGroup, own_address
 from mpi.launchers.command import launch_command
-from mpi.launchers.job import Job
-from mpi.launchers.launcher import InstalledLauncher
-from mpi.preflight.reports import Clock, Findings, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
-from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, new_token
-from mpi.supervise.exits import JobFailedError
-from mpi.supervise.messages import Hello, Stop
-from mpi.supervise.process import start_launcher, write_files
-from mpi.supervise.reaper import end_descendants
-from mpi.supervise.server import RankServer
+from mpi.launchers.launcher import InstalledLauncher, Job
+from mpi.preflight.checks import Clock, Findings, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
+from mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
 from mpi.supervise.signals import interruptible, until_interrupted
+from mpi.supervise.wire import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Hello, RankServer, Stop, new_token
 
 SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer: then hosts that cannot be reached are looked for
 PATIENCE_S = 60.0  # without a new answer, where every host can be reached: many may start slowly

@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from affinity.errors import InputError, RunError
-from affinity.exit_status import ExitStatus, exit_status, one_line, status_of
 from affinity.ranks.rank import Rank, discover
-from affinity.utf8 import use_utf8
-from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Connection, heartbeat_interval, join
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Signaled, Stack, Stop
+from affinity.terminal import ExitStatus, exit_status, one_line, status_of, use_utf8
 from mpi.supervise.ranks import RankSupervisor
 from mpi.supervise.signals import (
     FAILURE_GRACE_S,
@@ -29,6 +26,22 @@ from mpi.supervise.signals import (
     interruptible,
     undivided,
     until_interrupted,
+)
+from mpi.supervise.wire import (
+    HEARTBEAT_TIMEOUT_S,
+    TOKEN_VARIABLE,
+    Answer,
+    Connection,
+    Exit,
+    Heartbeat,
+    Hello,
+    Preempt,
+    ShowStack,
+    Signaled,
+    Stack,
+    Stop,
+    heartbeat_interval,
+    join,
 )
 
 POLL_S = 0.2

@@ -15,17 +15,12 @@ from typing import BinaryIO, TextIO
 
 from affinity.errors import InputError
 from affinity.process_stat import outlives
-from affinity.utf8 import printed_text
-from mpi.supervise.activity import READ_S, ActivityMeter, tree
-from mpi.supervise.clock import RunningClock
-from mpi.supervise.exits import LAST_LINES, RankExit
-from mpi.supervise.memory import KillCounter, Shortage
+from affinity.terminal import printed_text
+from mpi.supervise.monitor import READ_S, ActivityMeter, Standing, tree
 from mpi.supervise.output import CHUNK_BYTES, Stream, Terminal
-from mpi.supervise.process import RankGroup
-from mpi.supervise.signals import PREEMPTION_SIGNAL, stopped_again
-from mpi.supervise.stacks import read_stack, stack_file
-from mpi.supervise.stalls import Standing
-from mpi.usage.file import FOLDER as USAGE
+from mpi.supervise.processes import LAST_LINES, KillCounter, RankExit, RankGroup, Shortage, read_stack, stack_file
+from mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock, stopped_again
+from mpi.usage.records import FOLDER as USAGE
 from mpi.usage.sampler import Sampler
 
 STOP_POLL_S = 0.05

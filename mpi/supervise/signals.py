@@ -1,11 +1,35 @@
-"""Signals in the process that holds a job: SIGINT, SIGTERM and SIGHUP end its work, SIGUSR1 goes on to the ranks."""
+"""Signals that stop a job, and waiting that they interrupt."""
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
+
+AWAY_S = 5.0  # loops look at the clock several times a second
+
+
+class RunningClock:
+    """A monotonic clock that stands still while its process does, so that the silence of others does not count then.
+
+    To be read often: where more than AWAY_S lie between two readings, the process did not run.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._read = monotonic()
+        self._away_s = 0.0
+
+    def now(self) -> float:
+        """Seconds, of which only differences mean something."""
+        read = self._monotonic()
+        if read - self._read > AWAY_S:
+            self._away_s += read - self._read
+        self._read = read
+        return read - self._away_s
+
 
 PREEMPTION_SIGNAL = signal.SIGUSR1  # sent by a batch system when the job's time is nearly up
 # From a stop signal to SIGKILL: the ranks may end a step, which takes some ten seconds with large batches, and save

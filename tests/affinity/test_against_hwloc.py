@@ -17,12 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.topology.archive import tree_root
+from affinity.topology.archive import save_machine, tree_root
 from affinity.topology.catalog import find_machine
-from affinity.topology.cpuset import parse_mask
-from affinity.topology.lstopo import read_lstopo
-from affinity.topology.machine import Machine
-from affinity.topology.save import save_machine
+from affinity.topology.hwloc import read_lstopo
+from affinity.topology.machine import Machine, parse_mask
 from tests.support.commands import need
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

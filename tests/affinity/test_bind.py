@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError, RunError
-from affinity.kernel.binding import bind_process, running_on
-from affinity.kernel.mempolicy import set_memory_policy
+from affinity.kernel.binding import bind_process, running_on, set_memory_policy
 from affinity.kernel.observe import differences, observe
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_dict, request_to_json
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50
+from affinity.planner.request import RESNET50
 from affinity.topology.sysfs import this_machine
 from tests.support.commands import cputrain
 
@@ -120,7 +119,7 @@ def test_memory_policy_is_set_and_read_back() -> None:
     """In a process of its own: the policy would stay with this one."""
     nodes = this_machine().allowed_nodes[:1]
     code = (
-        "from affinity.kernel.mempolicy import set_memory_policy\n"
+        "from affinity.kernel.binding import set_memory_policy\n"
         "from affinity.kernel.observe import observe\n"
         f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
     )
@@ -193,7 +192,7 @@ def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
     """Children cannot read a plan in memory; they are the rank all the same, with its cores."""
     inner = (
         "import os, json; from affinity.kernel.bound_plan import bound_worker; "
-        "from affinity.kernel.rank_plan import plan_for_rank; "
+        "from affinity.kernel.bound_plan import plan_for_rank; "
         "from affinity.planner.plan import Request; "
         "from affinity.ranks.rank import discover; rank = discover(os.environ); "
         "plan, index = plan_for_rank(Request(), rank, (), os.environ); "

@@ -6,12 +6,11 @@ import pytest
 import yaml
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.profiles import PROFILES
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50
+from affinity.planner.request import PROFILES, RESNET50
 from affinity.topology.catalog import MACHINES, catalog_machines, find_machine, machine_names, processor_facts
-from affinity.topology.cpuset import format_list
+from affinity.topology.machine import format_list
 from affinity.topology.sysfs import ISA_FLAGS
 
 # name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets

@@ -2,10 +2,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from affinity.errors import as_option
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json
-from affinity.planner.runtime import Runtime
-from affinity.views.diff import plan_differences
+from affinity.views import plan_differences
 from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.planner.core_roles import OTHER_TYPE
 from affinity.planner.domains import Domain, partition_host
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
+from affinity.planner.rules import OTHER_TYPE
 from affinity.topology.catalog import find_machine
 from affinity.topology.hwloc import read_synthetic
 from affinity.topology.machine import Machine

@@ -4,7 +4,7 @@ import pytest
 
 from affinity.errors import BindingError, InputError, RequestError, RunError, as_option, describe
 from affinity.planner.plan import Request, plan_machine
-from cputrain.cli.setting_names import as_recipe_key, wording_of
+from cputrain.cli.words import as_recipe_key, wording_of
 from tests.support.machines import build_machine
 
 

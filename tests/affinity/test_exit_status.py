@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.exit_status import exit_status, one_line
+from affinity.terminal import exit_status, one_line
 
 
 @pytest.mark.parametrize(

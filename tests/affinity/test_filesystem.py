@@ -249,7 +249,7 @@ def test_an_existing_folder_that_only_refuses_when_it_is_written_to_is_found_bef
 
 def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
     """tempfile tries TMPDIR, /tmp, /var/tmp, /usr/tmp and the working folder."""
-    code = "import sys, tempfile\nfrom affinity.exit_status import exit_status\ntry:\n    tempfile.mkdtemp()\n"
+    code = "import sys, tempfile\nfrom affinity.terminal import exit_status\ntry:\n    tempfile.mkdtemp()\n"
     code += "except OSError as error:\n    sys.exit(exit_status(error, 'cputrain'))"
     script = " && ".join(f"mount -t tmpfs -o ro none {folder}" for folder in ("/var/tmp", "/tmp"))
     if os.geteuid() != 0:

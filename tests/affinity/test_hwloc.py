@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
-from affinity.topology.hwloc import read_synthetic
-from affinity.topology.lstopo import read_lstopo
+from affinity.topology.hwloc import read_lstopo, read_synthetic
 from affinity.topology.machine import Machine
 from tests.support.commands import need
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 from affinity.errors import PlanOfAnotherMachineError
-from affinity.kernel.layout import check_layout, layout_difference
+from affinity.kernel.observe import check_layout, layout_difference
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_from_dict, plan_to_dict
-from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine, narrowed
 from affinity.topology.sysfs import this_machine

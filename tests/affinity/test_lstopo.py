@@ -11,7 +11,7 @@ import pytest
 from affinity.errors import InputError
 from affinity.topology.archive import tree_root
 from affinity.topology.catalog import find_machine
-from affinity.topology.lstopo import read_lstopo
+from affinity.topology.hwloc import read_lstopo
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
 from tests.support.commands import need

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from affinity.planner.core_rates import core_rates
-from affinity.planner.defaults import tuning_name
-from affinity.planner.measured import Measured, Rate, Tuned
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_from_dict, plan_to_json
 from affinity.planner.records import (
@@ -22,9 +19,10 @@ from affinity.planner.records import (
     read_records,
     record_path,
 )
-from affinity.planner.workload import RESNET50, Workload
+from affinity.planner.request import RESNET50, Measured, Rate, Tuned, Workload, tuning_name
+from affinity.planner.rules import core_rates
 from affinity.topology.catalog import find_machine
-from affinity.views.text import plan_to_text
+from affinity.views import plan_to_text
 from tests.support.machines import build_machine
 
 MACHINE = build_machine(2, 1, 24, 2)

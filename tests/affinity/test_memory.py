@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from affinity.planner.domains import Domain
 from affinity.planner.memory import place_memory
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50, footprint, largest_batch
+from affinity.planner.request import RESNET50, footprint, largest_batch
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import NumaNode
 from tests.support.machines import build_machine

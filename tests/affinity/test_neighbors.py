@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import as_option, worded
-from affinity.kernel.neighbors import Neighbor, contention, find_neighbors
-from affinity.kernel.running import planned_worker_of, variables_of
+from affinity.kernel.running import Neighbor, contention, find_neighbors, planned_worker_of, variables_of
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_to_json, request_to_json
-from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from cputrain.cli.setting_names import as_recipe_key
+from cputrain.cli.words import as_recipe_key
 from tests.support.commands import cputrain, refused
 from tests.support.images import write_images
 from tests.support.machines import build_machine

@@ -13,9 +13,9 @@ import pytest
 from affinity.errors import InputError
 from affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
 from affinity.kernel.running import comparison, inspect_process, running_processes
+from affinity.planner.openmp import Runtime, find_runtime, target_of
 from affinity.planner.plan import Plan, Request, plan_machine
 from affinity.planner.plan_file import plan_to_json
-from affinity.planner.runtime import Runtime, find_runtime, target_of
 from affinity.topology.sysfs import this_machine
 from tests.support.commands import cputrain
 from tests.support.machines import build_machine

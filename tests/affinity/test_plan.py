@@ -7,16 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_to_dict, plan_to_json
-from affinity.planner.profiles import PROFILES
-from affinity.planner.request import BALANCES
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50
+from affinity.planner.request import BALANCES, PROFILES, RESNET50
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import Machine
-from affinity.views.svg import plan_to_svg
-from affinity.views.text import plan_to_text
+from affinity.views import plan_to_svg, plan_to_text
 from tests.support.machines import build_machine
 
 RUNTIME = Runtime()

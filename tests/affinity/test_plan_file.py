@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import dumps, plan_from_dict, plan_to_dict, plan_to_json, read_plan, worker_from_dict
-from affinity.planner.profiles import PROFILES
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50
+from affinity.planner.request import PROFILES, RESNET50
 from affinity.topology.catalog import find_machine
 from tests.affinity.test_plan import RUNTIME, machines_and_requests
 

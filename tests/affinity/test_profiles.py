@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
-from affinity.views.text import plan_to_text
+from affinity.views import plan_to_text
 from tests.support.machines import build_machine
 
 IOMP = Runtime(openmp="libiomp5", allocator="tcmalloc", preload=("/a/libiomp5.so",))

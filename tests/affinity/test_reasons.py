@@ -9,14 +9,12 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.profiles import PROFILES
+from affinity.planner.request import PROCESS_BYTES, PROFILES, RESNET50, footprint, largest_batch
 from affinity.planner.rules import inter_op_threads
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import PROCESS_BYTES, RESNET50, footprint, largest_batch
 from affinity.topology.catalog import find_machine
-from affinity.topology.cpuset import format_list
-from affinity.topology.machine import NumaNode, narrowed, ordered
+from affinity.topology.machine import NumaNode, format_list, narrowed, ordered
 from affinity.wording import spread
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.machines import build_machine

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime, Target, find_runtime, target_of, with_libiomp5
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_to_json
-from affinity.planner.runtime import Runtime, Target, find_runtime, target_of, with_libiomp5
 from affinity.topology.sysfs import this_machine
 from tests.support.machines import build_machine
 

@@ -10,13 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_from_dict, plan_to_json
-from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
-from affinity.topology.cpuset import parse_list
 from affinity.topology.hwloc import read_synthetic
-from affinity.topology.machine import Machine, narrowed
+from affinity.topology.machine import Machine, narrowed, parse_list
 from affinity.topology.sysfs import read_machine, this_machine
 from tests.support.commands import need
 from tests.support.machines import build_machine, write_sysfs

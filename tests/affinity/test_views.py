@@ -10,15 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50, USUAL_BATCH
+from affinity.planner.request import RESNET50, USUAL_BATCH
 from affinity.topology.catalog import find_machine
 from affinity.topology.machine import NumaNode
-from affinity.units import memory_text
-from affinity.views.picture import Picture
-from affinity.views.svg import plan_to_svg
-from affinity.views.text import WIDTH, plan_to_text
+from affinity.views import WIDTH, Picture, plan_to_svg, plan_to_text
+from affinity.wording import memory_text
 from tests.support.machines import build_machine
 
 DRAWN = ("skx-8160-2s", "knl-7250-snc4-flat", "max-9480-2s-snc4-flat")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from cputrain.data.order.permutations import image_rng
+from cputrain.data.order import image_rng
 from cputrain.data.pixels.augment import Augmentation, augment
 from cputrain.data.pixels.crops import random_crop
 

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from affinity.errors import InputError, RunError
-from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
-from cputrain.models.batchnorm_kernels import EXTENSION, NATIVE, built_path, load
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d
-from cputrain.models.build import build_model
+from cputrain.models.batchnorm_relu import EXTENSION, FUSED, NATIVE, FusedBatchNorm2d, built_path, load
 from cputrain.models.fusion import fuse_batchnorms
+from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, build_model
 from cputrain.recipe.schema import ModelSection
 from cputrain.training.engine import choose_engine, same_engine
 from tests.support.by_hand import ranks_of_code
@@ -231,7 +229,7 @@ def test_a_fused_network_has_the_same_weights_outputs_and_gradients(name: str, s
 
 TOGETHER = """
 import copy, json, os, sys, torch, torch.distributed as dist, torch.distributed.nn.functional
-from cputrain.models.batchnorm import SyncBatchNorm2d
+from cputrain.models.networks import SyncBatchNorm2d
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 dist.init_process_group("gloo")
 rank = dist.get_rank()

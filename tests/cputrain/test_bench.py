@@ -14,14 +14,13 @@ from torch import nn
 
 from affinity.topology.machine import NumaNode
 from affinity.topology.sysfs import this_machine
+from cputrain.bench.decoding import HEIGHT, WIDTH, generated_photos
 from cputrain.bench.figures import Figure, Report, Table, report_json, report_text
 from cputrain.bench.memory import host_place, places, thread_counts
 from cputrain.bench.model import layer_seconds
-from cputrain.bench.photos import HEIGHT, WIDTH, generated_photos
-from cputrain.bench.recorder import LayerRecorder
-from cputrain.bench.trace import trace_json
+from cputrain.bench.recorder import LayerRecorder, trace_json
 from cputrain.cli import main
-from cputrain.simulate.measured import LayerSeconds
+from cputrain.simulate.network import LayerSeconds
 from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine
 from tests.support.trace_format import check_trace

@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.data.formats import shards as shards_module
-from cputrain.data.formats.block_reader import BlockReader
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import Shards
-from cputrain.data.order.block_order import block_length, block_order
-from cputrain.data.order.mixing import WINDOW, expected_classes_in_window, mean_classes_in_window
-from cputrain.data.order.permutations import rank_share
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.formats.shards import BlockReader, Shards
+from cputrain.data.order import (
+    WINDOW,
+    block_length,
+    block_order,
+    expected_classes_in_window,
+    mean_classes_in_window,
+    rank_share,
+)
+from cputrain.data.prepare.pack import Options, prepare
 from tests.support.images import write_images
 
 

@@ -10,10 +10,8 @@ from affinity.topology.catalog import machine_names
 from affinity.wording import first_sentence
 from cputrain import __version__
 from cputrain.cli import main
-from cputrain.recipe.catalog import shipped_recipes
-from cputrain.recipe.keys import OTHER_NAMES, all_keys
-from cputrain.recipe.loading import recipe_names
-from cputrain.recipe.reference import reference
+from cputrain.recipe.keys import OTHER_NAMES, all_keys, reference
+from cputrain.recipe.loading import recipe_names, shipped_recipes
 
 Captured = pytest.CaptureFixture[str]
 

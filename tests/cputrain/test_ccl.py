@@ -11,7 +11,7 @@ import pytest
 
 from affinity.topology.sysfs import this_machine
 from mpi.launchers.detect import find_launcher
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 from tests.support.ccl_jobs import ROOT, Ended, ended, lines_of, started, unmeasured_cache
 from tests.support.commands import mpi_path
 

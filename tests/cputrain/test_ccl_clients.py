@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from affinity.topology.sysfs import this_machine
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 from tests.support.ccl_jobs import ROOT, command, ended, lines_of, started
 
 NEEDED = {

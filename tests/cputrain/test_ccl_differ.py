@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, ended, lines_of, started
 from tests.support.commands import mpi_path
 

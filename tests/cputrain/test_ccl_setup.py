@@ -23,10 +23,7 @@ from affinity.ranks.rank import Rank
 from cputrain import native_build as compiled
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import NATIVE, built_path, ensure_built, link_line, load, part, units_of
-from cputrain.comm.ccl.environment import check_host, settings
-from cputrain.comm.ccl.libraries import Libraries, find_libraries
-from cputrain.comm.ccl.segments import sweep_segments
-from cputrain.comm.ccl.transport import Transport
+from cputrain.comm.ccl.environment import Libraries, Transport, check_host, find_libraries, settings, sweep_segments
 from cputrain.native_build import checksum_file
 from cputrain.training.binding import misplaced_comm_threads
 from tests.support.ccl_jobs import ROOT
@@ -47,7 +44,7 @@ def test_the_libraries_of_this_environment_are_found() -> None:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A Python without packages, whose prefix is that folder."""
-    monkeypatch.setattr("cputrain.comm.ccl.libraries.metadata.files", lambda _package: None)
+    monkeypatch.setattr("cputrain.comm.ccl.environment.metadata.files", lambda _package: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     return tmp_path
 

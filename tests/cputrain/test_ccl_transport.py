@@ -9,24 +9,21 @@ import pytest
 import torch.distributed as dist
 
 from affinity.errors import InputError, RunError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
-from affinity.ranks.rank import Rank
-from affinity.ranks.rendezvous import with_rank
+from affinity.ranks.rank import Rank, with_rank
 from affinity.topology.machine import narrowed
 from affinity.topology.sysfs import this_machine
-from cputrain import transports
+from cputrain import measurements
 from cputrain.comm.ccl import check
-from cputrain.comm.ccl.transport import Transport, agree, choose_transport
+from cputrain.comm.ccl.environment import Transport, agree, choose_transport
 from cputrain.comm.store import SignedKeys
-from cputrain.launch.first_measurement import is_due
-from cputrain.measurements import keep
-from cputrain.transports import kept_seconds, transport_records
+from cputrain.launch.command import is_due
+from cputrain.measurements import keep, kept_seconds, transport_records
 from mpi.hosts.groups import HostGroup
-from mpi.launchers.intelmpi import INTEL_MPI
-from mpi.launchers.job import Job
-from mpi.launchers.openmpi import OPEN_MPI
-from mpi.supervise.local import free_port
+from mpi.launchers.launcher import Job
+from mpi.launchers.programs import INTEL_MPI, OPEN_MPI
+from mpi.supervise.run import free_port
 from tests.support.ccl_jobs import command, ended, lines_of, unmeasured_cache
 from tests.support.commands import cputrain, mpi_path
 
@@ -85,7 +82,7 @@ def test_figures_are_kept_for_the_host_whatever_cores_a_rank_may_use(
     keep_seconds(env, FASTER_LIBFABRIC)
     whole = this_machine()
     part = replace(narrowed(whole, frozenset(whole.pus[:1]), None), cpu_quota=0.5, memory_limit_bytes=1 << 30)
-    monkeypatch.setattr(transports, "this_machine", lambda: part)
+    monkeypatch.setattr(measurements, "this_machine", lambda: part)
     assert kept_seconds(env) == pytest.approx(FASTER_LIBFABRIC)
 
 

@@ -14,18 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from affinity.errors import InputError
-from cputrain.checkpoints.folder import list_checkpoints, name_of
-from cputrain.checkpoints.manifest import EMA, MANIFEST, DamagedError, checksum
+from cputrain.checkpoints.folder import EMA, MANIFEST, DamagedError, checksum, list_checkpoints, name_of
 from cputrain.checkpoints.tensors import DTYPES, read_tensors, write_tensors
 from cputrain.models.weights import read_weights
 from cputrain.optim.build import OPTIMIZERS
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import choose_engine, prepare_model
 from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.non_finite import NonFiniteHandler
-from cputrain.training.saving.position import Position
-from cputrain.training.saving.restore import find_newest, load, load_eval_model, put_back
-from cputrain.training.saving.snapshot import check_savable
+from cputrain.training.saving.restore import Position, check_savable, find_newest, load, load_eval_model, put_back
+from cputrain.training.watchers import NonFiniteHandler
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
 from tests.support.checkpoints import content
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
 from cputrain.comm import ccl
-from cputrain.comm.ccl.transport import Transport
-from cputrain.comm.choice import choose_backend
-from cputrain.comm.group import convert_lost_peer_errors
+from cputrain.comm.ccl.environment import Transport
+from cputrain.comm.group import choose_backend, convert_lost_peer_errors
 from cputrain.comm.store import SignedKeys
 
 RANKS = [Rank(rank=i, world_size=3, local_rank=i, local_world_size=3, convention="env") for i in range(3)]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import COMMANDS, main
-from cputrain.cli.complete import SHELLS
-from cputrain.cli.completion_table import make_table, read_table, skeleton
+from cputrain.cli.completion import SHELLS, make_table, read_table, skeleton
 from tests.support.commands import need
 
 QUICK_S = 0.3
@@ -73,7 +72,7 @@ def test_the_table_is_made_once_and_again_after_a_change(tmp_path: Path, monkeyp
     assert read_table(env, make) == read_table(env, make) and len(made) == 1
     (tmp_path / "completion.json").write_text("{")
     read_table(env, make)
-    monkeypatch.setattr("cputrain.cli.completion_table.__version__", "9")
+    monkeypatch.setattr("cputrain.cli.completion.__version__", "9")
     read_table(env, make)
     assert len(made) == 3
     read_table({"CPUTRAIN_CACHE": "/proc/nowhere"}, make)

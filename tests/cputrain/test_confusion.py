@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from affinity.errors import InputError
-from cputrain.cli.eval import check_page
-from cputrain.report.confusion import (
+from cputrain.cli.train import check_page
+from cputrain.report.eval_page import (
     MOST_CLASSES,
     Predicted,
     class_accuracies,
@@ -16,8 +16,8 @@ from cputrain.report.confusion import (
     confusion_heat,
     confusion_text,
     most_wrong,
+    write_eval_page,
 )
-from cputrain.report.eval_page import write_eval_page
 
 CLASSES = ("cat", "dog", "<b>owl</b>", "unseen")
 

@@ -9,8 +9,7 @@ from pyarrow import parquet
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
-from cputrain.data.damage import allowed_damage, causes, refusal
-from cputrain.data.formats.dataset import ImageFiles
+from cputrain.data.formats.dataset import ImageFiles, allowed_damage, causes, refusal
 from cputrain.data.formats.folder import image_files
 from cputrain.data.pixels.decode import decode_by_pillow
 from cputrain.runs.events import read_events

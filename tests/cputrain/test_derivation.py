@@ -4,12 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from cputrain.data.order.permutations import rank_share
+from cputrain.data.order import rank_share
 from cputrain.optim.schedules import scheduled_lr
-from cputrain.recipe.derivation import TrainingSizes, derive
-from cputrain.recipe.explanation import explain
+from cputrain.recipe.derivation import TrainingSizes, derive, explain, rate_warning
 from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.rates import rate_warning
 from cputrain.recipe.schema import BatchSection, DataSection, Recipe, ScheduleSection
 
 

@@ -8,14 +8,25 @@ from pathlib import Path
 import pytest
 
 from affinity.kernel import running
-from affinity.planner.runtime import Runtime
+from affinity.planner.openmp import Runtime
 from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
 from affinity.topology.catalog import named_machine
 from affinity.topology.machine import Machine
 from cputrain.cli import main
 from cputrain.doctor import host, software
-from cputrain.doctor.check import ERROR, OK, WARNING, Check, checks_text, error, ok, warning
-from cputrain.doctor.host import ProcessLimits, host_checks, own_limits
+from cputrain.doctor.host import (
+    ERROR,
+    OK,
+    WARNING,
+    Check,
+    ProcessLimits,
+    checks_text,
+    error,
+    host_checks,
+    ok,
+    own_limits,
+    warning,
+)
 from cputrain.doctor.probe import PARTS, probed
 from cputrain.variables import HIDDEN, shown_variables
 from tests.cputrain.test_json_output import fields

@@ -13,21 +13,21 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from affinity.errors import InputError
-from affinity.planner.measured import BF16
 from affinity.planner.plan import plan_machine
 from affinity.planner.records import ENGINE, Records, measured_of, read_records
+from affinity.planner.request import BF16
 from affinity.ranks.rank import Rank
 from affinity.topology.catalog import find_machine
 from affinity.topology.sysfs import this_machine
-from cputrain.cli.precision import precision_lines
-from cputrain.comm.choice import choose_backend
+from cputrain.cli.derived import precision_lines
+from cputrain.comm.group import choose_backend
 from cputrain.comm.store import SignedKeys
 from cputrain.launch.recipe_request import request_of
 from cputrain.measurements import keep_bf16_gain, new_record, rate_record
 from cputrain.recipe.loading import load_recipe
 from cputrain.training import engine
 from cputrain.training.ipex import check_pair
-from cputrain.training.measured_engine import measured_engine
+from cputrain.training.session import measured_engine
 from tests.support.commands import cputrain, refused
 
 ROOT = Path(__file__).parents[2]

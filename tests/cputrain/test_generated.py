@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from affinity.topology.sysfs import this_machine
-from cputrain.data.batches import point_batches
-from cputrain.data.formats.generated import INTERCEPT, SLOPE, Points, SyntheticImages
+from cputrain.data.formats.dataset import INTERCEPT, SLOPE, Points, SyntheticImages
 from cputrain.data.from_recipe import TRAIN_POINTS, VAL_POINTS
+from cputrain.data.loader import point_batches
 from cputrain.runs.events import read_events
 from tests.support.checkpoints import content, newest
 from tests.support.commands import cputrain

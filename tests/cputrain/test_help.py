@@ -9,9 +9,9 @@ import click
 import pytest
 
 from affinity.errors import InputError
-from affinity.exit_status import ExitStatus
+from affinity.terminal import ExitStatus
 from cputrain.cli import group
-from cputrain.cli.sections import OTHER, SectionedCommand
+from cputrain.cli.options import OTHER, SectionedCommand
 from tools.man_pages import main as write_man_pages
 from tools.man_pages import man_pages, roff
 
@@ -36,7 +36,7 @@ def test_a_group_s_help_has_the_whole_summary_of_each_command(name: str) -> None
 
 @pytest.mark.parametrize("name", SECTIONED)
 def test_every_option_stands_in_one_section(name: str) -> None:
-    """A new option belongs into a section of cputrain/cli/sections.py or of its command."""
+    """A new option belongs into a section of cputrain/cli/options.py or of its command."""
     found, context = command(name)
     sections = dict(found.options_by_section(context))
     assert [option.opts[-1] for option in sections.pop(OTHER)] == ["--help"]

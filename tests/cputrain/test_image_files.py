@@ -12,16 +12,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.formats.caltech256 import open_caltech256
 from cputrain.data.formats.folder import image_files, read_folder
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.places import IMAGE_SUFFIXES, is_hidden, is_image
 from cputrain.data.formats.survey import survey
 from cputrain.data.pixels.crops import center_crop
 from cputrain.data.pixels.decode import Decode, ImageError, choose_decoder, decode_by_pillow, decode_one_by_pillow
-from cputrain.data.prepare.encode import encode
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.pack import Options, encode, prepare
+from cputrain.data.prepare.sources import open_caltech256
 from tests.cputrain.test_prepare import jpeg
 from tests.cputrain.test_sources import archive
 from tests.support.commands import cputrain

@@ -14,13 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from affinity.errors import InputError, RunError
-from cputrain.checkpoints.manifest import MANIFEST, checksum, read_manifest, write_manifest
+from cputrain import inference as exporting
+from cputrain.checkpoints.folder import MANIFEST, checksum, read_manifest, write_manifest
 from cputrain.cli import main
 from cputrain.data.formats.folder import image_files
-from cputrain.inference import export as exporting
-from cputrain.inference.classifier import load_classifier
-from cputrain.inference.export import choose_format, export
-from cputrain.inference.predict import predict
+from cputrain.inference import choose_format, export, load_classifier, predict
 from cputrain.models.vision import import_torchvision
 from tests.cputrain.test_json_output import fields
 from tests.support.commands import cputrain

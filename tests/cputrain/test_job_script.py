@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from affinity.planner.plan_file import read_plan
 from cputrain.cli import main
-from cputrain.jobs.directives import Resources
-from cputrain.jobs.script import BatchJob, Command, Container, Preparation, Training, job_script, parse_array
+from cputrain.jobs.script import BatchJob, Command, Container, Preparation, Resources, Training, job_script, parse_array
 from mpi import first_host
 from mpi.fabric import FABRICS
 from tests.support.commands import cputrain, need, refused

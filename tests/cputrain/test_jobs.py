@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
 from cputrain.recipe.loading import load_recipe
@@ -24,8 +24,8 @@ from cputrain.runs.folder import make_folder
 from mpi.hosts.groups import HostGroup, job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher, newest_version
-from mpi.launchers.job import Job, bound_command
-from mpi.supervise.local import free_port
+from mpi.launchers.launcher import Job, bound_command
+from mpi.supervise.run import free_port
 from tests.mpi.test_launchers import PRINT_NAMES
 from tests.mpi.test_remote import PS_SHOWS_TOKEN
 from tests.support.commands import cputrain, mpi_path

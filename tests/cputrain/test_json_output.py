@@ -11,7 +11,7 @@ import pytest
 from site_pages.json_output import SHAPES
 
 from cputrain.cli import main
-from cputrain.cli.json_output import only_results_on_stdout
+from cputrain.cli.output import only_results_on_stdout
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.run_folders import write_run
@@ -115,7 +115,7 @@ def test_a_sweep_prints_its_results_alone_on_stdout(tmp_path: Path) -> None:
 
 def test_what_other_processes_print_goes_to_stderr() -> None:
     code = (
-        "import os, subprocess, sys; from cputrain.cli.json_output import only_results_on_stdout as only\n"
+        "import os, subprocess, sys; from cputrain.cli.output import only_results_on_stdout as only\n"
         "with only('json'): print('a'); subprocess.run(['echo', 'b']); os.write(1, b'c\\n')\n"
         "print('result')"
     )

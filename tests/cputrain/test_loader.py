@@ -14,12 +14,11 @@ import cputrain.data
 from affinity.errors import InputError, RunError
 from affinity.ranks.rank import Rank
 from cputrain.data import Augmentation, ImageLoader, Transform, loader
-from cputrain.data.formats.block_reader import images_per_block
 from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats.shards import images_per_block
+from cputrain.data.loader import choose_normalize
 from cputrain.data.pixels.decode import choose_decoder
-from cputrain.data.pixels.normalize import choose_normalize
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.pack import Options, prepare
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.feed import Feed, evaluation_batches, training_batches

@@ -11,17 +11,24 @@ import pytest
 from affinity.errors import InputError
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.attempt import continues_run, is_restarted, lock_name_in
-from cputrain.runs.folder import check_folder, make_folder
-from cputrain.runs.lock import LOCK, check_unlocked, locked
-from cputrain.runs.resume import TrainingScale
+from cputrain.runs.folder import (
+    LOCK,
+    TrainingScale,
+    check_folder,
+    check_unlocked,
+    continues_run,
+    is_restarted,
+    lock_name_in,
+    locked,
+    make_folder,
+)
 from tests.support.commands import cputrain
 
 SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)
 HOLDER = """
 import sys, time
 from pathlib import Path
-from cputrain.runs.lock import locked
+from cputrain.runs.folder import locked
 with locked(Path(sys.argv[1]), job="123"):
     print("locked", flush=True)
     time.sleep(600)

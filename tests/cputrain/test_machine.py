@@ -8,8 +8,8 @@ import pytest
 
 from affinity.errors import InputError
 from affinity.planner.plan import Request, plan_machine
+from affinity.topology.archive import save_machine
 from affinity.topology.catalog import find_machine
-from affinity.topology.save import save_machine
 from affinity.topology.sysfs import read_machine, this_machine
 from cputrain.cli import main
 from tests.support.machines import build_machine, write_sysfs

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from affinity.planner.workload import footprint
-from cputrain.data.pixels.normalize import Normalize, choose_normalize
-from cputrain.models.build import batchnorms, build_model
-from cputrain.models.pointwise import has_amx
+from affinity.planner.request import footprint
+from cputrain.data.loader import Normalize, choose_normalize
+from cputrain.models.fusion import has_amx
+from cputrain.models.networks import batchnorms, build_model
 from cputrain.models.sizes import SIZES, workload_of
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
@@ -169,7 +169,7 @@ def test_the_estimate_of_memory_is_near_what_a_training_takes() -> None:
     """A real training step in a process of its own; the estimate may be above by half, never much below."""
     code = (
         "import torch\n"
-        "from cputrain.models.build import build_model\n"
+        "from cputrain.models.networks import build_model\n"
         "from cputrain.recipe.schema import ModelSection\n"
         "torch.set_num_threads(1)\n"
         "model = build_model(ModelSection(name='resnet50'), classes=1000, side=224)\n"

@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from affinity.errors import InputError
-from cputrain.models.batchnorm import GhostBatchNorm2d, RunningBatchNorm2d
-from cputrain.models.build import batchnorms, build_model
+from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, batchnorms, build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.models.weights import load_initial_weights
 from cputrain.recipe.schema import ModelSection
@@ -144,7 +143,7 @@ def test_running_statistics_are_used_and_not_updated() -> None:
 
 TOGETHER = """
 import json, sys, torch, torch.distributed as dist, torch.distributed.nn.functional
-from cputrain.models.batchnorm import SyncBatchNorm2d
+from cputrain.models.networks import SyncBatchNorm2d
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)

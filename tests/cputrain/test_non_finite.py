@@ -7,8 +7,8 @@ import torch
 
 from affinity.topology.sysfs import this_machine
 from cputrain.runs.events import read_events
-from cputrain.training.non_finite import DivergenceCheck
-from cputrain.training.saving.position import Position
+from cputrain.training.saving.restore import Position
+from cputrain.training.watchers import DivergenceCheck
 from tests.cputrain.test_training import SMALL
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 import cputrain.optim
 from cputrain.optim import AdagradDA, Lamb, Lars
-from cputrain.optim.build import build_optimizer, set_lr_and_decay
-from cputrain.optim.ratios import layer_ratios
-from cputrain.recipe.schema import OptimSection
-from cputrain.recipe.schema.optim import OPTIMIZERS_WITH, OptimizerName
+from cputrain.optim.build import build_optimizer, layer_ratios, set_lr_and_decay
+from cputrain.recipe.schema import OPTIMIZERS_WITH, OptimizerName, OptimSection
 
 pytestmark = pytest.mark.slow
 

@@ -17,11 +17,9 @@ from site_pages.text import plain
 
 from affinity.errors import InputError
 from cputrain.cli import group
-from cputrain.other_launchers.option import Program
+from cputrain.other_launchers.option import Program, line_of, words_of
 from cputrain.other_launchers.programs import PROGRAMS
-from cputrain.other_launchers.read import option_named, read
-from cputrain.other_launchers.shell_words import line_of, words_of
-from cputrain.other_launchers.translation import Translation, translated
+from cputrain.other_launchers.translation import Translation, option_named, read, translated
 from mpi.launchers.detect import find_launcher
 from tests.support.commands import cputrain, here, mpi_path, refused
 

@@ -7,8 +7,7 @@ import pytest
 from affinity.errors import InputError
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import check_folder, make_folder
-from cputrain.runs.resume import TrainingScale
+from cputrain.runs.folder import TrainingScale, check_folder, make_folder
 
 SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)
 

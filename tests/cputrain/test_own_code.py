@@ -103,9 +103,8 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
 
 
 def own_task(loss: Any, batch: Any) -> Any:
-    from cputrain.data.batches import own_batch
-    from cputrain.data.formats.dataset import Dataset
-    from cputrain.data.formats.own_samples import OwnSamples
+    from cputrain.data.formats.dataset import Dataset, OwnSamples
+    from cputrain.data.loader import own_batch
     from cputrain.recipe.schema import Recipe
     from cputrain.training.task import OwnTask
 

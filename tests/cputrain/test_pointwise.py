@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from affinity.topology.sysfs import this_machine
-from cputrain.models.build import build_model
-from cputrain.models.pointwise import PointwiseConv2d, has_amx, use_products
+from cputrain.models.fusion import PointwiseConv2d, has_amx, use_products
+from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
 
 pytestmark = pytest.mark.slow

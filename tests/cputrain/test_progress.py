@@ -6,9 +6,8 @@ import pytest
 
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import SilentEvents
-from cputrain.training.log import TrainingLog
+from cputrain.training.log import Progress, TrainingLog
 from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.progress import Progress
 
 RESULT = StepResult(
     loss=0.5, data_wait_s=0.2, comm_wait_s=0.5, metrics=EpochMetrics(), finite=True, non_finite="", layer_ratios=()

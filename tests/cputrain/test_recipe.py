@@ -8,12 +8,10 @@ import pytest
 
 from affinity.errors import InputError
 from cputrain.cli.derived import aligned
-from cputrain.cli.prepare import command as prepare
+from cputrain.cli.prepare import prepare_command as prepare
 from cputrain.data.from_recipe import survey_recipe
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.explanation import explain
+from cputrain.recipe.derivation import derive, explain, rate_warning
 from cputrain.recipe.loading import dump_recipe, find_recipe, load_recipe, recipe_names, with_absolute_paths
-from cputrain.recipe.rates import rate_warning
 from cputrain.recipe.schema import Recipe, SweepSection
 from cputrain.sweep import variants
 

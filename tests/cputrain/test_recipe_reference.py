@@ -2,8 +2,7 @@
 
 import re
 
-from cputrain.recipe.keys import all_keys, describe_key
-from cputrain.recipe.reference import reference
+from cputrain.recipe.keys import all_keys, describe_key, reference
 
 KEYS = [key for section in reference() for key in section.keys]
 UNITS = re.compile(

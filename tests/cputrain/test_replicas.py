@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.training.replicas import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
+from cputrain.training.watchers import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
 from tests.support.by_hand import ranks_of_code
 from tests.support.commands import cputrain
 from tests.support.images import write_images
@@ -103,7 +103,7 @@ def test_the_message_names_rank_host_and_steps() -> None:
 ROUNDING = """
 import json, torch, torch.distributed as dist
 from affinity.errors import RunError
-from cputrain.training.replicas import ReplicaCheck, bit_sum, replica_tensors
+from cputrain.training.watchers import ReplicaCheck, bit_sum, replica_tensors
 
 dist.init_process_group("gloo")
 rank, warned = dist.get_rank(), []

@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 
 from cputrain.cli import main
-from cputrain.report.history import faults_of, warnings_of
-from cputrain.report.page import write_report
-from cputrain.report.run import DONE, INTERRUPTED, NOT_STARTED, RUNNING, STOPPED, read_run
-from cputrain.report.step_times import rank_times, time_heat, trust_heat
-from cputrain.report.summary import duration, figures, particulars
+from cputrain.report.page import rank_times, time_heat, trust_heat, write_report
+from cputrain.report.run import (
+    DONE,
+    INTERRUPTED,
+    NOT_STARTED,
+    RUNNING,
+    STOPPED,
+    duration,
+    faults_of,
+    figures,
+    particulars,
+    read_run,
+    warnings_of,
+)
 from tests.support.run_folders import BEGUN, write_run
 
 EVIL = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\'"&{{7*7}}'

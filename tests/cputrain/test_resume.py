@@ -18,8 +18,7 @@ from cputrain.models.weights import read_weights
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import read_events
-from cputrain.runs.folder import check_folder
-from cputrain.runs.resume import TrainingScale, changes_training, differences, reason_not_to_resume
+from cputrain.runs.folder import TrainingScale, changes_training, check_folder, differences, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import newest

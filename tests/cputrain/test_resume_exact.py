@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cputrain.models.build import build_model
+from cputrain.models.networks import build_model
 from cputrain.recipe.loading import load_recipe, recipe_names
 from cputrain.recipe.schema import ModelSection
 from cputrain.runs.events import read_events

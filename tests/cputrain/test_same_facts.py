@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from affinity.errors import InputError
 from affinity.ranks.rank import Rank
-from cputrain.comm.same_facts import check_same, describe_difference
+from cputrain.comm.group import check_same, describe_difference
 from cputrain.comm.store import SignedKeys
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.recipe.loading import load_recipe
-from cputrain.training.facts import facts_of
-from mpi.supervise.local import free_port
+from cputrain.training.binding import facts_of
+from mpi.supervise.run import free_port
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import PPN

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from cputrain.bench.recorder import LayerRecorder
-from cputrain.models.batchnorm import GhostBatchNorm2d
-from cputrain.models.batchnorm_kernels import load
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, second_use
-from cputrain.models.build import build_model
+from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, load, second_use
 from cputrain.models.fusion import fuse_batchnorms
+from cputrain.models.networks import GhostBatchNorm2d, build_model
 from cputrain.recipe.schema import ModelSection
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
-from affinity.text_table import markdown_table
+from affinity.terminal import markdown_table
 from benchmarks.simulate_published import (
     command_of,
     efficiencies,
@@ -23,15 +23,20 @@ from benchmarks.simulate_published import (
 from cputrain.cli import main
 from cputrain.cli.simulate import numbers_of_hosts
 from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.assumptions import ASSUMPTIONS, CONSTANTS
-from cputrain.simulate.compute import work_of
-from cputrain.simulate.links import link_of
-from cputrain.simulate.messages import messages_of
+from cputrain.simulate.assumptions import (
+    ASSUMPTIONS,
+    CONSTANTS,
+    EFFICIENCIES,
+    RUNS,
+    SURFSARA,
+    PublishedEfficiency,
+    PublishedRun,
+    link_of,
+)
+from cputrain.simulate.network import Setup, Speed
 from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
-from cputrain.simulate.published import EFFICIENCIES, RUNS, SURFSARA, PublishedEfficiency, PublishedRun
 from cputrain.simulate.scaling import checkpoints_saved
-from cputrain.simulate.setup import Setup, Speed
-from cputrain.simulate.timeline import Step, step_of
+from cputrain.simulate.step import Step, messages_of, step_of, work_of
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from cputrain.simulate.all_reduce import ALGORITHMS, Path, cost, exchanges
-from cputrain.simulate.links import LINKED, Link, link_of
-from cputrain.simulate.stragglers import expected_maximum, slowest
+from cputrain.simulate.assumptions import LINKED, Link, link_of
+from cputrain.simulate.step import ALGORITHMS, Path, cost, exchanges, expected_maximum, slowest
 
 PATH = Path(link=link_of("opa"), host_latency_s=1e-6, move_bytes_per_s=3e9)
 SIZE = 1e8

@@ -7,14 +7,12 @@ from torch import nn
 
 from affinity.errors import InputError
 from cputrain.comm.bucket_sizes import bucket_bytes
-from cputrain.models.build import build_model
+from cputrain.models.networks import build_model
 from cputrain.models.sizes import SIZES
 from cputrain.recipe.schema import DataSection, ModelSection, Recipe
 from cputrain.simulate.assumptions import CONSTANTS
-from cputrain.simulate.compute import weight_tensors
-from cputrain.simulate.layers import BLOCKS, BYTES, layers_of
-from cputrain.simulate.messages import assigned_buckets, bucket_limits
-from cputrain.simulate.setup import DEFAULT_BUCKETS, Setup
+from cputrain.simulate.network import BLOCKS, BYTES, DEFAULT_BUCKETS, Setup, layers_of
+from cputrain.simulate.step import assigned_buckets, bucket_limits, weight_tensors
 
 NETWORKS = (*BLOCKS, "alexnet", "alexnet-bn")
 

@@ -13,10 +13,17 @@ from affinity.topology.catalog import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
 from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.assumptions import CONSTANTS
-from cputrain.simulate.layers import Layer, layers_of
-from cputrain.simulate.links import link_of
-from cputrain.simulate.measured import LayerSeconds, MeasuredTraining, Measurement, find, training_record, unreadable
+from cputrain.simulate.assumptions import CONSTANTS, link_of
+from cputrain.simulate.network import (
+    Layer,
+    LayerSeconds,
+    MeasuredTraining,
+    Measurement,
+    find,
+    layers_of,
+    training_record,
+    unreadable,
+)
 from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
 from cputrain.simulate.scaling import model_of, rows_of
 

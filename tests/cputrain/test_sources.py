@@ -12,12 +12,10 @@ import pytest
 from PIL import Image
 
 from affinity.errors import InputError
-from cputrain.data.formats.flat_labels import DEVKIT, SYNSETS
-from cputrain.data.formats.idx import read_idx
-from cputrain.data.formats.imagenet import TRAIN, VAL
+from cputrain.data.formats.folder import DEVKIT, SYNSETS
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.prepare.pack import prepare
-from cputrain.data.prepare.sources import open_source
+from cputrain.data.prepare.sources import TRAIN, VAL, open_source, read_idx
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.images import write_mnist
 

@@ -11,8 +11,7 @@ from affinity.errors import InputError
 from affinity.ranks.rank import Rank
 from cputrain.data import staging
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.pack import Options, prepare
 from cputrain.data.staging import copies_folder_name, copy, staged
 from tests.cputrain.test_training import PPN
 from tests.support.commands import cputrain

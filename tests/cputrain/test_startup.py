@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from affinity.ranks.rank import Rank
-from cputrain.launch.startup import Startup, startup_of
-from mpi.supervise.connection import TOKEN_VARIABLE
+from cputrain.launch.rank_process import Startup, startup_of
 from mpi.supervise.output import Stream
+from mpi.supervise.wire import TOKEN_VARIABLE
 
 RANK = Rank(rank=0, world_size=2, local_rank=0, local_world_size=2, convention="env")
 

@@ -5,17 +5,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
-from cputrain.data.batches import Batch
+from cputrain.comm.buckets import AllReduceHook, Bf16AllReduceHook
+from cputrain.data.loader import Batch
 from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import lr_at, scheduled_lr
-from cputrain.recipe.derivation import TrainingSizes
-from cputrain.recipe.phases import EpochSettings, settings_at
+from cputrain.recipe.derivation import EpochSettings, TrainingSizes, settings_at
 from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
 from cputrain.training.engine import autocast, bf16_speedup, choose_engine, prepare_model
 from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.state import TrainState
-from cputrain.training.step import StepSettings, train_step
+from cputrain.training.step import StepSettings, TrainState, train_step
 from cputrain.training.task import recipe_task
 
 EAGER = choose_engine("eager", "float32", {})

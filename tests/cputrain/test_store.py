@@ -16,8 +16,8 @@ from affinity.topology.sysfs import this_machine
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.runs.events import read_events
 from cputrain.training.preemption import KEY
-from mpi.supervise.connection import TOKEN_VARIABLE
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
+from mpi.supervise.wire import TOKEN_VARIABLE
 from tests.support.images import write_images
 
 JOIN = """

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from cputrain.training import stragglers
-from cputrain.training.core_usage import CoreUsage
+from cputrain.training import watchers
 from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.stragglers import EVERY_STEPS, Pace, StragglerWatch, find_stragglers, to_name
+from cputrain.training.watchers import EVERY_STEPS, CoreUsage, Pace, StragglerWatch, find_stragglers, to_name
 
 TYPICAL = Pace(
     step_s=0.4,
@@ -69,7 +68,7 @@ class Log:
 
 def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others: list[Pace] = [TYPICAL]
-    monkeypatch.setattr(stragglers, "gathered", lambda own: [own, *others])
+    monkeypatch.setattr(watchers, "gathered", lambda own: [own, *others])
     log: Any = Log()
     watch = StragglerWatch(hosts=("n1", "n2"), log=log, pus=(0,))
     watch.usage = CoreUsage((0,), tmp_path)

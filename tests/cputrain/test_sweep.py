@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from affinity.text_table import align_columns
+from affinity.terminal import align_columns
 from cputrain.recipe.schema import SweepSection
 from cputrain.reproduce.large_batch import (
     BatchResults,
@@ -22,10 +22,9 @@ from cputrain.reproduce.large_batch import (
 )
 from cputrain.runs.events import elapsed
 from cputrain.sweep import RunResult, TrainingSetup, Variant, group_by_seed, variants
-from cputrain.sweep.clock import clock, parse_clock
-from cputrain.sweep.outcomes import outcome_of
-from cputrain.sweep.results import diverged_from, loss_curve
-from cputrain.sweep.search import next_batch
+from cputrain.sweep.find_batch import next_batch
+from cputrain.sweep.results import diverged_from, loss_curve, outcome_of
+from cputrain.sweep.run import clock, parse_clock
 from cputrain.sweep.tables import csv_text, markdown, table
 from cputrain.sweep.variants import parse_workers
 from cputrain.sweep.workers import compare, comparison_rows, stable_maximum

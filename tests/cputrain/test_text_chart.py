@@ -1,6 +1,6 @@
 """A curve for a terminal, and `plan --curve`."""
 
-from cputrain.cli.text_chart import HEIGHT, LEVELS, WIDTH, curve, sampled
+from cputrain.cli.output import HEIGHT, LEVELS, WIDTH, curve, sampled
 from tests.support.commands import cputrain, refused
 
 

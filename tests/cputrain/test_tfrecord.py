@@ -17,8 +17,7 @@ from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards, crc32c
 from cputrain.data.formats.survey import survey
 from cputrain.data.formats.tfrecord import masked
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.pack import Options, prepare
 from cputrain.data.prepare.sources import open_source
 from cputrain.data.prepare.verify import problems
 from cputrain.runs.events import read_events

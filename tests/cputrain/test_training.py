@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cputrain.recipe.loading import load_recipe, recipe_names
-from cputrain.report.usage import read_usage
+from cputrain.report.run import read_usage
 from cputrain.runs.events import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.commands import cputrain, refused
@@ -182,7 +182,7 @@ def test_every_shipped_recipe_trains_on_two_ranks(tmp_path: Path) -> None:
     """Two steps of each at a reduced size, evaluation, checkpoint and report included."""
     import torch
 
-    from cputrain.models.build import build_model
+    from cputrain.models.networks import build_model
     from cputrain.recipe.schema import ModelSection
 
     write_images(tmp_path / "images", train=30)

@@ -14,7 +14,7 @@ import pytest
 
 from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
-from cputrain.report.usage import read_usage
+from cputrain.report.run import read_usage
 from cputrain.runs.events import read_events
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import cputrain
@@ -118,11 +118,11 @@ def test_the_group_s_threads_end_with_it() -> None:
 import os, sys, time
 from affinity.kernel.observe import threads_of
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
+from affinity.planner.openmp import Runtime
 from affinity.topology.sysfs import this_machine
 from affinity.wording import counted
 from cputrain.comm.group import end_group, all_gather, start_group
-from cputrain.models.build import build_model
+from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
 from affinity.ranks.rank import Rank
 import torch

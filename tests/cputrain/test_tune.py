@@ -18,13 +18,14 @@ from cputrain.measurements import keep
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe
 from cputrain.tune.candidates import Choices, PlanCandidate, choices_of, worker_counts
-from cputrain.tune.race import Race, run_race
 from cputrain.tune.result import (
+    Race,
     Result,
     distinct_names,
     outcome_text,
     result_json,
     result_text,
+    run_race,
     suggestions,
     tuned_record,
 )

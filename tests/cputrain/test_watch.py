@@ -8,10 +8,7 @@ from rich.console import Console
 
 from affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.watch.curve import braille_curve
-from cputrain.watch.screen import screen
-from cputrain.watch.state import MOST_POINTS, WatchState
-from cputrain.watch.tail import EventTail
+from cputrain.watch.screen import MOST_POINTS, EventTail, WatchState, braille_curve, screen
 from tests.support.run_folders import BEGUN, write_run
 
 

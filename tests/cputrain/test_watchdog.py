@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.ranks.rank import Rank, rendezvous
-from cputrain.comm.heartbeats import (
+from cputrain.comm.watchdog import (
     LastHeartbeat,
     PendingCollective,
     StoreHeartbeat,
@@ -25,12 +25,12 @@ from cputrain.comm.heartbeats import (
     silent_rank,
     watched_ranks,
 )
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 
 STUCK = """
 import threading, time
 from torch.distributed import HashStore
-from cputrain.comm.heartbeats import HeartbeatThread, PendingCollective, place_of_this_process
+from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
 from cputrain.comm.store import SignedKeys
 from cputrain.comm.watchdog import Watchdog, WatchedBackend
 never = threading.Event()
@@ -46,7 +46,7 @@ never.wait()
 GONE = """
 import sys, threading, time
 from cputrain.comm import watchdog
-from cputrain.comm.heartbeats import PendingCollective
+from cputrain.comm.watchdog import PendingCollective
 class Gone:
     def fail(self, *arguments):
         raise RuntimeError("Connection was closed")
@@ -66,7 +66,7 @@ KEPT = """
 import ctypes, json, os
 from torch.distributed import HashStore
 from cputrain.comm.ccl.build import ensure_built, load
-from cputrain.comm.ccl.libraries import find_libraries
+from cputrain.comm.ccl.environment import find_libraries
 store = HashStore()
 loaded = load(ensure_built(find_libraries(os.environ), os.environ))
 loaded.HeartbeatSender(store, "beat", "token", '"host": "n1"', 0.1)
@@ -79,7 +79,7 @@ os._exit(0)
 AT_THE_END = """
 import os, signal
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
+from affinity.planner.openmp import Runtime
 from affinity.topology.sysfs import this_machine
 from cputrain.comm.group import end_group, all_gather, convert_lost_peer_errors, start_group
 from affinity.ranks.rank import discover

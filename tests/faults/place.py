@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cputrain.checkpoints.folder import list_checkpoints, step_of
-from mpi.supervise.local import free_port
-from mpi.supervise.reaper import descendants
+from mpi.supervise.processes import descendants
+from mpi.supervise.run import free_port
 
 ROOT = Path(__file__).parents[2]
 SAVED_EVERY = 10

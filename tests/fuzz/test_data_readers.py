@@ -16,8 +16,7 @@ from PIL import Image
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import index_path
-from cputrain.data.prepare.options import Options
-from cputrain.data.prepare.pack import prepare
+from cputrain.data.prepare.pack import Options, prepare
 from cputrain.models.weights import read_weights
 from tests.cputrain.test_tfrecord import example, record
 from tests.fuzz.inputs import damaged, fuzzed, read

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from affinity.errors import InputError
 from cputrain.report.page import report_html
 from cputrain.report.run import read_run
-from cputrain.watch.screen import screen
-from cputrain.watch.state import WatchState
-from cputrain.watch.tail import EventTail
+from cputrain.watch.screen import EventTail, WatchState, screen
 from tests.fuzz.inputs import COUNT, IN_TESTS, damaged
 from tests.support.run_folders import write_run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from affinity.planner.plan_file import read_plan
-from affinity.topology.cpuset import parse_list
+from affinity.topology.machine import parse_list
 from cputrain.runs.events import read_events
 from tests.lab import boot
 from tests.lab.topologies import Topology, even

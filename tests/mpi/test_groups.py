@@ -7,7 +7,7 @@ from affinity.planner.plan import Request
 from affinity.planner.plan_file import plan_from_dict
 from affinity.topology.catalog import find_machine
 from mpi.hosts.groups import cluster_to_dict, plan_cluster
-from mpi.hosts.nodelist import expand
+from mpi.hosts.hostfile import expand
 from tests.support.commands import cputrain, here, refused
 
 GROUPS = (

@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
 from affinity.planner.plan_file import plan_of_host, worker_from_dict
-from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
 from mpi.hosts.groups import HostGroup, job_plan_json
-from mpi.launchers.command import launch_command
+from mpi.launchers.command import HERE, launch_command, launch_script, shell_line, wrapped
 from mpi.launchers.detect import newest_version
-from mpi.launchers.job import Job, bound_command, rank_variables
-from mpi.launchers.local import local_commands
-from mpi.launchers.script import HERE, launch_script, shell_line, wrapped
-from mpi.launchers.table import LAUNCHERS
+from mpi.launchers.launcher import Job, bound_command, rank_variables
+from mpi.launchers.programs import LAUNCHERS, local_commands
 from tests.support.machines import build_machine
 
 OLD_VERSIONS = {"intelmpi": (2019, 9), "openmpi": (4, 1)}

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.start import own_program
 from affinity.topology.sysfs import this_machine
 from mpi.hosts.groups import HostGroup, job_plan_json
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher
-from mpi.launchers.job import Job, bound_command
-from mpi.launchers.table import LAUNCHERS
+from mpi.launchers.launcher import Job, bound_command
+from mpi.launchers.programs import LAUNCHERS
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 

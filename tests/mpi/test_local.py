@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError, RunError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
 from cputrain.launch.command import new_folder
 from cputrain.runs.folder import write_plan
 from mpi.hosts.groups import HostGroup
-from mpi.launchers.job import Job
-from mpi.supervise.connection import TOKEN_VARIABLE
-from mpi.supervise.local import run_local
+from mpi.launchers.launcher import Job
 from mpi.supervise.monitor import Monitor
+from mpi.supervise.run import run_local
+from mpi.supervise.wire import TOKEN_VARIABLE
 from tests.support.commands import cputrain
 
 pytestmark = pytest.mark.processes

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.topology.catalog import find_machine
-from affinity.topology.cpuset import parse_list
+from affinity.topology.machine import parse_list
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher
-from mpi.launchers.job import Job
+from mpi.launchers.launcher import Job
 from tests.support.commands import mpi_path
 
 # hwloc's description of the machine, for mappers that would otherwise inspect this one.

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpi.supervise.exits import RankExit, describe_exit
-from mpi.supervise.memory import KillCounter, Shortage
+from mpi.supervise.processes import KillCounter, RankExit, Shortage, describe_exit
 from tests.support.control_group import inside, memory_group
 
 GIB = 1 << 30

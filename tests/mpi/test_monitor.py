@@ -11,10 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from mpi.supervise.connection import TOKEN_VARIABLE, Connection, connect
-from mpi.supervise.messages import Answer, Exit, Heartbeat, Hello, Preempt, ShowStack, Signaled, Stop
-from mpi.supervise.monitor import Monitor
-from mpi.supervise.stalls import describe_stopped, stopped_rank
+from mpi.supervise.monitor import Monitor, describe_stopped, stopped_rank
+from mpi.supervise.wire import (
+    TOKEN_VARIABLE,
+    Answer,
+    Connection,
+    Exit,
+    Heartbeat,
+    Hello,
+    Preempt,
+    ShowStack,
+    Signaled,
+    Stop,
+    connect,
+)
 
 RANKS = 2000
 

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from affinity.errors import InputError
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, LauncherVariables
 from affinity.ranks.rank import Rank, discover
-from affinity.topology.cpuset import format_list
+from affinity.topology.machine import format_list
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.command import launch_command
 from mpi.launchers.detect import find_launcher
-from mpi.launchers.job import Job
-from mpi.launchers.launcher import HostOptions, InstalledLauncher, Launcher
-from mpi.launchers.table import LAUNCHERS
+from mpi.launchers.launcher import HostOptions, InstalledLauncher, Job, Launcher
+from mpi.launchers.programs import LAUNCHERS
 from tests.support.machines import build_machine
 
 VARIABLES = LauncherVariables(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinity.errors import InputError
-from mpi.hosts.nodelist import expand, fold
+from mpi.hosts.hostfile import expand, fold
 from tests.support.commands import need
 
 NAMES = st.builds(

@@ -11,16 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
-from affinity.planner.workload import RESNET50
+from affinity.planner.request import RESNET50
 from mpi.preflight import run
-from mpi.preflight.checks import MAX_BYTES, inspect_host, missing_provider
-from mpi.preflight.reports import Clock, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
-from mpi.supervise.connection import connect
-from mpi.supervise.exits import JobFailedError
-from mpi.supervise.messages import Hello, Stop
-from mpi.supervise.server import RankServer
+from mpi.preflight.checks import (
+    MAX_BYTES,
+    Clock,
+    HostReport,
+    LinkPeer,
+    LinkSpeed,
+    Listening,
+    compare_hosts,
+    inspect_host,
+    missing_provider,
+)
+from mpi.supervise.processes import JobFailedError
+from mpi.supervise.wire import Hello, RankServer, Stop, connect
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.topology.sysfs import this_machine
-from cputrain.report.usage import read_usage
+from cputrain.report.run import read_usage
 from cputrain.runs.events import read_events
 from mpi.hosts.groups import HostGroup
 from mpi.launchers.detect import find_launcher
-from mpi.launchers.job import Job
-from mpi.supervise.remote import run_remote
+from mpi.launchers.launcher import Job
+from mpi.supervise.run import run_remote
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
@@ -107,7 +107,7 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_stopped(
     mpirun.chmod(0o755)
     env = {**os.environ, "PATH": f"{mpirun.parent}:{path}"}
     installed = replace(find_launcher("mpich", env), program=str(mpirun))
-    monkeypatch.setattr("mpi.supervise.remote.LAUNCHER_END_S", 2.0)
+    monkeypatch.setattr("mpi.supervise.run.LAUNCHER_END_S", 2.0)
     plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
     groups = (HostGroup(hosts=("localhost",), plan=plan),)
     job = Job(groups=groups, command=("true",), plan_path=tmp_path / "plan.json", log_dir=tmp_path / "logs")

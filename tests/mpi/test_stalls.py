@@ -14,21 +14,23 @@ from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
 from affinity.topology.sysfs import this_machine
-from mpi.supervise.activity import READ_S, Activity, ActivityMeter, tree
-from mpi.supervise.clock import RunningClock
-from mpi.supervise.exits import RankExit
-from mpi.supervise.stacks import frames, read_stack, stack_file
-from mpi.supervise.stalls import (
+from mpi.supervise.monitor import (
+    READ_S,
     STARTING_S,
     WAITING_S,
     WITHOUT_STACK_S,
+    Activity,
+    ActivityMeter,
     Stall,
     StallWatch,
     Standing,
     awaited_ranks,
     describe_failure,
     stopped_rank,
+    tree,
 )
+from mpi.supervise.processes import RankExit, frames, read_stack, stack_file
+from mpi.supervise.signals import RunningClock
 from tests.support.commands import mpi_path
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)

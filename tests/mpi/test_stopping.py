@@ -14,8 +14,7 @@ import pytest
 
 from affinity.topology.sysfs import this_machine
 from mpi.supervise import ranks, signals
-from mpi.supervise.activity import tree
-from mpi.supervise.connection import HEARTBEAT_TIMEOUT_S
+from mpi.supervise.monitor import tree
 from mpi.supervise.signals import (
     InterruptedBySignalError,
     interrupt,
@@ -25,6 +24,7 @@ from mpi.supervise.signals import (
     undivided,
     until_interrupted,
 )
+from mpi.supervise.wire import HEARTBEAT_TIMEOUT_S
 from tests.support.commands import mpi_path
 
 WORKERS = min(2, len(this_machine().allowed_cores))

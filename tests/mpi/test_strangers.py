@@ -19,25 +19,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.ranks.route import address_to
-from affinity.terminal_text import JOINERS
-from mpi.supervise import server
-from mpi.supervise.connection import Connection, Signer, connect, join
-from mpi.supervise.exits import RankExit, describe_exit
-from mpi.supervise.messages import (
+from affinity.ranks.rank import address_to
+from affinity.terminal import JOINERS
+from mpi.supervise import wire
+from mpi.supervise.monitor import Monitor
+from mpi.supervise.processes import RankExit, describe_exit
+from mpi.supervise.wire import (
     Answer,
+    Connection,
     Exit,
     Heartbeat,
     Hello,
     Preempt,
     ProtocolError,
     ShowStack,
+    Signer,
     Stack,
     Stop,
+    connect,
     decode,
     encode,
+    join,
 )
-from mpi.supervise.monitor import Monitor
 
 TOKEN = "secret"
 HOSTS = tuple(f"h{i // 2}" for i in range(8))
@@ -149,7 +152,7 @@ def test_idle_connections_leave_room_for_the_ranks(monitor: Monitor, spare_files
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         kept = len(list(Path("/proc/self/fd").iterdir())) - own_files
-        assert kept <= len(HOSTS) + server.SPARE_CONNECTIONS + 2  # and the pipes
+        assert kept <= len(HOSTS) + wire.SPARE_CONNECTIONS + 2  # and the pipes
         second = agent(monitor, 1)
         deadline = time.monotonic() + 20
         while len(monitor.ranks) < 2 and time.monotonic() < deadline:
@@ -167,7 +170,7 @@ def test_idle_connections_leave_room_for_the_ranks(monitor: Monitor, spare_files
 def test_a_rank_among_strangers_is_read_before_it_makes_room(monitor: Monitor) -> None:
     """More strangers than are kept connect after it, before the monitor's next turn."""
     rank = agent(monitor, 0)
-    strangers = [stranger(monitor) for _ in range(len(HOSTS) + server.SPARE_CONNECTIONS + 20)]
+    strangers = [stranger(monitor) for _ in range(len(HOSTS) + wire.SPARE_CONNECTIONS + 20)]
     poll(monitor)
     assert list(monitor.ranks) == [0] and not monitor.failed() and rank.receive() == [Answer(label="h0")]
     for connected in (rank, *strangers):
@@ -228,7 +231,7 @@ def test_an_agent_connects_again_until_it_is_answered(monitor: Monitor) -> None:
 
 
 def test_a_connection_without_hello_is_closed_in_time(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(wire, "HELLO_TIMEOUT_S", 0.3)
     with stranger(monitor) as idle, stranger(monitor) as slow:
         slow.sendall(b"0" * 32 + b"\n")
         poll(monitor, 0.6)

@@ -16,21 +16,24 @@ from hypothesis import strategies as st
 
 from affinity.topology.sysfs import this_machine
 from cputrain.report.page import write_report
-from cputrain.report.usage import mean_of, read_usage, running_time, worker_rows
-from mpi.supervise.local import run_local
+from cputrain.report.run import mean_of, read_usage, running_time, worker_rows
+from mpi.supervise.run import run_local
 from mpi.usage import sampler
-from mpi.usage.file import UsageFile, host_file, read_records, worker_file
 from mpi.usage.records import (
     MOST_INTERFACES,
     MOST_RECORDS,
     HostUse,
+    UsageFile,
     WorkerUse,
     from_line,
+    host_file,
     merged,
     moved,
+    read_records,
     thinned,
     to_line,
     total,
+    worker_file,
 )
 from mpi.usage.sampler import Tree, read_rdma, read_tree
 from tests.mpi.test_local import job

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 from tests.support.commands import cputrain
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

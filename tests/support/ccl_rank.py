@@ -239,7 +239,7 @@ def users() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from cputrain.comm.hooks import Bf16AllReduceHook
+    from cputrain.comm.buckets import Bf16AllReduceHook
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)

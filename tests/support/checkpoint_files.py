@@ -11,16 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.checkpoints.folder import name_of
-from cputrain.checkpoints.manifest import Manifest, NetworkRecord, ScaleRecord, TrainingRecord
-from cputrain.comm.hooks import AllReduceHook, Bf16AllReduceHook
+from cputrain.checkpoints.folder import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, name_of
+from cputrain.comm.buckets import AllReduceHook, Bf16AllReduceHook
 from cputrain.comm.store import SignedKeys
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import OptimSection
-from cputrain.training.saving.position import Position
-from cputrain.training.saving.snapshot import take_snapshot
-from cputrain.training.saving.writer import CheckpointWriter
-from cputrain.training.state import TrainState
+from cputrain.training.saving.restore import Position, take_snapshot
+from cputrain.training.saving.saver import CheckpointWriter
+from cputrain.training.step import TrainState
 
 
 @contextmanager

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from cputrain.checkpoints.folder import list_checkpoints
-from cputrain.checkpoints.manifest import EMA, MODEL, Manifest, read_manifest
+from cputrain.checkpoints.folder import EMA, MODEL, Manifest, list_checkpoints, read_manifest
 
 
 def newest(run: Path) -> Path:

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from affinity.topology.cpuset import format_list
-from affinity.topology.machine import Core, Machine, NumaNode, ordered
+from affinity.topology.machine import Core, Machine, NumaNode, format_list, ordered
 
 
 def build_machine(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from affinity.planner.plan import Plan, WorkerPlan, plan_machine
-from affinity.planner.workload import RESNET50, USUAL_BATCH, footprint
+from affinity.planner.request import RESNET50, USUAL_BATCH, footprint
 from affinity.topology.machine import Core, NumaNode
 
 GIB = 1 << 30

@@ -17,10 +17,9 @@ from typing import Any
 
 from affinity.ranks.rank import discover
 from affinity.topology.sysfs import this_machine
-from cputrain.launch.rank_process import bind_rank, run_rank
-from cputrain.launch.startup import Startup
+from cputrain.launch.rank_process import Startup, bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
-from mpi.supervise.local import free_port
+from mpi.supervise.run import free_port
 from tests.support.commands import cputrain
 
 PPN = min(2, len(this_machine().allowed_cores))
@@ -92,7 +91,7 @@ def poison(step: int) -> None:
     import torch
     from torch import nn
 
-    from cputrain.models.build import build_model
+    from cputrain.models.networks import build_model
     from cputrain.training import task
 
     class Poison(nn.Module):

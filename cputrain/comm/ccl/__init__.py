@@ -17,17 +17,21 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from affinity.ranks.rank import Rank
 from cputrain.comm.ccl.build import ensure_built, load
-from cputrain.comm.ccl.environment import check_host, settings
-from cputrain.comm.ccl.libraries import find_libraries
-from cputrain.comm.ccl.place import place_of
-from cputrain.comm.ccl.segments import sweep_segments
-from cputrain.comm.ccl.transport import Transport, agree, choose_transport
-from cputrain.comm.heartbeats import PendingCollective, key_of, place_of_this_process
+from cputrain.comm.ccl.environment import (
+    Transport,
+    agree,
+    check_host,
+    choose_transport,
+    find_libraries,
+    place_of,
+    settings,
+    sweep_segments,
+)
 from cputrain.comm.store import SignedKeys, describe_gone
-from cputrain.comm.watchdog import Watchdog, WatchedBackend
-from cputrain.transports import VARIABLE, kept_seconds
+from cputrain.comm.watchdog import PendingCollective, Watchdog, WatchedBackend, key_of, place_of_this_process
+from cputrain.measurements import VARIABLE, kept_seconds
 from mpi.fabric import Setting
-from mpi.supervise.connection import HEARTBEAT_S, TOKEN_VARIABLE
+from mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
 
 BACKEND = "ccl"
 KVS_TIMEOUT = "CCL_KVS_GET_TIMEOUT"

@@ -13,17 +13,15 @@ from collections.abc import Mapping
 from statistics import median
 
 from affinity.errors import InputError, RunError
-from affinity.exit_status import ExitStatus, status_of
 from affinity.planner.records import Record
 from affinity.ranks.launcher_variables import ENV, PREFIXES
 from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
 from affinity.start import own_program
-from affinity.utf8 import use_utf8
+from affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.comm.ccl.build import ensure_built
-from cputrain.comm.ccl.libraries import Libraries, find_libraries
-from cputrain.measurements import keep
-from cputrain.transports import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, transport_records
-from mpi.supervise.local import free_port
+from cputrain.comm.ccl.environment import Libraries, find_libraries
+from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, keep, transport_records
+from mpi.supervise.run import free_port
 
 PROGRAM = own_program("cputrain.comm.ccl.check_rank")
 MPIRUN = "bin/mpiexec.hydra"

@@ -12,12 +12,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from affinity.errors import InputError, RunError
-from affinity.ranks.rank import discover
-from affinity.ranks.rendezvous import with_rank
+from affinity.ranks.rank import discover, with_rank
+from affinity.terminal import use_utf8
 from affinity.topology.sysfs import this_machine
-from affinity.utf8 import use_utf8
 from cputrain.comm import ccl
-from cputrain.transports import BUCKET_BYTES
+from cputrain.measurements import BUCKET_BYTES
 
 SIZES = (1 << 10, 1 << 20, BUCKET_BYTES)
 ROUNDS = 9

@@ -1,19 +1,224 @@
-"""The environment variables of oneCCL, Intel MPI and libfabric, set before they load; the user's values are kept."""
+"""oneCCL's libraries, transport and environment, and the address at which its ranks meet."""
 
+import fcntl
+import json
 import os
 import re
 import resource
-from collections.abc import Mapping
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from affinity.errors import InputError
-from affinity.ranks.rank import Rank
-from affinity.ranks.route import LOOPBACK_INTERFACE, interface_to
+from affinity.ranks.launcher_variables import HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS
+from affinity.ranks.rank import LOOPBACK_INTERFACE, Rank, discover, interface_to
 from affinity.wording import counted
-from cputrain.comm.ccl.libraries import Libraries
-from cputrain.comm.ccl.segments import SHM
-from cputrain.comm.ccl.transport import Transport
-from cputrain.transports import LIBFABRIC, VARIABLE
+from cputrain.comm.store import SignedKeys, describe_gone
+from cputrain.measurements import LIBFABRIC, MPI, TITLES, VARIABLE, comparison
 from mpi.fabric import Setting
+
+SHM = Path("/dev/shm")
+BY_PROCESS = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
+# Intel MPI, and native/ledger.cpp, remove the name once all ranks have mapped it.
+BY_NOBODY = re.compile(r"Intel_MPI_\w{6}|cputrain_[0-9a-f]{32}")
+SETTLED_S = 120.0  # after which an unmapped segment is nobody's: its ranks have mapped it long ago, or are gone
+
+
+def sweep_segments(folder: Path = SHM) -> int:
+    """Remove this user's segments whose owner is dead; the bytes of memory that this gave back."""
+    found = [path for path in folder.glob("*") if BY_PROCESS.fullmatch(path.name) or BY_NOBODY.fullmatch(path.name)]
+    freed = 0
+    for path in found:
+        with suppress(OSError):  # another rank of this host sweeps too
+            status = path.stat()
+            if status.st_uid == os.getuid() and not _in_use(path, status.st_mtime):
+                path.unlink()
+                freed += status.st_blocks * 512
+    return freed
+
+
+def _in_use(path: Path, changed: float) -> bool:
+    owner = BY_PROCESS.fullmatch(path.name)
+    settled = not Path("/proc", owner[1]).is_dir() if owner else time.time() - changed >= SETTLED_S
+    return not settled or _is_open(path)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process has a file open or mapped, maybe in a container that shares the folder: its number means
+    nothing here. The kernel gives a lease on a file that nobody else has opened (fcntl(2))."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored: who opens it meanwhile takes the lease away
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+# affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts: they do not tell the launcher.
+OTHER_MPI = dict(each.pmi_of for each in LAUNCHER_VARIABLES if each.pmi_of is not None)
+PMI_RANK, PMI_SIZE = HYDRA.rank_names[:2]
+KEY = "transport"
+MEASURE = "`cputrain doctor ccl` measures whether libfabric is faster here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """oneCCL's name of a transport, "mpi" or "ofi", and why it was taken."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{TITLES.get(self.name, self.name)} ({self.why})"
+
+
+def choose_transport(
+    env: Mapping[str, str], rank: Rank, kept: Callable[[], Mapping[str, float]], *, whole: bool = True
+) -> Transport:
+    """A rank's transport. `whole`: its group has all ranks of the job; `kept` reads the measured seconds by transport.
+
+    MPI needs ranks that a PMI process manager has started: mpirun of Intel MPI or MPICH, or srun with PMI-2. They may
+    also use libfabric, like all others, who find each other through the job's store: on one host the faster one of the
+    two is taken, where both have been measured there. Raises InputError where MPI is requested but cannot be used.
+    """
+    requested = env.get(VARIABLE)
+    other = next((name for variable, name in OTHER_MPI.items() if variable in env), None)
+    connected = PMI_RANK in env and any(name in env for name in PMI_CONNECTIONS)
+    managed = other is None and connected and env.get(PMI_SIZE, "") == str(rank.world_size)
+    if requested == MPI and not managed:
+        starter = other or "a launcher without Intel MPI's process manager (PMI)"
+        raise InputError(
+            f"{VARIABLE}=mpi, but this rank was started by {starter}: start it with Intel MPI's mpirun or "
+            "srun --mpi=pmi2, or unset the variable"
+        )
+    if requested:
+        return Transport(name=requested, why=f"{VARIABLE} is set")
+    if not managed:
+        why = f"started by {other}" if other else "not started by a PMI process manager"
+        return Transport(name=LIBFABRIC, why=why)
+    if not whole:
+        return Transport(name=LIBFABRIC, why="MPI would wait for ranks that may never join a ccl group")
+    if not rank.one_host:
+        return Transport(name=MPI, why="the launcher supports PMI, and there are several hosts")
+    seconds = kept()
+    if len(seconds) < len(TITLES):
+        return Transport(name=MPI, why=f"the launcher supports PMI; not measured: {MEASURE}")
+    return Transport(name=min(seconds, key=lambda name: seconds[name]), why=f"measured: {comparison(seconds)}")
+
+
+def agree(rank: Rank, keys: SignedKeys, own: Callable[[], Transport], *, is_set: bool) -> Transport:
+    """Rank 0's transport, for all ranks of a job: what each reads from its cache may differ. All must call this.
+
+    `own` is this rank's choice, and `is_set` whether it may use no other. Raises InputError where that is not rank 0's,
+    RunError where the store is another job's.
+    """
+    if rank.rank > 0:
+        return _follow(rank, keys, own(), is_set=is_set)
+    try:
+        chosen = own()
+    except InputError:
+        keys.set(KEY, json.dumps(None))  # the others wait for it
+        raise
+    keys.set(KEY, json.dumps(asdict(chosen)))
+    return chosen
+
+
+def _follow(rank: Rank, keys: SignedKeys, own: Transport, *, is_set: bool) -> Transport:
+    first = json.loads(keys.read(KEY))
+    if first is None:
+        return own  # rank 0 stops, and says why
+    chosen = Transport(**first)
+    if is_set and chosen.name != own.name:
+        raise InputError(
+            f"rank {rank.rank} uses {own}, rank 0 {chosen}: set {VARIABLE} alike for all ranks, or for none"
+        )
+    return chosen
+
+
+INSTALL = 'pip install "cputrain[ccl]"'
+CCL_LIBRARY, HEADER, MPI_LIBRARY, FABRIC_LIBRARY = "libccl.so.1", "oneapi/ccl.hpp", "libmpi.so.12", "libfabric.so.1"
+OLDEST, NEWEST = (2021, 9), (2021, 13)  # these have a shared CPU library and this C++ API
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Libraries:
+    """oneCCL's shared CPU library, headers and version, and the libmpi and libfabric for it to load."""
+
+    ccl: Path
+    include: Path
+    version: tuple[int, int]
+    mpi: Path
+    fabric: Path
+
+    @property
+    def mpi_root(self) -> Path:
+        """Intel MPI's folder, which has lib/ and bin/."""
+        return next(folder.parent for folder in self.mpi.parents if folder.name == "lib")
+
+
+def find_libraries(env: Mapping[str, str]) -> Libraries:
+    """Find each library under CCL_ROOT or I_MPI_ROOT, then in this Python's packages, then under its prefix.
+
+    Raises InputError where one is missing, or where this version of oneCCL has no shared CPU library.
+    """
+    roots = [*_roots(env, "CCL_ROOT", "oneccl-devel", HEADER, 2)]
+    include = next((root / "include" for root in roots if (root / "include" / HEADER).is_file()), None)
+    if include is None:
+        raise InputError(f"comm.backend=ccl: oneCCL is not installed: {INSTALL}, or set comm.backend=gloo")
+    version = _version(include / "oneapi/ccl/config.h")
+    folders = ("lib/ccl/cpu/lib", "lib/cpu", "lib/cpu_icx")
+    ccl = next((path for folder in folders if (path := include.parent / folder / CCL_LIBRARY).is_file()), None)
+    if ccl is None or not OLDEST <= version <= NEWEST:
+        found, oldest, newest = (".".join(map(str, numbers)) for numbers in (version, OLDEST, NEWEST))
+        raise InputError(
+            f"comm.backend=ccl: oneCCL {found} in {include.parent} cannot be used, only {oldest} to {newest} with "
+            f"their shared CPU library: {INSTALL}"
+        )
+    return Libraries(
+        ccl=ccl, include=include, version=version, mpi=_library(env, MPI_LIBRARY), fabric=_library(env, FABRIC_LIBRARY)
+    )
+
+
+def _library(env: Mapping[str, str], name: str) -> Path:
+    folders = ("lib", "lib/release", "opt/mpi/libfabric/lib", "libfabric/lib")
+    roots = _roots(env, "I_MPI_ROOT", "impi-rt", MPI_LIBRARY, 1)
+    path = next((path for root in roots for folder in folders if (path := root / folder / name).is_file()), None)
+    if path is None:
+        raise InputError(f"comm.backend=ccl: oneCCL needs {name} of Intel MPI's runtime, found none: {INSTALL}")
+    return path
+
+
+def _roots(env: Mapping[str, str], variable: str, package: str, landmark: str, depth: int) -> Iterator[Path]:
+    """Folders that may contain lib/ and include/; a package's is `depth` levels above the folder of its landmark."""
+    if variable in env:
+        yield Path(env[variable])
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    yield from (Path(str(file.locate())).resolve().parents[depth] for file in files if str(file).endswith(landmark))
+    yield Path(sys.prefix)
+
+
+def _version(header: Path) -> tuple[int, int]:
+    text = header.read_text(encoding="utf-8") if header.is_file() else ""
+    numbers = re.findall(r"CCL_(?:MAJOR|MINOR)_VERSION\s+(\d+)", text)
+    if len(numbers) != 2:
+        raise InputError(f"comm.backend=ccl: {header} contains no version of oneCCL: {INSTALL}")
+    return int(numbers[0]), int(numbers[1])
+
 
 SHM_BYTES_PER_RANK = 32 << 20
 # Providers that register (lock) memory with the network card.
@@ -102,3 +307,43 @@ def _check_workers(rank: Rank, env: Mapping[str, str]) -> None:
             f"CCL_WORKER_AFFINITY={affinity[:60]} names {counted(listed, 'CPU')}; CCL_WORKER_COUNT={count} for each of "
             f"{counted(rank.local_world_size, 'rank')} of this host needs {needed}: name a CPU for each, or unset both"
         )
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def place_of(rank: int, size: int, store: Store, timeout: timedelta, env: Mapping[str, str], *, whole: bool) -> Rank:
+    """The place of a group's rank; `whole`: the group has all ranks of the job.
+
+    Where the launcher's variables do not tell the local rank (scripts that start their ranks with mp.spawn set RANK
+    and WORLD_SIZE, or nothing), or are about another job, the group's ranks find who shares a host through its store.
+    Raises RuntimeError where one of them does not come in time, or the store is gone.
+    """
+    with suppress(InputError):
+        found = discover(env)
+        if found is not None and (not whole or (found.rank, found.world_size) == (rank, size)):
+            return found
+    hosts = _hosts(rank, size, PrefixStore("place", store), timeout)
+    here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+    return Rank(
+        rank=rank, world_size=size, local_rank=here.index(rank), local_world_size=len(here), convention="script"
+    )
+
+
+def _hosts(rank: int, size: int, store: Store, timeout: timedelta) -> list[str]:
+    """What tells the host of each rank from other hosts."""
+    boot = BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.is_file() else ""
+    keys = [str(number) for number in range(size)]
+    try:
+        store.set(keys[rank], f"{socket.gethostname()} {boot} {Path('/proc/self/ns/ipc').stat().st_ino}")
+        with suppress(RuntimeError):  # the timeout, or a store that is gone: then the next call fails, too
+            store.wait(keys, timeout)
+        missing = [key for key in keys if not store.check([key])]
+        if not missing:
+            return [value.decode() for value in store.multi_get(keys)]
+    except RuntimeError as error:
+        raise RuntimeError(f"ccl: a group cannot be created: {describe_gone(error)}") from None
+    raise RuntimeError(
+        f"ccl: Timed out after {timeout.total_seconds():g} s while a group was created: not all of its ranks joined "
+        f"(missing: {', '.join(missing)})"
+    )

@@ -1,8 +1,12 @@
-"""A data set: splits of encoded images by number, and their classes."""
+"""Data sets as the pipeline sees them: images and labels by number, in memory or generated.
+
+The seed determines all of it, the same on every worker.
+"""
 
 import os
+import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +15,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
+from affinity.wording import counted
+from cputrain.data.pixels.crops import CropFunction
+
+NUMBERS = re.compile(r"[\d,]+")  # bytes and offsets differ from file to file, and the cause is one
+CAUSES = 3  # that a line names
+
+
+def causes(damaged: Sequence[str]) -> str:
+    """ "cannot identify image file (11, first a.jpg), image file is truncated (b.jpg)".
+
+    `damaged` are lines "NAME: CAUSE". Images of one cause are counted together, the most frequent first.
+    """
+    by_cause: dict[str, list[tuple[str, str]]] = {}
+    for line in damaged:
+        name, _, cause = line.partition(": ")
+        by_cause.setdefault(NUMBERS.sub("", cause), []).append((name, cause))
+    groups = sorted(by_cause.values(), key=lambda group: -len(group))
+    texts = [
+        f"{group[0][1]} ({group[0][0]})" if len(group) == 1 else f"{group[0][1]} ({len(group):,}, first {group[0][0]})"
+        for group in groups[:CAUSES]
+    ]
+    more = f", {counted(len(groups) - CAUSES, 'other cause')}" if len(groups) > CAUSES else ""
+    return f"{', '.join(texts)}{more}"
+
+
+def allowed_damage(images: int, share: float) -> int:
+    """How many of so many images may be damaged by data.max_damaged=`share`: at least one, unless the share is 0."""
+    return max(1, int(share * images)) if share else 0
+
+
+def is_too_damaged(damaged: float, images: int, share: float) -> bool:
+    """Whether that many damaged images are more than a split of so many `images` may have."""
+    return damaged > allowed_damage(images, share)
+
+
+def refusal(split: str, damaged: Sequence[str], read: int, images: int, share: float) -> InputError:
+    """The error about a split of `images` of which these lines are about `read` ones."""
+    return InputError(
+        f"{split} split: {counted(len(damaged), 'damaged image')} among {read:,} of {images:,}: {causes(damaged)}: "
+        f"data.max_damaged={share:g} allows {allowed_damage(images, share):,}: repair or remove them, or raise it"
+    )
 
 
 class Images(Protocol):
@@ -162,3 +207,118 @@ class ArchiveMembers(LabeledImages):
     def name(self, i: int) -> str:
         """The archive's path and the member's name."""
         return f"{self._file.name}:{self._names[i]}"
+
+
+Collate = Callable[[list[Any]], tuple[Any, Any]]
+"""Pairs of input and target -> the inputs and the targets of a batch."""
+
+
+class OwnSamples:
+    """A split of a user's data set; `collate` makes batches of its samples."""
+
+    def __init__(self, samples: Any, collate: Collate, split: str) -> None:
+        """Raises InputError where the samples cannot be read by number."""
+        if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+            raise InputError(
+                f"the {split} data is a {type(samples).__name__}, whose samples cannot be read by number: give an "
+                "object with __len__ and __getitem__, such as a map-style torch.utils.data.Dataset"
+            )
+        self._samples, self._collate, self._split = samples, collate, split
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Zeros: only the loss knows what a target is."""
+        return np.zeros(len(self), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set which epoch begins, from 0, if it wants to know."""
+        if hasattr(self._samples, "set_epoch"):
+            self._samples.set_epoch(epoch)
+
+    def collated(self, numbers: Sequence[int]) -> tuple[Any, Any]:
+        """The inputs and targets of a batch. Raises InputError where they are no pair."""
+        made = self._collate([self._samples[i] for i in numbers])
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise InputError(
+                f"a batch of the {self._split} data is a {type(made).__name__}, not a pair of inputs and targets: let "
+                "each sample be a pair, or give collate"
+            )
+        return made[0], made[1]
+
+    def read(self, i: int) -> bytes:
+        """Raises OSError: a sample is no file."""
+        raise OSError(f"{self.name(i)} is not an image")
+
+    def size(self, _i: int) -> int:
+        """0: it is not known."""
+        return 0
+
+    def name(self, i: int) -> str:
+        """The split and the sample's number."""
+        return f"{self._split} sample {i}"
+
+
+DIFFERENT = 64  # images of random pixels; the others repeat them
+SLOPE, INTERCEPT, NOISE, LARGEST_X = 2.0, 1.0, 0.5, 10.0
+
+
+class SyntheticImages(LabeledImages):
+    """Random pixels with random labels: image i has the pixels of image i modulo DIFFERENT."""
+
+    def __init__(self, count: int, classes: int, side: int, seed: int) -> None:
+        rng = np.random.Generator(np.random.Philox(key=[seed, count]))
+        self._labels = rng.integers(0, classes, count)
+        self._pixels = rng.integers(0, 256, (min(count, DIFFERENT), side, side, 3), dtype=np.uint8)
+
+    def read(self, i: int) -> bytes:
+        """The image's number, which `decode` understands."""
+        return i.to_bytes(8, "little")
+
+    def size(self, _i: int) -> int:
+        """The bytes of an encoded image: none."""
+        return 0
+
+    def name(self, i: int) -> str:
+        """The image's number, for messages."""
+        return f"synthetic image {i}"
+
+    def decode(
+        self, encoded: Sequence[bytes], _crops: Sequence[CropFunction], out: NDArray[np.uint8]
+    ) -> list[str | None]:
+        """Copy the images' pixels to `out`, shape (n, crop, crop, 3), like a decoder that never fails."""
+        crop = out.shape[1]
+        for data, square in zip(encoded, out, strict=True):
+            square[:] = self._pixels[int.from_bytes(data, "little") % DIFFERENT, :crop, :crop]
+        return [None] * len(out)
+
+
+class Points:
+    """Points (x, y) of the line y = SLOPE x + INTERCEPT with normal noise, x between 0 and LARGEST_X."""
+
+    def __init__(self, count: int, seed: int, split: int) -> None:
+        rng = np.random.Generator(np.random.Philox(key=[seed, split]))
+        self.x = rng.uniform(0.0, LARGEST_X, (count, 1)).astype(np.float32)
+        self.y = (SLOPE * self.x + INTERCEPT + NOISE * rng.standard_normal((count, 1))).astype(np.float32)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Zeros: all points belong to one class."""
+        return np.zeros(len(self), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def read(self, i: int) -> bytes:
+        """x and y as two float32 values."""
+        return bytes(self.x[i].tobytes() + self.y[i].tobytes())
+
+    def size(self, _i: int) -> int:
+        """The bytes of a point."""
+        return 8
+
+    def name(self, i: int) -> str:
+        """The point's number, for messages."""
+        return f"point {i}"

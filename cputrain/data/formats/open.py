@@ -6,9 +6,18 @@ from pathlib import Path
 from affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, ImageFiles, OwnSplits
 from cputrain.data.formats.folder import read_folder
-from cputrain.data.formats.fractions import ALREADY_PREPARED, SPLIT_SEED
-from cputrain.data.formats.manifest import read_manifest
-from cputrain.data.formats.places import FOLDER, PREPARED, RECORDS, TABLES, TARS, data_root, kind_of
+from cputrain.data.formats.places import (
+    ALREADY_PREPARED,
+    FOLDER,
+    PREPARED,
+    RECORDS,
+    SPLIT_SEED,
+    TABLES,
+    TARS,
+    data_root,
+    kind_of,
+    read_manifest,
+)
 from cputrain.data.formats.shards import Shards
 from cputrain.data.formats.subset import with_validation
 from cputrain.data.formats.tables import open_tables

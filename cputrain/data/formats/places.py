@@ -1,12 +1,89 @@
-"""What a data folder contains, by the names of its files: images, shards and tables of each split."""
+"""What a data folder is: its splits, their format, and parts of a split."""
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from affinity.errors import InputError
-from affinity.wording import either
-from cputrain.data.formats.manifest import MANIFEST
+from affinity.wording import counted, either
+from cputrain.files import write_text
+
+VERSION = 3
+MANIFEST = "manifest.json"
+MOST_BYTES = 256 << 20  # the names of a million damaged images
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
+
+
+class _Mixing(BaseModel):
+    classes_in_32: float
+    at_random: float
+
+
+class _Split(BaseModel):
+    images: Count
+    shards: Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+    bytes: list[Count]
+    mixing: _Mixing
+    unusual: dict[str, Count]
+    damaged: list[str]
+
+    @model_validator(mode="after")
+    def _has_each_size(self) -> "_Split":
+        if len(self.bytes) != self.shards:
+            raise ValueError(f"{self.shards} shards, but {len(self.bytes)} sizes")
+        return self
+
+
+class _Manifest(BaseModel):
+    version: Literal[3]
+    classes: Annotated[list[str], Field(min_length=1)]
+    options: dict[str, str | int | float | None]
+    splits: dict[Literal["train", "val", "test"], _Split]
+
+    @model_validator(mode="after")
+    def _has_training_images(self) -> "_Manifest":
+        if "train" not in self.splits:
+            raise ValueError("splits has no train")
+        return self
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """{"version", "classes", "options", "splits": {split: {"images", "shards", "bytes", ...}}}.
+
+    `options` are those of `cputrain prepare`, `bytes` each shard's size, `mixing` the classes among 32 in a row,
+    `unusual` how many images have each unusual property, `damaged` the images that could not be packed.
+    Raises InputError on any other file.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}: prepare again")
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {str(error)[:200]}: prepare again") from None
+    if isinstance(manifest, dict) and manifest.get("version") != VERSION:
+        found = str(manifest.get("version"))[:60]
+        raise InputError(f"{path} has version {found}; this program reads {VERSION}: prepare again")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part)[:60] for part in first["loc"])
+        raise InputError(f"{path} is damaged: {place or 'it'}: {first['msg']}: prepare again") from None
+    return manifest
+
+
+def write_manifest(
+    folder: Path, classes: tuple[str, ...], options: dict[str, Any], splits: dict[str, dict[str, Any]]
+) -> None:
+    """Write the manifest of a folder whose shards and indices are complete."""
+    manifest = {"version": VERSION, "classes": list(classes), "options": options, "splits": splits}
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
 
 # Of the formats that Pillow decodes without another program. Not EPS and PostScript (Ghostscript), WMF and EMF
 # (Windows), MPEG (its size alone), BUFR, GRIB and HDF5 (nothing without a handler), nor FITS, whose numbers have no
@@ -40,7 +117,7 @@ TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
 PREPARED, TABLES, RECORDS, TARS, FOLDER = "shards", "Parquet or Arrow files", "TFRecords", "tar files", "image folder"
-VERSION = re.compile(r"\d+\.\d+\.\d+")  # the folders in which tensorflow_datasets keeps a data set
+TFDS_VERSION = re.compile(r"\d+\.\d+\.\d+")  # the folders in which tensorflow_datasets keeps a data set
 MOST_FOLDERS = 100  # an image folder may have thousands of classes
 
 
@@ -112,7 +189,7 @@ def folders_below(root: Path, contains: Callable[[Path], object]) -> list[str]:
     if (root / TRAIN).is_dir():
         return []
     folders = [path for path in visible(root) if path.is_dir()][:MOST_FOLDERS]
-    versions = [path for folder in folders for path in visible(folder) if VERSION.fullmatch(path.name)]
+    versions = [path for folder in folders for path in visible(folder) if TFDS_VERSION.fullmatch(path.name)]
     return [str(path) for path in (*folders, *versions) if contains(path)]
 
 
@@ -144,3 +221,59 @@ def kind_of(root: Path) -> str:
         if below := folders_below(root, files):
             raise InputError(f"{root} has {kind} only in folders below it: give {either(below)}")
     return FOLDER
+
+
+VAL_FRACTION = 0.2  # of a source without validation images, unless another is requested
+SPLIT_SEED = 1  # of a training, and of cputrain prepare unless it gets another: both draw the same images
+ALREADY_PREPARED = " is prepared: remove data.val_fraction, or prepare again with --val-fraction"
+BOTH_SPLITS = " has validation and test images of its own: remove data.val_fraction"
+
+
+def counts_to_draw(
+    classes: Sequence[str], sizes: Sequence[int], fractions: Mapping[str, float]
+) -> dict[str, list[int]]:
+    """For each split in `fractions`, the images to draw from each class, of which there are `sizes`.
+
+    Raises InputError where a class would keep no image to train on.
+    """
+    drawn = {split: apportioned(fraction, sizes) for split, fraction in fractions.items()}
+    for name, size, *counts in zip(classes, sizes, *drawn.values(), strict=True):
+        if sum(counts) >= size:
+            requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
+            raise InputError(
+                f"class {name} has {counted(size, 'image')}: too few to split off {requested} of them for validation: "
+                "add images to it, or name a folder that has validation images of its own in val/CLASS/"
+            )
+    return drawn
+
+
+def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
+    """How many images of each class make that fraction of all: largest remainders (Hamilton), at least 1 each."""
+    exact = [fraction * size for size in sizes]
+    counts = [max(1, int(share)) for share in exact]
+    missing = round(fraction * sum(sizes)) - sum(counts)
+    by_remainder = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: max(0, missing)]:
+        counts[i] += 1
+    return counts
+
+
+def describe_drawn(source: str, images: int, fraction: float) -> str:
+    """A line about validation images that were drawn from a source."""
+    return (
+        f"{source} has no validation images of its own: {counted(images, 'image')} drawn from its classes in "
+        f"proportion, a share of {fraction:g}, are for validation"
+    )
+
+
+def order_notes(classes: Sequence[str]) -> tuple[str, ...]:
+    """A line where the classes are numbers, and their order as texts, which makes the labels, is another one."""
+    if not all(name.isdecimal() for name in classes):
+        return ()
+    first = next((label for label, name in enumerate(sorted(classes, key=int)) if name != classes[label]), None)
+    if first is None:
+        return ()
+    return (
+        f"the classes are numbers in the order of texts, as torchvision's ImageFolder has them: label {first} is class "
+        f'"{classes[first]}"',
+    )

@@ -1,4 +1,4 @@
-"""Shards in a format that other programs read, too, and an index for random access.
+"""Shards: images packed into large files, read by number or in blocks.
 
 A prepared folder contains manifest.json, SPLIT.index.npy and the shards. These are either SPLIT-00000.tar, ... for
 webdataset readers, with two members for each sample, KEY.jpg (or the suffix of its format) and KEY.cls with the label
@@ -7,6 +7,8 @@ in decimal; or train-00000-of-01024, validation-..., test-... for TensorFlow's r
 
 import os
 import resource
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from affinity.errors import InputError
-from cputrain.data.formats.dataset import PiecewiseImages
-from cputrain.data.formats.manifest import MANIFEST, read_manifest
+from affinity.wording import MIB
+from cputrain.data.formats.dataset import Images, PiecewiseImages
+from cputrain.data.formats.places import MANIFEST, read_manifest
+from cputrain.data.order import Indices, block_length
 
 RECORD = np.dtype(
     [
@@ -177,3 +181,91 @@ class Shards(PiecewiseImages):
     def name(self, i: int) -> str:
         """The shard and key of sample i."""
         return f"{self.paths[int(self.index[i]['shard'])]}:{i:08d}"
+
+
+CHUNK_BYTES = 1 << 20
+
+
+def split_checksum(images: Images, root: str) -> int:
+    """The CRC-32C of the index of shards, which has every image's own; else of the labels and of the images' names
+    below `root`, without reading an image."""
+    if isinstance(images, Shards):
+        return _extend(0, np.ascontiguousarray(images.index).view(np.uint8))
+    names = "\n".join(images.name(i).removeprefix(root) for i in range(len(images)))
+    crc = _extend(0, np.ascontiguousarray(images.labels).view(np.uint8))
+    return int(google_crc32c.extend(crc, names.encode(errors="surrogateescape")))
+
+
+def _extend(crc: int, values: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    for begin in range(0, len(values), CHUNK_BYTES):
+        crc = google_crc32c.extend(crc, values[begin : begin + CHUNK_BYTES].tobytes())
+    return int(crc)
+
+
+def images_per_block(images: Images, block_mib: float, steps: int) -> int:
+    """How many images a block of `block_mib` MiB has in epochs of so many steps; with 0, what is usual for the images'
+    format, 0 for most: each is read by itself.
+
+    Raises InputError where blocks are requested of images that can only be read one by one.
+    """
+    if not isinstance(images, PiecewiseImages):
+        if block_mib == 0:
+            return 0
+        raise InputError(
+            f"block_mib={block_mib:g} is for shards, but the images are not in shards: make shards with cputrain "
+            "prepare, or set data.block_mib=0"
+        )
+    if block_mib == 0:
+        return min(images.usual_block, steps)
+    return block_length(images.bytes_per_image, block_mib * MIB, steps)
+
+
+class BlockReader:
+    """Images of which `wanted` will be read, each once, from several threads.
+
+    A block is read with the first of its images, and kept in memory until the last.
+    """
+
+    def __init__(self, images: PiecewiseImages, length: int, wanted: Indices) -> None:
+        self._images, self._length = images, length
+        self._unread = np.bincount(wanted // length).tolist()
+        self._blocks: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each image, shape (n,)."""
+        return self._images.labels
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, i: int) -> bytes:
+        """Image i, from its block. Raises OSError when its checksum is wrong there and where it is stored."""
+        number = i // self._length
+        with self._lock:
+            block = self._blocks.get(number)
+            first = block is None
+            if block is None:
+                block = self._blocks[number] = Future()
+        if first:
+            begin = number * self._length
+            try:
+                block.set_result(self._images.read_pieces(begin, min(begin + self._length, len(self))))
+            except OSError as error:
+                block.set_exception(error)
+        try:
+            return self._images.read(i, block.result())
+        finally:
+            with self._lock:
+                self._unread[number] -= 1
+                if self._unread[number] == 0:
+                    del self._blocks[number]
+
+    def size(self, i: int) -> int:
+        """The bytes of image i."""
+        return self._images.size(i)
+
+    def name(self, i: int) -> str:
+        """Where image i is stored."""
+        return self._images.name(i)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images, OwnSplits, PiecewiseImages
-from cputrain.data.formats.fractions import BOTH_SPLITS, VAL_FRACTION, counts_to_draw, describe_drawn, order_notes
-from cputrain.data.order.permutations import Indices, epoch_order
+from cputrain.data.formats.places import BOTH_SPLITS, VAL_FRACTION, counts_to_draw, describe_drawn, order_notes
+from cputrain.data.order import Indices, epoch_order
 
 
 class Subset:

@@ -6,16 +6,22 @@ from pathlib import Path
 
 from affinity.errors import InputError
 from cputrain.data.formats.folder import read_folder
-from cputrain.data.formats.fractions import (
+from cputrain.data.formats.places import (
     ALREADY_PREPARED,
     BOTH_SPLITS,
+    FOLDER,
+    PREPARED,
+    TEST,
+    TRAIN,
+    VAL,
     VAL_FRACTION,
     counts_to_draw,
+    data_root,
     describe_drawn,
+    kind_of,
     order_notes,
+    read_manifest,
 )
-from cputrain.data.formats.manifest import read_manifest
-from cputrain.data.formats.places import FOLDER, PREPARED, TEST, TRAIN, VAL, data_root, kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Tar files as webdataset readers take them, of other programs: KEY.jpg with KEY.cls, or with KEY.json.
+"""Tar files of images: webdataset's shards, and the members that other readers use.
 
 A sample's files have one key: the name up to the first dot of its last part. The label is the decimal number or the
 text in KEY.cls, else what KEY.json has as "label". Nothing is unpacked.
@@ -6,6 +6,7 @@ text in KEY.cls, else what KEY.json has as "label". Nothing is unpacked.
 
 import json
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,34 @@ import numpy as np
 
 from affinity.errors import InputError
 from cputrain.data.formats.dataset import LabeledImages, OwnSplits
-from cputrain.data.formats.places import is_image, shard_files
-from cputrain.data.formats.tar import members
+from cputrain.data.formats.places import is_hidden, is_image, shard_files
+
+GZIP = b"\x1f\x8b"
+
+
+def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and length of the regular files in a tar that begins at byte `start` of a file.
+
+    Nothing is unpacked, so names may be anything; links and hidden files are skipped. Raises InputError where the
+    archive is compressed, ends early or has a name twice.
+    """
+    names: set[str] = set()
+    try:
+        with archive.open("rb") as file:
+            if not start and file.read(2) == GZIP:
+                raise InputError(f"{archive} is gzipped, where no image can be read by itself: unpack it with gunzip")
+            file.seek(start)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for member in tar:
+                    if member.isfile() and not any(is_hidden(part) for part in Path(member.name).parts if part != ".."):
+                        if member.name in names:
+                            raise InputError(f"{archive} contains {member.name} twice: was something appended to it?")
+                        names.add(member.name)
+                        yield member.name, member.offset_data, member.size
+                    tar.members.clear()  # type: ignore[attr-defined]  # it would keep all 1.3 million
+    except (OSError, tarfile.TarError) as error:
+        raise InputError(f"cannot read {archive}: {error}: is the download complete?") from None
+
 
 LABEL = "label"  # in KEY.json
 MOST_LABEL_BYTES = 1 << 20

@@ -1,12 +1,17 @@
-"""Augmentation of a decoded training image: geometry, then color. Nothing is done, and no time spent, by default."""
+"""What is done to a training image: crop, flip, color, RandAugment."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from random import Random
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
+
+from cputrain.data.pixels.crops import CropFunction, center_crop, random_crop, random_resized_crop
+from cputrain.data.pixels.decode import Pixels
 
 # ImageNet's principal components of red, green, blue (0 to 1) and their standard deviations, as Krizhevsky et al. 2012,
 # 4.1 have them used; the figures are those of fb.resnet.torch and of Intel Caffe's data layers.
@@ -77,3 +82,49 @@ def _moved(image: Image.Image, augmentation: Augmentation, rng: Random) -> Image
     left, top = x - cos * (x + dx) - sin * (y + dy), y + sin * (x + dx) - cos * (y + dy)
     inverse = (cos, sin, left, -sin, cos, top)
     return image.transform(image.size, Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR, fillcolor=FILL)
+
+
+NONE = Augmentation()
+CROP, AUGMENT = 0, 1  # independent random streams of an image
+
+ImageRng = Callable[[int, int], Random]
+"""Image number and stream -> a random number generator in its first state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """How an image becomes a square of image_size x image_size pixels.
+
+    `crop`: "random_resized" (a box of random area and aspect ratio, scaled), "random" (a square at a random place of
+    the image whose short side is scaled to `short_side`) or "center" (the middle of that image, never mirrored).
+    `min_area` and `max_aspect` bound the random boxes; `flip` mirrors half of the random crops.
+    """
+
+    image_size: int
+    short_side: int
+    crop: Literal["random_resized", "random", "center"] = "center"
+    min_area: float = 0.08
+    max_aspect: float = 4 / 3
+    flip: bool = True
+    augmentation: Augmentation = NONE
+
+    def crop_of(self, image: int, rng: ImageRng) -> CropFunction:
+        """The crop function of an image."""
+        if self.crop == "center":
+            return center_crop(self.short_side, self.image_size)
+
+        def make_rng() -> Random:
+            return rng(image, CROP)
+
+        if self.crop == "random":
+            return random_crop(self.short_side, self.image_size, make_rng, flip=self.flip)
+        return random_resized_crop(
+            self.image_size, make_rng, min_area=self.min_area, max_aspect=self.max_aspect, flip=self.flip
+        )
+
+    def augment(self, images: Sequence[int], pixels: Pixels, problems: Sequence[str | None], rng: ImageRng) -> None:
+        """Augment (n, image_size, image_size, 3) pixels in place, except those of images that have a problem."""
+        if self.augmentation:
+            for image, square, problem in zip(images, pixels, problems, strict=True):
+                if problem is None:
+                    augment(square, self.augmentation, rng(image, AUGMENT))

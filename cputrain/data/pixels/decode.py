@@ -1,19 +1,156 @@
-"""Encoded images -> square crops of uint8 pixels: by libjpeg-turbo where possible, else by Pillow."""
+"""JPEG -> cropped pixels, by libjpeg-turbo or Pillow."""
 
+import ctypes
+import ctypes.util
+import hashlib
 import io
+import platform
 import re
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_void_p
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from affinity.errors import InputError, RunError
-from cputrain.data.pixels import turbo
+from affinity.filesystem import cache_folder
 from cputrain.data.pixels.crops import CropFunction
+from cputrain.native_build import NativeExtension, ensure_compiled, loading
+
+SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
+FUNCTIONS = (
+    "tj3Init",
+    "tj3Destroy",
+    "tj3Get",
+    "tj3DecompressHeader",
+    "tj3SetCroppingRegion",
+    "tj3Decompress8",
+    "tj3GetErrorStr",
+)
+NO_CROP = (0,) * 10  # as many numbers as pixels.cpp's Crop has
+
+
+class TurboDecoder:
+    """A decoder of JPEGs that any number of threads may use at once."""
+
+    def __init__(self, library: str, native: Path, table: ctypes.Array[c_void_p]) -> None:
+        self.path = library
+        self._table = table
+        with loading(native, EXTENSION.requested_by, EXTENSION.alternative):
+            self._native = ctypes.CDLL(str(native))
+        self._native.pixels_open.restype = c_void_p
+        self._native.pixels_close.argtypes = (c_void_p,)
+        self._sizes = ctypes.PyDLL(str(native)).pixels_sizes  # keeps the GIL: releasing it takes longer than the call
+        self._local = threading.local()
+
+    def decode(self, encoded: Sequence[bytes], crops: Sequence[CropFunction], out: NDArray[np.uint8]) -> list[bool]:
+        """Decode a crop of each JPEG into its place of `out`, shape (n, side, side, 3).
+
+        Returns False for each image that is no JPEG, damaged, or of a kind that this decoder does not support. The GIL
+        is released while several images are decoded.
+        """
+        count, side = len(encoded), out.shape[1]
+        assert out.shape == (count, side, side, 3) and out.flags.c_contiguous
+        data, lengths = (c_char_p * count)(*encoded), (c_size_t * count)(*map(len, encoded))
+        sizes = (c_int * (2 * count))()
+        self._sizes(count, data, lengths, sizes)
+        packed: list[int] = []
+        for crop_of, width, height in zip(crops, sizes[::2], sizes[1::2], strict=True):
+            crop = crop_of(width, height) if width else None
+            packed += (*crop.box, *crop.size, *crop.at, crop.side, crop.flip) if crop else NO_CROP
+        done = (c_ubyte * count)()
+        local = self._local.__dict__
+        handle = local.get("handle") or local.setdefault("handle", _Handle(self._native, self._table))
+        self._native.pixels_decode(
+            *(handle.pointer, count, data, lengths),
+            *((c_int * len(packed))(*packed), side, c_void_p(out.ctypes.data), done),
+        )
+        return [bool(each) for each in done]
+
+
+class _Handle:
+    """A thread's own decoder and its buffers."""
+
+    def __init__(self, native: ctypes.CDLL, table: ctypes.Array[c_void_p]) -> None:
+        self._close = native.pixels_close
+        self.pointer = c_void_p(native.pixels_open(table))
+
+    def __del__(self) -> None:
+        self._close(self.pointer)
+
+
+def load(env: Mapping[str, str]) -> TurboDecoder:
+    """The decoder, compiled if that is not done.
+
+    Raises InputError where libjpeg-turbo 3 or a compiler is missing, RunError where the compiler fails.
+    """
+    library = find_library()
+    turbo = ctypes.CDLL(library)
+    table = (c_void_p * len(FUNCTIONS))(*(ctypes.cast(getattr(turbo, name), c_void_p).value for name in FUNCTIONS))
+    return TurboDecoder(library, ensure_built(env), table)
+
+
+def ensure_built(env: Mapping[str, str]) -> Path:
+    """The compiled native library. Raises InputError or RunError as ensure_compiled does."""
+    return ensure_compiled(EXTENSION, built_path(env), env)
+
+
+def find_library() -> str:
+    """libturbojpeg of release 3 or later: that of the PyPI package turbojpeg, or the system's. Raises InputError."""
+    packaged = next((str(path) for path in _packaged() if _has_all_functions(str(path))), None)
+    if packaged:
+        return packaged
+    system = ctypes.util.find_library("turbojpeg")
+    if system and _has_all_functions(system):
+        return system
+    found = f"{system} is older" if system else "none was found"
+    raise InputError(f"data.decoder=turbo: libjpeg-turbo 3 is needed, {found}: pip install 'cputrain[turbo]'")
+
+
+def _has_all_functions(library: str) -> bool:
+    try:
+        found = ctypes.CDLL(library)
+    except OSError:
+        return False
+    return all(hasattr(found, name) for name in FUNCTIONS)
+
+
+def _packaged() -> list[Path]:
+    """The libraries in the PyPI package turbojpeg."""
+    try:
+        files = metadata.files("turbojpeg") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name.startswith("libturbojpeg")]
+
+
+def command_line(cxx: str, output: Path) -> tuple[str, ...]:
+    """The tokens that compile the native library."""
+    # No contraction: multiplying and adding are rounded each, as where the processor has no fused form.
+    return (cxx, "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", str(SOURCES[0]), "-o", str(output))
+
+
+EXTENSION = NativeExtension(
+    title="the image decoder",
+    requested_by="data.decoder=turbo",
+    alternative="set data.decoder=pillow",
+    argv=command_line,
+)
+
+
+def built_path(env: Mapping[str, str]) -> Path:
+    """Where the compiled library lies: the name depends on the sources and the machine's architecture."""
+    parts = (*(path.read_text(encoding="utf-8") for path in SOURCES), platform.machine())
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return cache_folder(env) / f"pixels-{platform.machine()}-{key}" / "pixels.so"
+
 
 Pixels = NDArray[np.uint8]
 """RGB values, shape (side, side, 3), or (n, side, side, 3) of several crops."""
@@ -42,7 +179,7 @@ def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]
     if requested == "pillow":
         return decode_by_pillow, "Pillow: data.decoder=pillow"
     try:
-        fast = turbo.load(env)
+        fast = load(env)
     except (InputError, RunError) as error:
         if requested == "turbo":
             raise

@@ -1,15 +1,22 @@
-"""Comparing every byte of a prepared folder with its index."""
+"""Check a prepared data set, and draw a sheet of its images."""
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
+from random import Random
 from typing import BinaryIO
 
 import numpy as np
+from PIL import Image, ImageDraw
 
-from cputrain.data.formats.manifest import read_manifest
+from cputrain.data.formats.dataset import Images
+from cputrain.data.formats.places import read_manifest
 from cputrain.data.formats.shards import Shards, crc32c, shard_format_of
 from cputrain.data.formats.tfrecord import HEAD, TAIL, masked
+from cputrain.data.order import image_rng
+from cputrain.data.pixels.augment import Transform
+from cputrain.data.pixels.decode import Decode, Pixels
 
 
 def problems(folder: Path, split: str) -> Iterator[str | None]:
@@ -66,3 +73,53 @@ def _in_records(file: BinaryIO, shards: Shards, i: int, end: int) -> str | None:
 
 def _place(shards: Shards, i: int) -> str:
     return f"{shards.name(i)}, byte {int(shards.index[i]['offset']):,}"
+
+
+SIDE, LINE, GAP = 128, 14, 6  # pixels
+MOST_SIDE = 256
+GRAY = 200
+PLAIN = Transform(image_size=SIDE, short_side=SIDE)
+
+Squares = Callable[[int], tuple[Pixels, str | None]]
+"""The number of an image -> its square, (side, side, 3), and what is wrong with it."""
+
+
+def transformed(images: Images, decode: Decode, transform: Transform, *, seed: int = 1, epoch: int = 0) -> Squares:
+    """The squares that a transform makes of images; as in a training with this seed, in this epoch, counted from 0."""
+
+    def square(i: int) -> tuple[Pixels, str | None]:
+        pixels = np.empty((1, transform.image_size, transform.image_size, 3), dtype=np.uint8)
+
+        def rng(image: int, stream: int) -> Random:
+            return image_rng(seed, epoch, image, stream)
+
+        try:
+            problems = decode([images.read(i)], [transform.crop_of(i, rng)], pixels)
+        except OSError as error:
+            problems = [str(error)]
+        transform.augment([i], pixels, problems, rng)
+        return pixels[0], problems[0]
+
+    return square
+
+
+def contact_sheet(
+    images: Images, classes: tuple[str, ...], squares: Squares, *, count: int, side: int = SIDE, columns: int = 8
+) -> Image.Image:
+    """The squares of the first `count` images, in rows, each `side` pixels wide or MOST_SIDE at most; a damaged image
+    is a gray square."""
+    shown = min(count, len(images))
+    labels = images.labels
+    side = min(side, MOST_SIDE)
+    width, height = side + GAP, side + LINE + GAP
+    sheet = Image.new("RGB", (columns * width + GAP, ceil(shown / columns) * height + GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i in range(shown):
+        left, top = GAP + i % columns * width, GAP + i // columns * height
+        pixels, problem = squares(i)
+        if problem:
+            pixels[:] = GRAY
+            draw.text((left + 4, top + side + 1), "damaged", fill="red")
+        sheet.paste(Image.fromarray(pixels).resize((side, side)), (left, top))
+        draw.text((left, top + side + 1), classes[int(labels[i])][: side // 6], fill="black")
+    return sheet

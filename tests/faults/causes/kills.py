@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from affinity.units import MIB
-from mpi.supervise.reaper import descendants
+from affinity.wording import MIB
+from mpi.supervise.processes import descendants
 from tests.faults.causes.moments import (
     MOST,
     Moment,

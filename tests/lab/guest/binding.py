@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from affinity.__main__ import main as affinity_main
 from affinity.kernel.running import inspect_process
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
-from affinity.planner.runtime import Runtime
-from affinity.topology.cpuset import format_list, parse_list
-from affinity.topology.machine import Machine
-from affinity.units import MIB
+from affinity.topology.machine import Machine, format_list, parse_list
+from affinity.wording import MIB
 from tests.lab.guest.scene import NotApplicableError, Scene, plan_here, set_online
 from tests.lab.guest.workers import bound, nodes_of, running_workers
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from affinity.planner.openmp import Runtime
 from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.runtime import Runtime
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine
 from tests.lab.topologies import Topology

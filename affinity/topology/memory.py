@@ -1,0 +1,256 @@
+"""NUMA nodes with their memory: size, kind (DRAM, HBM, CXL), distances."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from affinity.errors import InputError
+from affinity.topology.kernel_files import first_file, ids, number_if_any, numbered, numbers, text
+from affinity.topology.machine import NumaNode, format_list
+from affinity.wording import GIB
+
+# HBM has at least twice the bandwidth of DRAM, CXL at most half and twice the latency; the firmware's figures of equal
+# memories differ by a few percent.
+BANDWIDTH_MARGIN = 1.2
+LATENCY_MARGIN = 1.5
+Sizes = tuple[tuple[float, float], ...]  # from, to, in GiB
+# CPU family and model of Knights Landing and Knights Mill, which have 16 GiB of MCDRAM in their package, all or a part
+# of it memory, and take no other memory without PUs.
+XEON_PHI = (("6", "87"), ("6", "133"))
+PHI_GIB = ((0.0, 16.0),)
+# Sapphire Rapids with 64 GiB of HBM in its package, in one, two or four nodes, of which firmware and kernel keep a
+# little for themselves: only its name differs from other models.
+XEON_MAX = re.compile(r"Xeon ?\(R\) CPU Max", re.IGNORECASE)
+MAX_GIB = ((14.4, 16.0), (28.8, 32.0), (57.6, 64.0))
+
+
+def on_package_gib(family: str | None, number: str | None, model: str) -> Sizes:
+    """The sizes that a NUMA node of HBM or MCDRAM may have in a package of this processor; () without such memory."""
+    if (family, number) in XEON_PHI:
+        return PHI_GIB
+    return MAX_GIB if XEON_MAX.search(model) else ()
+
+
+def without_dram(nodes: tuple[NumaNode, ...], packages: int, model: str) -> tuple[NumaNode, ...]:
+    """The nodes as HBM where they are all that a Xeon Max without DRAM has: 64 GiB in each package, next to PUs."""
+    least, most = MAX_GIB[-1]
+    each_gib = sum(node.memory_bytes for node in nodes) / GIB / packages
+    if not XEON_MAX.search(model) or not all(node.pus for node in nodes) or not least <= each_gib <= most:
+        return nodes
+    return tuple(replace(node, kind="hbm") for node in nodes)
+
+
+def with_kinds(nodes: tuple[NumaNode, ...], named: Mapping[int, str], *, on_package_gib: Sizes) -> tuple[NumaNode, ...]:
+    """The nodes with the kind of each that has no PUs.
+
+    Decided by the first of these that is known and tells memories apart: "slow" in `named`, latency and bandwidth
+    (HMAT), another kind in `named`, the processor's own HBM (`on_package_gib`), the kernel's tiers. Kernels before 6.8
+    have all memory in one tier, and later ones put memory that a driver adds into a low one, so that tiers come last,
+    and equal ones tell nothing.
+    """
+    known = {node.id: "dram" if node.pus else _reported_kind(node, nodes, named.get(node.id)) for node in nodes}
+    fits = {node.id for node in nodes if not known[node.id] and _is_of_size(node, on_package_gib)}
+
+    def kind(node: NumaNode) -> str:
+        rivals = [other for other in nodes if other.id != node.id and not {*other.near}.isdisjoint(node.near)]
+        if node.id in fits and not any(known[rival.id] == "hbm" for rival in rivals):
+            tiers = [rival.tier for rival in rivals if rival.id in fits]
+            if all(tier is not None and node.tier is not None and node.tier < tier for tier in tiers):
+                return "hbm"
+        return known[node.id] or _by_tier(node, nodes)
+
+    return tuple(node if node.pus else replace(node, kind=kind(node)) for node in nodes)
+
+
+def _reported_kind(node: NumaNode, nodes: tuple[NumaNode, ...], named: str | None) -> str | None:
+    """The kind by its name and figures; None where neither tells it."""
+    if named == "slow":
+        return named
+    if node.near and not _own(node, nodes):
+        return _beside_empty_nodes(node, nodes)
+    return _by_bandwidth_and_latency(node, _own(node, nodes)) or named
+
+
+def _own(node: NumaNode, nodes: tuple[NumaNode, ...]) -> tuple[NumaNode, ...]:
+    """The memory of the PUs next to a node."""
+    return tuple(other for other in nodes if other.id in node.near and other.memory_bytes)
+
+
+def _is_of_size(node: NumaNode, sizes: Sizes) -> bool:
+    return any(least <= node.memory_bytes / GIB <= most for least, most in sizes)
+
+
+def _by_tier(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
+    tiers = [other.tier for other in _own(node, nodes) if other.tier is not None]
+    if node.tier is None or not tiers or node.tier in tiers:
+        return "unknown"
+    return "hbm" if node.tier < min(tiers) else "slow"
+
+
+def _by_bandwidth_and_latency(node: NumaNode, own: tuple[NumaNode, ...]) -> str | None:
+    """None where neither tells the node from the memory of the PUs next to it, unless both have equal bandwidths.
+
+    Pools of CXL memory have the bandwidth of many links together, and the latency of one: that goes first.
+    """
+    latencies = [other.latency_ns for other in own if other.latency_ns]
+    if node.latency_ns and latencies and node.latency_ns > LATENCY_MARGIN * min(latencies):
+        return "slow"
+    bandwidths = [other.bandwidth_mb_s for other in own if other.bandwidth_mb_s]
+    if not node.bandwidth_mb_s or not bandwidths:
+        return None
+    ratio = node.bandwidth_mb_s / max(bandwidths)
+    if 1 / BANDWIDTH_MARGIN <= ratio <= BANDWIDTH_MARGIN:
+        return "dram"
+    return "hbm" if ratio > 1 else "slow"
+
+
+def _beside_empty_nodes(node: NumaNode, nodes: tuple[NumaNode, ...]) -> str:
+    """The nodes of the PUs next to it have no memory.
+
+    Memory of a high latency is slow. Of the rest, where firmware has both figures of all, the slowest is DRAM and what
+    is faster is HBM; elsewhere the fastest is DRAM.
+    """
+    rivals = [o for o in nodes if o.memory_bytes and not o.pus and set(o.near) & set(node.near)]
+    least = min((other.latency_ns for other in rivals if other.latency_ns), default=0)
+    quick = [other for other in rivals if (other.latency_ns or least) <= LATENCY_MARGIN * least]
+    if node not in quick:
+        return "slow"
+    bandwidths = [other.bandwidth_mb_s or 0 for other in quick]
+    own = node.bandwidth_mb_s or 0
+    if all(bandwidths) and all(other.latency_ns for other in rivals):
+        return "hbm" if own > BANDWIDTH_MARGIN * min(bandwidths) else "dram"
+    return "dram" if own == max(bandwidths) else "slow"
+
+
+PusOf = Mapping[int, tuple[int, ...]]
+# A host's only node has all of its memory. Guests that initialize theirs when it is first used count less in the node's
+# own file, what they have touched so far; elsewhere both files agree but for rounding.
+NEARLY_ALL = 0.95
+
+
+def read_nodes(
+    devices: Path, online: tuple[int, ...], *, on_package_gib: Sizes
+) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
+    """The nodes under sys/devices, by id, and warnings; only online PUs count. Ids may have gaps, and exceed nine.
+
+    `on_package_gib`: the sizes of this processor's nodes of HBM or MCDRAM, where the firmware has no speed of them.
+    A kernel without NUMA has one node: all PUs, and the memory of proc/meminfo.
+    """
+    folders = numbered(devices / "system/node", "node")
+    meminfo = devices.parents[1] / "proc/meminfo"
+    if not folders:
+        return (NumaNode(id=0, pus=online, memory_bytes=_memory_bytes(meminfo), near=(0,)),), ()
+    folders = dict(sorted(folders.items()))
+    listed = {i: _pus(folder, frozenset(online)) for i, folder in folders.items()}
+    merged_into = overlapping(listed)
+    pus = owners(listed, merged_into)
+    tiers = _tiers(devices / "virtual/memory_tiering")
+    nodes = tuple(
+        _node(i, folders, pus, near=(merged_into[i],) if i in merged_into else None, tier=tiers.get(i)) for i in folders
+    )
+    nodes = with_kinds(nodes, {}, on_package_gib=on_package_gib)
+    nodes = tuple(replace(node, kind="dram") if node.id in merged_into else node for node in nodes)
+    if len(nodes) == 1 and nodes[0].pus == online:
+        total = _memory_bytes(meminfo)
+        nodes = (replace(nodes[0], memory_bytes=total),) if nodes[0].memory_bytes < NEARLY_ALL * total else nodes
+    return nodes, overlap_warnings(merged_into)
+
+
+def overlapping(listed: PusOf) -> dict[int, int]:
+    """Node -> the lowest node that shares PUs with it, directly or through others, for each node that is not that one.
+
+    A PU is in one node; firmware at fault, and numa=fake on the kernel's command line, list it in several.
+    """
+    found: list[tuple[set[int], set[int]]] = []
+    for node, pus in listed.items():
+        touching = [pair for pair in found if not pair[1].isdisjoint(pus)]
+        found = [pair for pair in found if pair not in touching]
+        found.append(({node}.union(*(n for n, _ in touching)), set(pus).union(*(p for _, p in touching))))
+    return {node: min(nodes) for nodes, _ in found for node in nodes if node != min(nodes)}
+
+
+def owners(listed: PusOf, merged_into: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Node -> its own PUs, each PU in one node: those of overlapping nodes belong to the lowest."""
+    every = {i: {*pus} for i, pus in listed.items()}
+    for node, lowest in merged_into.items():
+        every[lowest] |= every[node]
+        every[node] = set()
+    return {i: tuple(sorted(pus)) for i, pus in every.items()}
+
+
+def overlap_warnings(merged_into: Mapping[int, int]) -> tuple[str, ...]:
+    """One warning for each set of nodes that were merged."""
+    sets = {low: (low, *(n for n, into in merged_into.items() if into == low)) for low in set(merged_into.values())}
+    return tuple(
+        f"NUMA nodes {format_list(nodes)} list the same CPUs, a fault of the firmware or numa=fake: they count as one "
+        "node with the memory of all"
+        for _, nodes in sorted(sets.items())
+    )
+
+
+def _node(
+    i: int, folders: Mapping[int, Path], pus: PusOf, *, near: tuple[int, ...] | None, tier: int | None
+) -> NumaNode:
+    initiators = _initiators(folders[i], pus)
+    return NumaNode(
+        id=i,
+        pus=pus[i],
+        memory_bytes=_memory_bytes(folders[i] / "meminfo"),
+        near=near or ((i,) if pus[i] else _named_in(initiators, pus) or _nearest(i, folders, pus)),
+        bandwidth_mb_s=_figure(initiators, "read_bandwidth"),
+        latency_ns=_figure(initiators, "read_latency"),
+        tier=tier,
+    )
+
+
+def _pus(folder: Path, online: frozenset[int]) -> tuple[int, ...]:
+    path = first_file(folder, ("cpulist", "cpumap"))
+    return () if path is None else tuple(pu for pu in ids(path) if pu in online)
+
+
+def _memory_bytes(meminfo: Path) -> int:
+    if not meminfo.is_file():
+        return 0
+    found = re.search(r"MemTotal:\s*([0-9]{1,15}) kB", text(meminfo))
+    if found is None:
+        raise InputError(f"{meminfo} has no line MemTotal: copy the tree again")
+    return int(found.group(1)) * 1024
+
+
+def _initiators(node: Path, pus: PusOf) -> Path | None:
+    """The folder of the firmware's HMAT with the figures of the nearest PUs; None where it has none.
+
+    access1 names initiators that are CPUs; access0 may name accelerators, and older kernels have it alone.
+    """
+    folders = (node / access / "initiators" for access in ("access1", "access0"))
+    return next((folder for folder in folders if _named_in(folder, pus)), None)
+
+
+def _named_in(initiators: Path | None, pus: PusOf) -> tuple[int, ...]:
+    """The nodes with PUs among the initiators."""
+    return () if initiators is None else tuple(sorted(i for i in numbered(initiators, "node") if pus.get(i)))
+
+
+def _figure(initiators: Path | None, name: str) -> int | None:
+    """MB/s or ns; None where the firmware gives none, which some kernels write as 0."""
+    figure = None if initiators is None else number_if_any(initiators / name)
+    return figure if figure is not None and figure > 0 else None
+
+
+def _nearest(node: int, folders: Mapping[int, Path], pus: PusOf) -> tuple[int, ...]:
+    """The nodes with PUs at the least distance from a memory-only node."""
+    distance = folders[node] / "distance"
+    values = numbers(distance) if distance.is_file() else ()
+    to = {other: value for other, value in zip(folders, values, strict=False) if pus[other]}
+    return tuple(other for other, value in to.items() if value == min(to.values()))
+
+
+def _tiers(folder: Path) -> dict[int, int]:
+    """Node -> the number of its memory tier; empty on kernels without tiers."""
+    return {
+        node: number
+        for number, tier in numbered(folder, "memory_tier").items()
+        if (tier / "nodelist").is_file()
+        for node in ids(tier / "nodelist")
+    }

@@ -1,0 +1,190 @@
+"""Streams of a command, JSON, numbers and small charts in text."""
+
+import json
+import math
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, TextIO, TypeVar, cast
+
+import click
+from click.core import ParameterSource
+
+from affinity.terminal import accept_any_text, locale_encoding, redraws, status_of_signal
+from mpi.supervise.output import discard
+
+NAMES = ("stdin", "stdout", "stderr")
+
+
+class Unfailing:
+    """stderr, where writing never fails: on a full disk nobody can be told, and what is done goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be written."""
+        with suppress(OSError):
+            self._stream.flush()
+
+
+def open_streams() -> None:
+    """Let standard streams that are closed (`>&-`) lead nowhere: a file that is opened would get their number, and what
+    is printed. Any text can be printed, also where the locale has not all of its characters. Errors of stderr are
+    nobody's."""
+    for number, name in enumerate(NAMES):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115  for good
+    for stream in (sys.stdout, sys.stderr):
+        accept_any_text(stream, stream.encoding if "PYTHONIOENCODING" in os.environ else locale_encoding())
+    if not isinstance(sys.stderr, Unfailing):
+        sys.stderr = cast(TextIO, Unfailing(sys.stderr))
+
+
+def say(text: str) -> None:
+    """Print a line of a command that starts a job, which goes on where stdout is closed or full."""
+    try:
+        click.echo(text)
+    except OSError as error:
+        discard(sys.stdout)
+        click.echo(f"cputrain: stdout: {error.strerror}: the job goes on, and its output is in its logs", err=True)
+
+
+def print_file(text: str) -> None:
+    """Print what is a file, such as a script: UTF-8 whatever the locale, and names byte for byte."""
+    click.echo(text.encode(errors="surrogateescape"), nl=False)
+
+
+def shows_bars() -> bool:
+    """Whether progress bars are drawn: where stderr is a terminal on which they can be drawn again in their place."""
+    return redraws(sys.stderr, os.environ)
+
+
+def is_closed() -> bool:
+    """Whether nobody reads stdout any more, as after `| head`."""
+    watched = select.poll()
+    watched.register(1, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in watched.poll(0))
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error of the operating system has come from stdout, which is then said."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    try:
+        os.write(1, b"\n")
+    except OSError:
+        discard(sys.stdout)
+        click.echo(f"cputrain: stdout: {error.strerror}", err=True)
+        return True
+    return False
+
+
+def finished(status: int) -> int:
+    """The exit status of a command once all that it has printed is written. Where nobody reads it that is not said, as
+    with other programs: the status is that of SIGPIPE."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return status or status_of_signal(signal.SIGPIPE)
+    except OSError as error:
+        discard(sys.stdout)
+        click.echo(f"cputrain: stdout: {error.strerror}", err=True)
+        return status or 1
+    return status
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def format_option(command: F) -> F:
+    """Add --format text|json, as `output_format`."""
+    return click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        show_default=True,
+        callback=_inherited,
+        help="json: one object on stdout, and everything else on stderr",
+    )(command)
+
+
+def _inherited(context: click.Context, param: click.Parameter, value: str) -> str:
+    """The format, or else the one that was given to the group: of `cputrain recipes --format json list`."""
+    above = context.parent.params if context.parent is not None else {}
+    given = context.get_parameter_source(str(param.name)) is not ParameterSource.DEFAULT
+    return value if given else above.get("output_format", value)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    click.echo(json.dumps(value, indent=1))
+
+
+@contextmanager
+def only_results_on_stdout(output_format: str) -> Iterator[None]:
+    """With "json", let whatever is printed inside go to stderr, also by the processes that are started there."""
+    if output_format != "json":
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+WIDTH, HEIGHT = 64, 10
+LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def sampled(value_at: Callable[[int], float], count: int) -> list[float]:
+    """Values at WIDTH evenly spaced places from 0 to `count` - 1."""
+    return [value_at(round(i * (count - 1) / (WIDTH - 1))) for i in range(WIDTH)]
+
+
+def curve(values: Sequence[float], last: str) -> str:
+    """One bar for each value, from 0 to the largest; `last` labels the end of the horizontal axis."""
+    most = max(values)
+    eighths = [round(8 * HEIGHT * value / most) if most > 0 else 0 for value in values]
+    lines = []
+    for row in reversed(range(HEIGHT)):
+        label = f"{most:.4g}" if row == HEIGHT - 1 else "0" if row == 0 else ""
+        lines.append(f"  {label:>8} │" + "".join(LEVELS[min(max(each - 8 * row, 0), 8)] for each in eighths).rstrip())
+    lines.append(f"  {'':>8} └{'─' * len(values)}")
+    lines.append(f"  {'':>8}  0{last:>{len(values) - 1}}")
+    return "\n".join(lines)
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; click's own takes nan and inf too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number

@@ -1,0 +1,281 @@
+"""`cputrain report`, `watch`, `predict` and `export`."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from affinity.errors import InputError, RunError
+from affinity.kernel.bound_plan import bound_worker, exec_bound, plan_in_memory
+from affinity.planner.plan import WorkerPlan
+from affinity.planner.records import plan_this_machine
+from affinity.start import own_program
+from affinity.terminal import printable_lines, redraws, shows_color
+from affinity.wording import counted, first_named
+from cputrain.checkpoints.folder import is_checkpoint
+from cputrain.cli.output import FiniteRange, format_option
+from cputrain.data.formats.dataset import causes
+from cputrain.data.formats.folder import image_files
+from cputrain.launch.recipe_request import for_evaluation, request_of
+from cputrain.recipe.schema import PlanSection
+from cputrain.report.page import write_report
+from cputrain.report.run import contains_run
+from cputrain.runs.events import FILE
+from cputrain.runs.folder import RECIPE, REPORT, checkpoints_of, load_training, run_of
+
+if TYPE_CHECKING:
+    from cputrain.inference import Prediction
+
+
+@click.command("report")
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.html",
+    help="the page  [default: RUN/report.html; of several runs comparison.html]",
+)
+def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Write the page of a run, which may be running or interrupted, as one HTML file.
+
+    Several RUNs, or the folder of a sweep, give one page that compares them: overlaid curves, a table of results and
+    differing settings, and the study of worker counts where these differ. The tables are also written as .md and .csv
+    beside it. Of several, as in runs/*, those that contain no run are left out.
+    """
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--output {output} does not end in .html: the page is HTML, the tables get .md and .csv")
+    if len(runs) == 1 and not (found := _runs_in(runs[0])):
+        click.echo(write_report(runs[0], output))
+        return
+    from cputrain.sweep.comparison import write_comparison  # as heavy as a sweep: only for several
+
+    sweep = runs[0] if len(runs) == 1 else None
+    folders = found if sweep else _folders_of(runs)
+    default = sweep / REPORT if sweep else Path("comparison.html")
+    title = sweep.resolve().name if sweep else "Comparison"
+    for path in write_comparison(folders, output or default, title):
+        click.echo(path)
+
+
+def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The folders of the runs among several paths, those of a sweep for its folder.
+
+    What is there but is no run is left out and named, as long as there are runs.
+    """
+    found = {path: _runs_in(path) for path in runs}
+    others = [path for path in runs if path.exists() and not found[path] and not contains_run(path)]
+    if len(others) < len(found):
+        if others:
+            click.echo(f"left out, as there is no run in them: {first_named([str(path) for path in others])}", err=True)
+        found = {path: folders for path, folders in found.items() if path not in others}
+    return tuple(dict.fromkeys(each for path, folders in found.items() for each in folders or (path,)))
+
+
+def _runs_in(folder: Path) -> tuple[Path, ...]:
+    """The runs inside a folder that is none itself."""
+    from cputrain.sweep.comparison import runs_in
+
+    return () if contains_run(folder) else runs_in(folder)
+
+
+@click.command("watch")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="print the current state and exit")
+@click.option(
+    "--interval",
+    type=FiniteRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="seconds between updates",
+)
+def watch_command(run: Path, once: bool, interval: float) -> None:
+    """Show a run as it goes on: progress, curves, each rank's times as heat, binding, the last warnings.
+
+    Only RUN/events.jsonl is read, so that it works from a login node. It ends with the run, or with q or Ctrl-C, which
+    leave the run alone. Where the output is no terminal, or TERM=dumb, it prints how the run stands, once.
+    """
+    from rich.console import Console  # a tenth of a second: only for this command
+    from rich.live import Live
+
+    from cputrain.watch.screen import EventTail, WatchState, keys_pressed, screen
+
+    if not (run / FILE).is_file() and not (run / RECIPE).is_file():
+        raise InputError(f"{run} contains no run ({FILE}): give the output folder of a training")
+    tail, state = EventTail(run / FILE), WatchState()
+    env = os.environ
+    console = Console(no_color=not shows_color(sys.stdout, env))
+    name = run.resolve().name
+
+    def look() -> WatchState:
+        events, replaced = tail.read()
+        known = WatchState() if replaced else state
+        known.add(events)
+        return known
+
+    state = look()
+    if redraws(sys.stdout, env) and not once:
+        with (
+            keys_pressed() as pressed,
+            Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live,
+        ):
+            while state.end is None:
+                live.update(screen(name, state, width=console.width, damaged=tail.damaged), refresh=True)
+                if "q" in pressed(interval).lower():
+                    break
+                state = look()
+    console.print(screen(name, state, width=console.width, damaged=tail.damaged))
+
+
+BATCH = 32
+LONGEST_NAME = 60
+
+
+@click.command("predict")
+@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("paths", metavar="IMAGE...|FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--top", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="classes for each image")
+@click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
+@format_option
+@click.option(
+    "--batch", type=click.IntRange(1), default=BATCH, show_default=True, metavar="N", help="images in one forward pass"
+)
+def predict_command(
+    checkpoint: Path, paths: tuple[Path, ...], top: int, last: bool, output_format: str, batch: int
+) -> None:
+    """Name the likeliest classes of images by a run's best checkpoint, or by CHECKPOINT.
+
+    Network, class names, crop and normalization are in the checkpoint, and are those of an evaluation. All images
+    in a FOLDER are taken, at any depth. A file that is no image, or a damaged one, is named on stderr; the others are
+    classified, and the exit status is 1; it is 2 where none can be read.
+    """
+    found = find_checkpoint(checkpoint, last=last)
+    images = image_files(paths)
+    env = os.environ
+    worker = bound_here(found, env)
+    import torch  # after this process is bound
+
+    from cputrain.inference import load_classifier, predict
+
+    torch.set_num_threads(worker.intra_op)
+    classifier = load_classifier(found, env)
+    threads, cpus = len(worker.loader_pus) or 1, worker.loader_pus or worker.compute_pus
+    predictions = predict(classifier, images, top=top, batch=batch, threads=threads, cpus=cpus)
+    head = {"checkpoint": str(found), "step": classifier.step}
+    failed = _write_json(head, predictions) if output_format == "json" else _write_text(images, predictions)
+    if len(failed) == len(images):
+        raise InputError(f"none of {counted(len(images), 'image')} can be read: {causes(failed)}: name other files")
+    if failed:
+        raise RunError(f"{len(failed):,} of {len(images):,} images could not be read: {causes(failed)}")
+
+
+def find_checkpoint(named: Path, *, last: bool) -> Path:
+    """The checkpoint of that path, or the best or newest one of the run. Raises InputError."""
+    if is_checkpoint(named):
+        return named
+    run = run_of(str(named))
+    found, *others = checkpoints_of(run, () if run else (named,), last=last)
+    if others:
+        raise InputError(f"{named} has {len(others) + 1} checkpoints: name one, as in {others[-1]}")
+    return found
+
+
+def bound_here(checkpoint: Path, env: Mapping[str, str]) -> WorkerPlan:
+    """The worker that this process is bound as: all of this machine's cores, by a plan for the checkpoint's recipe.
+
+    A process that no plan has bound starts again, bound.
+    """
+    worker = bound_worker(env)
+    if worker is None:
+        recipe = for_evaluation(load_training(str(checkpoint))).model_copy(update={"plan": PlanSection(ppn=1)})
+        plan = plan_this_machine(request_of(recipe), env)
+        again = (*own_program("cputrain"), *sys.argv[1:])
+        exec_bound(plan.workers[0], plan_in_memory(plan), again, env, rank=None, check=True)
+    assert worker is not None
+    return worker
+
+
+def _write_text(images: list[str], predictions: Iterable["Prediction"]) -> list[str]:
+    """A line for each image; those about images that could not be read."""
+    failed: list[str] = []
+    width = min(LONGEST_NAME, max(map(len, images)))
+    for one in predictions:
+        if one.error is not None:
+            failed.append(_report(one))
+            continue
+        classes = "".join(f"  {_shown(name)} {100 * probability:.2f} %" for name, probability in one.top)
+        click.echo(f"{_shown(one.image).ljust(width)}{classes}")
+    return failed
+
+
+def _write_json(head: dict[str, object], predictions: Iterable["Prediction"]) -> list[str]:
+    """One JSON object, an image on each line; the lines about images that could not be read."""
+    click.echo(json.dumps(head)[:-1] + ', "predictions": [')
+    failed: list[str] = []
+    for number, one in enumerate(predictions):
+        if one.error is not None:
+            failed.append(_report(one))
+            entry: dict[str, object] = {"image": one.image, "error": one.error}
+        else:
+            entry = {"image": one.image, "top": [{"class": name, "probability": value} for name, value in one.top]}
+        click.echo(f"{',' if number else ' '}{json.dumps(entry)}")
+    click.echo("]}")
+    return failed
+
+
+def _report(one: "Prediction") -> str:
+    line = f"{_shown(one.image)}: {one.error}"
+    click.echo(f"cputrain: {line}", err=True)
+    return line
+
+
+def _shown(name: str) -> str:
+    """A name, which may come from somebody else's checkpoint or folder, on one line."""
+    return " ".join(printable_lines(name).split())
+
+
+FORMATS = ("safetensors", "state-dict", "torchscript", "onnx")
+
+
+@click.command("export")
+@click.argument("checkpoint", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("file", metavar="[FILE]", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--to", "format_name", type=click.Choice(FORMATS), help="the format  [default: by the suffix of FILE]")
+@click.option("--last", is_flag=True, help="the newest checkpoint of RUN, not the best one")
+@click.option(
+    "--images",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="IMAGE|FOLDER",
+    help="images to compare logits with  [default: validation images of the recipe's data]",
+)
+def export_command(
+    checkpoint: Path, file: Path | None, format_name: str | None, last: bool, images: tuple[Path, ...]
+) -> None:
+    """Write the network of a run's best checkpoint, or of CHECKPOINT, to FILE, by default NAME.FORMAT here.
+
+    Its weights are those that an evaluation uses, of the moving average if there is one. The file is used to compute
+    the logits of some images, and gets its name only if they are an evaluation's. A FILE that is there is replaced.
+
+    \b
+    safetensors  .safetensors       weights under torchvision's names; network, classes, normalization in the header
+    state-dict   .pt, .pth          weights under torchvision's names, for torch.load
+    torchscript  .torchscript, .ts  for torch.jit.load, any batch size; cputrain.json inside has the rest
+    onnx         .onnx              any batch size; the rest is in its metadata; needs pip install 'cputrain[onnx]'
+    """
+    found = find_checkpoint(checkpoint, last=last)
+    if file is None:
+        if format_name is None:
+            raise click.UsageError(f"what to write? give FILE, or --to {', '.join(FORMATS)}")
+        file = Path(f"{checkpoint.resolve().name}.{'pt' if format_name == 'state-dict' else format_name}")
+    from cputrain.inference import choose_format, export  # torch: only for this
+
+    done = export(found, file, choose_format(file, format_name), os.environ, image_files(images))
+    click.echo(
+        f"{file}: {done.tensors} tensors of {found}; logits of {done.images} images differ from an evaluation's by at "
+        f"most {done.difference:.1g} of the largest one"
+    )

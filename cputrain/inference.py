@@ -1,0 +1,365 @@
+"""A trained network as a classifier of image files, and its export: TorchScript, ONNX, state dict, safetensors.
+
+classifier.py is a checkpoint that is ready to classify, and predict.py feeds it images. export.py writes it in the
+formats of export_formats.py, and compares the logits of what it wrote with its own.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from affinity.errors import InputError, RunError
+from affinity.wording import counted
+from cputrain.checkpoints.folder import MANIFEST, MODEL, NetworkRecord, read_manifest
+from cputrain.checkpoints.tensors import SUFFIX, read_tensors, write_tensors
+from cputrain.data.formats.dataset import ImageFiles, Images
+from cputrain.data.from_recipe import open_recipe_data
+from cputrain.data.loader import choose_normalize, decoded_batches
+from cputrain.data.order import SequentialSampler
+from cputrain.data.pixels.crops import center_crop
+from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
+from cputrain.models.networks import build_model
+from cputrain.models.weights import read_state
+from cputrain.recipe.loading import recipe_of, tuples
+from cputrain.recipe.schema import ModelSection, Recipe
+from cputrain.training.engine import DTYPES, autocast, choose_engine, evaluation_network, network_input, prepare_model
+from cputrain.training.saving.restore import load_eval_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classifier:
+    """A network with the weights that an evaluation uses, and the recipe that it was trained by.
+
+    `network` takes normalized images, (N, 3, crop, crop), and returns logits, (N, outputs). `read` decodes encoded
+    images into an output (N, crop, crop, 3), with the center crop of an evaluation, and returns each one's error.
+    """
+
+    checkpoint: Path
+    step: int
+    record: NetworkRecord
+    recipe: Recipe
+    network: nn.Module
+    decode: Decode
+    normalize: Callable[[Tensor], Tensor]
+
+    def read(self, encoded: Sequence[bytes], _numbers: Sequence[int], out: Pixels) -> list[str | None]:
+        """Decode and crop images; each image's error, or None."""
+        crop = center_crop(self.record.resize, self.record.crop)
+        return self.decode(encoded, [crop] * len(encoded), out)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Cropped images, (N, crop, crop, 3) uint8 -> logits, (N, outputs) float32."""
+        precision = self.recipe.precision
+        with torch.inference_mode(), autocast(precision):
+            outputs: Tensor = self.network(network_input(self.normalize(images), precision))
+        return outputs.float()
+
+    def class_name(self, output: int) -> str:
+        """The name of the class of an output; a network may have more outputs than there are classes."""
+        return self.record.classes[output] if output < len(self.record.classes) else f"output {output}"
+
+
+def load_classifier(checkpoint: Path, env: Mapping[str, str]) -> Classifier:
+    """Load a checkpoint. Raises InputError for what is no checkpoint, damaged, or not of a classifier of images."""
+    network, record, recipe, step = load_network(checkpoint)
+    engine = choose_engine("auto", recipe.precision, env)  # the training's own may need what is not installed here
+    prepare_model(network, engine, recipe.precision)
+    network.eval()
+    return Classifier(
+        checkpoint=checkpoint,
+        step=step,
+        record=record,
+        recipe=recipe,
+        network=evaluation_network(network, engine, recipe.precision),
+        decode=choose_decoder(recipe.data.decoder, env)[0],
+        normalize=choose_normalize(record.mean, record.std, recipe.data.decoder, env),
+    )
+
+
+def _model_section(record: NetworkRecord, checkpoint: Path) -> ModelSection:
+    try:
+        return ModelSection.model_validate(tuples(record.model))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        why = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{checkpoint / MANIFEST}: the network's {place} is wrong: {why}") from None
+
+
+def load_network(checkpoint: Path, *, trained: bool = True) -> tuple[nn.Module, NetworkRecord, Recipe, int]:
+    """A checkpoint's network in evaluation, as torch builds it; what it takes, its recipe, and the steps trained.
+
+    Its weights are in the data type of the recipe's precision, and random without `trained`. Raises InputError for what
+    is no checkpoint, damaged, or not of a classifier of images.
+    """
+    manifest = read_manifest(checkpoint)
+    record, recipe = manifest.network, recipe_of(manifest.recipe, checkpoint / MANIFEST)
+    if not record.model:
+        raise InputError(f"{checkpoint} is of a network of your own code: load {MODEL} in it into that network")
+    if record.features is not None:
+        raise InputError(f"{checkpoint} is of a network for points: name a checkpoint of a classifier of images")
+    network = build_model(_model_section(record, checkpoint), len(record.classes), record.crop)
+    network.to(DTYPES[recipe.precision])
+    if trained:
+        load_eval_model(checkpoint, network)
+    return network.eval(), record, recipe, manifest.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The likeliest classes of an image with their probabilities (0 to 1), highest first; or its error."""
+
+    image: str
+    top: tuple[tuple[str, float], ...]
+    error: str | None = None
+
+
+def predict(
+    classifier: Classifier,
+    paths: Sequence[str],
+    *,
+    top: int,
+    batch: int,
+    threads: int = 1,
+    cpus: tuple[int, ...] = (),
+) -> Iterator[Prediction]:
+    """One prediction for each path, in order, with the `top` likeliest classes.
+
+    `batch` images pass through the network at once; `threads` threads on `cpus` (() = anywhere) decode the next ones.
+    """
+    images = ImageFiles(paths, [0] * len(paths))
+    shares = SequentialSampler(images=len(paths), batch_size=batch, rank=0, world_size=1).batches()
+    side = classifier.record.crop
+    batches = decoded_batches(images, shares, classifier.read, side=side, threads=threads, cpus=cpus)
+    for share, decoded in zip(shares, batches, strict=True):
+        probabilities = torch.softmax(classifier.logits(decoded.images).double(), dim=1)
+        highest, outputs = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
+        problems = iter(decoded.damaged)
+        rows = zip(share.tolist(), decoded.weights.tolist(), outputs.tolist(), highest.tolist(), strict=True)
+        for number, weight, numbers, values in rows:
+            if weight:
+                names = map(classifier.class_name, numbers)
+                yield Prediction(image=paths[number], top=tuple(zip(names, values, strict=True)))
+            else:
+                problem = next(problems).removeprefix(f"{paths[number]}: ")
+                yield Prediction(image=paths[number], top=(), error=problem)
+
+
+METADATA_FILE = "cputrain.json"  # inside a TorchScript archive
+INPUT, OUTPUT = "images", "logits"
+
+Forward = Callable[[Tensor], Tensor]
+"""Normalized inputs, (N, ...) float32 -> logits, (N, outputs), computed by an exported file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format: the suffixes that stand for it, the usual one first.
+
+    `write` puts a network in evaluation, which takes inputs like the given ones, and texts about it into a file; `open`
+    returns how that file computes logits, where a state dict needs a network of the same kind, which it changes.
+    """
+
+    suffixes: tuple[str, ...]
+    write: Callable[[nn.Module, Tensor, Mapping[str, str], Path], None]
+    open: Callable[[Path, nn.Module], Forward]
+
+
+def _write_safetensors(network: nn.Module, _inputs: Tensor, about: Mapping[str, str], path: Path) -> None:
+    write_tensors(path, network.state_dict(), {"format": "pt", **about})
+
+
+def _open_safetensors(path: Path, network: nn.Module) -> Forward:
+    network.load_state_dict(read_tensors(path)[0])
+    return network
+
+
+def _write_state_dict(network: nn.Module, _inputs: Tensor, _about: Mapping[str, str], path: Path) -> None:
+    torch.save(network.state_dict(), path)
+
+
+def _open_state_dict(path: Path, network: nn.Module) -> Forward:
+    network.load_state_dict(read_state(path))
+    return network
+
+
+def _write_torchscript(network: nn.Module, inputs: Tensor, about: Mapping[str, str], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls TorchScript outdated; those who ask for it know
+        traced: Any = torch.jit.trace(network, inputs, check_trace=False)  # type: ignore[no-untyped-call]
+        with path.open("wb") as file:  # torch takes no path that is not UTF-8
+            torch.jit.save(traced, file, _extra_files={METADATA_FILE: json.dumps(dict(about), indent=1)})
+
+
+def _open_torchscript(path: Path, _network: nn.Module) -> Forward:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with path.open("rb") as file:
+            loaded: Forward = torch.jit.load(file, map_location="cpu")  # type: ignore[no-untyped-call]
+    return loaded
+
+
+def _write_onnx(network: nn.Module, inputs: Tensor, about: Mapping[str, str], path: Path) -> None:
+    onnx = _onnx_package("onnx")
+    _onnx_package("onnxscript")
+    batch = torch.export.Dim("batch", min=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program: Any = torch.onnx.export(
+            network,
+            (inputs,),
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=({0: batch},),
+            dynamo=True,
+            verbose=False,
+        )
+    model = program.model_proto
+    onnx.helper.set_model_props(model, dict(about))
+    onnx.save(model, path)
+
+
+def _open_onnx(path: Path, _network: nn.Module) -> Forward:
+    runtime = _onnx_package("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+
+    def run(inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([OUTPUT], {INPUT: inputs.numpy()})[0])
+
+    return run
+
+
+def _onnx_package(name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError:
+        raise InputError(f"export to onnx needs {name}: pip install 'cputrain[onnx]'") from None
+
+
+FORMATS = {
+    "safetensors": Format(suffixes=(SUFFIX,), write=_write_safetensors, open=_open_safetensors),
+    "state-dict": Format(suffixes=(".pt", ".pth"), write=_write_state_dict, open=_open_state_dict),
+    "torchscript": Format(suffixes=(".torchscript", ".ts"), write=_write_torchscript, open=_open_torchscript),
+    "onnx": Format(suffixes=(".onnx",), write=_write_onnx, open=_open_onnx),
+}
+
+
+COMPARED = 8  # images
+# The largest difference of a logit, relative to the largest logit, that rounding explains: folded batch-norm and
+# another order of sums in float32; bfloat16 has 8 bits, and the exported network computes in float32.
+TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bf16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written: parameters and buffers, images compared, and the largest difference of a logit, relative to the
+    largest logit."""
+
+    tensors: int
+    images: int
+    difference: float
+
+
+def choose_format(file: Path, name: str | None) -> str:
+    """The format of that name, or else the one of the file's suffix. Raises InputError for an unknown suffix."""
+    by_suffix = {suffix: each for each, known in FORMATS.items() for suffix in known.suffixes}
+    if name is None and file.suffix not in by_suffix:
+        suffixes = ", ".join(f"{suffix} ({each})" for suffix, each in by_suffix.items())
+        raise InputError(f"{file}: the suffix decides the format: give one of {suffixes}, or --to FORMAT")
+    return name or by_suffix[file.suffix]
+
+
+def export(
+    checkpoint: Path, file: Path, format_name: str, env: Mapping[str, str], images: Sequence[str] = ()
+) -> Exported:
+    """Write the weights that an evaluation of the checkpoint uses, of the moving average if it has one.
+
+    The file's logits for COMPARED images, `images` or some of the checkpoint's validation images, are compared with
+    those of an evaluation. Raises InputError for a damaged checkpoint, or where there are no images to compare with;
+    RunError where the logits differ.
+    """
+    classifier = load_classifier(checkpoint, env)
+    network, record, recipe, step = load_network(checkpoint)
+    pixels = _read_images(classifier, images)
+    expected = classifier.logits(pixels)
+    inputs = classifier.normalize(pixels)
+    if recipe.precision == "float64" and format_name in ("torchscript", "onnx"):
+        network = network.float()
+    partial = file.with_name(f".{file.name}.partial")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        FORMATS[format_name].write(network, inputs.to(next(network.parameters()).dtype), about(record, step), partial)
+        difference = _difference(partial, format_name, checkpoint, inputs, expected)
+        if not difference <= TOLERANCE[recipe.precision]:
+            raise RunError(
+                f"{file} is not written: its logits differ from an evaluation's by {difference:.2g} of the largest "
+                f"one, more than the {TOLERANCE[recipe.precision]:g} that rounding explains"
+            )
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Exported(tensors=len(network.state_dict()), images=len(pixels), difference=difference)
+
+
+def about(record: NetworkRecord, step: int) -> dict[str, str]:
+    """Texts about a network, for a file's metadata: its section of the recipe, classes and normalization."""
+    values = {"step": step, **record.model_dump(mode="json")}
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return texts | {
+        "input": f"images: (N, 3, {record.crop}, {record.crop}) float32, red, green and blue from 0 to 1, minus mean, "
+        f"divided by std; the center of the image whose short side is scaled to {record.resize} pixels, bilinear",
+        "output": "logits: (N, classes) float32",
+    }
+
+
+def _difference(path: Path, format_name: str, checkpoint: Path, inputs: Tensor, expected: Tensor) -> float:
+    """The largest difference of a logit, relative to the largest logit; the batch is of another size than when the file
+    was written, once of one image."""
+    fresh = load_network(checkpoint, trained=False)[0]
+    inputs = inputs.to(next(fresh.parameters()).dtype) if format_name in ("safetensors", "state-dict") else inputs
+    run = FORMATS[format_name].open(path, fresh)
+    with torch.inference_mode():
+        found = torch.cat([run(inputs[:1]), run(inputs[1:])]).float()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def _read_images(classifier: Classifier, named: Sequence[str]) -> Tensor:
+    """The pixels of images that can be read, (n, crop, crop, 3) uint8, n <= COMPARED."""
+    images: Images = ImageFiles(named, [0] * len(named)) if named else _validation_images(classifier.recipe)
+    side, found = classifier.record.crop, []
+    for number in np.linspace(0, len(images) - 1, min(len(images), 4 * COMPARED)).astype(int).tolist():
+        pixels = np.empty((1, side, side, 3), dtype=np.uint8)
+        try:
+            problem = classifier.read([images.read(number)], [number], pixels)[0]
+        except OSError as error:
+            problem = str(error)
+        if problem is None:
+            found.append(pixels)
+    if len(found) < 2:
+        raise InputError(
+            f"comparing logits takes two images, and {counted(len(found), 'image')} can be read: name others with "
+            "--images"
+        )
+    chosen = np.linspace(0, len(found) - 1, min(len(found), COMPARED)).astype(int)
+    return torch.from_numpy(np.concatenate([found[number] for number in chosen]))
+
+
+def _validation_images(recipe: Recipe) -> Images:
+    if recipe.data.generated:
+        raise InputError("the checkpoint was trained on generated data: name images to compare logits with by --images")
+    try:
+        return open_recipe_data(recipe).val
+    except InputError as error:
+        raise InputError(f"{error}: or name images to compare logits with by --images FOLDER") from None

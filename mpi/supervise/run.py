@@ -1,0 +1,351 @@
+"""Run a job to its end: ranks of this host, or agents on many hosts."""
+
+import logging
+import math
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from affinity.ranks.rank import LOOPBACK
+from affinity.start import own_program
+from affinity.terminal import ExitStatus, redraws, status_of_signal
+from affinity.wording import counted, first_named
+from mpi.hosts.groups import job_plan_json, own_address
+from mpi.launchers.command import launch_command
+from mpi.launchers.launcher import InstalledLauncher, Job, LaunchCommand, bound_command
+from mpi.launchers.programs import local_commands
+from mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, able_to_show, describe_failure
+from mpi.supervise.output import Relay, Terminal
+from mpi.supervise.processes import (
+    SETTLE_S,
+    JobFailedError,
+    describe_exit,
+    describe_status,
+    end_descendants,
+    first_cause,
+    start_launcher,
+    write_files,
+)
+from mpi.supervise.ranks import RankProcess, RankSupervisor
+from mpi.supervise.signals import (
+    FAILURE_GRACE_S,
+    PREEMPTION_SIGNAL,
+    SAVE_S,
+    InterruptedBySignalError,
+    interrupt,
+    interruptible,
+    stop_signals,
+    stopped_again,
+    until_interrupted,
+)
+from mpi.supervise.wire import TOKEN_VARIABLE, new_token
+
+LOCAL_POLL_S = 0.05
+# Below those of mpirun's jobs (affinity/ranks/rank.py) and those that Linux gives to outgoing connections.
+PORTS, PORTS_TRIED = range(10_000, 20_000), 100
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SavedStop:
+    """The end of a job whose ranks save before they stop: the signal that requested it, 0 for none yet, the monotonic
+    time at which the ranks are ended all the same, and whether it is still to be reported."""
+
+    number: int = 0
+    deadline: float = math.inf
+    unreported: bool = False
+
+
+def run_local(
+    job: Job,
+    env: Mapping[str, str],
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+    *,
+    save_first: bool = False,
+) -> int:
+    """Run the job's workers on this host to their end; 0 when all succeeded, 2 when all that failed refused their
+    input. `env` is the environment that they inherit.
+
+    Output is labeled with its rank and also written to log_dir/rank-N.log; what the ranks use, to usage/ beside
+    log_dir. When one rank fails, or is stopped while others run, all are ended. Raises JobFailedError naming the rank,
+    its exit or signal, its log and last lines. On a stop signal the ranks get SIGTERM, or with `save_first`
+    SIGUSR1, and SAVE_S to save and end; returns 128 + the signal. SIGUSR1 is passed on. No process is left behind in
+    any case.
+    """
+    out, err = out or sys.stdout, err or sys.stderr
+    port = job.master_port or free_port()
+    secret = {TOKEN_VARIABLE: new_token(), **dict(job.secrets)}
+    supervisor = RankSupervisor(job.log_dir, out, err, live=(redraws(out, env), redraws(err, env)))
+    stop = SavedStop()
+    grace_s = FAILURE_GRACE_S
+
+    def preempt(number: int) -> None:
+        stop.number, stop.deadline, stop.unreported = number, time.monotonic() + SAVE_S, True
+        supervisor.preempt()
+
+    with interruptible(supervisor.preempt, preempt if save_first else None):
+        try:
+            with until_interrupted():
+                for rank, command in zip(job.started, local_commands(job, port), strict=True):
+                    label = "" if rank == job.plain_rank else f"[{rank}] "
+                    supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
+                # Held back so far: no rank could take it before.
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
+                supervisor.sample(whole_host=True)
+                status = _watch_local(supervisor, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
+            return status_of_signal(stop.number) if stop.number else status
+        except InterruptedBySignalError as stopped:
+            number = stopped.args[0]
+            grace_s = FAILURE_GRACE_S if save_first else SAVE_S
+            workers, name = counted(len(supervisor.ranks), "worker"), signal.Signals(number).name
+            supervisor.say(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once")
+            return status_of_signal(int(number))
+        finally:
+            supervisor.stop(grace_s)
+            supervisor.close()
+
+
+def free_port() -> int:
+    """A TCP port that is free on this host's loopback now. Not one of those that the kernel gives to outgoing
+    connections: seconds pass until ranks listen at it."""
+    for port in random.SystemRandom().sample(PORTS, PORTS_TRIED):  # the program's own random numbers stay as they are
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _failed(supervisor: RankSupervisor, stop: SavedStop) -> list[RankProcess]:
+    """The ranks that have failed; not those that a signal to end has ended as the whole job: schedulers send it to all
+    processes, and ranks save before they end by it."""
+    ending = [-number for number in stop_signals()] if stop.number else []
+    return [rank for rank in supervisor.ranks if rank.failed and rank.process.returncode not in ending]
+
+
+def _watch_local(supervisor: RankSupervisor, stop: SavedStop, job: Job, grace_s: float) -> int:
+    """Wait for all workers, or for the first failure, after which the others have `grace_s`; the job's exit status.
+    Raises InterruptedBySignalError where the workers take too long to save."""
+    stalls = StallWatch(job.starting)
+    together = job.instances is None  # they wait for each other: one that is stopped stops all
+    while not _failed(supervisor, stop):
+        if stop.unreported:  # not by the signal's handler, which may interrupt another message
+            stop.unreported = False
+            name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
+            supervisor.say(f"\n{name}: {workers} save and stop after the next step; repeat the signal to stop at once")
+        if supervisor.all_exited:
+            return 0
+        if time.monotonic() > stop.deadline:
+            interrupt(stop.number)
+        if supervisor.poll(LOCAL_POLL_S) and together:
+            stalls.check(
+                supervisor.standings(), supervisor.clock.now(), lambda stall: _stacks_of_local(supervisor, stall)
+            )
+    settled = time.monotonic() + SETTLE_S
+    while time.monotonic() < settled and not supervisor.all_exited:
+        supervisor.poll(LOCAL_POLL_S)
+    failed = _failed(supervisor, stop)
+    if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):  # they have printed it
+        if not job.names_errors:
+            supervisor.drain()
+            logger.warning("cputrain: %s", describe_exit(failed[0].exit()))
+        return ExitStatus.WRONG_INPUT
+    standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
+    stacks = _stacks_of_local(supervisor, stall)
+    supervisor.stop(grace_s)
+    supervisor.drain()
+    if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
+        return 0  # stopped before there was anything to save
+    cause = first_cause(rank.exit() for rank in failed)
+    raise JobFailedError(describe_failure(cause, standings, stall, stacks), shortage=cause.shortage, tail=cause.tail)
+
+
+def _stacks_of_local(supervisor: RankSupervisor, stall: Stall | None) -> Stacks:
+    """The Python stacks of the awaited ranks that can show one."""
+    running = {rank.rank for rank in supervisor.ranks if rank.exited_at is None}
+    return {rank: supervisor.stack(rank) for rank in (able_to_show(stall) if stall else ()) if rank in running}
+
+
+REMOTE_POLL_S = 0.1
+STALL_CHECK_S = 1.0  # between two looks at what the ranks do
+LAST_POLL_S = 0.01  # all ranks have succeeded: the launcher ends at once
+STACK_S = 1.5  # for the agents' answers
+AGENT_EXIT_S = 1.0  # of the agents, after their ranks
+RELAY_S = 1.0  # for the rest of the launcher's output
+KILL_S = 1.0  # between SIGTERM and SIGKILL for what the launcher has started
+START_TIMEOUT_S = 120.0  # from the launcher's start, or the last rank's hello, to the next one's
+LAUNCHER_END_S = 60.0  # from the last rank's exit to the launcher's own
+
+
+def remote_command(
+    job: Job, installed: InstalledLauncher, folder: Path, address: str, port: int | str, token: str, *, live: bool
+) -> LaunchCommand:
+    """What starts the job's ranks, each behind an agent that reports to this host's address and port; with `live`
+    progress bars are redrawn, for a person who watches."""
+    plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
+    report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
+    agent = (*own_program("mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
+    bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
+    with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
+    return launch_command(with_token, installed, (*agent, *bound), folder.resolve())
+
+
+def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mapping[str, str]) -> int:
+    """Run the job to its end; 0 when all ranks succeeded, 2 when all that failed refused their input. `env` is the
+    environment of the launcher.
+
+    Raises JobFailedError naming rank, host, its exit or silence, its log and last lines. On a stop signal gives the
+    ranks SAVE_S to end on all hosts and returns 128 + the signal; SIGUSR1 is passed on to the ranks.
+    """
+    address = own_address(job.hosts)
+    monitor = Monitor(new_token(), job.host_of_ranks, address)
+    live = redraws(sys.stdout, env)
+    command = remote_command(job, installed, folder, address, monitor.port, monitor.token, live=live)
+    write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
+    grace_s = FAILURE_GRACE_S
+    with interruptible(monitor.preempt):
+        running: _Running | None = None
+        try:
+            with until_interrupted():
+                running = _Running(start_launcher(command, env, subprocess.PIPE), job.log_dir)
+                return _watch_remote(job, installed, running.process, monitor)
+        except InterruptedBySignalError as stop:
+            number, grace_s = stop.args[0], SAVE_S
+            ranks, name = counted(job.world_size, "rank"), signal.Signals(number).name
+            logger.warning("\nstopping %s (%s) within %g s; repeat the signal to stop at once", ranks, name, grace_s)
+            return status_of_signal(int(number))
+        finally:
+            _tear_down(running, monitor, grace_s)
+
+
+class _Running:
+    """The launcher's process, and its output on the way to the terminal."""
+
+    def __init__(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        self.process = process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.relays = (
+            Relay(process.stdout, Terminal(stream=sys.stdout, name="stdout", logs=logs)),
+            Relay(process.stderr, Terminal(stream=sys.stderr, name="stderr", logs=logs)),
+        )
+
+
+def _watch_remote(job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
+    arrived, arrived_at = 0, monitor.clock.now()
+    checked_at = arrived_at
+    stalls = StallWatch(job.starting)
+    done_at: float | None = None
+    while True:
+        done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
+        monitor.poll(LAST_POLL_S if done else REMOTE_POLL_S)
+        ended = process.poll() is not None
+        done_at = (done_at or monitor.clock.now()) if done else None
+        if done and ended and process.returncode == 0:
+            return 0
+        if ended or monitor.failed():
+            settled = time.monotonic() + SETTLE_S
+            while time.monotonic() < settled:
+                monitor.poll(REMOTE_POLL_S)
+        failed = monitor.failed()
+        if failed:
+            exits = [rank.exit for rank in failed if rank.exit is not None]
+            refused = all(one.status == ExitStatus.WRONG_INPUT for one in exits)  # by the ranks, which have printed it
+            if refused and len(exits) == len(failed):
+                if not job.names_errors:
+                    logger.warning("cputrain: %s", describe_exit(exits[0]))
+                return ExitStatus.WRONG_INPUT
+            raise _failure(job, monitor, stalls.before(monitor.clock.now()))
+        if ended:
+            return _after_launcher(job, installed, process.returncode, monitor)
+        now = monitor.clock.now()
+        if done_at is not None and now - done_at > LAUNCHER_END_S:
+            late = f"{installed.name} has not ended {LAUNCHER_END_S:g} s after all ranks, and is stopped"
+            logger.warning("cputrain: %s; the ranks have exited with status 0", late)
+            return 0
+        if len(monitor.ranks) > arrived:
+            arrived, arrived_at = len(monitor.ranks), now
+        if arrived < job.world_size and now - arrived_at > START_TIMEOUT_S:
+            hosts = _missing(job, monitor)
+            raise JobFailedError(
+                f"no further rank has reported for {START_TIMEOUT_S:g} s; missing: {_named(hosts)}", hosts=hosts
+            )
+        if now - checked_at >= STALL_CHECK_S:
+            checked_at = now
+            stalls.check(monitor.standings(), now, lambda stall: _stacks_of_remote(monitor, stall))
+
+
+def _failure(job: Job, monitor: Monitor, stall: Stall | None) -> JobFailedError:
+    """What failed first: a rank that has exited; a silent one where none has. `stall` is the one just before."""
+    cause = monitor.first_exit()
+    if cause is None:
+        hosts = tuple(dict.fromkeys(job.host_of_ranks[status.rank] for status in monitor.failed()))
+        return JobFailedError(monitor.cause(), hosts=hosts)
+    return JobFailedError(
+        monitor.cause(stall, _stacks_of_remote(monitor, stall)), shortage=cause.shortage, tail=cause.tail
+    )
+
+
+def _stacks_of_remote(monitor: Monitor, stall: Stall | None) -> Stacks:
+    """The Python stacks of the awaited ranks that can show one."""
+    ranks = [rank for rank in (able_to_show(stall) if stall else ()) if monitor.ranks[rank].exit is None]
+    before = {rank: monitor.ranks[rank].stack for rank in ranks}
+    monitor.show_stacks(ranks)
+    deadline = time.monotonic() + STACK_S
+    while any(monitor.ranks[rank].stack is None for rank in ranks) and time.monotonic() < deadline:
+        monitor.poll(REMOTE_POLL_S)
+    return {rank: monitor.ranks[rank].stack or before[rank] or () for rank in ranks}
+
+
+def _after_launcher(job: Job, installed: InstalledLauncher, status: int, monitor: Monitor) -> int:
+    """0 where the launcher and all ranks have succeeded. Raises JobFailedError otherwise."""
+    if status == 0 and all(rank.succeeded for rank in monitor.ranks.values()):
+        return 0
+    if not monitor.ranks:
+        why = f"{installed.name} {describe_status(status)} before any rank started; see its output above"
+        raise JobFailedError(why, hosts=job.hosts)
+    hosts = _missing(job, monitor)
+    ended = [rank.exit for rank in monitor.ranks.values() if rank.exit and rank.exit.status]
+    if not hosts and ended:  # by their agents
+        first = first_cause(ended)
+        raise JobFailedError(f"the agent of rank {first.rank} was stopped by a signal; {describe_exit(first)}")
+    if not hosts:
+        raise JobFailedError(f"{installed.name} {describe_status(status)}, after all ranks had succeeded")
+    raise JobFailedError(
+        f"{installed.name} {describe_status(status)}; the ranks of {_named(hosts)} have not reported their exit",
+        hosts=hosts,
+    )
+
+
+def _missing(job: Job, monitor: Monitor) -> tuple[str, ...]:
+    """The hosts of ranks that have not started, or have not reported their exit."""
+    ranks = job.host_of_ranks
+    missing = (i for i in range(len(ranks)) if i not in monitor.ranks or monitor.ranks[i].exit is None)
+    return tuple(dict.fromkeys(ranks[i] for i in missing))
+
+
+def _named(hosts: Sequence[str]) -> str:
+    return f"host {hosts[0]}" if len(hosts) == 1 else f"{len(hosts):,} hosts ({first_named(hosts)})"
+
+
+def _tear_down(running: _Running | None, monitor: Monitor, grace_s: float) -> None:
+    """End the ranks through their agents, then the launcher: once they have had grace_s, or at a second stop signal."""
+    if running is not None and running.process.poll() is None:
+        monitor.stop(grace_s)
+        deadline = time.monotonic() + grace_s + AGENT_EXIT_S
+        while time.monotonic() < deadline and running.process.poll() is None and not stopped_again():
+            monitor.poll(REMOTE_POLL_S)
+    monitor.close()
+    end_descendants(KILL_S)
+    for relay in running.relays if running is not None else ():
+        relay.finish(RELAY_S)

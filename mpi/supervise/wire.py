@@ -1,0 +1,462 @@
+"""Signed messages between launcher and agents: records, connections, server.
+
+The end that connects opens with a nonce. The job's token and this nonce make the connection's key; each line is the
+HMAC-SHA256 of direction, number and text of a message, then the text. A text is parsed only where its signature is
+right: strangers, and messages that are repeated, left out or from another connection, end the connection. Nothing is
+encrypted.
+"""
+
+import hmac
+import json
+import logging
+import math
+import re
+import resource
+import secrets
+import select
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from affinity.terminal import printable
+
+MAX_TEXT = 4096  # characters of a text: a path has no more
+MAX_ITEMS = 1 << 16  # entries of a list
+MAX_INTEGER = 1 << 60
+
+
+class ProtocolError(Exception):
+    """The other end of a connection has sent something that is no message of this job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A rank's first message: its number and its host's name."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A rank's process is there: for how long it has been stopped, idle or busy without a break."""
+
+    stopped_s: float = 0.0
+    idle_s: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """A rank's exit: its status (negative where a signal ended it), its log and the last lines of it. `by_job`: the job
+    has ended it. `shortage`: the bytes that it had and those that there are, and whose, where memory was short."""
+
+    status: int
+    tail: tuple[str, ...]
+    log: str
+    by_job: bool
+    shortage: tuple[int, int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The lines of a rank's Python stack, innermost first; none where it has none to show."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signaled:
+    """A stop signal has reached the rank's agent, which ends its rank."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The launching host's answer to a Hello or a heartbeat; to a Hello, with the label of the rank's host."""
+
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The job ends; the ranks have so many seconds until they are killed."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempt:
+    """Each rank gets the preemption signal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowStack:
+    """The rank's Python stack is wanted."""
+
+
+def encode(message: Any) -> bytes:
+    """A message as JSON; "type" is the name of its class."""
+    kind: type = type(message)
+    fields = {name: getattr(message, name) for name in _hints(kind)}
+    return json.dumps({"type": kind.__name__, **fields}).encode()
+
+
+def decode(data: bytes, types: tuple[type, ...]) -> Any:
+    """The message of one of these types. Raises ProtocolError on anything else."""
+    try:
+        fields = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise ProtocolError("not JSON") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError("no message")
+    name = fields.pop("type", None)
+    found = next((one for one in types if one.__name__ == name), None)
+    if found is None:
+        raise ProtocolError("a message of another type")
+    hints = _hints(found)
+    if fields.keys() != hints.keys():
+        raise ProtocolError(f"{name} has other fields")
+    return found(**{field: _value(fields[field], hint) for field, hint in hints.items()})
+
+
+@cache
+def _hints(message_type: type) -> dict[str, Any]:
+    return get_type_hints(message_type)
+
+
+def _value(value: Any, hint: Any) -> Any:
+    """The value as a field's type has it. Raises ProtocolError where it is of another type or too large."""
+    if hint is float and type(value) in (int, float) and abs(value) <= MAX_INTEGER and not math.isnan(value):
+        return float(value)
+    if hint is str and isinstance(value, str) and len(value) <= MAX_TEXT:
+        return printable(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and type(value) is int and abs(value) <= MAX_INTEGER:
+        return value
+    if get_origin(hint) is UnionType:  # X | None
+        (inner,) = (one for one in get_args(hint) if one is not NoneType)
+        return None if value is None else _value(value, inner)
+    if get_origin(hint) is tuple:
+        return _items(value, get_args(hint))
+    raise ProtocolError("a value of another type or size")
+
+
+def _items(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise ProtocolError("no list, or too long a list")
+    each = (hints[0],) * len(value) if hints[1:] == (Ellipsis,) else hints
+    if len(each) != len(value):
+        raise ProtocolError("a list of another length")
+    return tuple(_value(item, hint) for item, hint in zip(value, each, strict=True))
+
+
+TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's own processes share
+HEARTBEAT_S, MAX_HEARTBEAT_S = 2.0, 4.0  # between two heartbeats of a rank
+RANKS_A_SECOND = 1024  # that send one, while MAX_HEARTBEAT_S allows it: thousands cost the monitor much of a core
+HEARTBEAT_TIMEOUT_S = 15.0  # neither side waits longer for the other's message
+ANSWER_S = HEARTBEAT_TIMEOUT_S / 3  # the first heartbeat after so long is answered
+SEND_TIMEOUT_S = 5.0  # a message waits no longer for room
+JOIN_TIMEOUT_S = 30.0  # for the answer to a Hello
+JOIN_PAUSE_S = 0.05  # after a connection that was closed without it
+MAX_OPENING_BYTES = 1 << 10  # of a line, before the first right signature
+MAX_LINE_BYTES = 1 << 19
+NONCE = re.compile(rb"[0-9a-f]{32}")
+
+
+def heartbeat_interval(ranks: int) -> float:
+    """Seconds between two heartbeats of each of so many ranks."""
+    return min(max(HEARTBEAT_S, ranks / RANKS_A_SECOND), MAX_HEARTBEAT_S)
+
+
+def new_token() -> str:
+    """A token for a new job."""
+    return secrets.token_hex(16)
+
+
+class Signer:
+    """Signs the messages of one direction of a connection, each with its number."""
+
+    def __init__(self, token: str, nonce: bytes, sender: bytes) -> None:
+        self._key = hmac.digest(token.encode(), b"cputrain connection " + nonce, "sha256")
+        self._sender = sender
+        self._number = 0
+
+    def sign(self, text: bytes) -> bytes:
+        """The signature of the next message."""
+        numbered = self._sender + self._number.to_bytes(8, "big") + text
+        self._number += 1
+        return hmac.digest(self._key, numbered, "sha256").hex().encode()
+
+
+class Connection:
+    """One end of a connection. `accepts` are the types of the messages that may arrive.
+
+    `nonce` is that of the end that connects, None at the end that accepts, which has to wait for it.
+    """
+
+    def __init__(self, connected: socket.socket, token: str, accepts: tuple[type, ...], nonce: bytes | None) -> None:
+        connected.setblocking(False)
+        self.socket = connected
+        self._token = token
+        self._accepts = accepts
+        self._unread = b""
+        self._trusted = False
+        self._theirs: Signer | None = None
+        self._ours: Signer | None = None
+        if nonce is not None:
+            self._start(nonce, b"connecting", b"accepting")
+            self._send(nonce)
+
+    def _start(self, nonce: bytes, us: bytes, them: bytes) -> None:
+        self._ours, self._theirs = Signer(self._token, nonce, us), Signer(self._token, nonce, them)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.socket.fileno()
+
+    def send(self, message: Any) -> bool:
+        """Send a message; False when the other end is gone or takes no more."""
+        if self._ours is None:
+            return False
+        text = encode(message)
+        return self._send(self._ours.sign(text) + b" " + text)
+
+    def _send(self, line: bytes) -> bool:
+        data = line + b"\n"
+        try:
+            sent = self._send_at_once(data)
+            if sent < len(data):
+                self.socket.settimeout(SEND_TIMEOUT_S)
+                self.socket.sendall(data[sent:])
+                self.socket.setblocking(False)
+        except OSError:
+            return False
+        return True
+
+    def _send_at_once(self, data: bytes) -> int:
+        """Send what there is room for, mostly all; the number of bytes."""
+        try:
+            return self.socket.send(data)
+        except BlockingIOError:
+            return 0
+
+    def receive(self) -> list[Any] | None:
+        """The whole messages that have arrived; None when the other end is gone, or has sent something else."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        try:
+            messages = [message for line in lines for message in self._read(line)]
+            self._check_length(self._unread)
+        except ProtocolError:
+            return None
+        return messages if data else None
+
+    def _read(self, line: bytes) -> list[Any]:
+        """The message of a line; none in the line of the nonce."""
+        self._check_length(line)
+        if self._theirs is None:
+            if not NONCE.fullmatch(line):
+                raise ProtocolError("no nonce")
+            self._start(line, b"accepting", b"connecting")
+            return []
+        signature, _, text = line.partition(b" ")
+        if not hmac.compare_digest(signature, self._theirs.sign(text)):
+            raise ProtocolError("a wrong signature")
+        self._trusted = True
+        return [decode(text, self._accepts)]
+
+    def _check_length(self, line: bytes) -> None:
+        if len(line) > (MAX_LINE_BYTES if self._trusted else MAX_OPENING_BYTES):
+            raise ProtocolError("too long a line")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+def connect(address: str, token: str, accepts: tuple[type, ...], timeout_s: float = HEARTBEAT_TIMEOUT_S) -> Connection:
+    """Connect to HOST:PORT. Raises OSError where it is out of reach."""
+    host, _, port = address.rpartition(":")
+    connected = socket.create_connection((host, int(port)), timeout=timeout_s)
+    return Connection(connected, token, accepts, secrets.token_hex(16).encode())
+
+
+def join(address: str, token: str, accepts: tuple[type, ...], hello: Hello) -> tuple[Connection, list[Any]]:
+    """Connect to the launching host's HOST:PORT and say Hello; the connection and the messages that answer it.
+
+    Connects again where the connection is closed before: strangers may crowd it out. Raises OSError where the host is
+    out of reach, or answers nothing in JOIN_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while (left := deadline - time.monotonic()) > 0:
+        connection = connect(address, token, accepts, left)
+        connection.send(hello)
+        if answer := _await_messages(connection, deadline):
+            return connection, answer
+        connection.close()
+        time.sleep(JOIN_PAUSE_S)
+    raise TimeoutError(f"no answer in {JOIN_TIMEOUT_S:g} s")
+
+
+def _await_messages(connection: Connection, deadline: float) -> list[Any]:
+    """The next messages; none where the connection is closed, or nothing arrives until then."""
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([connection], [], [], left)[0] and (messages := connection.receive()) != []:
+            return messages or []
+    return []
+
+
+BACKLOG = 4096
+ACCEPTED_AT_ONCE = 256
+HELLO_TIMEOUT_S = 10.0  # a connection without a signed Hello is closed
+SPARE_CONNECTIONS = 64  # without Hello, beyond one for each rank; the oldest makes room for a new one, once it is read
+OWN_FILES = 64  # that this process needs for other purposes
+logger = logging.getLogger(__name__)
+
+
+class RankServer:
+    """Accepts connections and takes messages from those that have said Hello, signed by the job's token.
+
+    `hosts` are the ranks' hosts, `address` that of this host by which they reach it, `accepts` the types of their
+    messages. A connection that sends anything else is closed, and nothing else happens; one whose signed Hello does not
+    fit the job is told to stop.
+    """
+
+    def __init__(self, token: str, hosts: tuple[str, ...], address: str, accepts: tuple[type, ...]) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
+        self.token = token
+        self.connections: dict[int, Connection] = {}
+        self.lost: set[int] = set()  # ranks whose connections have been closed
+        self._hosts = hosts
+        self._accepts = (Hello, *accepts)
+        room = len(hosts) + SPARE_CONNECTIONS
+        self._max_waiting = room if most == resource.RLIM_INFINITY else max(1, min(room, most - len(hosts) - OWN_FILES))
+        self._waiting: dict[Connection, float] = {}  # without Hello, oldest first, with their deadlines
+        self._ranks: dict[Connection, int] = {}
+        self._names: dict[str, str] = {}  # of hosts, as their ranks give them
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.getsockname()[1])
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Any]]:
+        """The messages that have arrived, each with its rank, Hello among them; waits that long for the first one."""
+        received: list[tuple[int, Any]] = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                # Many, as all ranks of a job connect at the same time; not all, or strangers could keep it here.
+                all(self._accept(received) for _ in range(ACCEPTED_AT_ONCE))
+            elif key.data in self._waiting or key.data in self._ranks:  # not closed meanwhile
+                received += self._receive(key.data)
+        now = time.monotonic()
+        for connection in [one for one, deadline in self._waiting.items() if deadline < now]:
+            self._close(connection)
+        return received
+
+    def _accept(self, received: list[tuple[int, Any]]) -> bool:
+        """Accept a connection; False where none was. Adds what is read to make room for it to `received`."""
+        try:
+            accepted, _ = self._server.accept()
+        except BlockingIOError:
+            return False
+        except OSError:  # the other end is gone, or there is no file descriptor left
+            received += self._make_room()
+            return False
+        if len(self._waiting) >= self._max_waiting:
+            received += self._make_room()
+        connection = Connection(accepted, self.token, self._accepts, None)
+        self._waiting[connection] = time.monotonic() + HELLO_TIMEOUT_S
+        self._selector.register(connection, selectors.EVENT_READ, connection)
+        return True
+
+    def _make_room(self) -> list[tuple[int, Any]]:
+        """Read the oldest connection without Hello, and close it where it still has none; the messages."""
+        oldest = next(iter(self._waiting), None)
+        if oldest is None:
+            return []
+        messages = self._receive(oldest)
+        if oldest in self._waiting:
+            self._close(oldest)
+        return messages
+
+    def _receive(self, connection: Connection) -> list[tuple[int, Any]]:
+        messages = connection.receive()
+        if messages is None:
+            self._close(connection)
+            return []
+        try:
+            return [(self._sender(connection, message), message) for message in messages]
+        except ProtocolError as error:  # signed by the token: the job's own
+            logger.warning("cputrain: a rank's connection is closed: %s", error)
+            connection.send(Stop(grace_s=0.0))
+            self._close(connection)
+            return []
+
+    def _sender(self, connection: Connection, message: Any) -> int:
+        """The rank of a message. Raises ProtocolError where it does not fit the job."""
+        rank = self._ranks.get(connection)
+        if rank is not None and not isinstance(message, Hello):
+            return rank
+        if rank is not None or not isinstance(message, Hello):
+            raise ProtocolError("its first message is not Hello")
+        self._check(message)
+        del self._waiting[connection]
+        self.connections[message.rank], self._ranks[connection] = connection, message.rank
+        return message.rank
+
+    def _check(self, hello: Hello) -> None:
+        """Raise ProtocolError where rank and host do not fit the job: each rank connects once, the ranks of a host
+        give it one name. That may be another one than the job's, which may use an alias or an address."""
+        if not 0 <= hello.rank < len(self._hosts):
+            raise ProtocolError(f"rank {hello.rank} on {hello.host} is not one of the job's {len(self._hosts):,} ranks")
+        if hello.rank in self.connections:
+            raise ProtocolError(f"rank {hello.rank} on {hello.host} has connected before")
+        host = self._hosts[hello.rank]
+        if self._names.setdefault(host, hello.host) != hello.host:
+            raise ProtocolError(
+                f"rank {hello.rank} is on {hello.host}, other ranks of {host} are on {self._names[host]}"
+            )
+
+    def drop(self, rank: int) -> None:
+        """Close a rank's connection: it has sent values that no rank of this job has."""
+        if (connection := self.connections[rank]) in self._ranks:
+            logger.warning("cputrain: rank %d's connection is closed: it has sent a wrong exit", rank)
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        self._waiting.pop(connection, None)
+        if (rank := self._ranks.pop(connection, None)) is not None:
+            self.lost.add(rank)
+        connection.close()
+
+    def send_all(self, message: Any) -> None:
+        """Send a message to every rank."""
+        for rank in self.connections.keys() - self.lost:
+            self.connections[rank].send(message)
+
+    def close(self) -> None:
+        """Close every connection: a rank's agent that is left ends its rank then."""
+        for connection in (*self._waiting, *self._ranks):
+            connection.close()
+        self._selector.close()
+        self._server.close()
