@@ -15,7 +15,7 @@ from typing import Any
 from affinity.errors import RunError
 from affinity.filesystem import cache_folder, installed_version
 from affinity.planner.openmp import find_runtime, installed_allocators, target_of
-from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.plan import Plan, plan_machine
 from affinity.planner.request import ALLOCATOR, Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from affinity.topology.machine import Machine
 from affinity.topology.sysfs import this_machine

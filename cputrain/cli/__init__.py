@@ -6,6 +6,7 @@ A file declares options, calls the packages below and prints what they return.
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -53,7 +54,24 @@ COMMANDS = {
     "completion": "print the completion script of bash, zsh or fish",
 }
 
-FILES = {"import": "import_line", "job kubernetes": "job_kubernetes", "find-lr": "find_lr"}  # no modules' names
+MODULES = {  # those that have not the command's name
+    "machine": "machines",
+    "import": "launch",
+    "eval": "train",
+    "find-lr": "train",
+    "weights": "train",
+    "job kubernetes": "job",
+    "tune": "bench",
+    "reproduce": "sweep",
+    "report": "results",
+    "watch": "results",
+    "predict": "results",
+    "export": "results",
+    "recipes": "info",
+    "keys": "info",
+    "doctor": "info",
+    "env": "info",
+}
 
 
 class _Commands(click.Group):
@@ -79,7 +97,8 @@ class _Commands(click.Group):
             if ctx.resilient_parsing or cmd_name.startswith("-"):
                 return None
             raise click.UsageError(no_such_command(cmd_name, COMMANDS), ctx)
-        command: click.Command = import_module(f"cputrain.cli.{FILES.get(cmd_name, cmd_name)}").command
+        module = import_module(f"cputrain.cli.{MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, f"{re.sub('[ -]', '_', cmd_name)}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

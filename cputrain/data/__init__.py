@@ -17,5 +17,5 @@ __all__ = ["Augmentation", "ImageLoader", "Transform"]
 # Other modules of this package must not need torch.
 __getattr__ = lazy_names(
     __name__,
-    {"Augmentation": "pixels.augment", "ImageLoader": "loader", "Transform": "pixels.transform"},
+    {"Augmentation": "pixels.augment", "ImageLoader": "loader", "Transform": "pixels.augment"},
 )

@@ -22,7 +22,7 @@ def survey_recipe(recipe: Recipe) -> Survey:
     data = recipe.data
     if data.path == OWN_SAMPLES:
         raise InputError(
-            f"data.path={OWN_SAMPLES}: the network and the samples are those of a script that calls cputrain.train: run it"
+            f"data.path={OWN_SAMPLES}: network and samples are those of a script that calls cputrain.train: run it"
         )
     if data.path == SYNTHETIC:
         classes = tuple(map(str, range(recipe.model.classes or SYNTHETIC_CLASSES)))

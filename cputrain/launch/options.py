@@ -8,7 +8,7 @@ from affinity.errors import InputError, RequestError
 from affinity.kernel.running import NOT_SHARED, plan_beside
 from affinity.planner.domains import uniform_groups, usable_cores
 from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
+from affinity.planner.plan import Plan, plan_machine
 from affinity.planner.records import plan_this_machine, read_measured
 from affinity.planner.request import Request
 from affinity.ranks.host_names import LOCALHOST

@@ -1,4 +1,4 @@
-"""Faster forms of a network: fused batch-norm for training, folded for evaluation, pointwise convolutions as products."""
+"""Faster forms of a network: fused batch-norm for training, folded for evaluation, pointwise layers as products."""
 
 import logging
 from itertools import pairwise

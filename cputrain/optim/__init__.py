@@ -1,7 +1,7 @@
 """Optimizers for large batches, usable with any model: `from cputrain.optim import Lars` (or Lamb, AdagradDA).
 
-build.py makes a recipe's optimizer from these and torch's; schedules.py has the learning rate and its warm-up as pure
-functions of the step; ratios.py measures each layer's weight and gradient norms.
+build.py makes a recipe's optimizer from these and torch's, has the learning rate and its warm-up as pure functions of
+the step, and measures each layer's weight and gradient norms.
 """
 
 from typing import TYPE_CHECKING
@@ -16,5 +16,5 @@ __all__ = ["AdagradDA", "Lamb", "Lars"]
 # The command line reads schedules.py and must not import torch.
 __getattr__ = lazy_names(
     __name__,
-    {"AdagradDA": "adagrad_da", "Lamb": "lamb", "Lars": "lars"},
+    {"AdagradDA": "lars", "Lamb": "lars", "Lars": "lars"},
 )

@@ -1,8 +1,7 @@
 """Recipes: a training as data.
 
-schema (keys, types, descriptions), keys and errors (paths and messages about them), loading (YAML files, key=value
-settings), rates and derivation (batch, steps and peak rate for a number of workers), explanation (the same in words),
-phases (settings of an epoch), reference (all keys as data).
+schema (sections, keys, types, their manual), keys (paths, messages and the reference), loading (YAML files, key=value
+settings, shipped recipes), derivation (batch, steps, rates and phases for a number of workers, and the same in words).
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ __getattr__ = lazy_names(
         "Recipe": "schema",
         "TrainingSizes": "derivation",
         "derive": "derivation",
-        "explain": "explanation",
+        "explain": "derivation",
         "load_recipe": "loading",
     },
 )

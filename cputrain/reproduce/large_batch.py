@@ -5,15 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from matplotlib import pyplot as plt
-
 from affinity.errors import InputError, RunError
 from affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
-from cputrain.report.figure import figure_svg
 from cputrain.sweep import SEED, RunResult, Variant, finished_top1s, spread, variants
 from cputrain.sweep.run import train_all
 from cputrain.sweep.tables import write_results
@@ -127,6 +124,10 @@ MARKS = {"momentum": "o", "lars": "s"}
 
 def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
     """SVG: top-1 of each optimizer over the global batch, mean and range of the seeds, and the baseline."""
+    from matplotlib import pyplot as plt  # a second, at the end only
+
+    from cputrain.report.figure import figure_svg
+
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     base = mean(found[0].top1s)
     for below, style in ((0.0, "-"), (HOLDS, "--"), (LOSES, ":")):
@@ -185,8 +186,6 @@ def run_large_batch(
         others = [with_seed(entry.best.settings, seed) for seed in range(2, seeds + 1)] if finished else []
         full.append(with_all_seeds(entry, train_all([planned(variant) for variant in others], env)))
     write_results(folder, name, [result for entry in full for result in (*entry.tried, *entry.results[1:])])
-
-    # matplotlib: a second that only the end needs
 
     write_text(folder / LARGE_BATCH_PICTURE, large_batch_chart(name, full))
     return full

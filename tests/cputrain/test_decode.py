@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from affinity.errors import InputError, RunError
-from cputrain.data.pixels import decode
+from cputrain.data.pixels import decode as decoding
 from cputrain.data.pixels.crops import Crop, CropFunction, center_crop, random_box, random_resized_crop
 from cputrain.data.pixels.decode import Decode, ImageError, choose_decoder, decode_by_pillow
 from cputrain.models.vision import import_torchvision
@@ -200,9 +200,9 @@ def test_rows_above_and_below_a_part_are_not_decoded() -> None:
 @NEEDS_TURBO
 def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def argv(cxx: str, output: Path) -> tuple[str, ...]:
-        return (*decode.command_line(cxx, output), "-DCPUTRAIN_PLAIN")
+        return (*decoding.command_line(cxx, output), "-DCPUTRAIN_PLAIN")
 
-    monkeypatch.setattr(decode, "EXTENSION", replace(decode.EXTENSION, argv=argv))
+    monkeypatch.setattr(decoding, "EXTENSION", replace(decoding.EXTENSION, argv=argv))
     plain, _ = choose_decoder("turbo", {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]})
     for seed, size in enumerate([(300, 90), (90, 300), (40, 40), (260, 350), (31, 17)]):
         data = encoded(noise(*size, seed), "jpeg")
@@ -214,7 +214,7 @@ def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pyte
 @NEEDS_TURBO
 def test_a_damaged_file_does_not_hinder_the_next() -> None:
     """libjpeg-turbo itself goes on to decode whole ones after any kind of damage, at any byte."""
-    decoder = decode.load(os.environ)
+    decoder = decoding.load(os.environ)
     whole, crops = encoded(noise(90, 120), "jpeg"), [center_crop(40, 32)] * 2
     out = np.zeros((2, 32, 32, 3), dtype=np.uint8)
     assert decoder.decode([whole, whole], crops, out) == [True, True]
@@ -252,7 +252,7 @@ def test_without_the_library_or_a_compiler_pillow_decodes(monkeypatch: pytest.Mo
     if WHICH.startswith("libjpeg-turbo"):
         with pytest.raises(InputError, match=r"no C\+\+ compiler on PATH: install g\+\+, or set data.decoder=pillow"):
             choose_decoder("turbo", here)
-    monkeypatch.setattr(decode, "_packaged", list)
+    monkeypatch.setattr(decoding, "_packaged", list)
     monkeypatch.setattr(ctypes.util, "find_library", lambda _name: None)
     chosen, why = choose_decoder("auto", here)
     assert (
@@ -266,7 +266,7 @@ def test_without_the_library_or_a_compiler_pillow_decodes(monkeypatch: pytest.Mo
 def test_a_decoder_that_does_not_compile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++")
-    monkeypatch.setattr(decode, "SOURCES", (broken,))
+    monkeypatch.setattr(decoding, "SOURCES", (broken,))
     env = {"CPUTRAIN_CACHE": str(tmp_path), "PATH": os.environ["PATH"]}
     with pytest.raises(RunError, match=r"cannot compile the image decoder: .*its whole output is in"):
         choose_decoder("turbo", env)
