@@ -50,6 +50,6 @@ def _create(options: Any, backend_options: Any) -> Any:
 def _others() -> str:
     """The modules that have the names of cputrain's packages, and what to do about them."""
     home = os.path.dirname(os.path.abspath(__file__))
-    files = {name: getattr(sys.modules.get(name), "__file__", None) or home for name in ("cputrain", "mpi", "affinity")}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or home for name in ("cputrain",)}
     found = [f"{file} has the name of a package of cputrain" for file in files.values() if not file.startswith(home)]
     return f": {', '.join(found)}: rename it" if found else ""

@@ -1,27 +1,27 @@
 """Bind the workers of a training to the cores and memory of one host: read the machine, plan it, apply the plan.
 
-    >>> from affinity import Request, find_machine, plan_machine
+    >>> from cputrain.affinity import Request, find_machine, plan_machine
     >>> plan = plan_machine(find_machine("skx-8160-2s"), Request(ppn=2, nodes=16))
     >>> [(worker.intra_op, worker.comm_pus, worker.memory_nodes) for worker in plan.workers]
     [(22, (0, 48), (0,)), (22, (24, 72), (1,))]
 
 `Picture(plan)` shows a plan in a notebook; `plan_to_json` and `read_plan` save and load it; `bind_process` applies a
-worker to this process, and `python -m affinity.bind` to any command. Never imports torch.
+worker to this process, and `python -m cputrain.affinity.bind` to any command. Never imports torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from affinity.errors import InputError, RunError
-    from affinity.kernel.binding import bind_process
-    from affinity.planner.openmp import Runtime, find_runtime, target_of
-    from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
-    from affinity.planner.plan_file import plan_to_json, read_plan
-    from affinity.planner.request import Workload
-    from affinity.topology.catalog import find_machine, machine_names
-    from affinity.topology.machine import Machine
-    from affinity.views import Picture
+    from cputrain.affinity.errors import InputError, RunError
+    from cputrain.affinity.kernel.binding import bind_process
+    from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
+    from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
+    from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
+    from cputrain.affinity.planner.request import Workload
+    from cputrain.affinity.topology.catalog import find_machine, machine_names
+    from cputrain.affinity.topology.machine import Machine
+    from cputrain.affinity.views import Picture
 
 __all__ = [
     "InputError",
@@ -45,15 +45,15 @@ __all__ = [
 
 # Imported at their first use: `import affinity` alone loads none of the package's modules.
 _MODULES = {
-    "affinity.errors": ("InputError", "RunError"),
-    "affinity.kernel.binding": ("bind_process",),
-    "affinity.planner.plan": ("Plan", "Request", "WorkerPlan", "plan_machine"),
-    "affinity.planner.plan_file": ("plan_to_json", "read_plan"),
-    "affinity.planner.openmp": ("Runtime", "find_runtime", "target_of"),
-    "affinity.planner.request": ("Workload",),
-    "affinity.topology.catalog": ("find_machine", "machine_names"),
-    "affinity.topology.machine": ("Machine",),
-    "affinity.views": ("Picture",),
+    "cputrain.affinity.errors": ("InputError", "RunError"),
+    "cputrain.affinity.kernel.binding": ("bind_process",),
+    "cputrain.affinity.planner.plan": ("Plan", "Request", "WorkerPlan", "plan_machine"),
+    "cputrain.affinity.planner.plan_file": ("plan_to_json", "read_plan"),
+    "cputrain.affinity.planner.openmp": ("Runtime", "find_runtime", "target_of"),
+    "cputrain.affinity.planner.request": ("Workload",),
+    "cputrain.affinity.topology.catalog": ("find_machine", "machine_names"),
+    "cputrain.affinity.topology.machine": ("Machine",),
+    "cputrain.affinity.views": ("Picture",),
 }
 
 

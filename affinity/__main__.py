@@ -1,6 +1,6 @@
-"""`python -m affinity read|plan|bind|show`: the package on its own, for any training and without torch."""
+"""`python -m cputrain.affinity read|plan|bind|show`: the package on its own, for any training and without torch."""
 
-from affinity.start import isolate
+from cputrain.affinity.start import isolate
 
 if __name__ == "__main__":
     isolate()
@@ -15,15 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from affinity import bind
-from affinity.errors import InputError, RequestError, as_option
-from affinity.kernel.running import NOT_SHARED, comparison, plan_beside, running_processes
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import plan_to_json, read_plan
-from affinity.planner.request import ALLOCATOR, BALANCES, OPENMP, PROFILES
-from affinity.terminal import exit_status, shows_color, status_of_signal, use_utf8
-from affinity.topology.catalog import find_machine
-from affinity.views import plan_differences, plan_to_svg, plan_to_text
+from cputrain.affinity import bind
+from cputrain.affinity.errors import InputError, RequestError, as_option
+from cputrain.affinity.kernel.running import NOT_SHARED, comparison, plan_beside, running_processes
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
+from cputrain.affinity.planner.request import ALLOCATOR, BALANCES, OPENMP, PROFILES
+from cputrain.affinity.terminal import exit_status, shows_color, status_of_signal, use_utf8
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 
 FORMATS = ("text", "json", "svg")
 
@@ -45,7 +45,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m affinity", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cputrain.affinity", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     reader = commands.add_parser("read", help="print a machine as JSON")
     planner = commands.add_parser("plan", help="print a plan as text, JSON or SVG")

@@ -1,9 +1,9 @@
-"""`python -m affinity.bind --plan plan.json -- python train.py`: bind this process as planned and run a command.
+"""`python -m cputrain.affinity.bind --plan plan.json -- python train.py`: bind this process by a plan, run a command.
 
 It binds, verifies, exports the worker's environment and torch.distributed's env:// variables, and becomes the command.
 """
 
-from affinity.start import isolate
+from cputrain.affinity.start import isolate
 
 if __name__ == "__main__":
     isolate()
@@ -15,29 +15,31 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.errors import InputError, as_option
-from affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
-from affinity.kernel.observe import OTHER_LAYOUT_VARIABLE, check_layout
-from affinity.planner.plan_file import plan_from_dict, request_from_json, worker_from_dict
-from affinity.planner.records import plan_this_machine
-from affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
-from affinity.terminal import exit_status
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError, as_option
+from cputrain.affinity.kernel.bound_plan import exec_bound, plan_in_memory, read_host_plan
+from cputrain.affinity.kernel.observe import OTHER_LAYOUT_VARIABLE, check_layout
+from cputrain.affinity.planner.plan_file import plan_from_dict, request_from_json, worker_from_dict
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.ranks.rank import LOCAL_RANK_VARIABLES, discover, local_rank_of
+from cputrain.affinity.terminal import exit_status
+from cputrain.affinity.topology.sysfs import this_machine
 
 
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
-    """Command line of `python -m affinity.bind`; returns only where the command cannot be started."""
+    """Command line of `python -m cputrain.affinity.bind`; returns only where the command cannot be started."""
     logging.basicConfig(format="affinity: %(message)s")
     options = _parser().parse_args(arguments)
     try:
         _bind(options, env)
     except Exception as error:  # noqa: BLE001  bugs are raised again
-        return exit_status(error, "affinity.bind", as_option)
+        return exit_status(error, "cputrain.affinity.bind", as_option)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m affinity.bind", description="bind as planned, then run a command")
+    parser = argparse.ArgumentParser(
+        prog="python -m cputrain.affinity.bind", description="bind as planned, then run a command"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--plan", type=Path, help="plan.json written by cputrain plan")
     source.add_argument("--plan-here", metavar="JSON", help="plan this host: the request, ppn included")

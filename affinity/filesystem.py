@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {

@@ -9,7 +9,7 @@ import os
 import site
 import sys
 
-HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 INSTALLED = (".dist-info", ".egg-info", ".egg-link")
 
 

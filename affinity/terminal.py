@@ -16,8 +16,8 @@ from enum import IntEnum
 from io import TextIOWrapper
 from typing import TextIO
 
-from affinity.errors import InputError, RunError, Wording, as_field, describe
-from affinity.filesystem import refusal
+from cputrain.affinity.errors import InputError, RunError, Wording, as_field, describe
+from cputrain.affinity.filesystem import refusal
 
 
 def redraws(stream: TextIO, env: Mapping[str, str]) -> bool:

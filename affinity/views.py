@@ -4,13 +4,13 @@ from dataclasses import dataclass, fields, replace
 from html import escape
 from textwrap import TextWrapper, wrap
 
-from affinity.errors import InputError, Wording, as_field, describe
-from affinity.planner import domains, memory, request, rules
-from affinity.planner.plan import Plan, WorkerPlan, plan_machine
-from affinity.planner.request import RESNET50, Reason
-from affinity.terminal import align_columns
-from affinity.topology.machine import Core, Machine, format_list
-from affinity.wording import counted, memory_text
+from cputrain.affinity.errors import InputError, Wording, as_field, describe
+from cputrain.affinity.planner import domains, memory, request, rules
+from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
+from cputrain.affinity.planner.request import RESNET50, Reason
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.topology.machine import Core, Machine, format_list
+from cputrain.affinity.wording import counted, memory_text
 
 COMPUTE, SHARED, COMM, LOADER, IDLE, FOREIGN = "compute", "shared", "comm", "loader", "idle", "foreign"
 SIGNS = {SHARED: "+", COMM: "~", LOADER: "*", IDLE: ".", FOREIGN: " "}

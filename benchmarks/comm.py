@@ -20,11 +20,11 @@ from statistics import median
 
 import torch
 
-from affinity.ranks.rank import Rank
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.ccl.environment import Transport, find_libraries, settings
+from cputrain.mpi.supervise.run import free_port
 from cputrain.native_build import compiler
-from mpi.supervise.run import free_port
 
 HERE = Path(__file__).parent
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 25 << 20, 100 << 20, 256 << 20)

@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from affinity.ranks.rank import discover, rendezvous
+from cputrain.affinity.ranks.rank import discover, rendezvous
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
 

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.terminal import markdown_table
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.launch_overhead import MPI, environment
-from mpi.supervise.monitor import tree
+from cputrain.affinity.terminal import markdown_table
+from cputrain.mpi.supervise.monitor import tree
 from tests.support.fake_hosts import FakeHosts
 
 PPN, MANY_HOSTS = 2, 2048
@@ -164,7 +164,7 @@ def running(hosts: FakeHosts, launcher: str, output: Path) -> Iterator[Running]:
 def is_agent(pid: int) -> bool:
     """Whether a process is one of the first host's ranks, or what supervises it."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b"mpi.supervise.agent" in words or SLEEP.encode() in words
+    return b"cputrain.mpi.supervise.agent" in words or SLEEP.encode() in words
 
 
 def held(pids: Sequence[int]) -> Held:

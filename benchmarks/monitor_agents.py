@@ -11,7 +11,7 @@ import select
 import sys
 import time
 
-from mpi.supervise.wire import (
+from cputrain.mpi.supervise.wire import (
     TOKEN_VARIABLE,
     Answer,
     Heartbeat,

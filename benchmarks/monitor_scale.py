@@ -14,10 +14,10 @@ import sys
 import time
 from itertools import pairwise
 
-from affinity.terminal import align_columns
-from mpi.supervise.monitor import Monitor, StallWatch
-from mpi.supervise.run import REMOTE_POLL_S, STALL_CHECK_S
-from mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.affinity.terminal import align_columns
+from cputrain.mpi.supervise.monitor import Monitor, StallWatch
+from cputrain.mpi.supervise.run import REMOTE_POLL_S, STALL_CHECK_S
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 PROCESSES, PER_HOST = 4, 2
 START_S, LONGEST_S = 120.0, 60.0

@@ -39,8 +39,18 @@ def main() -> None:
                 *("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256"),
             ),
             "cputrain plan, 10,000 hosts of 3 kinds": (*CPUTRAIN, "plan", *kinds),
-            "affinity.bind, one rank to `true`": (
-                *(sys.executable, "-m", "affinity.bind", "--plan", str(plan), "--local-rank", "0", "--", "true"),
+            "cputrain.affinity.bind, one rank to `true`": (
+                *(
+                    sys.executable,
+                    "-m",
+                    "cputrain.affinity.bind",
+                    "--plan",
+                    str(plan),
+                    "--local-rank",
+                    "0",
+                    "--",
+                    "true",
+                ),
             ),
             "torch.backends.xeon.run_cpu, to `true`": (
                 *(sys.executable, "-m", "torch.backends.xeon.run_cpu", "--ninstances", "1", "--no-python", "true"),

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from affinity.terminal import align_columns
+from cputrain.affinity.terminal import align_columns
 from cputrain.cli import main
 from tests.support.browser import opened
 from tests.support.run_folders import write_run

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpi.usage.records import FOLDER, HostUse, read_records
-from mpi.usage.sampler import EVERY_S, MOST_OF_A_CORE, Sampler
+from cputrain.mpi.usage.records import FOLDER, HostUse, read_records
+from cputrain.mpi.usage.sampler import EVERY_S, MOST_OF_A_CORE, Sampler
 
 RANK = """
 import subprocess, threading, time

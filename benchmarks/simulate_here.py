@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from affinity.terminal import markdown_table
 from benchmarks.comm_rank import REDUCED
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.ranks_on_hosts import bits_per_s, told_by_rank_0
+from cputrain.affinity.terminal import markdown_table
 from cputrain.recipe.schema import DataSection, ModelSection, Recipe
 from cputrain.simulate.assumptions import CONSTANTS, link_of
 from cputrain.simulate.network import DEFAULT_BUCKETS, Setup, layers_of

@@ -15,9 +15,9 @@ from dataclasses import replace
 from math import exp, log
 from statistics import mean
 
-from affinity.errors import InputError
-from affinity.terminal import align_columns, markdown_table
-from affinity.topology.catalog import named_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import align_columns, markdown_table
+from cputrain.affinity.topology.catalog import named_machine
 from cputrain.simulate.assumptions import CONSTANTS, EFFICIENCIES, RUNS, PublishedEfficiency, PublishedRun, link_of
 from cputrain.simulate.predict import Scenario, core_flops_of, published_reference, run_recipe, speed_at
 from cputrain.simulate.scaling import Row, rows_of

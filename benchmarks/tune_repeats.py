@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from affinity.terminal import align_columns
+from cputrain.affinity.terminal import align_columns
 
 SETTINGS = (
     *("model.name=resnet18", "data.crop=64", "batch.local=8"),

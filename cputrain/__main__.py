@@ -4,9 +4,9 @@ import os
 import runpy
 import sys
 
-# By its path, not as affinity.start: a package of that name in the working folder or on PYTHONPATH would come first.
-HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-runpy.run_path(f"{HOME}/affinity/start.py")["isolate"]()
+# By its path: importing the package would already look for modules in the working folder and on PYTHONPATH.
+HERE = os.path.dirname(os.path.abspath(__file__))
+runpy.run_path(f"{HERE}/affinity/start.py")["isolate"]()
 
 from cputrain.cli import main
 

@@ -8,7 +8,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
-from affinity.terminal import CODES
+from cputrain.affinity.terminal import CODES
 
 
 def write_atomic(path: Path, data: bytes) -> None:

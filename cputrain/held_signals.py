@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from affinity.errors import InputError
-from affinity.ranks.rank import discover
-from affinity.terminal import status_of_signal
-from mpi.supervise.signals import PREEMPTION_SIGNAL
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.terminal import status_of_signal
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 
 HELD = (PREEMPTION_SIGNAL, signal.SIGTERM)
 

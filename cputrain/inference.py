@@ -16,8 +16,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from affinity.errors import InputError, RunError
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.wording import counted
 from cputrain.checkpoints.folder import MANIFEST, MODEL, NetworkRecord, read_manifest
 from cputrain.checkpoints.tensors import SUFFIX, read_tensors, write_tensors
 from cputrain.data.formats.dataset import ImageFiles, Images

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from affinity.errors import InputError, RunError
-from affinity.planner.records import (
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.records import (
     FORMAT,
     RATE,
     Record,
@@ -20,9 +20,9 @@ from affinity.planner.records import (
     read_records,
     record_path,
 )
-from affinity.planner.request import ALL_REDUCE, BF16
-from affinity.topology.machine import Machine, unrestricted
-from affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.planner.request import ALL_REDUCE, BF16
+from cputrain.affinity.topology.machine import Machine, unrestricted
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.files import write_text
 
 

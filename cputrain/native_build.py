@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from affinity.errors import InputError, RunError
-from affinity.filesystem import FULL, check_execution
-from affinity.ranks.rank import local_rank_of
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import FULL, check_execution
+from cputrain.affinity.ranks.rank import local_rank_of
+from cputrain.affinity.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from affinity.ranks import launcher_variables
+from cputrain.affinity.ranks import launcher_variables
 
 PREFIXES = (
     *("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "TORCH", "ATEN_", "MALLOC_", "TCMALLOC_", "GLIBC_TUNABLES"),

@@ -1,6 +1,6 @@
 """What a job script does on its job's first host: plan, hosts and network -> shell lines that the script reads.
 
-    python -m mpi.first_host FOLDER --launcher srun --port 29500 > FOLDER/first-host.sh
+    python -m cputrain.mpi.first_host FOLDER --launcher srun --port 29500 > FOLDER/first-host.sh
 
 FOLDER/nodes lists the hosts, FOLDER/plan.json is the plan (or is made here, --request). The lines set `launch`, the
 launcher's own tokens, and export the variables that its ranks need.
@@ -16,20 +16,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.planner.plan import Plan
-from affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
-from affinity.planner.records import plan_this_machine
-from affinity.terminal import exit_status, use_utf8
-from affinity.wording import counted, spread
-from mpi.fabric import FABRICS, Fabric, fabric_between
-from mpi.hosts.groups import HostGroup
-from mpi.hosts.hostfile import read_hostfile
-from mpi.launchers.command import launch_command
-from mpi.launchers.detect import on_job_hosts
-from mpi.launchers.launcher import Job, LaunchCommand, Variables
-from mpi.launchers.programs import LAUNCHERS, local_commands
-from mpi.supervise.processes import write_files
-from mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json, read_plan, request_from_json
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.terminal import exit_status, use_utf8
+from cputrain.affinity.wording import counted, spread
+from cputrain.mpi.fabric import FABRICS, Fabric, fabric_between
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.hosts.hostfile import read_hostfile
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.detect import on_job_hosts
+from cputrain.mpi.launchers.launcher import Job, LaunchCommand, Variables
+from cputrain.mpi.launchers.programs import LAUNCHERS, local_commands
+from cputrain.mpi.supervise.processes import write_files
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 NODES, PLAN = "nodes", PLAN_FILE
 # Made by the script, as others may read the file of these lines.
@@ -70,8 +70,10 @@ def shell_lines(command: LaunchCommand) -> str:
 
 
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
-    """Command line of `python -m mpi.first_host`."""
-    parser = argparse.ArgumentParser(prog="python -m mpi.first_host", description="plan a job on its first host")
+    """Command line of `python -m cputrain.mpi.first_host`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cputrain.mpi.first_host", description="plan a job on its first host"
+    )
     parser.add_argument("folder", type=Path, help="holds nodes and plan.json")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), required=True)
     parser.add_argument("--fabric", choices=["auto", *FABRICS], default="auto", help="network between the hosts")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from affinity.terminal import ExitStatus
 from cputrain import __version__
+from cputrain.affinity.terminal import ExitStatus
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.options import SectionedCommand
 

@@ -20,9 +20,15 @@ from cputrain import __version__
 from tools.man_pages import main as write_man_pages
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("affinity", "mpi", "cputrain")
+PACKAGE = "cputrain"
+AUTOLOAD = "_cputrain_autoload.py"
 HEAVY = ("torch", "torchvision")  # gigabytes: nothing that is tried after the installation needs them
-IN_WHEEL = {"configs/machines": "affinity/machines", "configs/recipes": "cputrain/recipes"}
+IN_WHEEL = {
+    "affinity": "cputrain/affinity",
+    "mpi": "cputrain/mpi",
+    "configs/machines": "cputrain/machines",
+    "configs/recipes": "cputrain/recipes",
+}
 TRIED = (
     ("--version",),
     ("plan",),
@@ -109,19 +115,20 @@ def check_contents(wheel: Path, sdist: Path, tracked: list[str]) -> None:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {name for name in tracked if name.partition("/")[0] in PACKAGES}
+    links = {f"{PACKAGE}/{name}" for name in IN_WHEEL}  # in the checkout
+    wanted = {name for name in tracked if name.partition("/")[0] in (PACKAGE, AUTOLOAD)} - links
     for name in tracked:
         for folder, inside in IN_WHEEL.items():
             if name.startswith(f"{folder}/"):
                 wanted.add(f"{inside}/{name.removeprefix(f'{folder}/')}")
     if missing := sorted(wanted - in_wheel):
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
-    allowed = (*(f"{name}/" for name in PACKAGES), f"cputrain-{__version__}.data/data/share/man/man1/")
+    allowed = (f"{PACKAGE}/", AUTOLOAD, f"{PACKAGE}-{__version__}.data/data/share/man/man1/")
     if foreign := sorted(name for name in in_wheel if not name.startswith(allowed)):
         raise ReleaseError(f"{wheel.name} also has {', '.join(foreign[:5])}")
     if not any(name.endswith("/man1/cputrain-plan.1") for name in in_wheel):
         raise ReleaseError(f"{wheel.name} has no manual pages: python -m tools.man_pages man")
-    if missing := sorted({name for name in tracked if not name.startswith(".git")} - in_sdist):
+    if missing := sorted({name for name in tracked if not name.startswith(".git")} - links - in_sdist):
         raise ReleaseError(f"{sdist.name} lacks {', '.join(missing[:5])}")
 
 

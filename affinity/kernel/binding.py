@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from affinity.errors import RunError
-from affinity.planner.plan import WorkerPlan
-from affinity.topology.cgroup import read_limits
-from affinity.topology.machine import format_list
-from affinity.topology.sysfs import isolated_pus
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.topology.cgroup import read_limits
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.sysfs import isolated_pus
 
 SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 POLICIES = {"default": 0, "preferred": 1, "bind": 2, "interleave": 3}

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from affinity.errors import InputError
-from affinity.kernel.binding import bind_process
-from affinity.kernel.observe import launcher_differences, refuse, verify
-from affinity.planner.openmp import reconciled, with_libiomp5
-from affinity.planner.plan import Plan, Request, WorkerPlan
-from affinity.planner.plan_file import PLAN_FILE, plan_of_this_host, plan_to_json, read_json, worker_from_dict
-from affinity.planner.records import plan_this_machine
-from affinity.ranks.launcher_variables import ENV, LAUNCHER_VARIABLES
-from affinity.ranks.rank import Rank, with_rank
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.binding import bind_process
+from cputrain.affinity.kernel.observe import launcher_differences, refuse, verify
+from cputrain.affinity.planner.openmp import reconciled, with_libiomp5
+from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
+from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_of_this_host, plan_to_json, read_json, worker_from_dict
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.ranks.launcher_variables import ENV, LAUNCHER_VARIABLES
+from cputrain.affinity.ranks.rank import Rank, with_rank
+from cputrain.affinity.topology.sysfs import this_machine
 
 # They name the plan that a command was bound by, and its worker in that plan.
 PLAN_VARIABLE, WORKER_VARIABLE = "AFFINITY_PLAN", "AFFINITY_WORKER"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from affinity.errors import BindingError, PlanOfAnotherMachineError
-from affinity.kernel.binding import forbids_default_policy, get_memory_policy, pages_by_node
-from affinity.planner.openmp import BINDERS
-from affinity.planner.plan import Plan, WorkerPlan
-from affinity.topology.machine import Core, Machine, NumaNode, format_list, format_mask, parse_list
-from affinity.wording import GIB
+from cputrain.affinity.errors import BindingError, PlanOfAnotherMachineError
+from cputrain.affinity.kernel.binding import forbids_default_policy, get_memory_policy, pages_by_node
+from cputrain.affinity.planner.openmp import BINDERS
+from cputrain.affinity.planner.plan import Plan, WorkerPlan
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, format_mask, parse_list
+from cputrain.affinity.wording import GIB
 
 # The share of an allocation's pages that may lie on other nodes than planned: those touched before the binding.
 ELSEWHERE = 0.05

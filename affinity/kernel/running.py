@@ -6,15 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.kernel.binding import anonymous_bytes
-from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, planned_worker
-from affinity.kernel.observe import Thread, threads_of
-from affinity.planner.plan import Plan, Request, WorkerPlan
-from affinity.planner.records import plan_this_machine
-from affinity.terminal import printable
-from affinity.topology.machine import format_list
-from affinity.wording import MIB, first_named
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.binding import anonymous_bytes
+from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, plan_path_of, planned_worker
+from cputrain.affinity.kernel.observe import Thread, threads_of
+from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.terminal import printable
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.wording import MIB, first_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

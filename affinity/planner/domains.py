@@ -11,10 +11,10 @@ from itertools import pairwise
 from math import inf
 from typing import TypeVar
 
-from affinity.errors import RequestError
-from affinity.planner.request import SET, Reason, Request, Unused
-from affinity.topology.machine import Core, Machine, format_list, narrowed
-from affinity.wording import counted, spread
+from cputrain.affinity.errors import RequestError
+from cputrain.affinity.planner.request import SET, Reason, Request, Unused
+from cputrain.affinity.topology.machine import Core, Machine, format_list, narrowed
+from cputrain.affinity.wording import counted, spread
 
 Cores = tuple[Core, ...]
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from affinity.errors import DoesNotFitError
-from affinity.planner.domains import Domain
-from affinity.planner.request import PROCESS_BYTES, Reason, Workload, footprint, is_phi, largest_batch
-from affinity.topology.machine import Machine, NumaNode, format_list
-from affinity.wording import GIB, counted
+from cputrain.affinity.errors import DoesNotFitError
+from cputrain.affinity.planner.domains import Domain
+from cputrain.affinity.planner.request import PROCESS_BYTES, Reason, Workload, footprint, is_phi, largest_batch
+from cputrain.affinity.topology.machine import Machine, NumaNode, format_list
+from cputrain.affinity.wording import GIB, counted
 
 USABLE = 0.95
 MEMORY_FIGURES = (

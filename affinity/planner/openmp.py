@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from affinity.errors import InputError, RequestError
-from affinity.planner.request import Reason
+from cputrain.affinity.errors import InputError, RequestError
+from cputrain.affinity.planner.request import Reason
 
 SYSTEM_LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu",

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from math import inf
 
-from affinity.errors import InputError, Wording, worded
-from affinity.planner.domains import Domain, Partition, partition_host, partition_shared, usable_cores
-from affinity.planner.memory import Memory, check_fit, left_out_reasons, memory_name, peak_bytes, place_memory
-from affinity.planner.openmp import (
+from cputrain.affinity.errors import InputError, Wording, worded
+from cputrain.affinity.planner.domains import Domain, Partition, partition_host, partition_shared, usable_cores
+from cputrain.affinity.planner.memory import Memory, check_fit, left_out_reasons, memory_name, peak_bytes, place_memory
+from cputrain.affinity.planner.openmp import (
     Runtime,
     allocator_why,
     ccl_environment,
@@ -14,7 +14,7 @@ from affinity.planner.openmp import (
     planned_runtime,
     runtime_reasons,
 )
-from affinity.planner.request import (
+from cputrain.affinity.planner.request import (
     PROCESS_BYTES,
     SET,
     USUAL_BATCH,
@@ -26,9 +26,16 @@ from affinity.planner.request import (
     footprint,
     with_defaults,
 )
-from affinity.planner.rules import CoreRoles, WorkerSizes, assign_roles, local_batches, most_per_pass, worker_sizes
-from affinity.topology.machine import Machine, format_list
-from affinity.wording import GIB, counted
+from cputrain.affinity.planner.rules import (
+    CoreRoles,
+    WorkerSizes,
+    assign_roles,
+    local_batches,
+    most_per_pass,
+    worker_sizes,
+)
+from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.wording import GIB, counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

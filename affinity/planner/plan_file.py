@@ -10,12 +10,12 @@ from operator import ge, gt, le
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, WorkerPlan
-from affinity.planner.request import Measured, Rate, Reason, Tuned, Unused, Workload
-from affinity.ranks.host_names import find_host, find_this_host
-from affinity.topology.machine import Core, Machine, NumaNode
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
+from cputrain.affinity.planner.request import Measured, Rate, Reason, Tuned, Unused, Workload
+from cputrain.affinity.ranks.host_names import find_host, find_this_host
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 
 SCHEMA_FILE = "plan.schema.json"
 TYPES: dict[str, tuple[type, ...]] = {
@@ -45,7 +45,7 @@ def check_plan(data: Any) -> None:
 def plan_schema() -> dict[str, Any]:
     """The schema: inside the package once installed, in docs/ in a checkout."""
     inside = Path(__file__).with_name(SCHEMA_FILE)
-    path = inside if inside.is_file() else Path(__file__).parents[2] / "docs" / SCHEMA_FILE
+    path = inside if inside.is_file() else Path(__file__).parents[3] / "docs" / SCHEMA_FILE
     schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return schema
 

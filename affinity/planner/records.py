@@ -12,14 +12,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import RunError
-from affinity.filesystem import cache_folder, installed_version
-from affinity.planner.openmp import find_runtime, installed_allocators, target_of
-from affinity.planner.plan import Plan, plan_machine
-from affinity.planner.request import ALLOCATOR, Measured, Rate, Request, Tuned, tuning_name, with_defaults
-from affinity.topology.machine import Machine
-from affinity.topology.sysfs import this_machine
-from affinity.wording import GIB, counted
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.filesystem import cache_folder, installed_version
+from cputrain.affinity.planner.openmp import find_runtime, installed_allocators, target_of
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.request import ALLOCATOR, Measured, Rate, Request, Tuned, tuning_name, with_defaults
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import GIB, counted
 
 FORMAT, FOLDER = 1, "measured"
 RATE, TRAINING, TUNED, ENGINE = "rate", "training", "tuned", "engine"

@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
-from affinity.errors import RequestError
-from affinity.topology.machine import MOST_IDS, Machine
+from cputrain.affinity.errors import RequestError
+from cputrain.affinity.topology.machine import MOST_IDS, Machine
 
 SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from affinity.errors import RequestError
-from affinity.planner.domains import OTHER_TYPE, Domain
-from affinity.planner.request import (
+from cputrain.affinity.errors import RequestError
+from cputrain.affinity.planner.domains import OTHER_TYPE, Domain
+from cputrain.affinity.planner.request import (
     ALL_REDUCE,
     DECODING,
     RESNET50,
@@ -25,8 +25,8 @@ from affinity.planner.request import (
     is_phi,
     training_name,
 )
-from affinity.topology.machine import Core, Machine
-from affinity.wording import counted
+from cputrain.affinity.topology.machine import Core, Machine
+from cputrain.affinity.wording import counted
 
 CORE_GFLOPS = {"avx2": 50.0, "avx512f": 90.0}  # in a whole training step
 BF16_GFLOPS = {"avx512_bf16": 150.0}  # AMX's processors have these instructions, too; without them bf16 is emulated

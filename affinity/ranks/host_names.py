@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from affinity.errors import InputError
-from affinity.ranks.rank import LOOPBACK, own_addresses
-from affinity.wording import either
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import LOOPBACK, own_addresses
+from cputrain.affinity.wording import either
 
 LOCALHOST = "localhost"
 LOOPBACKS = (LOOPBACK, "::1")

@@ -12,7 +12,7 @@ class LauncherVariables:
     rank_names: tuple[str, ...] = ()
     """Rank, world size, local rank, local world size; () where it starts no ranks."""
     names_suffice: bool = True
-    """Whether `rank_names` alone tell a rank; False: affinity.ranks.rank has a function for it, or there are none."""
+    """Whether `rank_names` alone tell a rank; False: ranks/rank.py has a function for it, or there are none."""
     for_scripts: bool = False
     """Whether the ranks of all launchers get `rank_names` too, for scripts that read them."""
     prefixes: tuple[str, ...] = ()

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import InputError, RunError
-from affinity.process_stat import read_stat
-from affinity.ranks.launcher_variables import ENV, HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS, SLURM, START_IDS
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.process_stat import read_stat
+from cputrain.affinity.ranks.launcher_variables import ENV, HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS, SLURM, START_IDS
+from cputrain.affinity.wording import counted
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 LOOPBACK_INTERFACE = "lo"

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from affinity.errors import InputError
-from affinity.topology.cgroup import limit_files
-from affinity.topology.kernel_files import MOST_BYTES, text
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.cgroup import limit_files
+from cputrain.affinity.topology.kernel_files import MOST_BYTES, text
 
 # What is read of a host's files, which has thousands that are not and that take long to unpack.
 CPU = (

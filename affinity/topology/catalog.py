@@ -8,12 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import InputError
-from affinity.topology.archive import is_archive, tree_root, unpacked
-from affinity.topology.hwloc import read_lstopo, read_synthetic
-from affinity.topology.machine import Core, Machine, NumaNode, ordered
-from affinity.topology.sysfs import read_machine, this_machine
-from affinity.wording import GIB
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.archive import is_archive, tree_root, unpacked
+from cputrain.affinity.topology.hwloc import read_lstopo, read_synthetic
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.wording import GIB
 
 # The memory of a NUMA node in a description without sizes: plenty, so that memory does not decide the number of workers
 # (hwloc: 1 GiB).
@@ -21,13 +21,14 @@ ASSUMED_NODE_BYTES = 256 * GIB
 REACHED = 0.8  # of the nominal speed of memory channels
 
 
-def shipped(package: Path, name: str) -> Path:
-    """Folder of a package's YAML files: inside the package once installed, in configs/ in a checkout."""
+def shipped(name: str) -> Path:
+    """Folder of our YAML files: inside the package once installed, in configs/ in a checkout."""
+    package = Path(__file__).parents[2]  # cputrain/
     inside = package / name
     return inside if inside.is_dir() else package.parent / "configs" / name
 
 
-MACHINES = shipped(Path(__file__).parents[1], "machines")
+MACHINES = shipped("machines")
 
 
 def find_machine(spec: str) -> Machine:
@@ -149,7 +150,7 @@ def processor_facts(model: str) -> ProcessorFacts:
 
 def _entry(path: Path) -> dict[str, Any]:
     try:
-        import yaml  # for the catalog alone: `python -m affinity` reads every other description without it
+        import yaml  # for the catalog alone: `python -m cputrain.affinity` reads every other description without it
     except ModuleNotFoundError:
         raise InputError(
             "the catalog of machines needs PyYAML, which is not installed: pip install pyyaml, or give a folder, a "

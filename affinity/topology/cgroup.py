@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from affinity.errors import InputError
-from affinity.topology.kernel_files import NUMBER, first_file, number, rows, text
-from affinity.topology.machine import parse_list
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.kernel_files import NUMBER, first_file, number, rows, text
+from cputrain.affinity.topology.machine import parse_list
 
 # The usual mount points; tried first, as /proc/mounts of an unpacked tree may be missing.
 USUAL_MOUNTS = (

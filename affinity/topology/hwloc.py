@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from xml.etree import ElementTree
 
-from affinity.errors import InputError
-from affinity.terminal import printable
-from affinity.topology.machine import (
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import printable
+from cputrain.affinity.topology.machine import (
     MOST_IDS,
     Core,
     Machine,
@@ -20,8 +20,8 @@ from affinity.topology.machine import (
     ordered,
     parse_mask,
 )
-from affinity.topology.memory import Sizes, on_package_gib, with_kinds, without_dram
-from affinity.topology.sysfs import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
+from cputrain.affinity.topology.memory import Sizes, on_package_gib, with_kinds, without_dram
+from cputrain.affinity.topology.sysfs import ASSUMED, nearly_equal, relative_speeds, split_by_speed, work_per_clock
 
 
 def plain_number(text: str) -> int:

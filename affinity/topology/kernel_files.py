@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.topology.machine import parse_list, parse_mask
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.machine import parse_list, parse_mask
 
 MOST_BYTES = 1 << 24  # /proc/cpuinfo of 4,096 CPUs has 6 MB; everything else is far smaller
 NUMBER = re.compile(r"-?[0-9]{1,20}")

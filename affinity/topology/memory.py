@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.topology.kernel_files import first_file, ids, number_if_any, numbered, numbers, text
-from affinity.topology.machine import NumaNode, format_list
-from affinity.wording import GIB
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.kernel_files import first_file, ids, number_if_any, numbered, numbers, text
+from cputrain.affinity.topology.machine import NumaNode, format_list
+from cputrain.affinity.wording import GIB
 
 # HBM has at least twice the bandwidth of DRAM, CXL at most half and twice the latency; the firmware's figures of equal
 # memories differ by a few percent.

@@ -4,12 +4,20 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.terminal import printable
-from affinity.topology.cgroup import Limits, read_limits
-from affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
-from affinity.topology.machine import Core, Machine, format_list, homeless_warnings, narrowed, ordered, parse_list
-from affinity.topology.memory import on_package_gib, read_nodes, without_dram
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import printable
+from cputrain.affinity.topology.cgroup import Limits, read_limits
+from cputrain.affinity.topology.kernel_files import first_file, ids, number, number_if_any, numbered, rows, text
+from cputrain.affinity.topology.machine import (
+    Core,
+    Machine,
+    format_list,
+    homeless_warnings,
+    narrowed,
+    ordered,
+    parse_list,
+)
+from cputrain.affinity.topology.memory import on_package_gib, read_nodes, without_dram
 
 # hwloc's name of each of Intel's core types -> the kernel's performance counters of it.
 INTEL_TYPES = {"IntelCore": "cpu_core", "IntelAtom": "cpu_atom", "IntelLowPower": "cpu_lowpower"}

@@ -5,13 +5,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.errors import InputError, RunError
-from affinity.planner.plan import Plan, Request
-from affinity.planner.records import Record, plan_this_machine
-from affinity.planner.request import ALL_REDUCE
-from affinity.start import own_program
-from affinity.topology.machine import Machine
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.records import Record, plan_this_machine
+from cputrain.affinity.planner.request import ALL_REDUCE
+from cputrain.affinity.start import own_program
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
 from cputrain.bench.model import run_ranks
 from cputrain.comm.bucket_sizes import fit_alpha_beta

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from affinity.kernel.bound_plan import bound_worker
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank, discover
-from affinity.terminal import use_utf8
+from cputrain.affinity.kernel.bound_plan import bound_worker
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.terminal import use_utf8
 from cputrain.launch.rank_process import run_rank
 
 TIMEOUT_S = 300.0

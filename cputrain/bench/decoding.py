@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from affinity.errors import InputError, RunError
-from affinity.planner.records import Record
-from affinity.planner.request import DECODING
-from affinity.topology.machine import Machine
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.records import Record
+from cputrain.affinity.planner.request import DECODING
+from cputrain.affinity.topology.machine import Machine
 from cputrain.bench.figures import Figure, Report, figure_of, interleaved
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
 from cputrain.data.order import image_rng

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from affinity.terminal import align_columns
-from affinity.wording import counted
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.wording import counted
 
 Cell = str | float | None
 NOISY = 0.3  # of the median: a range that says that something else runs

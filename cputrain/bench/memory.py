@@ -16,12 +16,12 @@ from statistics import median
 import torch
 from torch import nn
 
-from affinity.errors import RunError
-from affinity.kernel.binding import set_memory_policy
-from affinity.planner.records import Record
-from affinity.planner.request import MEMORY
-from affinity.topology.machine import Core, Machine, NumaNode
-from affinity.wording import counted
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.kernel.binding import set_memory_policy
+from cputrain.affinity.planner.records import Record
+from cputrain.affinity.planner.request import MEMORY
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode
+from cputrain.affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, figure_of, interleaved, number, spread_of
 from cputrain.measurements import rate_record
 from cputrain.models.networks import build_model

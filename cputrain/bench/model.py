@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import InputError, RunError
-from affinity.planner.plan import Plan
-from affinity.planner.records import Record
-from affinity.planner.request import training_name
-from affinity.start import own_program
-from affinity.wording import counted, spread
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.records import Record
+from cputrain.affinity.planner.request import training_name
+from cputrain.affinity.start import own_program
+from cputrain.affinity.wording import counted, spread
 from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
 from cputrain.bench.model_rank import PARTS, SPEC, Spec, result_file
 from cputrain.launch.local import PlannedTraining, local_job, plan_training
 from cputrain.measurements import rate_record
+from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
 from cputrain.runs.folder import LOGS, RECIPE, make_folder
 from cputrain.simulate.network import NETWORKS, LayerSeconds, Measurement, setup_of, training_record
-from mpi.supervise.run import run_local
 
 SIGNALED = 128
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from affinity.kernel.observe import Observed
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank, discover
-from affinity.terminal import use_utf8
+from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.terminal import use_utf8
 from cputrain.launch.rank_process import bind_rank, run_rank
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import functional
 
-from affinity.topology.machine import format_list
+from cputrain.affinity.topology.machine import format_list
 from cputrain.comm.buckets import AllReduceHook
 from cputrain.training.metrics import StepResult
 from cputrain.training.step import TrainState

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.files import write_text
 
 BEST = "best"

@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
 from cputrain import __version__
+from cputrain.affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
 from cputrain.cli.output import finished, is_closed, is_full, open_streams
 from cputrain.cli.words import missing_argument, no_such_command, no_such_option, wording_of
 from cputrain.held_signals import signals_held
+from cputrain.mpi.supervise.signals import InterruptedBySignalError
 from cputrain.variables import COMPLETE
-from mpi.supervise.signals import InterruptedBySignalError
 
 COMMANDS = {
     "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",
@@ -169,12 +169,13 @@ class _Lines(logging.Formatter):
 
 def _log_to_stderr() -> None:
     """Print what our own packages log, from INFO up, as plain lines."""
-    for package in ("affinity", "mpi", "cputrain"):
+    for package, line in (("cputrain", "%(message)s"), ("cputrain.affinity", "affinity: %(message)s")):
         logger = logging.getLogger(package)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # to the package around it, which would print the line again
         if not logger.handlers:
             handler = logging.StreamHandler()
-            handler.setFormatter(_Lines("affinity: %(message)s" if package == "affinity" else "%(message)s"))
+            handler.setFormatter(_Lines(line))
             logger.addHandler(handler)
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import click
 from tqdm import tqdm
 
-from affinity.errors import InputError
-from affinity.terminal import align_columns
-from affinity.topology.sysfs import this_machine
-from affinity.wording import counted, first_named
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import counted, first_named
 from cputrain.bench.figures import Report
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange, format_option, print_json, shows_bars
@@ -173,7 +173,7 @@ def _repeats(requested: int | None, quick: bool) -> int:
 
 def _show(report: Report, output_format: str) -> None:
     """Print a report."""
-    from affinity.planner.records import current_versions, machine_name
+    from cputrain.affinity.planner.records import current_versions, machine_name
     from cputrain.bench.figures import report_json, report_text
 
     if output_format == "json":

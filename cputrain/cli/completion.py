@@ -20,17 +20,17 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from affinity.errors import RunError
-from affinity.filesystem import cache_folder
-from affinity.terminal import ExitStatus
 from cputrain import __version__
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.filesystem import cache_folder
+from cputrain.affinity.terminal import ExitStatus
 from cputrain.files import write_text
 from cputrain.variables import COMPLETE
 
 Table = dict[str, Any]
 ROOT = Path(__file__).parents[2]
-SOURCES = ("cputrain/cli", "cputrain/recipe/schema", "affinity/planner", "mpi", "mpi/launchers")
-SHIPPED = ("configs/recipes", "configs/machines", "cputrain/recipes", "affinity/machines")
+SOURCES = ("cputrain/cli", "cputrain/recipe", "cputrain/affinity/planner", "cputrain/mpi", "cputrain/mpi/launchers")
+SHIPPED = ("configs/recipes", "configs/machines", "cputrain/recipes", "cputrain/machines")
 # What the parameters of these names take.
 TAKES = {
     "recipe": "recipes",
@@ -70,7 +70,7 @@ def fingerprint() -> str:
 
 def make_table(group: click.Group) -> Table:
     """The table of a tree of commands, and the recipes, machines and keys."""
-    from affinity.topology.catalog import machine_names  # YAML
+    from cputrain.affinity.topology.catalog import machine_names  # YAML
     from cputrain.recipe.keys import all_keys, annotation_of  # pydantic
     from cputrain.recipe.loading import recipe_names
 

@@ -10,9 +10,9 @@ import click
 import numpy as np
 from tqdm import tqdm
 
-from affinity.errors import InputError
-from affinity.terminal import printable
-from affinity.wording import counted, either
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import printable
+from cputrain.affinity.wording import counted, either
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import format_option, print_json, shows_bars
 from cputrain.cli.words import WholeSummaries

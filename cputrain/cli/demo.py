@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from affinity.start import own_program
+from cputrain.affinity.start import own_program
 from cputrain.cli.options import settings_argument
 from cputrain.cli.plan import plan_command as plan_command
 from cputrain.cli.prepare import prepare_command as prepare_command

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from affinity.planner.plan import Plan
-from affinity.planner.request import BF16, Reason
-from affinity.terminal import align_columns
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.request import BF16, Reason
+from cputrain.affinity.terminal import align_columns
 from cputrain.cli.output import curve, sampled
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.optim.schedules import lr_at

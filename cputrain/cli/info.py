@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from affinity.errors import InputError
-from affinity.kernel.running import Running, comparison, running_processes
-from affinity.terminal import align_columns
-from affinity.wording import first_sentence
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.running import Running, comparison, running_processes
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.wording import first_sentence
 from cputrain.cli.output import format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import WholeSummaries, catalog_group, command_or_list
 from cputrain.doctor.host import ERROR, checks_text

@@ -10,10 +10,10 @@ from typing import Any
 import click
 import yaml
 
-from affinity.errors import InputError
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.catalog import find_machine
-from affinity.wording import either
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.wording import either
 from cputrain.cli.options import PLANNING, PlanningCommand, hidden_options, planning_options, settings_argument
 from cputrain.cli.output import print_file, print_json
 from cputrain.jobs.kubernetes import (
@@ -47,10 +47,10 @@ from cputrain.jobs.script import submit as submit_job
 from cputrain.launch.command import is_python
 from cputrain.launch.options import PlanningOptions, request_of_options
 from cputrain.launch.recipe_request import check_local_batch, request_of
+from cputrain.mpi.launchers.programs import LAUNCHERS, launchers_for
+from cputrain.mpi.supervise.wire import new_token
 from cputrain.recipe.loading import dump_recipe, load_recipe, recipe_names
 from cputrain.recipe.schema import Recipe
-from mpi.launchers.programs import LAUNCHERS, launchers_for
-from mpi.supervise.wire import new_token
 
 ONLY = {
     "partition": ("slurm", "PBS has queues: give --queue"),

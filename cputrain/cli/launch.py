@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from affinity.errors import InputError
-from affinity.kernel.observe import OTHER_LAYOUT_VARIABLE
-from affinity.planner.plan import Request
-from affinity.ranks.rank import Rank, discover
-from affinity.terminal import align_columns, redraws
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.observe import OTHER_LAYOUT_VARIABLE
+from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.terminal import align_columns, redraws
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.options import (
     PLANNING,
     Instances,
@@ -30,11 +30,11 @@ from cputrain.launch.hosts import converted_hostfile
 from cputrain.launch.options import PlanningOptions
 from cputrain.launch.plan_files import launch_text
 from cputrain.launch.run import Switches, become_rank, make_launch, request_of_rank, run_launch
+from cputrain.mpi.hosts.hostfile import read_hostfile
+from cputrain.mpi.launchers.detect import identify
 from cputrain.other_launchers.option import command_and_rest, unmarked, words_of
 from cputrain.other_launchers.programs import PROGRAMS
 from cputrain.other_launchers.translation import read, translated
-from mpi.hosts.hostfile import read_hostfile
-from mpi.launchers.detect import identify
 
 # Options about all hosts and ranks, which one rank of another launcher's job cannot decide.
 OF_A_WHOLE_JOB = (

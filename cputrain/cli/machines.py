@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from affinity.errors import InputError, describe, worded
-from affinity.filesystem import check_writable
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.terminal import align_columns
-from affinity.topology.archive import save_machine
-from affinity.topology.catalog import (
+from cputrain.affinity.errors import InputError, describe, worded
+from cputrain.affinity.filesystem import check_writable
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.topology.archive import save_machine
+from cputrain.affinity.topology.catalog import (
     catalog_machines,
     described_machines,
     description_of,
@@ -24,8 +24,8 @@ from affinity.topology.catalog import (
     machine_names,
     named_machine,
 )
-from affinity.topology.machine import Machine, format_list
-from affinity.wording import GIB, counted
+from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.wording import GIB, counted
 from cputrain.cli.output import format_option, print_json
 from cputrain.cli.words import WholeSummaries, catalog_group, command_or_list, wording_of
 

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import click
 
-from affinity.errors import InputError
-from affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP, PROFILES
-from affinity.topology.machine import parse_list
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP, PROFILES
+from cputrain.affinity.topology.machine import parse_list
 from cputrain.cli.output import FiniteRange
 from cputrain.launch.hosts import requested_hosts, workers_per_host
 from cputrain.launch.options import LATENCY, NUMBERS_OR_AUTO, REQUEST_FIELDS, THROUGHPUT, PlanningOptions
-from mpi.fabric import FABRICS
-from mpi.hosts.schedulers import allocation
-from mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.fabric import FABRICS
+from cputrain.mpi.hosts.schedulers import allocation
+from cputrain.mpi.launchers.programs import LAUNCHERS
 
 OTHER = "Other options"
 # Of the planning options, by the names of their parameters.

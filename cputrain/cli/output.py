@@ -14,8 +14,8 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from affinity.terminal import accept_any_text, locale_encoding, redraws, status_of_signal
-from mpi.supervise.output import discard
+from cputrain.affinity.terminal import accept_any_text, locale_encoding, redraws, status_of_signal
+from cputrain.mpi.supervise.output import discard
 
 NAMES = ("stdin", "stdout", "stderr")
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from affinity.errors import InputError, as_option
-from affinity.planner.plan import Request
-from affinity.planner.plan_file import read_plan
-from affinity.planner.request import RESNET50, USUAL_BATCH
-from affinity.terminal import align_columns, shows_color
-from affinity.views import plan_differences
+from cputrain.affinity.errors import InputError, as_option
+from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.planner.plan_file import read_plan
+from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
+from cputrain.affinity.terminal import align_columns, shows_color
+from cputrain.affinity.views import plan_differences
 from cputrain.cli.options import PLANNING, PlanningCommand, host_groups_option, planning_options, settings_argument
 from cputrain.cli.output import print_file
 from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
@@ -29,9 +29,9 @@ from cputrain.launch.options import (
 )
 from cputrain.launch.plan_files import FORMATS, cluster_text, formatted, planned_job, start_command, write_plan_files
 from cputrain.launch.training_command import training_command
-from mpi.hosts.groups import Cluster
-from mpi.hosts.schedulers import allocation
-from mpi.launchers.launcher import Job
+from cputrain.mpi.hosts.groups import Cluster
+from cputrain.mpi.hosts.schedulers import allocation
+from cputrain.mpi.launchers.launcher import Job
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe

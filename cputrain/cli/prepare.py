@@ -8,10 +8,10 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from affinity.errors import RunError
-from affinity.filesystem import check_writable
-from affinity.terminal import printable
-from affinity.wording import MIB, counted
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.filesystem import check_writable
+from cputrain.affinity.terminal import printable
+from cputrain.affinity.wording import MIB, counted
 from cputrain.cli.output import shows_bars
 from cputrain.data.formats.dataset import Dataset, causes
 from cputrain.data.prepare.pack import SHARD_BYTES, WRITERS, Options, prepare

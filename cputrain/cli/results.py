@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from affinity.errors import InputError, RunError
-from affinity.kernel.bound_plan import bound_worker, exec_bound, plan_in_memory
-from affinity.planner.plan import WorkerPlan
-from affinity.planner.records import plan_this_machine
-from affinity.start import own_program
-from affinity.terminal import printable_lines, redraws, shows_color
-from affinity.wording import counted, first_named
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_in_memory
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.planner.records import plan_this_machine
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import printable_lines, redraws, shows_color
+from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints.folder import is_checkpoint
 from cputrain.cli.output import FiniteRange, format_option
 from cputrain.data.formats.dataset import causes

@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from affinity.errors import InputError
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import counted
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange
+from cputrain.mpi.hosts.hostfile import MAX_HOSTS
 from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.assumptions import LINKED, RUNS, link_of, runs_on
 from cputrain.simulate.network import find, unreadable
 from cputrain.simulate.predict import Scenario, reference_of, started_from
 from cputrain.simulate.scaling import Row, check_global_batch, rows_of
 from cputrain.simulate.step import ALGORITHMS
-from mpi.hosts.hostfile import MAX_HOSTS
 
 NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
 WHAT_IF = {
@@ -109,8 +109,8 @@ def simulate_command(
 
     Starts from a published or measured rate of the processor; the range comes from the assumptions (--explain).
     """
-    from affinity.planner.records import read_measured, read_records
-    from affinity.topology.catalog import find_machine
+    from cputrain.affinity.planner.records import read_measured, read_records
+    from cputrain.affinity.topology.catalog import find_machine
     from cputrain.launch.recipe_request import request_of
 
     counts = numbers_of_hosts(nodes)

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.terminal import align_columns
-from affinity.topology.sysfs import this_machine
-from affinity.wording import GIB, counted
+from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import GIB, counted
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange, format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import WholeSummaries

@@ -12,11 +12,11 @@ from uuid import uuid4
 
 import click
 
-from affinity.errors import InputError
-from affinity.ranks.rank import Rank, discover
-from affinity.start import own_program
-from affinity.views import plan_to_text
-from affinity.wording import MIB, counted, spread
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.start import own_program
+from cputrain.affinity.views import plan_to_text
+from cputrain.affinity.wording import MIB, counted, spread
 from cputrain.checkpoints.folder import is_checkpoint
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
@@ -27,6 +27,9 @@ from cputrain.launch.local import PlannedTraining, local_job, plan_recipe, plan_
 from cputrain.launch.rank_process import bind_rank, run_rank, startup_of
 from cputrain.launch.recipe_request import for_evaluation
 from cputrain.launch.training_command import keep_logs, with_restarts
+from cputrain.mpi.hosts.schedulers import allocation
+from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import explain, rate_warning
 from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.runs.folder import (
@@ -46,9 +49,6 @@ from cputrain.runs.folder import (
 )
 from cputrain.runs.metric_files import check_log_formats
 from cputrain.training.ipex import check_ipex
-from mpi.hosts.schedulers import allocation
-from mpi.supervise.processes import JobFailedError
-from mpi.supervise.run import run_local
 
 
 @click.command("train")

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 
 import click
 
-from affinity.errors import Wording, as_option
-from affinity.wording import either
+from cputrain.affinity.errors import Wording, as_option
+from cputrain.affinity.wording import either
 
 RECIPE_COMMANDS = ("train", "eval", "sweep", "reproduce", "bench", "tune", "find-lr")  # the others have options
 KEYS = {"local_batch": "batch.local"}

@@ -17,15 +17,15 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from affinity.errors import InputError, RunError
-from affinity.kernel.binding import running_on
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank, with_rank
-from affinity.wording import first_named
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.kernel.binding import running_on
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank, with_rank
+from cputrain.affinity.wording import first_named
 from cputrain.comm import ccl
 from cputrain.comm.store import SignedKeys, connect_store
 from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, Watchdog, WatchedBackend, place_of_this_process
-from mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 FACTS = "facts"
 

@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from affinity.errors import RunError
-from affinity.ranks.rank import Rank
-from mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 BY_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun serves the store
 ANY_ADDRESS = ""

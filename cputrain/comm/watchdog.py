@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from affinity.process_stat import PROC, read_stat
-from affinity.wording import first_named
+from cputrain.affinity.process_stat import PROC, read_stat
+from cputrain.affinity.wording import first_named
 from cputrain.comm.store import SERVERS, SignedKeys, describe_gone
-from mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
+from cputrain.mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 NOT_SCHEDULED = frozenset("TZXx")  # stopped, dead: proc(5), /proc/PID/stat; one in a debugger is in somebody's hands
 MOST_WATCHED = 16

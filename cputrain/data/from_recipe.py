@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.survey import Survey, survey
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import LINE, OWN_SAMPLES, SYNTHETIC, Recipe

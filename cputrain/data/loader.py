@@ -38,11 +38,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from affinity.errors import InputError, RunError
-from affinity.kernel.binding import bind_thread
-from affinity.kernel.bound_plan import bound_worker
-from affinity.ranks.rank import discover
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.kernel.binding import bind_thread
+from cputrain.affinity.kernel.bound_plan import bound_worker
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import Dataset, Images, OwnSamples, PiecewiseImages, Points, causes, check_labels
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import BlockReader, images_per_block

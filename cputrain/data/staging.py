@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from affinity.errors import InputError
-from affinity.kernel.binding import bind_thread
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.binding import bind_thread
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.shards import Shards

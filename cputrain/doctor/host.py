@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import cputrain
-from affinity.errors import InputError
-from affinity.filesystem import installed_version
-from affinity.planner.openmp import find_runtime, target_of
-from affinity.terminal import align_columns
-from affinity.topology.kernel_files import text
-from affinity.topology.machine import Machine, format_list
-from affinity.topology.sysfs import read_machine, this_machine
-from affinity.wording import GIB, MIB, counted, memory_text
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import installed_version
+from cputrain.affinity.planner.openmp import find_runtime, target_of
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.topology.kernel_files import text
+from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.wording import GIB, MIB, counted, memory_text
+from cputrain.mpi.fabric import fabric_here
 from cputrain.native_build import compiler
 from cputrain.variables import shown_variables
-from mpi.fabric import fabric_here
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from affinity.start import own_program
-from affinity.terminal import use_utf8
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import use_utf8
 
 Found = dict[str, Any]
 Env = Mapping[str, str]
@@ -19,7 +19,7 @@ Env = Mapping[str, str]
 
 def launcher(env: Env) -> Found:
     """The launcher on PATH, by its version."""
-    from mpi.launchers.detect import find_launcher
+    from cputrain.mpi.launchers.detect import find_launcher
 
     found = find_launcher("auto", env)
     return {"name": found.launcher.name, "version": ".".join(map(str, found.version)), "program": found.program}
@@ -52,7 +52,7 @@ def torch(_env: Env) -> Found:
 
 def oneccl(env: Env) -> Found:
     """oneCCL, Intel MPI's library, libfabric, and the compiled backend."""
-    from affinity.errors import RunError
+    from cputrain.affinity.errors import RunError
     from cputrain.comm.ccl.build import built_path
     from cputrain.comm.ccl.environment import find_libraries
     from cputrain.native_build import is_intact

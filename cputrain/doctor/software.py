@@ -9,16 +9,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import InputError, RunError
-from affinity.filesystem import cache_folder, installed_version, try_cache
-from affinity.kernel.running import bound_processes
-from affinity.planner.openmp import Runtime, find_runtime, target_of
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import cache_folder, installed_version, try_cache
+from cputrain.affinity.kernel.running import bound_processes
+from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
 from cputrain.doctor.host import Check, error, ok, warning
+from cputrain.mpi.fabric import FABRICS, fabric_here
+from cputrain.mpi.hosts.hostfile import fold
+from cputrain.mpi.hosts.schedulers import allocation
+from cputrain.mpi.preflight.checks import missing_provider
 from cputrain.native_build import compiler
-from mpi.fabric import FABRICS, fabric_here
-from mpi.hosts.hostfile import fold
-from mpi.hosts.schedulers import allocation
-from mpi.preflight.checks import missing_provider
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
 WITHOUT_CACHE = "no oneCCL, no native kernels, no fast decoder"

@@ -9,13 +9,13 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from affinity.errors import InputError
-from affinity.ranks.rank import COUNT, MASTER_PORT
-from affinity.terminal import ExitStatus
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT
+from cputrain.affinity.terminal import ExitStatus
+from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.supervise.signals import SAVE_S
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.runs.folder import ATTEMPT, JOB
-from mpi.launchers.programs import LAUNCHERS
-from mpi.supervise.signals import SAVE_S
-from mpi.supervise.wire import TOKEN_VARIABLE
 
 KINDS = ("job", "jobset", "mpijob")
 NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # RFC 1123's labels, which Kubernetes takes

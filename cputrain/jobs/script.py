@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from affinity.errors import InputError, RunError
-from affinity.planner.plan import Request
-from affinity.ranks.launcher_variables import ENV, PBS, PREFIXES, SLURM
-from affinity.topology.catalog import find_machine
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.ranks.launcher_variables import ENV, PBS, PREFIXES, SLURM
+from cputrain.affinity.topology.catalog import find_machine
 from cputrain.launch.options import (
     NUMBERS_OR_AUTO,
     REQUEST_FIELDS,
@@ -24,9 +24,9 @@ from cputrain.launch.options import (
     request_of_options,
 )
 from cputrain.launch.recipe_request import check_local_batch, request_of
+from cputrain.mpi.supervise.signals import SAVE_S
 from cputrain.recipe.loading import dump_recipe, load_recipe
 from cputrain.recipe.schema import Recipe
-from mpi.supervise.signals import SAVE_S
 
 # No shell quoting protects these lines, so the allowed characters are listed in full.
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+-]*")

@@ -12,20 +12,20 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path, PurePath
 
-from affinity.errors import InputError, RunError
-from affinity.filesystem import cache_folder
-from affinity.ranks.host_names import is_this_host
-from affinity.ranks.rank import port_of
-from affinity.start import own_program
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import cache_folder
+from cputrain.affinity.ranks.host_names import is_this_host
+from cputrain.affinity.ranks.rank import port_of
+from cputrain.affinity.start import own_program
 from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, het_groups, network_of
 from cputrain.launch.training_command import COMPILING
 from cputrain.measurements import TITLES, VARIABLE, kept_seconds
+from cputrain.mpi.hosts.groups import Cluster
+from cputrain.mpi.launchers.launcher import Job, Launcher
+from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.mpi.supervise.run import free_port
 from cputrain.runs.folder import LOGS, PLAN
-from mpi.hosts.groups import Cluster
-from mpi.launchers.launcher import Job, Launcher
-from mpi.launchers.programs import LAUNCHERS
-from mpi.supervise.run import free_port
 
 PYTHON = re.compile(r"python[0-9.]*")
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import InputError, RunError
-from affinity.planner.plan import Plan
-from affinity.ranks.host_names import LOCALHOST, is_this_host, repeated_host
-from affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
-from affinity.wording import counted, either
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.ranks.host_names import LOCALHOST, is_this_host, repeated_host
+from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
+from cputrain.affinity.wording import counted, either
 from cputrain.launch.options import THIS_HOST, THIS_MACHINE, PlanningOptions
-from mpi.hosts.groups import Cluster
-from mpi.hosts.hostfile import (
+from cputrain.mpi.hosts.groups import Cluster
+from cputrain.mpi.hosts.hostfile import (
     FORMATS,
     MAX_HOSTS,
     Host,
@@ -25,9 +25,9 @@ from mpi.hosts.hostfile import (
     host_with_slots,
     read_hostfile,
 )
-from mpi.hosts.schedulers import SCHEDULERS, Allocation
-from mpi.launchers.launcher import InstalledLauncher, Job
-from mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.mpi.hosts.schedulers import SCHEDULERS, Allocation
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 
 def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None) -> HostList:

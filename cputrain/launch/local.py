@@ -5,23 +5,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.kernel.running import plan_beside
-from affinity.planner.plan import Plan
-from affinity.start import own_program
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.running import plan_beside
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.start import own_program
 from cputrain.data.formats.survey import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.options import THIS_HOST
 from cputrain.launch.recipe_request import request_of
 from cputrain.launch.shortage import remedy
 from cputrain.launch.training_command import COMPILING
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, PLAN, RECIPE, TrainingScale, is_restarted, lock_name_in, locked, make_folder
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.launcher import Job
-from mpi.supervise.processes import JobFailedError
-from mpi.supervise.run import run_local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,21 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from affinity.errors import InputError, RequestError
-from affinity.kernel.running import NOT_SHARED, plan_beside
-from affinity.planner.domains import uniform_groups, usable_cores
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, plan_machine
-from affinity.planner.records import plan_this_machine, read_measured
-from affinity.planner.request import Request
-from affinity.ranks.host_names import LOCALHOST
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import Machine, format_list, parse_list
-from mpi.fabric import Fabric, Setting, fabric_between
-from mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
-from mpi.launchers.detect import find_launcher, newest_version, without_path
-from mpi.launchers.launcher import InstalledLauncher
-from mpi.launchers.programs import INTEL_MPI
+from cputrain.affinity.errors import InputError, RequestError
+from cputrain.affinity.kernel.running import NOT_SHARED, plan_beside
+from cputrain.affinity.planner.domains import uniform_groups, usable_cores
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, plan_machine
+from cputrain.affinity.planner.records import plan_this_machine, read_measured
+from cputrain.affinity.planner.request import Request
+from cputrain.affinity.ranks.host_names import LOCALHOST
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine, format_list, parse_list
+from cputrain.mpi.fabric import Fabric, Setting, fabric_between
+from cputrain.mpi.hosts.groups import Cluster, HostGroup, one_group, plan_cluster
+from cputrain.mpi.launchers.detect import find_launcher, newest_version, without_path
+from cputrain.mpi.launchers.launcher import InstalledLauncher
+from cputrain.mpi.launchers.programs import INTEL_MPI
 
 NUMBERS_OR_AUTO = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")
 REQUEST_FIELDS = (

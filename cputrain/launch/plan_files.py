@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from affinity.errors import InputError, as_option
-from affinity.filesystem import check_execution, check_writable
-from affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
-from affinity.ranks.rank import MASTER_PORT
-from affinity.start import own_program
-from affinity.views import plan_to_svg, plan_to_text
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, as_option
+from cputrain.affinity.filesystem import check_execution, check_writable
+from cputrain.affinity.planner.plan_file import PLAN_FILE, dumps, plan_to_json
+from cputrain.affinity.ranks.rank import MASTER_PORT
+from cputrain.affinity.start import own_program
+from cputrain.affinity.views import plan_to_svg, plan_to_text
+from cputrain.affinity.wording import counted
 from cputrain.files import write_atomic
 from cputrain.launch.hosts import check_binder, converted_hostfile, uses_launcher
 from cputrain.launch.options import (
@@ -27,12 +27,12 @@ from cputrain.launch.options import (
     network_settings,
     planned_launcher,
 )
-from mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
-from mpi.hosts.hostfile import fold
-from mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
-from mpi.launchers.launcher import InstalledLauncher, Job, bound_command
-from mpi.launchers.programs import local_commands
-from mpi.supervise.run import remote_command
+from cputrain.mpi.hosts.groups import Cluster, cluster_to_dict, job_plan_json
+from cputrain.mpi.hosts.hostfile import fold
+from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, workers_line
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job, bound_command
+from cputrain.mpi.launchers.programs import local_commands
+from cputrain.mpi.supervise.run import remote_command
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe
@@ -147,8 +147,8 @@ def launch_text(job: Job, launcher: InstalledLauncher | None, folder: Path, *, l
             (
                 *plans,
                 f"command\n  {shell_line(start)}",
-                "mpi.supervise.agent reports to this host's ADDRESS and PORT, with the TOKEN of the launch. To start "
-                "the ranks without it:",
+                "cputrain.mpi.supervise.agent reports to this host's ADDRESS and PORT, with the TOKEN of the launch. "
+                "To start the ranks without it:",
                 "cputrain plan --write DIR with the same planning options, then DIR/launch.sh CMD",
             )
         )

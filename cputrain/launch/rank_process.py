@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from affinity.errors import InputError
-from affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
-from affinity.kernel.observe import Observed, observe, verify
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank
-from affinity.start import own_program
-from affinity.terminal import ExitStatus, exit_status, one_line, redraws
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.bound_plan import bound_worker, exec_bound, plan_for_rank, plan_in_memory
+from cputrain.affinity.kernel.observe import Observed, observe, verify
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, redraws
 from cputrain.launch.recipe_request import request_of
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.recipe.schema import Recipe
-from mpi.supervise.wire import TOKEN_VARIABLE
 
 
 def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool) -> tuple[WorkerPlan, Observed]:

@@ -1,8 +1,8 @@
 """Recipe -> the planner's request; never torch."""
 
-from affinity.errors import InputError
-from affinity.planner.plan import Request
-from affinity.topology.machine import parse_list
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.topology.machine import parse_list
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.schema import BatchSection, Recipe
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import NoReturn
 from uuid import uuid4
 
-from affinity.errors import InputError, RunError, as_option
-from affinity.filesystem import check_writable
-from affinity.kernel.bound_plan import exec_bound, plan_for_rank, plan_in_memory
-from affinity.planner.plan import Plan, Request
-from affinity.ranks.rank import Rank
-from affinity.topology.sysfs import this_machine
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError, as_option
+from cputrain.affinity.filesystem import check_writable
+from cputrain.affinity.kernel.bound_plan import exec_bound, plan_for_rank, plan_in_memory
+from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import counted
 from cputrain.launch.command import check_launch, check_program, command_job, measure_transports, new_folder
 from cputrain.launch.hosts import (
     allocation_notes,
@@ -34,14 +34,14 @@ from cputrain.launch.training_command import (
     with_absent_module,
     with_restarts,
 )
+from cputrain.mpi.hosts.groups import Cluster
+from cputrain.mpi.hosts.schedulers import Allocation, allocation
+from cputrain.mpi.launchers.detect import find_launcher
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
+from cputrain.mpi.preflight.run import run_preflight
+from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.run import run_local, run_remote
 from cputrain.runs.folder import LOGS, PLAN, restart_variables, write_plan
-from mpi.hosts.groups import Cluster
-from mpi.hosts.schedulers import Allocation, allocation
-from mpi.launchers.detect import find_launcher
-from mpi.launchers.launcher import InstalledLauncher, Job
-from mpi.preflight.run import run_preflight
-from mpi.supervise.processes import JobFailedError
-from mpi.supervise.run import run_local, run_remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,15 @@
 """What to do after the workers of a training ran out of memory."""
 
-from affinity.errors import InputError
-from affinity.planner.memory import USABLE
-from affinity.planner.request import largest_batch
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.memory import USABLE
+from cputrain.affinity.planner.request import largest_batch
 from cputrain.launch.training_command import training_arguments
 from cputrain.models.sizes import workload_of
+from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.supervise.processes import JobFailedError, Shortage
 from cputrain.recipe.derivation import images_per_step, largest_local_batch
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import load_training
-from mpi.launchers.launcher import Job
-from mpi.supervise.processes import JobFailedError, Shortage
 
 
 def with_remedy(error: JobFailedError, job: Job) -> JobFailedError:

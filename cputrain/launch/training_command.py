@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from affinity.errors import RunError
-from affinity.start import own_program
-from affinity.wording import counted, first_named
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.start import own_program
+from cputrain.affinity.wording import counted, first_named
 from cputrain.launch.options import PlanningOptions
-from mpi.preflight.run import unreachable
-from mpi.supervise.processes import JobFailedError
+from cputrain.mpi.preflight.run import unreachable
+from cputrain.mpi.supervise.processes import JobFailedError
 
 if TYPE_CHECKING:
     from cputrain.recipe.schema import Recipe

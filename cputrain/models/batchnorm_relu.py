@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from affinity.errors import RunError
-from affinity.filesystem import cache_folder
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.filesystem import cache_folder
 from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, SyncBatchNorm2d
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import RESNETS, TORCHVISION, ModelSection
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
+from cputrain.affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
 from cputrain.recipe.schema import LINE, OptimSection, Recipe
 
 SIDE, CLASSES = 224, 1000  # of the sizes below

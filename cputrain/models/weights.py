@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from affinity.errors import InputError, RunError
-from affinity.wording import first_named
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.wording import first_named
 from cputrain.checkpoints.folder import EMA, MODEL, read_manifest
 from cputrain.checkpoints.tensors import SUFFIX, read_file, read_tensors
 from cputrain.models.vision import import_torchvision

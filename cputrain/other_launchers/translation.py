@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from affinity.errors import InputError
-from affinity.ranks.host_names import is_loopback
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.host_names import is_loopback
+from cputrain.affinity.wording import counted
+from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
 from cputrain.other_launchers.option import Given, Option, Program, Wanted, line_of, unmarked, wanted
 from cputrain.other_launchers.programs import PROGRAMS
-from mpi.hosts.hostfile import expand, fold, split_slots
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python[0-9.]*")

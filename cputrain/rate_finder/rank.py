@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from affinity.kernel.observe import Observed
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank
+from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.group import all_reduce_sum, end_group
 from cputrain.data.loader import Batch
 from cputrain.launch.rank_process import Startup

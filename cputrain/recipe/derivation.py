@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from affinity.errors import InputError
-from affinity.planner.request import Reason
-from affinity.planner.rules import most_per_pass
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.request import Reason
+from cputrain.affinity.planner.rules import most_per_pass
+from cputrain.affinity.wording import counted
 from cputrain.recipe.schema import BatchSection, PhaseSection, Recipe, ScheduleSection
 
 

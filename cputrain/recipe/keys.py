@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from affinity.wording import either, first_sentence
+from cputrain.affinity.wording import either, first_sentence
 from cputrain.recipe.schema import MISFIT, MOST, Recipe, Section
 
 Keys = tuple[str, ...]

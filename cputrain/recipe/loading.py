@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from affinity.errors import InputError
-from affinity.topology.catalog import shipped
-from affinity.wording import first_sentence
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.catalog import shipped
+from cputrain.affinity.wording import first_sentence
 from cputrain.recipe.keys import Keys, annotation_of, explain_error, shortened
 from cputrain.recipe.schema import Recipe
 
@@ -129,7 +129,7 @@ def _plain(node: yaml.ScalarNode, annotation: Any) -> Any:
     return float(SPECIAL[text.lower()]) if text.lower() in SPECIAL else text
 
 
-RECIPES = shipped(Path(__file__).parents[1], "recipes")
+RECIPES = shipped("recipes")
 MOST_LOOKED_AT = 10_000  # files of a folder, for images
 
 # Keys of a file that belong to another key's value there: a setting that replaces only that value drops them. Dependent

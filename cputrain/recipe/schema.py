@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from affinity.topology.machine import parse_list
-from affinity.wording import either
+from cputrain.affinity.topology.machine import parse_list
+from cputrain.affinity.wording import either
 
 MOST = 10**10  # of any count: what exceeds it is a slip of the keyboard, and would only fail later
 Positive = Annotated[int, Field(ge=1, le=MOST)]

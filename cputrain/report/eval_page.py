@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from affinity.terminal import csv_table, shown
-from affinity.wording import counted
+from cputrain.affinity.terminal import csv_table, shown
+from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.report.charts import Heat, charts_data
 from cputrain.report.page import render

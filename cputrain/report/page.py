@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from affinity.terminal import printable_lines
-from affinity.topology.machine import format_list
-from affinity.views import plan_to_svg
-from affinity.wording import GIB, counted
 from cputrain import __version__
+from cputrain.affinity.terminal import printable_lines
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.views import plan_to_svg
+from cputrain.affinity.wording import GIB, counted
 from cputrain.files import write_text
+from cputrain.mpi.usage.records import HostUse, WorkerUse
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
     FAINT,
@@ -56,7 +57,6 @@ from cputrain.report.run import (
     worker_rows,
 )
 from cputrain.runs.folder import REPORT, describe_value, differences
-from mpi.usage.records import HostUse, WorkerUse
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from affinity.errors import InputError, RunError
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe

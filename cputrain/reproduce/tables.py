@@ -4,20 +4,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import isclose
-from pathlib import Path
 
 import yaml
 from pydantic import field_validator
 
-from affinity.terminal import align_columns, markdown_table
-from affinity.topology.catalog import shipped
-from affinity.wording import counted
+from cputrain.affinity.terminal import align_columns, markdown_table
+from cputrain.affinity.topology.catalog import shipped
+from cputrain.affinity.wording import counted
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, tuples
 from cputrain.recipe.schema import Positive, Recipe, Section
 
 DOCUMENTS = ("you-et-al", "surfsara-intel", "gist", "multi-worker-lab", "lab3")
-FOLDER = shipped(Path(__file__).parents[1], "published")
+FOLDER = shipped("published")
 TIME, SPEED = "time", "images/s"
 IMPLIED = {SPEED: f"{SPEED}, from the time", TIME: f"{TIME}, from images/s"}
 

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from affinity.errors import InputError
-from affinity.filesystem import check_writable
-from affinity.planner.plan import Plan
-from affinity.planner.plan_file import PLAN_FILE, plan_to_json
-from affinity.wording import counted
 from cputrain import __version__
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import check_writable
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json
+from cputrain.affinity.wording import counted
 from cputrain.checkpoints.folder import (
     BEST,
     MANIFEST,
@@ -27,6 +27,7 @@ from cputrain.checkpoints.folder import (
     step_of,
 )
 from cputrain.files import write_text
+from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.keys import shortened
 from cputrain.recipe.loading import (
@@ -40,7 +41,6 @@ from cputrain.recipe.loading import (
 from cputrain.recipe.schema import OWN_SAMPLES, BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
-from mpi.usage.records import FOLDER as USAGE
 
 MARK = ".cputrain-run"
 # What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
@@ -509,7 +509,7 @@ def _given_paths(recipe: Recipe) -> str:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, for `affinity.bind` to read."""
+    """Write a plan as JSON, for `cputrain.affinity.bind` to read."""
     write_text(path, plan_to_json(plan))
 
 

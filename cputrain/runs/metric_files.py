@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.files import errors_name, write_whole
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog, Events

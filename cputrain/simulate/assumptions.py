@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from affinity.errors import InputError
-from affinity.planner.request import ALL_REDUCE, Measured
-from mpi.fabric import FABRICS
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.request import ALL_REDUCE, Measured
+from cputrain.mpi.fabric import FABRICS
 
 US = 1e-6
 

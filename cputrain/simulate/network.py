@@ -6,20 +6,20 @@ Tests compare the tables with torch's own networks.
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from affinity.errors import InputError
-from affinity.planner.plan import Plan
-from affinity.planner.records import TRAINING, Record, Records
-from affinity.planner.request import is_phi
-from affinity.planner.rules import core_rates
-from affinity.topology.catalog import processor_facts
-from affinity.topology.machine import Machine
-from affinity.wording import either
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.records import TRAINING, Record, Records
+from cputrain.affinity.planner.request import is_phi
+from cputrain.affinity.planner.rules import core_rates
+from cputrain.affinity.topology.catalog import processor_facts
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.wording import either
 from cputrain.measurements import new_record
 from cputrain.models.sizes import COPIES, workload_of
+from cputrain.mpi.fabric import FABRICS
 from cputrain.recipe.derivation import largest_local_batch, passes_per_step
 from cputrain.recipe.schema import LINE, Recipe
 from cputrain.simulate.assumptions import Link
-from mpi.fabric import FABRICS
 
 BYTES = 4  # float32
 BLOCKS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib import pyplot as plt
 
-from affinity.wording import MIB
+from cputrain.affinity.wording import MIB
 from cputrain.report.figure import figure_svg
 from cputrain.simulate.assumptions import RUNS
 from cputrain.simulate.network import Setup

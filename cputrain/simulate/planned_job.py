@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from affinity.errors import InputError
-from affinity.planner.plan import Plan
-from affinity.planner.records import read_records
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.records import read_records
+from cputrain.affinity.wording import counted
 from cputrain.launch.options import PlanningOptions, network_of
 from cputrain.recipe.schema import Recipe
 from cputrain.simulate.assumptions import LINKED, link_of, starting_run

@@ -3,13 +3,13 @@
 import re
 from dataclasses import dataclass, replace
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
-from affinity.planner.request import MEMORY, Measured
-from affinity.topology.catalog import named_machine, processor_facts
-from affinity.topology.machine import Machine
-from affinity.wording import first_named
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import NOTHING_MEASURED, Plan, Request, plan_machine
+from cputrain.affinity.planner.request import MEMORY, Measured
+from cputrain.affinity.topology.catalog import named_machine, processor_facts
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.wording import first_named
 from cputrain.launch.recipe_request import request_of
 from cputrain.recipe.schema import SYNTHETIC, BatchSection, DataSection, ModelSection, OptimSection, PlanSection, Recipe
 from cputrain.simulate.assumptions import (

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
-from affinity.errors import InputError
-from affinity.planner.request import PROFILES, is_phi
-from affinity.planner.rules import MOST_COMM_CORES
-from affinity.wording import either
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.request import PROFILES, is_phi
+from cputrain.affinity.planner.rules import MOST_COMM_CORES
+from cputrain.affinity.wording import either
 from cputrain.models.sizes import COPIES
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import LINE, Recipe

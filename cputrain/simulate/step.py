@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
-from affinity.wording import MIB
+from cputrain.affinity.wording import MIB
 from cputrain.comm.bucket_sizes import MEASURED_BYTES, bucket_bytes, fit_alpha_beta
 from cputrain.simulate.assumptions import Constants, Link
 from cputrain.simulate.network import BYTES, DEFAULT_BUCKETS, Layer, LayerSeconds, Setup, Speed

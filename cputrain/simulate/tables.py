@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from affinity.terminal import align_columns
+from cputrain.affinity.terminal import align_columns
 from cputrain.simulate.predict import Scenario, scenario_setup
 from cputrain.simulate.scaling import Candidate, Row
 from cputrain.simulate.step import NOT_MEASURED

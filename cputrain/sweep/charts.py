@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
-from affinity.wording import counted
+from cputrain.affinity.wording import counted
 from cputrain.report.figure import figure_svg
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, has_diverged

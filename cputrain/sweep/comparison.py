@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from affinity.errors import InputError
-from affinity.terminal import csv_table, markdown_table
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import csv_table, markdown_table
+from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.schema import Recipe

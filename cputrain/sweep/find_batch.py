@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.planner.request import footprint, largest_batch
-from affinity.start import own_program
-from affinity.terminal import csv_table, markdown_table
-from affinity.wording import GIB, counted
+from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
+from cputrain.affinity.planner.request import footprint, largest_batch
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import csv_table, markdown_table
+from cputrain.affinity.wording import GIB, counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, local_job, plan_training
+from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
 from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
 from cputrain.sweep.results import DOES_NOT_FIT, FAILED, INVALID, outcome_of
-from mpi.supervise.run import run_local
 
 CLOSE = 8  # the search ends where the largest that trains and the smallest that fails differ by 1/CLOSE
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining
 from cputrain.recipe.derivation import largest_local_batch

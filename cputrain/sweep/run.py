@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from affinity.errors import InputError, RunError
-from affinity.terminal import ExitStatus, status_of_signal
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.terminal import ExitStatus, status_of_signal
 from cputrain.launch.local import PlannedTraining, train_here
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import LOGS, RECIPE, check_folder, differences
@@ -31,7 +32,6 @@ from cputrain.sweep.results import (
     write_record,
 )
 from cputrain.sweep.variants import Variant
-from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 AGAIN_S = 5.0  # the signal is repeated, as one sent while the workers are being started reaches none of them
 CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from affinity.terminal import align_columns, csv_table, markdown_table
+from cputrain.affinity.terminal import align_columns, csv_table, markdown_table
 from cputrain.files import write_text
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, group_by_seed

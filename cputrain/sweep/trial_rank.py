@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from affinity.ranks.rank import discover
-from affinity.terminal import use_utf8
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.terminal import use_utf8
 from cputrain.launch.rank_process import Startup, bind_rank, run_rank
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import FILE
 from cputrain.sweep.find_batch import STEPS, peak_file
-from mpi.supervise.signals import PREEMPTION_SIGNAL
 
 EVERY_S = 0.1
 

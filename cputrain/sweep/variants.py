@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.recipe.schema import SweepSection
 
 SEED, WORKERS = "seed", "plan.ppn"

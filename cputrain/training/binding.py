@@ -11,19 +11,28 @@ from pathlib import Path
 
 import torch
 
-from affinity.kernel.binding import bind_thread
-from affinity.kernel.observe import Observed, Thread, memory_share, misallocated, misplaced, refuse, team_of, threads_of
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank
-from affinity.topology.machine import format_list
 from cputrain import __version__
+from cputrain.affinity.kernel.binding import bind_thread
+from cputrain.affinity.kernel.observe import (
+    Observed,
+    Thread,
+    memory_share,
+    misallocated,
+    misplaced,
+    refuse,
+    team_of,
+    threads_of,
+)
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.machine import format_list
 from cputrain.comm import ccl
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.shards import crc32c, split_checksum
+from cputrain.mpi.usage.records import FOLDER as USAGE
+from cputrain.mpi.usage.sampler import Sampler
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import flat
-from mpi.usage.records import FOLDER as USAGE
-from mpi.usage.sampler import Sampler
 
 FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far larger than any page or a thread's cache
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from affinity.ranks.rank import Rank
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, PiecewiseImages, is_too_damaged, refusal
 from cputrain.data.loader import read_and_decode

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from affinity.errors import InputError, RunError
-from affinity.filesystem import try_cache
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import try_cache
 from cputrain.models.batchnorm_relu import Kernels, checked, load
 from cputrain.models.fusion import fold_batchnorms, fuse_batchnorms, has_amx, use_products
 from cputrain.training import ipex

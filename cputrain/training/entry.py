@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from affinity.kernel.bound_plan import PLAN_VARIABLE
-from affinity.kernel.observe import Observed
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank
-from affinity.terminal import redraws
-from affinity.wording import GIB
+from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE
+from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.terminal import redraws
+from cputrain.affinity.wording import GIB
 from cputrain.checkpoints.folder import remove_partial
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged

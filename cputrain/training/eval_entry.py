@@ -13,12 +13,12 @@ from typing import Any, TextIO
 import numpy as np
 from torch import nn
 
-from affinity.errors import InputError
-from affinity.kernel.observe import Observed
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank
-from affinity.terminal import align_columns
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.wording import counted
 from cputrain.comm.group import all_gather, end_group
 from cputrain.data.formats.dataset import SyntheticImages, causes
 from cputrain.data.formats.survey import Survey

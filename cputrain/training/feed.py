@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from affinity.errors import RunError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.data.formats.dataset import OwnSamples, Points, SyntheticImages
 from cputrain.data.from_recipe import training_transform
 from cputrain.data.loader import Batch, ImageLoader, own_batches, point_batches

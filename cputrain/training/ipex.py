@@ -9,8 +9,8 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from affinity.errors import InputError
-from affinity.filesystem import installed_version
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import installed_version
 
 if TYPE_CHECKING:
     from torch import nn

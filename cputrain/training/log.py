@@ -7,8 +7,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from affinity.terminal import printable_lines
-from affinity.wording import counted
+from cputrain.affinity.terminal import printable_lines
+from cputrain.affinity.wording import counted
 from cputrain.checkpoints.folder import name_of
 from cputrain.data.formats.dataset import causes
 from cputrain.recipe.schema import Recipe

@@ -17,24 +17,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
-from affinity.errors import InputError
-from affinity.kernel.binding import bind_process
-from affinity.kernel.bound_plan import PLAN_VARIABLE, WORKER_VARIABLE, bound_worker, plan_for_rank, plan_in_memory
-from affinity.kernel.observe import Observed, observe, verify
-from affinity.planner.plan import WorkerPlan
-from affinity.ranks.rank import Rank, discover
-from affinity.terminal import CODES
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.binding import bind_process
+from cputrain.affinity.kernel.bound_plan import (
+    PLAN_VARIABLE,
+    WORKER_VARIABLE,
+    bound_worker,
+    plan_for_rank,
+    plan_in_memory,
+)
+from cputrain.affinity.kernel.observe import Observed, observe, verify
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.terminal import CODES
 from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples
 from cputrain.launch.rank_process import run_rank, startup_of
 from cputrain.launch.recipe_request import request_of
+from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recipe
 from cputrain.runs.folder import continues_run, with_same_global_batch
 from cputrain.training.entry import train_rank
 from cputrain.training.loop import TrainResult
 from cputrain.training.task import Loss, OwnTask
-from mpi.supervise.run import free_port
-from mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
 OWN_SECTIONS = ("model.", "data.", "loss", "label_smoothing")  # keys that are of no use here, but these:

@@ -7,7 +7,7 @@ from types import FrameType
 
 from cputrain.comm.store import SignedKeys
 from cputrain.held_signals import release_signals
-from mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 
 KEY = "after_steps"
 REQUEST = "stop_requested"  # by a rank other than 0, whose host alone may be about to go

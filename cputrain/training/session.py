@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from affinity.errors import InputError, RunError
-from affinity.kernel.observe import Observed
-from affinity.planner.plan import WorkerPlan
-from affinity.planner.records import ENGINE, Records, read_records
-from affinity.planner.request import tuning_name
-from affinity.ranks.rank import Rank
-from affinity.topology.sysfs import read_machine
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.planner.records import ENGINE, Records, read_records
+from cputrain.affinity.planner.request import tuning_name
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.sysfs import read_machine
+from cputrain.affinity.wording import counted
 from cputrain.comm.group import CommGroup, all_gather, start_group
 from cputrain.data.formats.dataset import Dataset, OwnSamples, Points, check_labels
 from cputrain.data.formats.places import SPLITS

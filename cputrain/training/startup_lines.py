@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
+from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
 
 # Measured: docs/benchmarks.md. An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
 CCL_GAIN = "all-reduces of 25 MiB up to 3.2 times as fast"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from affinity.wording import MIB
+from cputrain.affinity.wording import MIB
 from cputrain.comm.bucket_sizes import bucket_bytes
 from cputrain.comm.buckets import HOOKS, AllReduceHook, measure_alpha_beta
 from cputrain.data.loader import Batch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, OwnSamples
 from cputrain.data.loader import Batch, own_batch
 from cputrain.models.networks import build_model

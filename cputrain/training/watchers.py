@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from affinity.errors import RunError
-from affinity.topology.machine import parse_list
-from affinity.wording import counted, first_named
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.topology.machine import parse_list
+from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints.folder import list_checkpoints
 from cputrain.comm.group import all_gather
 from cputrain.recipe.schema import Recipe

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from affinity.errors import InputError
-from affinity.planner.domains import SMALL_HOST_CORES
-from affinity.planner.rules import CORES_TO_SPARE_ONE
-from affinity.topology.machine import Machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.domains import SMALL_HOST_CORES
+from cputrain.affinity.planner.rules import CORES_TO_SPARE_ONE
+from cputrain.affinity.topology.machine import Machine
 from cputrain.launch.local import PlannedTraining, plan_recipe
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.schema import Recipe

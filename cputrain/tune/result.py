@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import NormalDist, fmean
 
-from affinity.planner.records import TUNED, Record
-from affinity.planner.request import tuning_name
-from affinity.terminal import align_columns
-from affinity.wording import counted
+from cputrain.affinity.planner.records import TUNED, Record
+from cputrain.affinity.planner.request import tuning_name
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.wording import counted
 from cputrain.measurements import new_record
 from cputrain.tune.candidates import PlanCandidate, Values
 

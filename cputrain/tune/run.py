@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from affinity.errors import InputError, RunError
-from affinity.planner.openmp import installed_allocators, target_of
-from affinity.planner.records import ENGINE, Record
-from affinity.planner.request import tuning_name
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.openmp import installed_allocators, target_of
+from cputrain.affinity.planner.records import ENGINE, Record
+from cputrain.affinity.planner.request import tuning_name
+from cputrain.affinity.wording import counted
 from cputrain.bench.model import measure_training
 from cputrain.bench.model_rank import Spec, precisions
 from cputrain.launch.local import PlannedTraining

@@ -19,9 +19,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from affinity.errors import InputError
-from affinity.topology.machine import format_list
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.wording import counted
 from cputrain.report.charts import column, thin
 from cputrain.report.run import date, duration, unit_of
 from cputrain.runs.events import read_event, seconds_between

@@ -1,4 +1,4 @@
-"""The command line: cputrain from click's own parameters, python -m affinity from its --help."""
+"""The command line: cputrain from click's own parameters, python -m cputrain.affinity from its --help."""
 
 import os
 import subprocess
@@ -21,9 +21,9 @@ Every command has `--help`. [Exit status](exit-status.md) lists what commands re
 """
 PLANNER = """## The planner on its own
 
-`python -m affinity` reads machines, plans, binds and compares for any training, and never imports torch.
+`python -m cputrain.affinity` reads machines, plans, binds and compares for any training, and never imports torch.
 """
-WITHOUT_TORCH = ("affinity", "affinity read", "affinity plan", "affinity show", "affinity.bind")
+WITHOUT_TORCH = ("affinity", "affinity read", "affinity plan", "affinity show", "cputrain.affinity.bind")
 
 
 def command_line() -> str:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from mpi.fabric import FABRICS, Fabric
+from cputrain.mpi.fabric import FABRICS, Fabric
 from site_pages.imports import ROOT, TOP
 from site_pages.text import code, plain, table
 

@@ -2,7 +2,7 @@
 
 import signal
 
-from affinity.terminal import ExitStatus, status_of_signal
+from cputrain.affinity.terminal import ExitStatus, status_of_signal
 from site_pages.text import plain, table
 
 REST = """`cputrain launch` returns {failed} when a rank fails, whatever the rank's own status; the message has it. Only

@@ -38,7 +38,13 @@ def _package_of(module: str, known: dict[str, Path]) -> str:
 def _imported(path: Path) -> Iterator[str]:
     """The project's modules that a file imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in TOP:
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "cputrain":
+            yield from (_folder_of(f"{node.module}.{name.name}") for name in node.names)
         elif isinstance(node, ast.Import):
-            yield from (name.name for name in node.names if name.name.split(".")[0] in TOP)
+            yield from (_folder_of(name.name) for name in node.names if name.name.split(".")[0] == "cputrain")
+
+
+def _folder_of(module: str) -> str:
+    """`cputrain.mpi` and `cputrain.affinity` are folders at the top."""
+    inner = module.removeprefix("cputrain.")
+    return inner if inner.split(".")[0] in TOP else module

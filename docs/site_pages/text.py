@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from affinity.terminal import markdown_table
+from cputrain.affinity.terminal import markdown_table
 
 MARKUP = re.compile(r"[*<\[\]]|(?<!\w)_|_(?!\w)")
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
-from affinity.ranks.host_names import is_loopback, is_this_host, network_name, repeated_host
-from affinity.ranks.rank import LOOPBACK, address_to
-from affinity.topology.machine import Machine
-from mpi.hosts.hostfile import fold
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import SCHEMA_VERSION, dumps, plan_to_dict, plan_to_json
+from cputrain.affinity.ranks.host_names import is_loopback, is_this_host, network_name, repeated_host
+from cputrain.affinity.ranks.rank import LOOPBACK, address_to
+from cputrain.affinity.topology.machine import Machine
+from cputrain.mpi.hosts.hostfile import fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

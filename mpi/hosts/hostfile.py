@@ -7,9 +7,9 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.ranks.host_names import host_key, is_address, network_name, repeated_host
-from affinity.wording import MIB
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.host_names import host_key, is_address, network_name, repeated_host
+from cputrain.affinity.wording import MIB
 
 ADDRESS = r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]"  # of IPv6
 NAMES = re.compile(rf"(?:[^\[\],]|\[[0-9,-]+\]|{ADDRESS})*")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.ranks.host_names import host_key
-from affinity.ranks.rank import tasks_per_node
-from affinity.topology.machine import parse_list
-from affinity.wording import counted
-from mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, expand, read_hostfile
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.host_names import host_key
+from cputrain.affinity.ranks.rank import tasks_per_node
+from cputrain.affinity.topology.machine import parse_list
+from cputrain.affinity.wording import counted
+from cputrain.mpi.hosts.hostfile import MAX_SLOTS, Host, check_name, expand, read_hostfile
 
 Hosts = tuple[Host, ...]
 Env = Mapping[str, str]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import InputError
-from mpi.hosts.hostfile import Host, format_hosts
-from mpi.launchers.launcher import Files, InstalledLauncher, Job, LaunchCommand, Launcher, Tokens
-from mpi.launchers.programs import local_commands
+from cputrain.affinity.errors import InputError
+from cputrain.mpi.hosts.hostfile import Host, format_hosts
+from cputrain.mpi.launchers.launcher import Files, InstalledLauncher, Job, LaunchCommand, Launcher, Tokens
+from cputrain.mpi.launchers.programs import local_commands
 
 HOSTS = "hosts"
 

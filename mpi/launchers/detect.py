@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.wording import either
-from mpi.launchers.launcher import InstalledLauncher, Launcher
-from mpi.launchers.programs import LAUNCHERS
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import either
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Launcher
+from cputrain.mpi.launchers.programs import LAUNCHERS
 
 VERSION_TIMEOUT_S = 60.0
 SYSTEM_PREFIXES = ("/usr", "/usr/local")

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from affinity.planner.plan import Plan
-from affinity.planner.plan_file import request_to_json
-from affinity.ranks.host_names import LOCALHOST, network_name
-from affinity.ranks.launcher_variables import LauncherVariables
-from affinity.ranks.rank import LOOPBACK, Pods
-from affinity.start import own_program
-from mpi.hosts.groups import HostGroup
-from mpi.hosts.hostfile import Host, hosts_with_slots
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import request_to_json
+from cputrain.affinity.ranks.host_names import LOCALHOST, network_name
+from cputrain.affinity.ranks.launcher_variables import LauncherVariables
+from cputrain.affinity.ranks.rank import LOOPBACK, Pods
+from cputrain.affinity.start import own_program
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.hosts.hostfile import Host, hosts_with_slots
 
 ONE_POD = Pods()
 Variables = tuple[tuple[str, str], ...]
@@ -95,7 +95,7 @@ class Job:
 
 
 def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
-    """The job's command behind affinity.bind, the same tokens for every rank; for a program without a rank, those of
+    """The job's command behind affinity/bind.py, the same tokens for every rank; for a program without a rank, those of
     its number."""
     flags = (
         *(() if instance is None else ("--local-rank", str(instance))),
@@ -107,7 +107,7 @@ def bound_command(job: Job, instance: int | None = None) -> tuple[str, ...]:
     plan = ("--plan", str(job.plan_path))
     if job.plan_on_host:
         plan = ("--plan-here", request_to_json(replace(job.plan.request, ppn=job.ppn)))
-    return (*own_program("affinity.bind"), *plan, *flags, "--", *job.command)
+    return (*own_program("cputrain.affinity.bind"), *plan, *flags, "--", *job.command)
 
 
 def rank_variables(job: Job) -> Variables:
@@ -136,7 +136,7 @@ class LaunchCommand:
 class HostOptions:
     """How a launcher takes the hosts of a job.
 
-    `file_format` is that of its hostfile ("openmpi", "hydra" or "plain", see mpi.hosts.hostfile), `from_file` gives the
+    `file_format` is that of its hostfile ("openmpi", "hydra" or "plain", see hosts/hostfile.py), `from_file` gives the
     tokens that name such a file, `inline` those that list the job's hosts without one. With `slots` the hostfile has
     each host's number of ranks.
     """
@@ -151,7 +151,7 @@ class HostOptions:
 class Launcher:
     """What differs between launchers when a job is started, and the variables that tell a rank its launcher.
 
-    A scheduler's list of hosts is read in mpi.hosts.schedulers; what people wrote for a launcher, in
+    A scheduler's list of hosts is read in cputrain.mpi.hosts.schedulers; what people wrote for a launcher, in
     cputrain.other_launchers. The command line is: program, `rank_counts`, hosts, binding, `rank_variable` for each
     variable, `inherited` for each secret, `last_options`, the command of a rank.
     """

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from affinity.errors import InputError
-from affinity.ranks import launcher_variables
-from affinity.ranks.host_names import LOCALHOST, network_name, share_first_label
-from affinity.ranks.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
-from affinity.topology.machine import format_list, format_mask
-from mpi.launchers.launcher import (
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks import launcher_variables
+from cputrain.affinity.ranks.host_names import LOCALHOST, network_name, share_first_label
+from cputrain.affinity.ranks.rank import LOOPBACK, MASTER_PORT, Rank, rendezvous
+from cputrain.affinity.topology.machine import format_list, format_mask
+from cputrain.mpi.launchers.launcher import (
     Files,
     HostOptions,
     InstalledLauncher,

@@ -1,6 +1,6 @@
 """What a host says of itself before a job starts, and the check that it runs.
 
-python -m mpi.preflight.checks --report-to HOST:PORT --packages NAME,... -- FILE...
+python -m cputrain.mpi.preflight.checks --report-to HOST:PORT --packages NAME,... -- FILE...
 """
 
 import argparse
@@ -20,14 +20,14 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from affinity.filesystem import installed_version
-from affinity.planner.plan import Plan
-from affinity.ranks.rank import discover
-from affinity.terminal import ExitStatus, use_utf8
-from affinity.topology.machine import Machine, format_list
-from affinity.topology.sysfs import this_machine
-from affinity.wording import GIB
-from mpi.supervise.wire import TOKEN_VARIABLE, Connection, Hello, Stop, connect, join
+from cputrain.affinity.filesystem import installed_version
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.terminal import ExitStatus, use_utf8
+from cputrain.affinity.topology.machine import Machine, format_list
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import GIB
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, Connection, Hello, Stop, connect, join
 
 CLOCK_S = 2.0  # events of several hosts would be out of order; certificates and schedulers mind more
 SCRATCH_BYTES = GIB
@@ -206,7 +206,7 @@ def _digest(path: Path) -> str:
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """Check one host: report, then send to the next host of the ring for RING_S; the one before sends here before or
     after it."""
-    parser = argparse.ArgumentParser(prog="python -m mpi.preflight.checks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cputrain.mpi.preflight.checks", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--scratch", default=tempfile.gettempdir())
     parser.add_argument("--packages", default="", metavar="NAME,...", help="whose versions are reported")

@@ -9,17 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from affinity.planner.plan import Plan
-from affinity.ranks.host_names import network_name
-from affinity.start import own_program
-from affinity.wording import first_named
-from mpi.hosts.groups import HostGroup, own_address
-from mpi.launchers.command import launch_command
-from mpi.launchers.launcher import InstalledLauncher, Job
-from mpi.preflight.checks import Clock, Findings, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
-from mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
-from mpi.supervise.signals import interruptible, until_interrupted
-from mpi.supervise.wire import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Hello, RankServer, Stop, new_token
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.ranks.host_names import network_name
+from cputrain.affinity.start import own_program
+from cputrain.affinity.wording import first_named
+from cputrain.mpi.hosts.groups import HostGroup, own_address
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
+from cputrain.mpi.preflight.checks import Clock, Findings, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
+from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
+from cputrain.mpi.supervise.signals import interruptible, until_interrupted
+from cputrain.mpi.supervise.wire import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Hello, RankServer, Stop, new_token
 
 SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer: then hosts that cannot be reached are looked for
 PATIENCE_S = 60.0  # without a new answer, where every host can be reached: many may start slowly
@@ -72,7 +72,7 @@ def run_preflight(
             secrets=((TOKEN_VARIABLE, server.token),),
         )
         options = ("--report-to", f"{address}:{server.port}", "--packages", ",".join(packages))
-        probe = (*own_program("mpi.preflight.checks"), *options, "--", *files)
+        probe = (*own_program("cputrain.mpi.preflight.checks"), *options, "--", *files)
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         try:

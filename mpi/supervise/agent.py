@@ -1,6 +1,6 @@
 """The agent of one rank on its host: supervises the rank, reports its heartbeat and exit, ends it with the job.
 
-python -m mpi.supervise.agent --report-to HOST:PORT --into DIR -- CMD...
+python -m cputrain.mpi.supervise.agent --report-to HOST:PORT --into DIR -- CMD...
 """
 
 import argparse
@@ -15,11 +15,11 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from affinity.errors import InputError, RunError
-from affinity.ranks.rank import Rank, discover
-from affinity.terminal import ExitStatus, exit_status, one_line, status_of, use_utf8
-from mpi.supervise.ranks import RankSupervisor
-from mpi.supervise.signals import (
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.terminal import ExitStatus, exit_status, one_line, status_of, use_utf8
+from cputrain.mpi.supervise.ranks import RankSupervisor
+from cputrain.mpi.supervise.signals import (
     FAILURE_GRACE_S,
     SAVE_S,
     InterruptedBySignalError,
@@ -27,7 +27,7 @@ from mpi.supervise.signals import (
     undivided,
     until_interrupted,
 )
-from mpi.supervise.wire import (
+from cputrain.mpi.supervise.wire import (
     HEARTBEAT_TIMEOUT_S,
     TOKEN_VARIABLE,
     Answer,
@@ -51,7 +51,7 @@ MAX_LINE = 1000  # characters of each of a rank's last lines that are reported
 # No option of ours may begin one of torchrun's: it would take it for its own, wherever it stands.
 def main(arguments: list[str], env: Mapping[str, str]) -> int:
     """The rank's exit status; 128 + n where signal n ended it; 1 where the job ended it."""
-    parser = argparse.ArgumentParser(prog="python -m mpi.supervise.agent", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cputrain.mpi.supervise.agent", description=__doc__)
     parser.add_argument("--report-to", required=True, metavar="HOST:PORT")
     parser.add_argument("--into", type=Path, required=True, dest="logs", metavar="DIR", help="folder of rank-N.log")
     parser.add_argument("--plain-rank", type=int, help="the rank whose lines have no label")
@@ -74,7 +74,7 @@ def main(arguments: list[str], env: Mapping[str, str]) -> int:
             _report_failure(connection, options.logs / f"rank-{rank.rank}.log", error)
             raise
     except Exception as error:  # noqa: BLE001  bugs are raised again
-        return exit_status(error, f"mpi.supervise.agent: {socket.gethostname()}")
+        return exit_status(error, f"cputrain.mpi.supervise.agent: {socket.gethostname()}")
 
 
 def _join(server: str, token: str, rank: Rank) -> tuple[Connection, list[Any]]:

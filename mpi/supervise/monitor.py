@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from affinity.process_stat import read_stat
-from affinity.ranks.host_names import host_labels, is_loopback
-from affinity.ranks.rank import LOOPBACK
-from affinity.wording import counted, first_named
-from mpi.supervise.processes import (
+from cputrain.affinity.process_stat import read_stat
+from cputrain.affinity.ranks.host_names import host_labels, is_loopback
+from cputrain.affinity.ranks.rank import LOOPBACK
+from cputrain.affinity.wording import counted, first_named
+from cputrain.mpi.supervise.processes import (
     LAST_LINES,
     STATUSES,
     JobFailedError,
@@ -27,8 +27,8 @@ from mpi.supervise.processes import (
     first_cause,
     signal_name,
 )
-from mpi.supervise.signals import RunningClock, undivided
-from mpi.supervise.wire import (
+from cputrain.mpi.supervise.signals import RunningClock, undivided
+from cputrain.mpi.supervise.wire import (
     ANSWER_S,
     HEARTBEAT_TIMEOUT_S,
     Answer,
@@ -42,7 +42,7 @@ from mpi.supervise.wire import (
     Stack,
     Stop,
 )
-from mpi.usage.sampler import children_of
+from cputrain.mpi.usage.sampler import children_of
 
 READ_S = 2.0  # between two readings of a rank
 IDLE_CORES = 0.05  # a rank that wants less waits for something; heartbeats and progress bars take some

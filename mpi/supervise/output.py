@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import IO, BinaryIO, TextIO
 
-from affinity.terminal import SafeOutput, clip, printed_text, safe_output
+from cputrain.affinity.terminal import SafeOutput, clip, printed_text, safe_output
 
 CLEAR_LINE = "\r\x1b[2K"
 CHUNK_BYTES = 1 << 16

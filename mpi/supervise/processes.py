@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _cputrain_autoload import STACK_FILE, STACK_SIGNAL, STACK_VARIABLE
-from affinity.errors import InputError, RunError
-from affinity.process_stat import PROC, catches, read_stat
-from affinity.terminal import printable
-from affinity.topology.cgroup import own_folders, read_limits
-from affinity.wording import GIB
-from mpi.launchers.launcher import Files, LaunchCommand
-from mpi.supervise import guard
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.process_stat import PROC, catches, read_stat
+from cputrain.affinity.terminal import printable
+from cputrain.affinity.topology.cgroup import own_folders, read_limits
+from cputrain.affinity.wording import GIB
+from cputrain.mpi.launchers.launcher import Files, LaunchCommand
+from cputrain.mpi.supervise import guard
 
 COUNTERS = ("memory.events", "memory.oom_control")  # of control groups v2, v1: a line "oom_kill N"
 COUNTER = "oom_kill "

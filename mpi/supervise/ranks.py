@@ -13,15 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from affinity.errors import InputError
-from affinity.process_stat import outlives
-from affinity.terminal import printed_text
-from mpi.supervise.monitor import READ_S, ActivityMeter, Standing, tree
-from mpi.supervise.output import CHUNK_BYTES, Stream, Terminal
-from mpi.supervise.processes import LAST_LINES, KillCounter, RankExit, RankGroup, Shortage, read_stack, stack_file
-from mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock, stopped_again
-from mpi.usage.records import FOLDER as USAGE
-from mpi.usage.sampler import Sampler
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.process_stat import outlives
+from cputrain.affinity.terminal import printed_text
+from cputrain.mpi.supervise.monitor import READ_S, ActivityMeter, Standing, tree
+from cputrain.mpi.supervise.output import CHUNK_BYTES, Stream, Terminal
+from cputrain.mpi.supervise.processes import (
+    LAST_LINES,
+    KillCounter,
+    RankExit,
+    RankGroup,
+    Shortage,
+    read_stack,
+    stack_file,
+)
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock, stopped_again
+from cputrain.mpi.usage.records import FOLDER as USAGE
+from cputrain.mpi.usage.sampler import Sampler
 
 STOP_POLL_S = 0.05
 PREEMPT_S = 30.0  # until a rank that neither handles nor blocks the preemption signal gets it all the same

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from affinity.ranks.rank import LOOPBACK
-from affinity.start import own_program
-from affinity.terminal import ExitStatus, redraws, status_of_signal
-from affinity.wording import counted, first_named
-from mpi.hosts.groups import job_plan_json, own_address
-from mpi.launchers.command import launch_command
-from mpi.launchers.launcher import InstalledLauncher, Job, LaunchCommand, bound_command
-from mpi.launchers.programs import local_commands
-from mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, able_to_show, describe_failure
-from mpi.supervise.output import Relay, Terminal
-from mpi.supervise.processes import (
+from cputrain.affinity.ranks.rank import LOOPBACK
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import ExitStatus, redraws, status_of_signal
+from cputrain.affinity.wording import counted, first_named
+from cputrain.mpi.hosts.groups import job_plan_json, own_address
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.launcher import InstalledLauncher, Job, LaunchCommand, bound_command
+from cputrain.mpi.launchers.programs import local_commands
+from cputrain.mpi.supervise.monitor import Monitor, Stacks, Stall, StallWatch, able_to_show, describe_failure
+from cputrain.mpi.supervise.output import Relay, Terminal
+from cputrain.mpi.supervise.processes import (
     SETTLE_S,
     JobFailedError,
     describe_exit,
@@ -34,8 +34,8 @@ from mpi.supervise.processes import (
     start_launcher,
     write_files,
 )
-from mpi.supervise.ranks import RankProcess, RankSupervisor
-from mpi.supervise.signals import (
+from cputrain.mpi.supervise.ranks import RankProcess, RankSupervisor
+from cputrain.mpi.supervise.signals import (
     FAILURE_GRACE_S,
     PREEMPTION_SIGNAL,
     SAVE_S,
@@ -46,7 +46,7 @@ from mpi.supervise.signals import (
     stopped_again,
     until_interrupted,
 )
-from mpi.supervise.wire import TOKEN_VARIABLE, new_token
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, new_token
 
 LOCAL_POLL_S = 0.05
 # Below those of mpirun's jobs (affinity/ranks/rank.py) and those that Linux gives to outgoing connections.
@@ -194,7 +194,7 @@ def remote_command(
     progress bars are redrawn, for a person who watches."""
     plain = () if job.plain_rank is None else ("--plain-rank", str(job.plain_rank))
     report = ("--report-to", f"{address}:{port}", "--into", str(job.log_dir.resolve()))
-    agent = (*own_program("mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
+    agent = (*own_program("cputrain.mpi.supervise.agent"), *report, *plain, *(["--live"] if live else ()), "--")
     bound = bound_command(replace(job, plan_path=job.plan_path.resolve()))
     with_token = replace(job, secrets=((TOKEN_VARIABLE, token),))
     return launch_command(with_token, installed, (*agent, *bound), folder.resolve())

@@ -22,7 +22,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from affinity.terminal import printable
+from cputrain.affinity.terminal import printable
 
 MAX_TEXT = 4096  # characters of a text: a path has no more
 MAX_ITEMS = 1 << 16  # entries of a list

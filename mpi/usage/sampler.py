@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from mpi.usage.records import HostUse, Network, UsageFile, WorkerUse, host_file, moved, worker_file
+from cputrain.mpi.usage.records import HostUse, Network, UsageFile, WorkerUse, host_file, moved, worker_file
 
 EVERY_S = 2.0
 MOST_OF_A_CORE = 0.003  # a sample that takes long, of ranks with hundreds of processes, makes the next one wait

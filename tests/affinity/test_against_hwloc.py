@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from affinity.topology.archive import save_machine, tree_root
-from affinity.topology.catalog import find_machine
-from affinity.topology.hwloc import read_lstopo
-from affinity.topology.machine import Machine, parse_mask
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.archive import save_machine, tree_root
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.hwloc import read_lstopo
+from cputrain.affinity.topology.machine import Machine, parse_mask
 from tests.support.commands import need
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

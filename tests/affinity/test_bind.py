@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError, RunError
-from affinity.kernel.binding import bind_process, running_on, set_memory_policy
-from affinity.kernel.observe import differences, observe
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import plan_to_dict, request_to_json
-from affinity.planner.request import RESNET50
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.kernel.binding import bind_process, running_on, set_memory_policy
+from cputrain.affinity.kernel.observe import differences, observe
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_dict, request_to_json
+from cputrain.affinity.planner.request import RESNET50
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import cputrain
 
 PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"
@@ -29,7 +29,18 @@ def this_plan(ppn: int | None = None) -> Plan:
 def bind(plan: dict, tmp_path: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    argv = [sys.executable, "-m", "affinity.bind", "--plan", str(path), *options, "--", sys.executable, "-c", PRINT]
+    argv = [
+        sys.executable,
+        "-m",
+        "cputrain.affinity.bind",
+        "--plan",
+        str(path),
+        *options,
+        "--",
+        sys.executable,
+        "-c",
+        PRINT,
+    ]
     return subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **env})
 
 
@@ -111,7 +122,7 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
     plan = plan_to_dict(this_plan())
     assert "none of LOCAL_RANK" in bind(plan, tmp_path).stderr
     assert bind(plan, tmp_path, "--local-rank", "99").returncode == 2
-    missing = [sys.executable, "-m", "affinity.bind", "--plan", "/nowhere", "--local-rank", "0", "--", "true"]
+    missing = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "/nowhere", "--local-rank", "0", "--", "true"]
     assert subprocess.run(missing, capture_output=True).returncode == 2
 
 
@@ -119,8 +130,8 @@ def test_memory_policy_is_set_and_read_back() -> None:
     """In a process of its own: the policy would stay with this one."""
     nodes = this_machine().allowed_nodes[:1]
     code = (
-        "from affinity.kernel.binding import set_memory_policy\n"
-        "from affinity.kernel.observe import observe\n"
+        "from cputrain.affinity.kernel.binding import set_memory_policy\n"
+        "from cputrain.affinity.kernel.observe import observe\n"
         f"print(set_memory_policy('bind', {nodes!r}), observe().memory_policy, observe().memory_nodes)"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -160,17 +171,27 @@ def test_cpus_that_do_not_exist_are_refused() -> None:
 def test_a_host_can_plan_itself(tmp_path: Path) -> None:
     """Each worker makes the same plan in memory, binds by it, and what it becomes can read it there."""
     read = (
-        "import os, json; from affinity.kernel.bound_plan import bound_worker; w = bound_worker(os.environ); "
+        "import os, json; from cputrain.affinity.kernel.bound_plan import bound_worker; w = bound_worker(os.environ); "
         "print(json.dumps([w.local_rank, w.pus == tuple(sorted(os.sched_getaffinity(0)))]))"
     )
     ppn = min(2, len(this_machine().allowed_cores))
     request = request_to_json(Request(ppn=ppn, local_batch=32, workload=RESNET50))
     for local_rank in range(ppn):
-        argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request, "--local-rank", str(local_rank)]
+        argv = [sys.executable, "-m", "cputrain.affinity.bind", "--plan-here", request, "--local-rank", str(local_rank)]
         result = subprocess.run([*argv, "--", sys.executable, "-c", read], capture_output=True, text=True, cwd=tmp_path)
         assert json.loads(result.stdout) == [local_rank, True], result.stderr
     assert not list(tmp_path.iterdir())
-    wrong = [sys.executable, "-m", "affinity.bind", "--plan-here", '{"pnp": 2}', "--local-rank", "0", "--", "true"]
+    wrong = [
+        sys.executable,
+        "-m",
+        "cputrain.affinity.bind",
+        "--plan-here",
+        '{"pnp": 2}',
+        "--local-rank",
+        "0",
+        "--",
+        "true",
+    ]
     refused = subprocess.run(wrong, capture_output=True, text=True)
     assert refused.returncode == 2 and "is not a request for a plan" in refused.stderr
 
@@ -191,15 +212,15 @@ def test_launch_lets_hosts_plan_themselves(tmp_path: Path) -> None:
 def test_a_rank_s_wrapper_starts_what_plans_inside_the_rank_s_cores() -> None:
     """Children cannot read a plan in memory; they are the rank all the same, with its cores."""
     inner = (
-        "import os, json; from affinity.kernel.bound_plan import bound_worker; "
-        "from affinity.kernel.bound_plan import plan_for_rank; "
-        "from affinity.planner.plan import Request; "
-        "from affinity.ranks.rank import discover; rank = discover(os.environ); "
+        "import os, json; from cputrain.affinity.kernel.bound_plan import bound_worker; "
+        "from cputrain.affinity.kernel.bound_plan import plan_for_rank; "
+        "from cputrain.affinity.planner.plan import Request; "
+        "from cputrain.affinity.ranks.rank import discover; rank = discover(os.environ); "
         "plan, index = plan_for_rank(Request(), rank, (), os.environ); "
         "print(json.dumps([bound_worker(os.environ) is None, plan.workers[index].pus, [*os.sched_getaffinity(0)]]))"
     )
     wrapper = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {inner!r}]).returncode)"
-    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request_to_json(Request(ppn=2)), "--"]
+    argv = [sys.executable, "-m", "cputrain.affinity.bind", "--plan-here", request_to_json(Request(ppn=2)), "--"]
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     result = subprocess.run(
         [*argv, sys.executable, "-c", wrapper], capture_output=True, text=True, env={**os.environ, **rank}

@@ -5,13 +5,13 @@ import re
 import pytest
 import yaml
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.request import PROFILES, RESNET50
-from affinity.topology.catalog import MACHINES, catalog_machines, find_machine, machine_names, processor_facts
-from affinity.topology.machine import format_list
-from affinity.topology.sysfs import ISA_FLAGS
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.request import PROFILES, RESNET50
+from cputrain.affinity.topology.catalog import MACHINES, catalog_machines, find_machine, machine_names, processor_facts
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.topology.sysfs import ISA_FLAGS
 
 # name: (packages, cores, PUs, NUMA nodes), from the processors' data sheets
 SHAPES = {

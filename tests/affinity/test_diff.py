@@ -1,11 +1,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-from affinity.errors import as_option
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import plan_to_json
-from affinity.views import plan_differences
+from cputrain.affinity.errors import as_option
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.views import plan_differences
 from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine
 

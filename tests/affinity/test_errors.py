@@ -2,8 +2,8 @@
 
 import pytest
 
-from affinity.errors import BindingError, InputError, RequestError, RunError, as_option, describe
-from affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.errors import BindingError, InputError, RequestError, RunError, as_option, describe
+from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.cli.words import as_recipe_key, wording_of
 from tests.support.machines import build_machine
 

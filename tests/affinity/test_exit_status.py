@@ -4,8 +4,8 @@ import errno
 
 import pytest
 
-from affinity.errors import DoesNotFitError, InputError, RunError
-from affinity.terminal import exit_status, one_line
+from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
+from cputrain.affinity.terminal import exit_status, one_line
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.filesystem import cache_folder, check_writable, mount_of, refusal
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import cache_folder, check_writable, mount_of, refusal
 from tests.support.commands import cputrain, mpi_path, refused
 from tests.support.images import write_images
 
@@ -87,7 +87,7 @@ def test_where_nothing_can_be_compiled_a_training_goes_on_without(place: Path) -
 COMPILES = """
 import os, sys
 from pathlib import Path
-from affinity.errors import RunError
+from cputrain.affinity.errors import RunError
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 import ctypes
 def argv(cxx, output):
@@ -249,7 +249,7 @@ def test_an_existing_folder_that_only_refuses_when_it_is_written_to_is_found_bef
 
 def test_no_folder_for_temporary_files_is_one_line(place: Path) -> None:
     """tempfile tries TMPDIR, /tmp, /var/tmp, /usr/tmp and the working folder."""
-    code = "import sys, tempfile\nfrom affinity.terminal import exit_status\ntry:\n    tempfile.mkdtemp()\n"
+    code = "import sys, tempfile\nfrom cputrain.affinity.terminal import exit_status\ntry:\n    tempfile.mkdtemp()\n"
     code += "except OSError as error:\n    sys.exit(exit_status(error, 'cputrain'))"
     script = " && ".join(f"mount -t tmpfs -o ro none {folder}" for folder in ("/var/tmp", "/tmp"))
     if os.geteuid() != 0:
@@ -281,7 +281,7 @@ def test_torch_compile_is_refused_where_its_code_cannot_be_loaded(place: Path) -
 
 
 def test_the_mount_of_a_file_is_found_also_where_its_name_has_blanks(place: Path) -> None:
-    code = "import sys; from pathlib import Path; from affinity.filesystem import mount_of; "
+    code = "import sys; from pathlib import Path; from cputrain.affinity.filesystem import mount_of; "
     code += "print(mount_of(Path('out/a b/c/d')), file=sys.stderr)"
     script = f"mkdir 'out/a b' && mount -t tmpfs none 'out/a b' && {sys.executable} -c {shlex.quote(code)}"
     ((_, err),) = in_tmpfs(place, "size=1m", f"sh -c {shlex.quote(script)}")

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from affinity.planner.plan_file import plan_of_host
-from affinity.ranks.host_names import find_host, host_key, host_labels, is_loopback, network_name, repeated_host
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan_file import plan_of_host
+from cputrain.affinity.ranks.host_names import (
+    find_host,
+    host_key,
+    host_labels,
+    is_loopback,
+    network_name,
+    repeated_host,
+)
 from tests.support.commands import need
 
 WORKERS = ("mpi-worker.1.foo.example", "mpi-worker.2.foo.example")  # as Docker, Kubernetes and OpenStack name them
@@ -96,7 +103,7 @@ def test_spellings_of_one_host() -> None:
     assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "10.0.0.1", "n1")] == [1, 1, 1, 0, 0]
 
 
-FIND = "import sys; from affinity.ranks.host_names import find_this_host; print(find_this_host(sys.argv[1:]))"
+FIND = "import sys; from cputrain.affinity.ranks.host_names import find_this_host; print(find_this_host(sys.argv[1:]))"
 
 
 def found_here(name: str, hosts: str, listed: list[str], folder: Path) -> str:

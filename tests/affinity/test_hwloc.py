@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.topology.hwloc import read_lstopo, read_synthetic
-from affinity.topology.machine import Machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.hwloc import read_lstopo, read_synthetic
+from cputrain.affinity.topology.machine import Machine
 from tests.support.commands import need
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from affinity.errors import PlanOfAnotherMachineError
-from affinity.kernel.observe import check_layout, layout_difference
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import plan_from_dict, plan_to_dict
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import Machine, narrowed
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import PlanOfAnotherMachineError
+from cputrain.affinity.kernel.observe import check_layout, layout_difference
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_dict
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine, narrowed
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.commands import cputrain
 from tests.support.machines import build_machine
@@ -163,7 +163,18 @@ def test_the_error_says_what_to_do() -> None:
 
 def bind(plan: dict, place: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     (place / "plan.json").write_text(json.dumps(plan))
-    argv = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", *options, "--", "true"]
+    argv = [
+        sys.executable,
+        "-m",
+        "cputrain.affinity.bind",
+        "--plan",
+        "plan.json",
+        "--local-rank",
+        "0",
+        *options,
+        "--",
+        "true",
+    ]
     return subprocess.run(argv, capture_output=True, text=True, cwd=place, env={**os.environ, **env})
 
 
@@ -175,7 +186,7 @@ def foreign_plan() -> dict:
 def test_bind_refuses_a_plan_of_another_machine(tmp_path: Path) -> None:
     refused = bind(foreign_plan(), tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"affinity.bind: the plan is of another machine ({this_machine().name}, ")
+    assert refused.stderr.startswith(f"cputrain.affinity.bind: the plan is of another machine ({this_machine().name}, ")
     assert refused.stderr.endswith("plan again on this host, or continue with --allow-other-layout\n")
     assert len(refused.stderr.splitlines()) == 1
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.topology.archive import tree_root
-from affinity.topology.catalog import find_machine
-from affinity.topology.hwloc import read_lstopo
-from affinity.topology.machine import Machine
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.archive import tree_root
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.hwloc import read_lstopo
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import need
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import plan_from_dict, plan_to_json
-from affinity.planner.records import (
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_json
+from cputrain.affinity.planner.records import (
     RATE,
     TUNED,
     Record,
@@ -19,10 +19,10 @@ from affinity.planner.records import (
     read_records,
     record_path,
 )
-from affinity.planner.request import RESNET50, Measured, Rate, Tuned, Workload, tuning_name
-from affinity.planner.rules import core_rates
-from affinity.topology.catalog import find_machine
-from affinity.views import plan_to_text
+from cputrain.affinity.planner.request import RESNET50, Measured, Rate, Tuned, Workload, tuning_name
+from cputrain.affinity.planner.rules import core_rates
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.views import plan_to_text
 from tests.support.machines import build_machine
 
 MACHINE = build_machine(2, 1, 24, 2)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from affinity.planner.domains import Domain
-from affinity.planner.memory import place_memory
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.request import RESNET50, footprint, largest_batch
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import NumaNode
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.domains import Domain
+from cputrain.affinity.planner.memory import place_memory
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.request import RESNET50, footprint, largest_batch
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import NumaNode
 from tests.support.machines import build_machine
 
 KNOWN = replace(RESNET50, assumed=False)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import as_option, worded
-from affinity.kernel.running import Neighbor, contention, find_neighbors, planned_worker_of, variables_of
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.plan_file import plan_to_json, request_to_json
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import as_option, worded
+from cputrain.affinity.kernel.running import Neighbor, contention, find_neighbors, planned_worker_of, variables_of
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json, request_to_json
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.words import as_recipe_key
 from tests.support.commands import cputrain, refused
 from tests.support.images import write_images
@@ -30,7 +30,8 @@ ALONE = ("unshare", "--pid", "--fork", "--mount-proc") if os.geteuid() == 0 and 
 BESIDE = """
 import json, subprocess, sys, time
 from pathlib import Path
-argv = [sys.executable, "-m", "affinity.bind", "--plan", "busy.json", "--local-rank", "0", "--", "sleep", "600"]
+bind = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "busy.json", "--local-rank", "0"]
+argv = [*bind, "--", "sleep", "600"]
 busy = subprocess.Popen(argv)
 while b"sleep" not in Path(f"/proc/{busy.pid}/cmdline").read_bytes().split(b"\\0")[:1]:
     time.sleep(0.02)
@@ -133,7 +134,7 @@ def test_a_plan_in_memory_is_read_only_from_processes_that_have_it() -> None:
         "number = os.environ['AFFINITY_PLAN'].rpartition('/')[2]\n"
         "with subprocess.Popen(['sh', '-c', f'echo $$; exec sleep 600 {number}<&0'], stdin=subprocess.PIPE): pass\n"
     )
-    argv = [sys.executable, "-m", "affinity.bind", "--plan-here", request, "--", sys.executable, "-c", code]
+    argv = [sys.executable, "-m", "cputrain.affinity.bind", "--plan-here", request, "--", sys.executable, "-c", code]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **place}
     with subprocess.Popen(argv, env={**os.environ, **rank}, stdout=subprocess.PIPE, text=True) as bound:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.request import RESNET50
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import Machine
-from affinity.topology.sysfs import read_machine
-from affinity.views import plan_to_text
-from affinity.wording import GIB
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.request import RESNET50
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import read_machine
+from cputrain.affinity.views import plan_to_text
+from cputrain.affinity.wording import GIB
 from tests.support.machines import build_machine, write_sysfs
 
 PHI = "cpu family\t: 6\nmodel\t\t: 87\nmodel name\t: Intel(R) Xeon Phi(TM) CPU 7250 @ 1.40GHz\n"

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from affinity.kernel.binding import anonymous_bytes
-from affinity.kernel.running import Running, comparison
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.wording import MIB, first_named
+from cputrain.affinity.kernel.binding import anonymous_bytes
+from cputrain.affinity.kernel.running import Running, comparison
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.wording import MIB, first_named
 from tests.support.machines import build_machine
 
 LIBRARY = "7f0 bind:1 file=/usr/lib/libtorch_cpu.so mapped=9000 mapmax=2 active=0 N0=9000 kernelpagesize_kB=4"

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
-from affinity.kernel.running import comparison, inspect_process, running_processes
-from affinity.planner.openmp import Runtime, find_runtime, target_of
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.plan_file import plan_to_json
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
+from cputrain.affinity.kernel.running import comparison, inspect_process, running_processes
+from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.commands import cputrain
 from tests.support.machines import build_machine
 
-BIND = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--"]
+BIND = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--"]
 TEAM = """
 import json, os, torch
-from affinity.kernel.bound_plan import bound_worker
-from affinity.kernel.observe import memory_share, misallocated, misplaced, team_of
+from cputrain.affinity.kernel.bound_plan import bound_worker
+from cputrain.affinity.kernel.observe import memory_share, misallocated, misplaced, team_of
 worker = bound_worker(os.environ)
 torch.set_num_threads(worker.intra_op)
 values = torch.empty(16 << 20)
@@ -139,7 +139,7 @@ def test_a_running_process_is_compared_with_its_plan(tmp_path: Path) -> None:
             (tmp_path / "plan.json").write_text(json.dumps(plan))
             assert "differs  thread" in comparison([inspect_process(process.pid)])
             assert cputrain("doctor", "affinity", str(process.pid)).returncode == 1
-            show = [sys.executable, "-m", "affinity", "show", "--pid", str(process.pid)]
+            show = [sys.executable, "-m", "cputrain.affinity", "show", "--pid", str(process.pid)]
             assert subprocess.run(show, capture_output=True).returncode == 1
         (tmp_path / "plan.json").write_text("{}")
         assert "planned  the plan" in comparison([inspect_process(process.pid)]), "of another version, say"

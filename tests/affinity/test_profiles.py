@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.topology.catalog import find_machine
-from affinity.views import plan_to_text
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.views import plan_to_text
 from tests.support.machines import build_machine
 
 IOMP = Runtime(openmp="libiomp5", allocator="tcmalloc", preload=("/a/libiomp5.so",))

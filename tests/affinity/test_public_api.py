@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import affinity
+from cputrain import affinity
 
 NAMES = {
     *("Machine", "Picture", "Plan", "Request", "Runtime", "WorkerPlan", "Workload", "InputError", "RunError"),

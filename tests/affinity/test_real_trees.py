@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import Machine
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
 
 pytestmark = pytest.mark.slow
 

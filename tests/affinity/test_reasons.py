@@ -8,14 +8,14 @@ from dataclasses import replace
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.request import PROCESS_BYTES, PROFILES, RESNET50, footprint, largest_batch
-from affinity.planner.rules import inter_op_threads
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import NumaNode, format_list, narrowed, ordered
-from affinity.wording import spread
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.request import PROCESS_BYTES, PROFILES, RESNET50, footprint, largest_batch
+from cputrain.affinity.planner.rules import inter_op_threads
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import NumaNode, format_list, narrowed, ordered
+from cputrain.affinity.wording import spread
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.machines import build_machine
 from tests.support.plan_facts import GIB, Facts, every, workers_with_plenty_of_memory

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime, Target, find_runtime, target_of, with_libiomp5
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.plan_file import plan_to_json
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime, Target, find_runtime, target_of, with_libiomp5
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.support.machines import build_machine
 
 
@@ -86,7 +86,7 @@ def test_a_rank_warns_of_a_plan_for_libiomp5_that_it_does_not_load(tmp_path: Pat
         pytest.skip(reason="needs a Python whose torch loads libgomp")
     plan = plan_machine(this_machine(), Request(ppn=1, openmp="libiomp5"), Runtime())
     (tmp_path / "plan.json").write_text(plan_to_json(plan))
-    argv = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true"]
+    argv = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true"]
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "the plan's KMP_ variables have no effect" in done.stderr

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.plan_file import plan_from_dict, plan_to_json
-from affinity.topology.catalog import find_machine
-from affinity.topology.hwloc import read_synthetic
-from affinity.topology.machine import Machine, narrowed, parse_list
-from affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_json
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.hwloc import read_synthetic
+from cputrain.affinity.topology.machine import Machine, narrowed, parse_list
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from tests.support.commands import need
 from tests.support.machines import build_machine, write_sysfs
 
@@ -101,7 +101,7 @@ def test_a_container_s_cpu_list_does_not_hide_this_process_s_mask(tmp_path: Path
     if os.geteuid() != 0:
         pytest.skip(reason="needs root (mount)")
     (tmp_path / "online").write_text("1000\n")
-    show = "from affinity.topology.sysfs import this_machine as m; print(m().allowed_pus, m().warnings[0])"
+    show = "from cputrain.affinity.topology.sysfs import this_machine as m; print(m().allowed_pus, m().warnings[0])"
     script = f'mount --bind {tmp_path}/online /sys/devices/system/cpu/online && exec "$0" -c "$1"'
     ran = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, show], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -169,7 +169,7 @@ def test_loader_threads_on_isolated_cpus_have_one_each(isolated: str, tmp_path: 
         pytest.skip(reason="needs root (mount) and two CPUs")
     (tmp_path / "isolated").write_text(f"{isolated}\n")
     show = (
-        "import os; from affinity.kernel.binding import bind_thread\n"
+        "import os; from cputrain.affinity.kernel.binding import bind_thread\n"
         "pus = tuple(sorted(os.sched_getaffinity(0)))\n"
         "for number in range(len(pus) + 1): bind_thread(pus, number); print(len(os.sched_getaffinity(0)))"
     )
@@ -327,7 +327,7 @@ def test_descriptions_are_read_without_pyyaml() -> None:
     """Only the catalog needs it."""
     code = (
         "import sys; sys.modules['yaml'] = None\n"
-        "from affinity.__main__ import main\n"
+        "from cputrain.affinity.__main__ import main\n"
         "sys.exit(main(['plan', '--machine', 'pack:2 core:4 pu:2', '--ppn', '2'], {}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -337,7 +337,7 @@ def test_descriptions_are_read_without_pyyaml() -> None:
 def test_the_catalog_without_pyyaml_is_one_line() -> None:
     code = (
         "import sys; sys.modules['yaml'] = None\n"
-        "from affinity.__main__ import main\n"
+        "from cputrain.affinity.__main__ import main\n"
         "sys.exit(main(['plan', '--machine', 'skx-8160-2s'], {}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -347,7 +347,9 @@ def test_the_catalog_without_pyyaml_is_one_line() -> None:
 
 
 def test_nobody_needs_to_read_all_that_is_printed() -> None:
-    command = f"{sys.executable} -m affinity plan --machine 'pack:8 core:64 pu:2' | head -1; echo ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -m cputrain.affinity plan --machine 'pack:8 core:64 pu:2' | head -1; echo ${{PIPESTATUS[0]}}"
+    )
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert ran.stderr == "" and ran.stdout.splitlines()[-1] in ("0", "141")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.terminal import SafeOutput, accept_any_text, clip, printable, printable_lines, safe_output, shown
+from cputrain.affinity.terminal import SafeOutput, accept_any_text, clip, printable, printable_lines, safe_output, shown
 
 # What a terminal would obey: titles and clipboard (OSC), questions that it answers, clearing and scrolling the screen,
 # other character sets, a reset, device control strings, C1 characters, a printer, the alternate screen.

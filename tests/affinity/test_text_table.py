@@ -1,6 +1,6 @@
 """Rows of cells as text."""
 
-from affinity.terminal import align_columns, csv_table, markdown_table
+from cputrain.affinity.terminal import align_columns, csv_table, markdown_table
 
 ROWS = [("name", "count"), ("a|b", "7")]
 

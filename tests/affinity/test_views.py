@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.planner.request import RESNET50, USUAL_BATCH
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import NumaNode
-from affinity.views import WIDTH, Picture, plan_to_svg, plan_to_text
-from affinity.wording import memory_text
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import NumaNode
+from cputrain.affinity.views import WIDTH, Picture, plan_to_svg, plan_to_text
+from cputrain.affinity.wording import memory_text
 from tests.support.machines import build_machine
 
 DRAWN = ("skx-8160-2s", "knl-7250-snc4-flat", "max-9480-2s-snc4-flat")
@@ -96,7 +96,7 @@ def test_names_are_escaped_in_svg() -> None:
 
 
 def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "affinity", *arguments], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "cputrain.affinity", *arguments], capture_output=True, text=True)
 
 
 def test_the_package_stands_on_its_own(tmp_path) -> None:
@@ -111,5 +111,5 @@ def test_the_package_stands_on_its_own(tmp_path) -> None:
     assert int(bound.stdout) == len(json.loads(plan.stdout)["workers"][0]["compute_pus"])
     refused = alone("plan", "--ppn", str(os.cpu_count() * 100))
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
-    code = "import sys, affinity.__main__ as m; m.main(['plan'], {}); print({'torch', 'cputrain'} & set(sys.modules))"
+    code = "import sys, cputrain.affinity.__main__ as m; m.main(['plan'], {}); print({'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("set()\n")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.models.batchnorm_relu import EXTENSION, FUSED, NATIVE, FusedBatchNorm2d, built_path, load
 from cputrain.models.fusion import fuse_batchnorms
 from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, build_model

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from affinity.topology.machine import NumaNode
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology.machine import NumaNode
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.bench.decoding import HEIGHT, WIDTH, generated_photos
 from cputrain.bench.figures import Figure, Report, Table, report_json, report_text
 from cputrain.bench.memory import host_place, places, thread_counts

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from affinity.topology.catalog import machine_names
-from affinity.wording import first_sentence
 from cputrain import __version__
+from cputrain.affinity.topology.catalog import machine_names
+from cputrain.affinity.wording import first_sentence
 from cputrain.cli import main
 from cputrain.recipe.keys import OTHER_NAMES, all_keys, reference
 from cputrain.recipe.loading import recipe_names, shipped_recipes

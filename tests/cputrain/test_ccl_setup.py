@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError, RunError
-from affinity.filesystem import cache_folder
-from affinity.kernel.observe import Thread
-from affinity.ranks.rank import Rank
 from cputrain import native_build as compiled
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import cache_folder
+from cputrain.affinity.kernel.observe import Thread
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import NATIVE, built_path, ensure_built, link_line, load, part, units_of
 from cputrain.comm.ccl.environment import Libraries, Transport, check_host, find_libraries, settings, sweep_segments
@@ -130,7 +130,8 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
 def test_a_dev_shm_with_little_room_is_named_at_the_start(size: str, taken: str) -> None:
     """In a mount namespace of its own: what is free counts, not the size."""
     code = (
-        "import os; from affinity.ranks.rank import Rank; from cputrain.comm.ccl.environment import check_host\n"
+        "import os; from cputrain.affinity.ranks.rank import Rank\n"
+        "from cputrain.comm.ccl.environment import check_host\n"
         "check_host(Rank(rank=0, world_size=4, local_rank=0, local_world_size=4, convention='env'), os.environ)"
     )
     ballast = "true" if taken == "0" else f"fallocate -l {taken} /dev/shm/ballast"

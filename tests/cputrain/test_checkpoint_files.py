@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from affinity.errors import RunError
+from cputrain.affinity.errors import RunError
 from cputrain.checkpoints import folder as places
 from cputrain.checkpoints.folder import list_checkpoints, name_of, remove_old, remove_partial, set_best, step_of
 from cputrain.checkpoints.tensors import write_tensors

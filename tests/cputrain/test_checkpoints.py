@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.checkpoints.folder import EMA, MANIFEST, DamagedError, checksum, list_checkpoints, name_of
 from cputrain.checkpoints.tensors import DTYPES, read_tensors, write_tensors
 from cputrain.models.weights import read_weights

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from affinity.errors import InputError, RunError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm import ccl
 from cputrain.comm.ccl.environment import Transport
 from cputrain.comm.group import choose_backend, convert_lost_peer_errors

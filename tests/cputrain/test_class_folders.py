@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats.dataset import Dataset, Images

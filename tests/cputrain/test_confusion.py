@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli.train import check_page
 from cputrain.report.eval_page import (
     MOST_CLASSES,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.jobs.script import Container, Training, container_script
 from cputrain.runs.events import read_events
 from tests.support.commands import cputrain, need
@@ -147,4 +147,8 @@ def test_jobs_in_containers_prepare_and_train(slurm: Slurm, runtimes: dict[str, 
         assert events[-1]["status"] == "done" and len(events[0]["bindings"]) == CORES
         assert [b["pus"] for b in events[0]["bindings"]] == [b["planned_pus"] for b in events[0]["bindings"]]
         modules = [call[call.index("-m") + 1] for call in calls(runtimes) if "-m" in call]
-        assert modules == ["cputrain", "mpi.first_host", *["affinity.bind"] * CORES]  # one container a rank
+        assert modules == [
+            "cputrain",
+            "cputrain.mpi.first_host",
+            *["cputrain.affinity.bind"] * CORES,
+        ]  # one container a rank

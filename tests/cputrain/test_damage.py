@@ -7,8 +7,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from affinity.errors import InputError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.data.formats.dataset import ImageFiles, allowed_damage, causes, refusal
 from cputrain.data.formats.folder import image_files
 from cputrain.data.pixels.decode import decode_by_pillow

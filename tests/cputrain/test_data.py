@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Images
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards

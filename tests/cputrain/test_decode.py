@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.data.pixels import decode as decoding
 from cputrain.data.pixels.crops import Crop, CropFunction, center_crop, random_box, random_resized_crop
 from cputrain.data.pixels.decode import Decode, ImageError, choose_decoder, decode_by_pillow

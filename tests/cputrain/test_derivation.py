@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.order import rank_share
 from cputrain.optim.schedules import scheduled_lr
 from cputrain.recipe.derivation import TrainingSizes, derive, explain, rate_warning

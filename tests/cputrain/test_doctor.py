@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from affinity.kernel import running
-from affinity.planner.openmp import Runtime
-from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
-from affinity.topology.catalog import named_machine
-from affinity.topology.machine import Machine
+from cputrain.affinity.kernel import running
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.topology.catalog import named_machine
+from cputrain.affinity.topology.machine import Machine
 from cputrain.cli import main
 from cputrain.doctor import host, software
 from cputrain.doctor.host import (

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from affinity.errors import InputError
-from affinity.planner.plan import plan_machine
-from affinity.planner.records import ENGINE, Records, measured_of, read_records
-from affinity.planner.request import BF16
-from affinity.ranks.rank import Rank
-from affinity.topology.catalog import find_machine
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.records import ENGINE, Records, measured_of, read_records
+from cputrain.affinity.planner.request import BF16
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.derived import precision_lines
 from cputrain.comm.group import choose_backend
 from cputrain.comm.store import SignedKeys

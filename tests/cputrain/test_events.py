@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.files import write_atomic, write_with
 from cputrain.report.page import write_report
 from cputrain.runs.events import FILE, Events, TimeSpent, elapsed, read_events, read_log, time_spent

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.runs.events import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import content, newest

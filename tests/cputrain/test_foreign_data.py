@@ -14,7 +14,7 @@ import pytest
 import webdataset
 from pyarrow import parquet
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.survey import survey
 from tests.cputrain.test_image_files import counts

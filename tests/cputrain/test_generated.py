@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.data.formats.dataset import INTERCEPT, SLOPE, Points, SyntheticImages
 from cputrain.data.from_recipe import TRAIN_POINTS, VAL_POINTS
 from cputrain.data.loader import point_batches

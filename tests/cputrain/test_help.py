@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from affinity.errors import InputError
-from affinity.terminal import ExitStatus
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import ExitStatus
 from cputrain.cli import group
 from cputrain.cli.options import OTHER, SectionedCommand
 from tools.man_pages import main as write_man_pages

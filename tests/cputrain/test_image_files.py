@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.folder import image_files, read_folder
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.places import IMAGE_SUFFIXES, is_hidden, is_image

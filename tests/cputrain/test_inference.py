@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from affinity.errors import InputError, RunError
 from cputrain import inference as exporting
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.checkpoints.folder import MANIFEST, checksum, read_manifest, write_manifest
 from cputrain.cli import main
 from cputrain.data.formats.folder import image_files

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.sysfs import this_machine
-from affinity.wording import counted
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import counted
+from cputrain.mpi.hosts.groups import HostGroup, job_plan_json
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.detect import find_launcher, newest_version
+from cputrain.mpi.launchers.launcher import Job, bound_command
+from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import read_events
 from cputrain.runs.folder import make_folder
-from mpi.hosts.groups import HostGroup, job_plan_json
-from mpi.launchers.command import launch_command
-from mpi.launchers.detect import find_launcher, newest_version
-from mpi.launchers.launcher import Job, bound_command
-from mpi.supervise.run import free_port
 from tests.mpi.test_launchers import PRINT_NAMES
 from tests.mpi.test_remote import PS_SHOWS_TOKEN
 from tests.support.commands import cputrain, mpi_path
@@ -249,7 +249,7 @@ def test_srun_gives_each_rank_its_pus(slurm: Slurm, binder: str, tmp_path: Path)
     """Our srun line inside an allocation of both hosts; every rank tells the mask that the kernel gave it."""
     plan = plan_machine(this_machine(), Request(ppn=CORES), Runtime())
     code = (
-        "import os, json; from affinity.ranks.rank import discover; r = discover(os.environ); "
+        "import os, json; from cputrain.affinity.ranks.rank import discover; r = discover(os.environ); "
         "printed = [r.rank, r.world_size, r.local_rank, sorted(os.sched_getaffinity(0))]; "
         "os.write(1, json.dumps(printed).encode() + b'\\n')"
     )
@@ -280,7 +280,7 @@ def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> Non
     srun = f"srun -n2 --ntasks-per-node=1 --cpu-bind=none {sys.executable} -m"
     ways = (
         f"{srun} cputrain launch -- {sys.executable} x.py",
-        f"{srun} affinity.bind --plan plan.json -- {sys.executable} x.py",
+        f"{srun} cputrain.affinity.bind --plan plan.json -- {sys.executable} x.py",
         shown,
     )
     for way in ways:

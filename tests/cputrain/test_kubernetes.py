@@ -13,8 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from affinity.errors import InputError
-from affinity.ranks.rank import Pods, pods_of
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Pods, pods_of
 from cputrain.jobs.kubernetes import LONGEST_NAME, NAME, PodJob, label_of, manifests
 from cputrain.runs.events import read_events
 from tests.support.commands import cputrain, here, refused

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import cputrain.data
-from affinity.errors import InputError, RunError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.data import Augmentation, ImageLoader, Transform, loader
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import images_per_block

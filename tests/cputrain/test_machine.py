@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.archive import save_machine
-from affinity.topology.catalog import find_machine
-from affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.archive import save_machine
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
 from cputrain.cli import main
 from tests.support.machines import build_machine, write_sysfs
 

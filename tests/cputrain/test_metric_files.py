@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs import metric_files

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from affinity.planner.request import footprint
+from cputrain.affinity.planner.request import footprint
 from cputrain.data.loader import Normalize, choose_normalize
 from cputrain.models.fusion import has_amx
 from cputrain.models.networks import batchnorms, build_model

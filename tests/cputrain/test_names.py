@@ -138,7 +138,7 @@ def test_two_folders_that_look_the_same_are_refused(tmp_path: Path) -> None:
 
 
 def test_names_of_other_encodings_are_the_same_text_in_every_locale(latin_1: dict[str, str]) -> None:
-    code = "import sys; from affinity.terminal import text_of; print(*map(ascii, map(text_of, sys.argv[1:])))"
+    code = "import sys; from cputrain.affinity.terminal import text_of; print(*map(ascii, map(text_of, sys.argv[1:])))"
     for env in (latin_1, POSIX, {"LC_ALL": "C.UTF-8"}):
         command = [os.fsencode(sys.executable), b"-c", code.encode(), UTF_8, LATIN_1, APART]
         done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, cwd=Path(__file__).parents[2])

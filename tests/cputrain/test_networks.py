@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, batchnorms, build_model
 from cputrain.models.vision import import_torchvision
 from cputrain.models.weights import load_initial_weights

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.runs.events import read_events
 from cputrain.training.saving.restore import Position
 from cputrain.training.watchers import DivergenceCheck

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import TrainingScale, check_folder, make_folder

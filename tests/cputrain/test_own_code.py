@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from affinity.errors import InputError
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli import main
 from cputrain.training.own import _recipe
 from tests.support.commands import cputrain

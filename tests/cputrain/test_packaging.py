@@ -24,7 +24,7 @@ def test_torch_is_bounded_to_what_is_tested(name: str, untested: tuple[str, ...]
 
 
 def test_the_packages_are_typed_for_those_who_import_them() -> None:
-    assert all((ROOT / package / "py.typed").is_file() for package in ("affinity", "mpi", "cputrain"))
+    assert all((ROOT / "cputrain" / package / "py.typed").is_file() for package in ("affinity", "mpi", "."))
 
 
 def test_the_source_distribution_has_what_the_tests_read() -> None:

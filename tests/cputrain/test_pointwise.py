@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.models.fusion import PointwiseConv2d, has_amx, use_products
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection

@@ -47,7 +47,7 @@ with signals_held(os.environ, prepared=prepared):
 """
 INTERRUPTED = """
 import atexit, signal
-from affinity.ranks.rank import Rank
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.launch.rank_process import run_rank
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data.formats.dataset import check_labels
 from cputrain.data.formats.open import open_dataset

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError, RunError
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.cli import main
 from cputrain.models.weights import Pretrained, fetch, find_pretrained
 

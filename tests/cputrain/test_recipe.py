@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli.derived import aligned
 from cputrain.cli.prepare import prepare_command as prepare
 from cputrain.data.from_recipe import survey_recipe

@@ -102,7 +102,7 @@ def test_the_message_names_rank_host_and_steps() -> None:
 
 ROUNDING = """
 import json, torch, torch.distributed as dist
-from affinity.errors import RunError
+from cputrain.affinity.errors import RunError
 from cputrain.training.watchers import ReplicaCheck, bit_sum, replica_tensors
 
 dist.init_process_group("gloo")

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import RunError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.wording import GIB
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.wording import GIB
 from cputrain.launch.shortage import remedy, with_remedy
 from cputrain.launch.training_command import HostsLeft, is_training, with_absent_module
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.supervise.processes import JobFailedError, Shortage
 from cputrain.recipe.loading import load_recipe
 from cputrain.runs.events import read_events
 from cputrain.runs.folder import LOGS, make_folder, with_same_global_batch
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.launcher import Job
-from mpi.supervise.processes import JobFailedError, Shortage
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import fake_hosts
 from tests.support.hangs import children_of

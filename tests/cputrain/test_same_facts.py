@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from affinity.errors import InputError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.group import check_same, describe_difference
 from cputrain.comm.store import SignedKeys
 from cputrain.data.from_recipe import open_recipe_data
+from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.binding import facts_of
-from mpi.supervise.run import free_port
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import PPN

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.start import own_program
+from cputrain.affinity.start import own_program
 from tests.support.commands import mpi_path
 
 BIN = Path(sys.executable).parent
@@ -134,7 +134,7 @@ def test_packages_that_only_pythonpath_or_the_user_s_folder_has_are_found(folder
 
 
 def test_our_own_processes_ignore_another_python_s_home(folder: Path) -> None:
-    assert "core" in run_well(folder, *own_program("affinity"), "plan", PYTHONHOME="/nowhere")
+    assert "core" in run_well(folder, *own_program("cputrain.affinity"), "plan", PYTHONHOME="/nowhere")
 
 
 @pytest.mark.parametrize("minor", [10, 12, 13])

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.terminal import markdown_table
 from benchmarks.simulate_published import (
     command_of,
     efficiencies,
@@ -20,6 +18,8 @@ from benchmarks.simulate_published import (
     predicted_row,
     table,
 )
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import markdown_table
 from cputrain.cli import main
 from cputrain.cli.simulate import numbers_of_hosts
 from cputrain.recipe.loading import load_recipe

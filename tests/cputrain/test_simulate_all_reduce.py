@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.simulate.assumptions import LINKED, Link, link_of
 from cputrain.simulate.step import ALGORITHMS, Path, cost, exchanges, expected_maximum, slowest
 

@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.comm.bucket_sizes import bucket_bytes
 from cputrain.models.networks import build_model
 from cputrain.models.sizes import SIZES

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.records import machine_name, read_records
-from affinity.topology.catalog import find_machine
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.records import machine_name, read_records
+from cputrain.affinity.topology.catalog import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
 from cputrain.recipe.loading import load_recipe

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.folder import DEVKIT, SYNSETS
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.prepare.pack import prepare

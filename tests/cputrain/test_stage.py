@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from affinity.errors import InputError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.data import staging
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.prepare.pack import Options, prepare

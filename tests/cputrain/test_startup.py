@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from affinity.ranks.rank import Rank
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.launch.rank_process import Startup, startup_of
-from mpi.supervise.output import Stream
-from mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.mpi.supervise.output import Stream
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 
 RANK = Rank(rank=0, world_size=2, local_rank=0, local_world_size=2, convention="env")
 

@@ -10,21 +10,21 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from affinity.errors import RunError
-from affinity.ranks.rank import Rank
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.store import SignedKeys, connect_store
+from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.runs.events import read_events
 from cputrain.training.preemption import KEY
-from mpi.supervise.run import free_port
-from mpi.supervise.wire import TOKEN_VARIABLE
 from tests.support.images import write_images
 
 JOIN = """
 import os, sys
 from datetime import timedelta
-from affinity.errors import RunError
-from affinity.ranks.rank import Rank
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.store import connect_store
 rank = Rank(rank=int(sys.argv[1]), world_size=2, local_rank=int(sys.argv[1]), local_world_size=2, convention="env")
 try:
@@ -145,7 +145,7 @@ def test_a_stranger_at_the_store_of_a_training_does_not_stop_it(tmp_path: Path) 
 
 SERVE = """
 import sys
-from affinity.ranks.rank import Rank
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.store import connect_store
 rank = Rank(rank=0, world_size=2, local_rank=0, local_world_size=1, convention="env")
 connect_store(rank, {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]})

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.options import in_our_words, own_words
 from cputrain.cli.words import COMMAND_MEANINGS, OPTION_MEANINGS, _has, missing_argument, no_such_command

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from affinity.terminal import align_columns
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import align_columns
 from cputrain.recipe.schema import SweepSection
 from cputrain.reproduce.large_batch import (
     BatchResults,

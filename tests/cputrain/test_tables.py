@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats import tables

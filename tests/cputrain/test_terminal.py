@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from affinity.terminal import redraws, shows_color
+from cputrain.affinity.terminal import redraws, shows_color
 from tests.support.run_folders import write_run
 
 PATIENCE_S = 120.0
@@ -162,7 +162,7 @@ def test_watch_in_a_dumb_terminal_prints_once_without_commands(run: Path) -> Non
 def test_a_plan_in_a_terminal_has_color_unless_no_color_is_set(tmp_path: Path) -> None:
     def plan(**env: str) -> str:
         ours, theirs = pty.openpty()
-        argv = [sys.executable, "-m", "affinity", "plan", "--machine", "pack:1 core:2"]
+        argv = [sys.executable, "-m", "cputrain.affinity", "plan", "--machine", "pack:1 core:2"]
         with subprocess.Popen(argv, stdout=theirs, env={**os.environ, **env}, cwd=Path(__file__).parents[2]) as started:
             os.close(theirs)
             text = b""

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import Shards, crc32c
 from cputrain.data.formats.survey import survey

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from affinity.topology.sysfs import this_machine
-from affinity.wording import counted
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import counted
 from cputrain.report.run import read_usage
 from cputrain.runs.events import read_events
 from tests.support.checkpoints import differing, newest
@@ -116,15 +116,15 @@ def test_the_group_s_threads_end_with_it() -> None:
     """Threads of gloo that live on abort the interpreter's exit now and then."""
     code = """
 import os, sys, time
-from affinity.kernel.observe import threads_of
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.openmp import Runtime
-from affinity.topology.sysfs import this_machine
-from affinity.wording import counted
+from cputrain.affinity.kernel.observe import threads_of
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.wording import counted
 from cputrain.comm.group import end_group, all_gather, start_group
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import ModelSection
-from affinity.ranks.rank import Rank
+from cputrain.affinity.ranks.rank import Rank
 import torch
 rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="env")
 worker = plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.plan import plan_machine
-from affinity.planner.records import machine_name
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import Machine
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.planner.plan import plan_machine
+from cputrain.affinity.planner.records import machine_name
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.data.formats.survey import Survey
 from cputrain.launch.local import PlannedTraining
 from cputrain.launch.recipe_request import request_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.watch.screen import MOST_POINTS, EventTail, WatchState, braille_curve, screen
 from tests.support.run_folders import BEGUN, write_run

@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.ranks.rank import Rank, rendezvous
+from cputrain.affinity.ranks.rank import Rank, rendezvous
 from cputrain.comm.watchdog import (
     LastHeartbeat,
     PendingCollective,
@@ -25,7 +25,7 @@ from cputrain.comm.watchdog import (
     silent_rank,
     watched_ranks,
 )
-from mpi.supervise.run import free_port
+from cputrain.mpi.supervise.run import free_port
 
 STUCK = """
 import threading, time
@@ -78,11 +78,11 @@ os._exit(0)
 """
 AT_THE_END = """
 import os, signal
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.openmp import Runtime
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm.group import end_group, all_gather, convert_lost_peer_errors, start_group
-from affinity.ranks.rank import discover
+from cputrain.affinity.ranks.rank import discover
 rank = discover(os.environ)
 group = start_group(rank, plan_machine(this_machine(), Request(ppn=1), Runtime()).workers[0], "gloo", 60.0, os.environ)
 all_gather(1)

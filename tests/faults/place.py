@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cputrain.checkpoints.folder import list_checkpoints, step_of
-from mpi.supervise.processes import descendants
-from mpi.supervise.run import free_port
+from cputrain.mpi.supervise.processes import descendants
+from cputrain.mpi.supervise.run import free_port
 
 ROOT = Path(__file__).parents[2]
 SAVED_EVERY = 10
@@ -52,7 +52,7 @@ class Running:
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
                 rank = variables_of(pid).get("RANK")
-                if rank is not None and word in command and "mpi.supervise" not in command:
+                if rank is not None and word in command and "cputrain.mpi.supervise" not in command:
                     found[int(rank)] = pid
         return found
 

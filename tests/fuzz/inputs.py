@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 
 IN_TESTS = 500
 COUNT = int(os.environ.get("CPUTRAIN_FUZZ", IN_TESTS))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.report.page import report_html
 from cputrain.report.run import read_run
 from cputrain.watch.screen import EventTail, WatchState, screen

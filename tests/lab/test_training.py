@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.plan_file import read_plan
-from affinity.topology.machine import parse_list
+from cputrain.affinity.planner.plan_file import read_plan
+from cputrain.affinity.topology.machine import parse_list
 from cputrain.runs.events import read_events
 from tests.lab import boot
 from tests.lab.topologies import Topology, even

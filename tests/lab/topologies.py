@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-DRAM, HBM, SLOW, UNKNOWN = "dram", "hbm", "slow", "unknown"  # as affinity.topology.machine names them
+DRAM, HBM, SLOW, UNKNOWN = "dram", "hbm", "slow", "unknown"  # as cputrain.affinity.topology.machine names them
 SPEEDS = {DRAM: 60, HBM: 200, SLOW: 20}  # GB/s of a node as its nearest CPUs see it, in the firmware's HMAT
 LATENCIES = {DRAM: 10, HBM: 12, SLOW: 60}  # ns, likewise
 

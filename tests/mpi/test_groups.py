@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.plan import Request
-from affinity.planner.plan_file import plan_from_dict
-from affinity.topology.catalog import find_machine
-from mpi.hosts.groups import cluster_to_dict, plan_cluster
-from mpi.hosts.hostfile import expand
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.planner.plan_file import plan_from_dict
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.mpi.hosts.groups import cluster_to_dict, plan_cluster
+from cputrain.mpi.hosts.hostfile import expand
 from tests.support.commands import cputrain, here, refused
 
 GROUPS = (

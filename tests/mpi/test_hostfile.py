@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from mpi.hosts.hostfile import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
+from cputrain.affinity.errors import InputError
+from cputrain.mpi.hosts.hostfile import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
 from tests.support.commands import cputrain, mpi_path
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.start import own_program
-from affinity.topology.sysfs import this_machine
-from mpi.hosts.groups import HostGroup, job_plan_json
-from mpi.launchers.command import launch_command
-from mpi.launchers.detect import find_launcher
-from mpi.launchers.launcher import Job, bound_command
-from mpi.launchers.programs import LAUNCHERS
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.start import own_program
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.hosts.groups import HostGroup, job_plan_json
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.detect import find_launcher
+from cputrain.mpi.launchers.launcher import Job, bound_command
+from cputrain.mpi.launchers.programs import LAUNCHERS
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 
@@ -25,13 +25,13 @@ CORES = len(this_machine().allowed_cores)
 WORKERS = min(2, CORES)
 REQUEST = Request(ppn=WORKERS)
 PRINT_RANK = (
-    "import os, json; from affinity.ranks.rank import discover; rank = discover(os.environ); "
+    "import os, json; from cputrain.affinity.ranks.rank import discover; rank = discover(os.environ); "
     "os.write(1, json.dumps([rank.rank, rank.world_size, rank.local_rank, "
     "sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], os.environ['MASTER_ADDR'], "
     "os.environ.get('GREETING')]).encode() + b'\\n')"
 )
 PRINT_CONVENTION = (
-    "import os; from affinity.ranks.rank import discover; "
+    "import os; from cputrain.affinity.ranks.rank import discover; "
     "os.write(1, f'convention {discover(os.environ).convention}\\n'.encode())"
 )
 # A script that does not import cputrain: its CPUs, its numbers by all names, where it would meet the others.
@@ -169,7 +169,7 @@ def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", MPI)
 def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None:
-    """By hand, with affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
+    """By hand, with cputrain.affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
     (tmp_path / "x.py").write_text(PRINT_NAMES)
     (tmp_path / "plan.json").write_text(cputrain("plan", "--ppn", str(WORKERS), "--format", "json").stdout)
     path = path_of(name, tmp_path)
@@ -179,7 +179,9 @@ def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None
     if name.startswith("openmpi"):
         unbound += ["--allow-run-as-root", *(["--prefix", launcher.prefix] if launcher.prefix else [])]
     mpirun = ["env", *mpirun, *unbound, "-np", str(WORKERS), sys.executable, "-m"]
-    check_ranks(plainly([*mpirun, "affinity.bind", "--plan", "plan.json", "--", sys.executable, "x.py"], tmp_path))
+    check_ranks(
+        plainly([*mpirun, "cputrain.affinity.bind", "--plan", "plan.json", "--", sys.executable, "x.py"], tmp_path)
+    )
     check_ranks(plainly([*mpirun, "cputrain", "launch", "--", sys.executable, "x.py"], tmp_path))
     assert not (tmp_path / "runs").exists()
     refused = plainly([*mpirun, "cputrain", "launch", "--ppn", "7", "--", "true"], tmp_path)
@@ -257,7 +259,7 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
 
 def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
     output = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
-    own = " ".join(own_program("mpi.supervise.agent"))
+    own = " ".join(own_program("cputrain.mpi.supervise.agent"))
     assert f"{own} --report-to ADDRESS:PORT --into " in output
     assert "CPUTRAIN_JOB_TOKEN=TOKEN " in output and "launch.sh CMD" in output
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError, RunError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.launch.command import new_folder
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.run import run_local
+from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.runs.folder import write_plan
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.launcher import Job
-from mpi.supervise.monitor import Monitor
-from mpi.supervise.run import run_local
-from mpi.supervise.wire import TOKEN_VARIABLE
 from tests.support.commands import cputrain
 
 pytestmark = pytest.mark.processes
@@ -193,7 +193,7 @@ def test_a_killed_agent_takes_its_rank_and_its_children_along(tmp_path: Path) ->
     monitor = Monitor("secret", ("h0",))
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
     report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "logs"))
-    argv = (sys.executable, "-m", "mpi.supervise.agent", *report, "--", "sh", "-c", FAMILY)
+    argv = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "sh", "-c", FAMILY)
     process = subprocess.Popen(argv, env={**os.environ, **world}, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     deadline = time.monotonic() + 20

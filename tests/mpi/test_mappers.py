@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.catalog import find_machine
-from affinity.topology.machine import parse_list
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.command import launch_command
-from mpi.launchers.detect import find_launcher
-from mpi.launchers.launcher import Job
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import parse_list
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.detect import find_launcher
+from cputrain.mpi.launchers.launcher import Job
 from tests.support.commands import mpi_path
 
 # hwloc's description of the machine, for mappers that would otherwise inspect this one.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mpi.supervise.monitor import Monitor, describe_stopped, stopped_rank
-from mpi.supervise.wire import (
+from cputrain.mpi.supervise.monitor import Monitor, describe_stopped, stopped_rank
+from cputrain.mpi.supervise.wire import (
     TOKEN_VARIABLE,
     Answer,
     Connection,
@@ -192,7 +192,7 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
     """A launcher that sees it exit ends the other ranks, whose exits would then be taken for the cause."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
     report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "logs"))
-    command = (sys.executable, "-m", "mpi.supervise.agent", *report, "--", "sh", "-c", "exit 3")
+    command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "sh", "-c", "exit 3")
     with subprocess.Popen(command, env={**os.environ, **world}) as process:
         await_hello(monitor, 1)
         deadline = time.monotonic() + 20
@@ -207,7 +207,7 @@ def test_the_agent_of_a_rank_that_failed_stays_until_the_job_ends(monitor: Monit
 
 def test_agents_that_a_signal_stops_alone_are_a_failure(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where one host is preempted; a scheduler that ends the job signals all of them."""
-    monkeypatch.setattr("mpi.supervise.monitor.ALONE_S", 0.6)
+    monkeypatch.setattr("cputrain.mpi.supervise.monitor.ALONE_S", 0.6)
     connections = [agent(monitor, rank) for rank in range(3)]
     await_hello(monitor, 3)
     for rank in (1, 2):
@@ -236,7 +236,7 @@ def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path
     (tmp_path / "file").write_text("")
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN_VARIABLE: "secret"}
     report = ("--report-to", f"127.0.0.1:{monitor.port}", "--into", str(tmp_path / "file/logs"))
-    command = (sys.executable, "-m", "mpi.supervise.agent", *report, "--", "true")
+    command = (sys.executable, "-m", "cputrain.mpi.supervise.agent", *report, "--", "true")
     with subprocess.Popen(command, env={**os.environ, **world}, stderr=subprocess.PIPE, text=True) as process:
         await_hello(monitor, 1)
         deadline = time.monotonic() + 20
@@ -244,4 +244,6 @@ def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path
             monitor.poll(0.05)
         assert "exited with status 1" in monitor.cause() and "file/logs: Not a directory" in monitor.cause()
         monitor.stop(3.0)
-        assert process.communicate(timeout=20)[1].startswith("mpi.supervise.agent: ") and process.returncode == 1
+        assert (
+            process.communicate(timeout=20)[1].startswith("cputrain.mpi.supervise.agent: ") and process.returncode == 1
+        )

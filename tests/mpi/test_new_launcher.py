@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from affinity.errors import InputError
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, LauncherVariables
-from affinity.ranks.rank import Rank, discover
-from affinity.topology.machine import format_list
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.command import launch_command
-from mpi.launchers.detect import find_launcher
-from mpi.launchers.launcher import HostOptions, InstalledLauncher, Job, Launcher
-from mpi.launchers.programs import LAUNCHERS
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, LauncherVariables
+from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.topology.machine import format_list
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.launchers.command import launch_command
+from cputrain.mpi.launchers.detect import find_launcher
+from cputrain.mpi.launchers.launcher import HostOptions, InstalledLauncher, Job, Launcher
+from cputrain.mpi.launchers.programs import LAUNCHERS
 from tests.support.machines import build_machine
 
 VARIABLES = LauncherVariables(
@@ -109,7 +109,7 @@ def test_without_a_folder_its_hosts_stand_in_the_line() -> None:
 def test_its_ranks_know_themselves_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     env = dict(zip(VARIABLES.rank_names, ("3", "4", "1", "2"), strict=True))
     assert discover(env) is None
-    monkeypatch.setattr("affinity.ranks.rank.LAUNCHER_VARIABLES", (*LAUNCHER_VARIABLES, VARIABLES))
+    monkeypatch.setattr("cputrain.affinity.ranks.rank.LAUNCHER_VARIABLES", (*LAUNCHER_VARIABLES, VARIABLES))
     assert discover(env) == Rank(rank=3, world_size=4, local_rank=1, local_world_size=2, convention="example")
 
 

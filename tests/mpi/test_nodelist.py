@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.errors import InputError
-from mpi.hosts.hostfile import expand, fold
+from cputrain.affinity.errors import InputError
+from cputrain.mpi.hosts.hostfile import expand, fold
 from tests.support.commands import need
 
 NAMES = st.builds(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mpi.supervise import output
-from mpi.supervise.output import CLEAR_LINE, Stream
+from cputrain.mpi.supervise import output
+from cputrain.mpi.supervise.output import CLEAR_LINE, Stream
 
 
 class Terminal(io.StringIO):

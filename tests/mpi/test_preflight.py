@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.request import RESNET50
-from mpi.preflight import run
-from mpi.preflight.checks import (
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.request import RESNET50
+from cputrain.mpi.preflight import run
+from cputrain.mpi.preflight.checks import (
     MAX_BYTES,
     Clock,
     HostReport,
@@ -26,8 +26,8 @@ from mpi.preflight.checks import (
     inspect_host,
     missing_provider,
 )
-from mpi.supervise.processes import JobFailedError
-from mpi.supervise.wire import Hello, RankServer, Stop, connect
+from cputrain.mpi.supervise.processes import JobFailedError
+from cputrain.mpi.supervise.wire import Hello, RankServer, Stop, connect
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts

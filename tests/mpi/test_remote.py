@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.hosts.groups import HostGroup
+from cputrain.mpi.launchers.detect import find_launcher
+from cputrain.mpi.launchers.launcher import Job
+from cputrain.mpi.supervise.run import run_remote
 from cputrain.report.run import read_usage
 from cputrain.runs.events import read_events
-from mpi.hosts.groups import HostGroup
-from mpi.launchers.detect import find_launcher
-from mpi.launchers.launcher import Job
-from mpi.supervise.run import run_remote
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images
@@ -107,7 +107,7 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_stopped(
     mpirun.chmod(0o755)
     env = {**os.environ, "PATH": f"{mpirun.parent}:{path}"}
     installed = replace(find_launcher("mpich", env), program=str(mpirun))
-    monkeypatch.setattr("mpi.supervise.run.LAUNCHER_END_S", 2.0)
+    monkeypatch.setattr("cputrain.mpi.supervise.run.LAUNCHER_END_S", 2.0)
     plan = plan_machine(this_machine(), Request(ppn=1), Runtime())
     groups = (HostGroup(hosts=("localhost",), plan=plan),)
     job = Job(groups=groups, command=("true",), plan_path=tmp_path / "plan.json", log_dir=tmp_path / "logs")
@@ -220,7 +220,7 @@ import os, socket, subprocess, time
 time.sleep(1)
 lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 seen = os.environ["CPUTRAIN_JOB_TOKEN"] in lines
-print(f"{socket.gethostname()}: agents {'mpi.supervise.agent' in lines}, token {seen}", flush=True)
+print(f"{socket.gethostname()}: agents {'cputrain.mpi.supervise.agent' in lines}, token {seen}", flush=True)
 """
 
 
@@ -247,7 +247,7 @@ def test_a_script_under_mpirun_on_several_hosts(hosts: FakeHosts, name: str, tmp
     bind = (
         sys.executable,
         "-m",
-        "affinity.bind",
+        "cputrain.affinity.bind",
         "--plan-here",
         request,
         "--",

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
-from affinity.topology.sysfs import this_machine
-from mpi.supervise.monitor import (
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.supervise.monitor import (
     READ_S,
     STARTING_S,
     WAITING_S,
@@ -29,13 +29,15 @@ from mpi.supervise.monitor import (
     stopped_rank,
     tree,
 )
-from mpi.supervise.processes import RankExit, frames, read_stack, stack_file
-from mpi.supervise.signals import RunningClock
+from cputrain.mpi.supervise.processes import RankExit, frames, read_stack, stack_file
+from cputrain.mpi.supervise.signals import RunningClock
 from tests.support.commands import mpi_path
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)
 WORKING = Activity(busy_s=1.0)  # a moment ago it waited for something
-SAYS_WHETHER_IT_CATCHES = "from affinity.process_stat import catches; print(catches(os.getpid(), STACK_SIGNAL))"
+SAYS_WHETHER_IT_CATCHES = (
+    "from cputrain.affinity.process_stat import catches; print(catches(os.getpid(), STACK_SIGNAL))"
+)
 
 
 def exited(rank: int, status: int, at: float = 0.0) -> RankExit:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from affinity.topology.sysfs import this_machine
-from mpi.supervise import ranks, signals
-from mpi.supervise.monitor import tree
-from mpi.supervise.signals import (
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.supervise import ranks, signals
+from cputrain.mpi.supervise.monitor import tree
+from cputrain.mpi.supervise.signals import (
     InterruptedBySignalError,
     interrupt,
     interruptible,
@@ -24,7 +24,7 @@ from mpi.supervise.signals import (
     undivided,
     until_interrupted,
 )
-from mpi.supervise.wire import HEARTBEAT_TIMEOUT_S
+from cputrain.mpi.supervise.wire import HEARTBEAT_TIMEOUT_S
 from tests.support.commands import mpi_path
 
 WORKERS = min(2, len(this_machine().allowed_cores))

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.ranks.rank import address_to
-from affinity.terminal import JOINERS
-from mpi.supervise import wire
-from mpi.supervise.monitor import Monitor
-from mpi.supervise.processes import RankExit, describe_exit
-from mpi.supervise.wire import (
+from cputrain.affinity.ranks.rank import address_to
+from cputrain.affinity.terminal import JOINERS
+from cputrain.mpi.supervise import wire
+from cputrain.mpi.supervise.monitor import Monitor
+from cputrain.mpi.supervise.processes import RankExit, describe_exit
+from cputrain.mpi.supervise.wire import (
     Answer,
     Connection,
     Exit,
@@ -360,7 +360,15 @@ def test_the_monitor_listens_on_one_address_only() -> None:
 
 def test_an_agent_without_the_token_says_so(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = (sys.executable, "-m", "mpi.supervise.agent", "--report-to", "127.0.0.1:9", "--into", str(tmp_path))
+    command = (
+        sys.executable,
+        "-m",
+        "cputrain.mpi.supervise.agent",
+        "--report-to",
+        "127.0.0.1:9",
+        "--into",
+        str(tmp_path),
+    )
     result = subprocess.run((*command, "--", "true"), env=world, capture_output=True, text=True)
     assert result.returncode == 2 and "CPUTRAIN_JOB_TOKEN has not reached" in result.stderr
 

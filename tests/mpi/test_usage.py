@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinity.topology.sysfs import this_machine
-from cputrain.report.page import write_report
-from cputrain.report.run import mean_of, read_usage, running_time, worker_rows
-from mpi.supervise.run import run_local
-from mpi.usage import sampler
-from mpi.usage.records import (
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.mpi.supervise.run import run_local
+from cputrain.mpi.usage import sampler
+from cputrain.mpi.usage.records import (
     MOST_INTERFACES,
     MOST_RECORDS,
     HostUse,
@@ -35,7 +33,9 @@ from mpi.usage.records import (
     total,
     worker_file,
 )
-from mpi.usage.sampler import Tree, read_rdma, read_tree
+from cputrain.mpi.usage.sampler import Tree, read_rdma, read_tree
+from cputrain.report.page import write_report
+from cputrain.report.run import mean_of, read_usage, running_time, worker_rows
 from tests.mpi.test_local import job
 from tests.support.commands import cputrain, mpi_path
 
@@ -247,7 +247,7 @@ def test_a_folder_without_samples_says_so(tmp_path: Path) -> None:
 UNREADABLE = """
 import os, sys
 from pathlib import Path
-from mpi.usage import sampler
+from cputrain.mpi.usage import sampler
 
 def unreadable():
     raise PermissionError(13, "Permission denied", "/proc/stat")

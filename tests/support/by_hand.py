@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpi.supervise.run import free_port
+from cputrain.mpi.supervise.run import free_port
 from tests.support.commands import cputrain
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -24,7 +24,7 @@ def ranks_by_hand(place: Path, plan: dict, *arguments: str) -> list[subprocess.C
     """`cputrain ARGUMENTS` as all ranks of a plan, its workers bound by it."""
     (place / "plan.json").write_text(json.dumps(plan))
     size = str(len(plan["workers"]))
-    bind = [sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--no-verify", "--"]
+    bind = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--no-verify", "--"]
     argv = [*bind, sys.executable, "-m", "cputrain", *arguments, "--no-verify"]
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [

@@ -17,7 +17,7 @@ import torch.distributed.nn.functional
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from affinity.ranks.rank import discover, rendezvous
+from cputrain.affinity.ranks.rank import discover, rendezvous
 
 rank = discover(os.environ)
 assert rank is not None
@@ -351,7 +351,7 @@ def leave() -> None:
 
 def meet() -> None:
     """Who is here, over which transport, and where oneCCL's and our threads run."""
-    from affinity.kernel.observe import threads_of
+    from cputrain.affinity.kernel.observe import threads_of
 
     total = torch.tensor([1.0])
     dist.all_reduce(total)

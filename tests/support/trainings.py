@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from affinity.ranks.rank import discover
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.launch.rank_process import Startup, bind_rank, run_rank
+from cputrain.mpi.supervise.run import free_port
 from cputrain.recipe.loading import load_recipe
-from mpi.supervise.run import free_port
 from tests.support.commands import cputrain
 
 PPN = min(2, len(this_machine().allowed_cores))
@@ -71,8 +71,8 @@ def main(trainings: list[dict[str, Any]]) -> None:
 
 def send_signal(step: int) -> None:
     """Send this process the preemption signal when that step is logged; 0: never."""
+    from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
     from cputrain.training.log import TrainingLog
-    from mpi.supervise.signals import PREEMPTION_SIGNAL
 
     def log_step(self: TrainingLog, *arguments: Any, **fields: Any) -> None:
         PLAIN_STEP[0](self, *arguments, **fields)

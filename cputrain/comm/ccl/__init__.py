@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from affinity.ranks.rank import Rank
+from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.ccl.build import ensure_built, load
 from cputrain.comm.ccl.environment import (
     Transport,
@@ -30,8 +30,8 @@ from cputrain.comm.ccl.environment import (
 from cputrain.comm.store import SignedKeys, describe_gone
 from cputrain.comm.watchdog import PendingCollective, Watchdog, WatchedBackend, key_of, place_of_this_process
 from cputrain.measurements import VARIABLE, kept_seconds
-from mpi.fabric import Setting
-from mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
+from cputrain.mpi.fabric import Setting
+from cputrain.mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
 
 BACKEND = "ccl"
 KVS_TIMEOUT = "CCL_KVS_GET_TIMEOUT"

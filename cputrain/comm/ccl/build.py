@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from affinity.filesystem import cache_folder
+from cputrain.affinity.filesystem import cache_folder
 from cputrain.comm.ccl.environment import Libraries
 from cputrain.native_build import NativeExtension, ensure_compiled, loading, object_file
 

@@ -12,16 +12,16 @@ import time
 from collections.abc import Mapping
 from statistics import median
 
-from affinity.errors import InputError, RunError
-from affinity.planner.records import Record
-from affinity.ranks.launcher_variables import ENV, PREFIXES
-from affinity.ranks.rank import LOOPBACK, Rank, rendezvous
-from affinity.start import own_program
-from affinity.terminal import ExitStatus, status_of, use_utf8
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.records import Record
+from cputrain.affinity.ranks.launcher_variables import ENV, PREFIXES
+from cputrain.affinity.ranks.rank import LOOPBACK, Rank, rendezvous
+from cputrain.affinity.start import own_program
+from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.environment import Libraries, find_libraries
 from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, keep, transport_records
-from mpi.supervise.run import free_port
+from cputrain.mpi.supervise.run import free_port
 
 PROGRAM = own_program("cputrain.comm.ccl.check_rank")
 MPIRUN = "bin/mpiexec.hydra"

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 
-from affinity.errors import InputError, RunError
-from affinity.ranks.rank import discover, with_rank
-from affinity.terminal import use_utf8
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.ranks.rank import discover, with_rank
+from cputrain.affinity.terminal import use_utf8
+from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.comm import ccl
 from cputrain.measurements import BUCKET_BYTES
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from affinity.errors import InputError
-from affinity.ranks.launcher_variables import HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS
-from affinity.ranks.rank import LOOPBACK_INTERFACE, Rank, discover, interface_to
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.launcher_variables import HYDRA, LAUNCHER_VARIABLES, PMI_CONNECTIONS
+from cputrain.affinity.ranks.rank import LOOPBACK_INTERFACE, Rank, discover, interface_to
+from cputrain.affinity.wording import counted
 from cputrain.comm.store import SignedKeys, describe_gone
 from cputrain.measurements import LIBFABRIC, MPI, TITLES, VARIABLE, comparison
-from mpi.fabric import Setting
+from cputrain.mpi.fabric import Setting
 
 SHM = Path("/dev/shm")
 BY_PROCESS = re.compile(r"(\d+):\d+:\d+")  # libfabric's shm provider: PID:UID:INDEX
@@ -66,7 +66,7 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-# affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts: they do not tell the launcher.
+# cputrain.affinity.bind sets OMPI_COMM_WORLD_RANK and PMI_RANK for all scripts: they do not tell the launcher.
 OTHER_MPI = dict(each.pmi_of for each in LAUNCHER_VARIABLES if each.pmi_of is not None)
 PMI_RANK, PMI_SIZE = HYDRA.rank_names[:2]
 KEY = "transport"

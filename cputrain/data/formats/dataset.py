@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from affinity.errors import InputError
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import counted
 from cputrain.data.pixels.crops import CropFunction
 
 NUMBERS = re.compile(r"[\d,]+")  # bytes and offsets differ from file to file, and the cause is one

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from affinity.errors import InputError
-from affinity.terminal import one_form, text_of
-from affinity.wording import counted, first_named
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import one_form, text_of
+from cputrain.affinity.wording import counted, first_named
 from cputrain.data.formats.places import NAMES, SPLITS, TEST, TRAIN, VAL, is_hidden, is_image, suffix_of, visible
 
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"

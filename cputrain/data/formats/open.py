@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, ImageFiles, OwnSplits
 from cputrain.data.formats.folder import read_folder
 from cputrain.data.formats.places import (

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from affinity.errors import InputError
-from affinity.wording import counted, either
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import counted, either
 from cputrain.files import write_text
 
 VERSION = 3

@@ -16,8 +16,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from affinity.errors import InputError
-from affinity.wording import MIB
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import MIB
 from cputrain.data.formats.dataset import Images, PiecewiseImages
 from cputrain.data.formats.places import MANIFEST, read_manifest
 from cputrain.data.order import Indices, block_length

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images, OwnSplits, PiecewiseImages
 from cputrain.data.formats.places import BOTH_SPLITS, VAL_FRACTION, counts_to_draw, describe_drawn, order_notes
 from cputrain.data.order import Indices, epoch_order

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.folder import read_folder
 from cputrain.data.formats.places import (
     ALREADY_PREPARED,

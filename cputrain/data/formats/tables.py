@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from affinity.errors import InputError
-from affinity.terminal import one_form
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import one_form
+from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import Images, LabeledImages, OwnSplits, PiecewiseImages
 from cputrain.data.formats.places import table_files
 from cputrain.data.formats.subset import subset_of

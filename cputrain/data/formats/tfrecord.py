@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from affinity.errors import InputError
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import Images, OwnSplits
 from cputrain.data.formats.places import record_files
 from cputrain.data.formats.shards import crc32c

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, LabeledImages
 from cputrain.models.vision import import_torchvision
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import LabeledImages, OwnSplits
 from cputrain.data.formats.places import is_hidden, is_image, shard_files
 

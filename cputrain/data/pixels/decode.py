@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from affinity.errors import InputError, RunError
-from affinity.filesystem import cache_folder
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import cache_folder
 from cputrain.data.pixels.crops import CropFunction
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from PIL import Image
 
-from affinity.errors import InputError
+from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images
 from cputrain.data.formats.places import MANIFEST, read_manifest, write_manifest
 from cputrain.data.formats.shards import RECORD, crc32c, index_path, shard_paths

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from affinity.errors import InputError
-from affinity.terminal import text_of
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import text_of
+from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import ArchiveMembers, Dataset, ImageFiles, Images, OwnSplits
 from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of
 from cputrain.data.formats.open import folder_splits

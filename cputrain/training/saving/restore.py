@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from affinity.errors import InputError
-from affinity.wording import counted
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import counted
 from cputrain.checkpoints.folder import (
     EMA,
     MODEL,

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from affinity.errors import InputError, RunError
-from affinity.kernel.binding import bind_thread
 from cputrain import __version__
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.kernel.binding import bind_thread
 from cputrain.checkpoints.folder import (
     FileRecord,
     Manifest,

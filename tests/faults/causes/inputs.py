@@ -124,7 +124,7 @@ SMALL = (
     "epochs=1",
 )
 SHARDS = cputrain("train", "imagefolder", "data.path=shards", *SMALL, "batch.local=4", "plan.ppn=1", "output=run")
-BIND = (sys.executable, "-m", "affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true")
+BIND = (sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--", "true")
 
 
 def refused(name: str, cause: Callable[[Place], Seen], *says: str, status: int = 2) -> Fault:

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from affinity.wording import MIB
-from mpi.supervise.processes import descendants
+from cputrain.affinity.wording import MIB
+from cputrain.mpi.supervise.processes import descendants
 from tests.faults.causes.moments import (
     MOST,
     Moment,

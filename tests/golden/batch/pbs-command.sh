@@ -88,7 +88,7 @@ unset OMP_NUM_THREADS  # PBS sets it, on the first host only
 cp -- "$PBS_NODEFILE" "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
 launch=()
-bash "$files/container.sh" python -I -m mpi.first_host "$files" --launcher srun --fabric auto \
+bash "$files/container.sh" python -I -m cputrain.mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     --request='{"pin_threads": false, "nodes": 2}' --program=python \
     > "$files/first-host.sh"
@@ -100,7 +100,7 @@ end_of_job() {
 }
 trap end_of_job EXIT
 
-"${launch[@]}" bash "$files/container.sh" python -I -m affinity.bind --plan "$files/plan.json" -- \
+"${launch[@]}" bash "$files/container.sh" python -I -m cputrain.affinity.bind --plan "$files/plan.json" -- \
     python train.py 'it'"'"'s' &
 running=$!
 trap 'kill -TERM "$running" 2> /dev/null || true; wait "$running" || true; exit 143' TERM

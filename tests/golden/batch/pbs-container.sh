@@ -66,13 +66,13 @@ cp -- "$PBS_NODEFILE" "$files/nodes"
 bash "$files/container.sh" python -I -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-bash "$files/container.sh" python -I -m mpi.first_host "$files" --launcher srun --fabric auto \
+bash "$files/container.sh" python -I -m cputrain.mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-"${launch[@]}" bash "$files/container.sh" python -I -m affinity.bind --plan "$files/plan.json" -- \
+"${launch[@]}" bash "$files/container.sh" python -I -m cputrain.affinity.bind --plan "$files/plan.json" -- \
     python -I -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 # At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next

@@ -36,13 +36,13 @@ cp -- "$PBS_NODEFILE" "$files/nodes"
 python -I "$start" cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-python -I "$start" mpi.first_host "$files" --launcher srun --fabric auto \
+python -I "$start" cputrain.mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + ${PBS_JOBID%%[!0-9]*} % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
 . "$files/first-host.sh"
 
-"${launch[@]}" python -I "$start" affinity.bind --plan "$files/plan.json" -- \
+"${launch[@]}" python -I "$start" cputrain.affinity.bind --plan "$files/plan.json" -- \
     python -I "$start" cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 # At the time limit PBS sends SIGTERM, and SIGKILL after its kill_delay. The ranks save their state and end; the next

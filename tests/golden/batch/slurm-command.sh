@@ -88,7 +88,7 @@ unset SLURM_EXPORT_ENV  # after sbatch --export=..., srun would not pass the var
 scontrol show hostnames > "$files/nodes"
 # Workers per host, their cores and threads, and the network settings are planned here, on the job's first host.
 launch=()
-bash "$files/container.sh" python -I -m mpi.first_host "$files" --launcher srun --fabric auto \
+bash "$files/container.sh" python -I -m cputrain.mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     --request='{"pin_threads": false, "nodes": 2}' --program=python \
     > "$files/first-host.sh"
@@ -101,6 +101,6 @@ end_of_job() {
 }
 trap end_of_job EXIT
 
-"${launch[@]}" bash "$files/container.sh" python -I -m affinity.bind --plan "$files/plan.json" -- \
+"${launch[@]}" bash "$files/container.sh" python -I -m cputrain.affinity.bind --plan "$files/plan.json" -- \
     python train.py 'it'"'"'s'
 

@@ -67,7 +67,7 @@ scontrol show hostnames > "$files/nodes"
 bash "$files/container.sh" python -I -m cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-bash "$files/container.sh" python -I -m mpi.first_host "$files" --launcher srun --fabric auto \
+bash "$files/container.sh" python -I -m cputrain.mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
@@ -88,7 +88,7 @@ requeue() {
 }
 trap requeue USR1
 
-"${launch[@]}" bash "$files/container.sh" python -I -m affinity.bind --plan "$files/plan.json" -- \
+"${launch[@]}" bash "$files/container.sh" python -I -m cputrain.affinity.bind --plan "$files/plan.json" -- \
     python -I -m cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 wait "$running"

@@ -37,7 +37,7 @@ scontrol show hostnames > "$files/nodes"
 python -I "$start" cputrain plan "$files/recipe.yaml" "${settings[@]}" \
     --nodes 256 --fabric auto --format json > "$files/plan.json"
 launch=()
-python -I "$start" mpi.first_host "$files" --launcher srun --fabric auto \
+python -I "$start" cputrain.mpi.first_host "$files" --launcher srun --fabric auto \
     --port "$((29500 + SLURM_JOB_ID % 1000))" \
     > "$files/first-host.sh"
 # shellcheck disable=SC1091  # written above
@@ -58,7 +58,7 @@ requeue() {
 }
 trap requeue USR1
 
-"${launch[@]}" python -I "$start" affinity.bind --plan "$files/plan.json" -- \
+"${launch[@]}" python -I "$start" cputrain.affinity.bind --plan "$files/plan.json" -- \
     python -I "$start" cputrain train "$files/recipe.yaml" "${settings[@]}" ${resume[@]+"${resume[@]}"} &
 running=$!
 wait "$running"

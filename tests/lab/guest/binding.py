@@ -4,12 +4,12 @@ import os
 import subprocess
 from dataclasses import replace
 
-from affinity.__main__ import main as affinity_main
-from affinity.kernel.running import inspect_process
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
-from affinity.topology.machine import Machine, format_list, parse_list
-from affinity.wording import MIB
+from cputrain.affinity.__main__ import main as affinity_main
+from cputrain.affinity.kernel.running import inspect_process
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan, plan_machine
+from cputrain.affinity.topology.machine import Machine, format_list, parse_list
+from cputrain.affinity.wording import MIB
 from tests.lab.guest.scene import NotApplicableError, Scene, plan_here, set_online
 from tests.lab.guest.workers import bound, nodes_of, running_workers
 

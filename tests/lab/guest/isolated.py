@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from affinity.kernel.binding import bind_thread
-from affinity.planner.plan import Request, plan_machine
-from affinity.topology.sysfs import read_machine, this_machine
+from cputrain.affinity.kernel.binding import bind_thread
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.topology.sysfs import read_machine, this_machine
 
 GROUP = Path("/sys/fs/cgroup/alone")
 BUSY_S = 3.0

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Request, plan_machine
-from affinity.planner.plan_file import plan_from_dict, plan_to_dict
-from affinity.planner.request import RESNET50, USUAL_BATCH
-from affinity.topology.machine import format_list
-from affinity.wording import MIB
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_dict
+from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
+from cputrain.affinity.topology.machine import format_list
+from cputrain.affinity.wording import MIB
 from tests.lab.guest.binding import as_planned, refused
 from tests.lab.guest.scene import Scene, plan_here
 from tests.lab.guest.workers import all_bound, in_group

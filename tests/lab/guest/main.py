@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from affinity.planner.plan_file import plan_to_dict
+from cputrain.affinity.planner.plan_file import plan_to_dict
 from tests.lab.guest import binding, limits, planned, readers
 from tests.lab.guest.scene import NotApplicableError, Scene, set_scene
 from tests.lab.topologies import TOPOLOGIES

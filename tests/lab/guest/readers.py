@@ -4,8 +4,8 @@ import re
 import subprocess
 import xml.etree.ElementTree as ET
 
-from affinity.topology.machine import parse_list, parse_mask
-from affinity.wording import MIB
+from cputrain.affinity.topology.machine import parse_list, parse_mask
+from cputrain.affinity.wording import MIB
 from tests.lab.guest.scene import Scene
 from tests.lab.qemu import FIRST_NODE_MIB
 

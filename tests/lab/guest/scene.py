@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from affinity.planner.openmp import Runtime
-from affinity.planner.plan import Plan, Request, plan_machine
-from affinity.topology.machine import Machine
-from affinity.topology.sysfs import this_machine
+from cputrain.affinity.planner.openmp import Runtime
+from cputrain.affinity.planner.plan import Plan, Request, plan_machine
+from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology.sysfs import this_machine
 from tests.lab.topologies import Topology
 
 NODES = Path("/sys/devices/system/node")

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from affinity import bind
-from affinity.planner.plan import Plan
-from affinity.planner.plan_file import plan_to_json
+from cputrain.affinity import bind
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import plan_to_json
 
 BYTECODE = f"pycache_prefix={sys.pycache_prefix}"  # -I ignores the environment
 PROBE = (sys.executable, "-I", "-S", "-X", BYTECODE, str(Path(__file__).with_name("probe.py")))
