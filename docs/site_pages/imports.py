@@ -12,7 +12,7 @@ def packages() -> dict[str, Path]:
     """Dotted name -> folder of the three top packages and of the packages directly inside them."""
     found = {name: ROOT / name for name in TOP}
     for name in TOP:
-        inner = sorted(path.parent for path in (ROOT / name).glob("*/__init__.py"))
+        inner = sorted(path.parent for path in (ROOT / name).glob("*/__init__.py") if not path.parent.is_symlink())
         found |= {f"{name}.{folder.name}": folder for folder in inner}
     return found
 

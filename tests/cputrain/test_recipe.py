@@ -13,7 +13,7 @@ from cputrain.data.from_recipe import survey_recipe
 from cputrain.recipe.derivation import derive, explain, rate_warning
 from cputrain.recipe.loading import dump_recipe, find_recipe, load_recipe, recipe_names, with_absolute_paths
 from cputrain.recipe.schema import Recipe, SweepSection
-from cputrain.sweep import variants
+from cputrain.sweep.variants import variants
 
 
 def refusal(tmp_path: Path, text: str, *settings: str) -> str:

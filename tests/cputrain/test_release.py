@@ -14,7 +14,7 @@ from tools.release import ReleaseError, check_contents, check_tag, check_version
 ROOT = Path(__file__).parents[2]
 TRACKED = ["cputrain/py.typed", "affinity/__init__.py", "configs/recipes/a.yaml", "tests/test_a.py", "Makefile"]
 IN_WHEEL = [
-    *("cputrain/py.typed", "affinity/__init__.py", "cputrain/recipes/a.yaml", "cputrain-0.dist-info/METADATA"),
+    *("cputrain/py.typed", "cputrain/affinity/__init__.py", "cputrain/recipes/a.yaml", "cputrain-0.dist-info/METADATA"),
     f"cputrain-{__version__}.data/data/share/man/man1/cputrain-plan.1",
 ]
 

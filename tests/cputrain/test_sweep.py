@@ -21,12 +21,12 @@ from cputrain.reproduce.large_batch import (
     with_seed,
 )
 from cputrain.runs.events import elapsed
-from cputrain.sweep import RunResult, TrainingSetup, Variant, group_by_seed, variants
+from cputrain.sweep import RunResult, TrainingSetup, Variant, group_by_seed
 from cputrain.sweep.find_batch import next_batch
 from cputrain.sweep.results import diverged_from, loss_curve, outcome_of
 from cputrain.sweep.run import clock, parse_clock
 from cputrain.sweep.tables import csv_text, markdown, table
-from cputrain.sweep.variants import parse_workers
+from cputrain.sweep.variants import parse_workers, variants
 from cputrain.sweep.workers import compare, comparison_rows, stable_maximum
 
 
