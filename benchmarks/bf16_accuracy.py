@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from cputrain.runs.events import read_events
+from cputrain.runs import read_events
 
 PRECISIONS = ("float32", "bf16")
 LARS_4096 = ("batch.local=2048", "optim.name=lars", "schedule.peak_rate=10.0")

@@ -26,17 +26,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 from torch.nn import functional
 
-from cputrain.checkpoints.folder import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, name_of
-from cputrain.checkpoints.tensors import file_sum
-from cputrain.comm.store import SignedKeys
-from cputrain.models.networks import build_model
-from cputrain.optim.build import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import CommSection, Recipe
-from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.saving.restore import Position, load, take_snapshot
-from cputrain.training.saving.saver import CheckpointWriter
-from cputrain.training.step import TrainState, make_train_state
-from cputrain.training.watchers import CoreUsage
+from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, file_sum, name_of
+from cputrain.comm import SignedKeys
+from cputrain.models import build_model
+from cputrain.optim import build_optimizer, set_lr_and_decay
+from cputrain.recipe import CommSection, Recipe
+from cputrain.training import CoreUsage, TrainState, choose_engine, make_train_state, prepare_model
+from cputrain.training.saving import CheckpointWriter, Position, load, take_snapshot
 
 INTERVAL_S = 300.0
 CLASSES = 1000

@@ -14,9 +14,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from cputrain.models.networks import batchnorms, build_model
-from cputrain.recipe.schema import ModelSection
-from cputrain.training.engine import Engine, autocast, choose_engine, evaluation_network, prepare_model
+from cputrain.models import batchnorms, build_model
+from cputrain.recipe import ModelSection
+from cputrain.training import Engine, autocast, choose_engine, evaluation_network, prepare_model
 
 EAGER = choose_engine("eager", "float32", {})
 CLASSES = 1000

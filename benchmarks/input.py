@@ -23,22 +23,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.input_peers import SIDE, Run, crop_of, each, installed_peers
-from cputrain.bench.decoding import (
-    COUNT,
-    generated_photos,
-    images_per_cpu_s,
-    last_pixel,
-    photos_of,
-    prepared,
-    without_markers,
-)
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.places import VERSION
-from cputrain.data.formats.shards import RECORD, Shards
-from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches
-from cputrain.data.order import epoch_order
-from cputrain.data.pixels.decode import decode_one_by_pillow, load
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.bench import COUNT, generated_photos, images_per_cpu_s, last_pixel, photos_of, prepared, without_markers
+from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches, epoch_order
+from cputrain.data.formats import RECORD, VERSION, Shards, open_dataset
+from cputrain.data.pixels import decode_one_by_pillow, load
+from cputrain.data.prepare import Options, prepare
 
 TIMES = 4
 IMAGENET = 1_281_167

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cputrain.data.order import image_rng
-from cputrain.data.pixels.crops import CropFunction, random_resized_crop
-from cputrain.models.vision import import_torchvision
+from cputrain.data import image_rng
+from cputrain.data.pixels import CropFunction, random_resized_crop
+from cputrain.models import import_torchvision
 
 SIDE, BATCH = 224, 32
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)

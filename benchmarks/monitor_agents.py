@@ -11,7 +11,7 @@ import select
 import sys
 import time
 
-from cputrain.mpi.supervise.wire import (
+from cputrain.mpi.supervise import (
     TOKEN_VARIABLE,
     Answer,
     Heartbeat,

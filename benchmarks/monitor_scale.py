@@ -15,9 +15,7 @@ import time
 from itertools import pairwise
 
 from cputrain.affinity.terminal import align_columns
-from cputrain.mpi.supervise.monitor import Monitor, StallWatch
-from cputrain.mpi.supervise.run import REMOTE_POLL_S, STALL_CHECK_S
-from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
+from cputrain.mpi.supervise import REMOTE_POLL_S, STALL_CHECK_S, TOKEN_VARIABLE, Monitor, StallWatch
 
 PROCESSES, PER_HOST = 4, 2
 START_S, LONGEST_S = 120.0, 60.0

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cputrain.models.vision import import_torchvision
+from cputrain.models import import_torchvision
 
 
 def main() -> None:

@@ -15,8 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from cputrain.models.fusion import has_amx, use_products
-from cputrain.models.vision import import_torchvision
+from cputrain.models import has_amx, import_torchvision, use_products
 
 SIDE = 224
 Shape = tuple[int, int, int, int]

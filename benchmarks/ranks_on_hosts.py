@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from cputrain.affinity.ranks.rank import Rank, rendezvous
+from cputrain.affinity.ranks import Rank, rendezvous
 from tests.support.fake_hosts import FakeHosts
 
 BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

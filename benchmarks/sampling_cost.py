@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cputrain.mpi.usage.records import FOLDER, HostUse, read_records
-from cputrain.mpi.usage.sampler import EVERY_S, MOST_OF_A_CORE, Sampler
+from cputrain.mpi.usage import EVERY_S, FOLDER, MOST_OF_A_CORE, HostUse, Sampler, read_records
 
 RANK = """
 import subprocess, threading, time

@@ -17,11 +17,18 @@ from benchmarks.comm_rank import REDUCED
 from benchmarks.hosts import benchmark_hosts
 from benchmarks.ranks_on_hosts import bits_per_s, told_by_rank_0
 from cputrain.affinity.terminal import markdown_table
-from cputrain.recipe.schema import DataSection, ModelSection, Recipe
-from cputrain.simulate.assumptions import CONSTANTS, link_of
-from cputrain.simulate.network import DEFAULT_BUCKETS, Setup, layers_of
-from cputrain.simulate.predict import Reference, core_flops_of, speed_at
-from cputrain.simulate.step import seconds_at
+from cputrain.recipe import DataSection, ModelSection, Recipe
+from cputrain.simulate import (
+    CONSTANTS,
+    DEFAULT_BUCKETS,
+    Reference,
+    Setup,
+    core_flops_of,
+    layers_of,
+    link_of,
+    seconds_at,
+    speed_at,
+)
 from tests.support.fake_hosts import FakeHosts
 
 REPEATS = 5  # of an all-reduce

@@ -17,11 +17,23 @@ from statistics import mean
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns, markdown_table
-from cputrain.affinity.topology.catalog import named_machine
-from cputrain.simulate.assumptions import CONSTANTS, EFFICIENCIES, RUNS, PublishedEfficiency, PublishedRun, link_of
-from cputrain.simulate.predict import Scenario, core_flops_of, published_reference, run_recipe, speed_at
-from cputrain.simulate.scaling import Row, rows_of
-from cputrain.simulate.step import seconds_at
+from cputrain.affinity.topology import named_machine
+from cputrain.simulate import (
+    CONSTANTS,
+    EFFICIENCIES,
+    RUNS,
+    PublishedEfficiency,
+    PublishedRun,
+    Row,
+    Scenario,
+    core_flops_of,
+    link_of,
+    published_reference,
+    rows_of,
+    run_recipe,
+    seconds_at,
+    speed_at,
+)
 
 HEAD = ("family", "network", "hosts", "workers", "batch", "published", "predicted", "error", "left out", "source")
 

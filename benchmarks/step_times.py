@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from cputrain.runs.events import read_events
+from cputrain.runs import read_events
 
 
 def median_step_s(run: Path) -> float:

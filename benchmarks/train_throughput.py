@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.step_times import median_step_s
-from cputrain.affinity.planner.openmp import find_runtime, target_of
+from cputrain.affinity.planner import find_runtime, target_of
 
 LOCAL_BATCH, WORKERS = 16, 2
 GLOBAL_BATCH = LOCAL_BATCH * WORKERS

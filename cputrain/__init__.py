@@ -3,10 +3,15 @@
 `from cputrain import train` trains a network of one's own: see cputrain/training/own.py.
 """
 
-from cputrain.lazy import lazy_names
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "train"]
 
-# At its first use, and without naming it for type checkers: the packages below import the version from here.
-__getattr__ = lazy_names(__name__, {"train": "training.own"})
+
+def __getattr__(name: str) -> Any:
+    """`train` at its first use, and without naming it for type checkers: the packages below import the version."""
+    if name != "train":
+        raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
+    return import_module("cputrain.training.own").train

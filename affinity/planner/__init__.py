@@ -5,3 +5,7 @@ rules), core_roles, memory, openmp and oneccl. All are pure. The edge reads file
 a Python loads, records what was measured on this machine, plan_file and plan_schema a plan; this_machine plans this
 host with all that they find.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -1,5 +1,9 @@
-"""Measurements of this machine, each beside its limit in the same run: what `cputrain bench` prints and keeps.
+"""`cputrain bench`: what this machine reaches, each figure beside its limit.
 
-memory.py, decoding.py, all_reduce.py and optimizer.py measure one part each, model.py whole training steps in the
-planned workers; model_rank.py and all_reduce_rank.py are what their ranks run.
+memory.py, decoding.py and all_reduce.py measure one part each, model.py whole training steps in the planned ranks, each
+of which runs model_rank.py with a recorder of times (recorder.py). figures.py and pictures.py show what was measured.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -1,5 +1,7 @@
-"""The files of checkpoints: a folder for each, with tensors as safetensors and everything else as JSON, no pickles.
-
-folder.py knows their places in a run's folder, manifest.py checkpoint.json, tensors.py the files of tensors. Nothing
-here knows what a training is: cputrain/training/saving does.
+"""Checkpoints as files, without a network: folder.py knows their places in a run's folder and checkpoint.json,
+tensors.py the files of tensors. Nothing here is pickled.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

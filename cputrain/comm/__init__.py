@@ -3,3 +3,7 @@
 A watchdog in every rank ends the job when a peer dies (watchdog.py). `ccl` is the oneCCL backend for c10d; any script
 can use it: `import cputrain.comm.ccl`, then `torch.distributed.init_process_group("ccl")`.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -1,5 +1,5 @@
-"""Jobs for a scheduler: batch scripts for Slurm and PBS, and manifests for Kubernetes.
+"""Job scripts: script.py makes those of Slurm and PBS from templates and submits them, kubernetes.py manifests."""
 
-work.py is what a job runs, directives.py what a scheduler is told, script.py makes the script from templates, and
-submit.py submits it, the only file here that starts a program. kubernetes.py makes the manifests.
-"""
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

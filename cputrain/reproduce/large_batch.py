@@ -12,9 +12,9 @@ from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
 from cputrain.sweep.results import RunResult, finished_top1s
-from cputrain.sweep.variants import SEED, Variant, variants
 from cputrain.sweep.run import train_all
 from cputrain.sweep.tables import spread, write_results
+from cputrain.sweep.variants import SEED, Variant, variants
 
 HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS, more than for momentum
 

@@ -1,5 +1,10 @@
-"""What a training would do on hosts that are not here: images/s, efficiency, time to train. Pure arithmetic, no torch.
+"""Predict a training on hosts that are not here: the time of a step, its efficiency, the time to train.
 
-layers.py holds the networks layer by layer, compute.py the time of each on a worker, all_reduce.py and timeline.py the
-communication and how much of it the backward pass hides, predict.py a job's figures with their uncertainty.
+network.py has the layers of networks and the simulated host, assumptions.py every constant with its source, step.py one
+step (compute, all-reduce, how they overlap), predict.py and scaling.py predict a job on one and on many hosts,
+tables.py and pictures.py show it.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -3,20 +3,6 @@
 Also the search for the largest local batch that trains. A repeated sweep continues where the last one stopped.
 """
 
-from cputrain.sweep.results import RunResult, SeedGroup, TrainingSetup, finished_top1s, group_by_seed, result_of
-from cputrain.sweep.tables import spread
-from cputrain.sweep.variants import SEED, WORKERS, Variant, variants
+from cputrain.affinity.lazy import front
 
-__all__ = [
-    "SEED",
-    "WORKERS",
-    "RunResult",
-    "SeedGroup",
-    "TrainingSetup",
-    "Variant",
-    "finished_top1s",
-    "group_by_seed",
-    "result_of",
-    "spread",
-    "variants",
-]
+__getattr__, __dir__ = front(__name__, __file__)

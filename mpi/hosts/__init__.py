@@ -2,3 +2,7 @@
 
 Hosts that differ form groups of equal hosts, each with a plan of its own (`groups.py`).
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

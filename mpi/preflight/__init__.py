@@ -2,3 +2,7 @@
 
 `checks.py` inspects one host and compares the reports; `run.py` runs it on all hosts through the job's launcher.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -4,3 +4,7 @@
 each rank has an agent (`agent.py`) that uses it and reports to the monitor (`monitor.py`) of `remote.py`. When a rank
 dies, its peers are ended and the first cause is named (`exits.py`).
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -1,4 +1,5 @@
-"""What ranks and their hosts use while they run: CPU time, memory, network.
+"""What ranks and hosts use: sampler.py reads the kernel's counters, records.py writes records to usage/*.jsonl."""
 
-`sampler.py` reads the counters, `records.py` merges them into records, `file.py` keeps these in usage/*.jsonl.
-"""
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

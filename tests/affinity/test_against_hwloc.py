@@ -17,10 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology.archive import save_machine, tree_root
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.hwloc import read_lstopo
-from cputrain.affinity.topology.machine import Machine, parse_mask
+from cputrain.affinity.topology import Machine, find_machine, parse_mask, read_lstopo, save_machine, tree_root
 from tests.support.commands import need
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

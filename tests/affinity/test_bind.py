@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.binding import bind_process, running_on, set_memory_policy
-from cputrain.affinity.kernel.observe import differences, observe
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_to_dict, request_to_json
-from cputrain.affinity.planner.request import RESNET50
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.kernel import bind_process, differences, running_on, set_memory_policy
+from cputrain.affinity.kernel.observe import observe
+from cputrain.affinity.planner import RESNET50, Plan, Request, Runtime, plan_machine, plan_to_dict, request_to_json
+from cputrain.affinity.topology import this_machine
 from tests.support.commands import cputrain
 
 PRINT = "import os, json; print(json.dumps([sorted(os.sched_getaffinity(0)), dict(os.environ)]))"

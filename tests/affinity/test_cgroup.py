@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology import archive
-from cputrain.affinity.topology.archive import tree_root, unpacked
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.cgroup import Limits, read_limits
+from cputrain.affinity.topology import Limits, archive, find_machine, read_limits, tree_root, unpacked
 from tests.support.machines import build_machine, write_sysfs
 
 NOTHING = Limits(pus=None, nodes=None, cpu_quota=None, memory_bytes=None)

@@ -2,9 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import as_option
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_to_json
+from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine, plan_to_json
 from cputrain.affinity.views import plan_differences
 from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine

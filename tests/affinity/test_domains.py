@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.domains import Domain, partition_host
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.planner.rules import OTHER_TYPE
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.hwloc import read_synthetic
-from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.planner import OTHER_TYPE, Domain, Plan, Request, Runtime, partition_host, plan_machine
+from cputrain.affinity.topology import Machine, find_machine, read_synthetic
 from tests.affinity.test_core_types import hybrid
 from tests.support.machines import build_machine
 

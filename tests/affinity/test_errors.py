@@ -3,7 +3,7 @@
 import pytest
 
 from cputrain.affinity.errors import BindingError, InputError, RequestError, RunError, as_option, describe
-from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner import Request, plan_machine
 from cputrain.cli.words import as_recipe_key, wording_of
 from tests.support.machines import build_machine
 

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology.hwloc import read_lstopo, read_synthetic
-from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology import Machine, read_lstopo, read_synthetic
 from tests.support.commands import need
 
 

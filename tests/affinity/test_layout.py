@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from cputrain.affinity.errors import PlanOfAnotherMachineError
-from cputrain.affinity.kernel.observe import check_layout, layout_difference
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_from_dict, plan_to_dict
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.machine import Machine, narrowed
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.kernel import check_layout, layout_difference
+from cputrain.affinity.planner import Plan, Request, Runtime, plan_from_dict, plan_machine, plan_to_dict
+from cputrain.affinity.topology import Machine, find_machine, narrowed, this_machine
 from tests.affinity.test_plan import machines_and_requests
 from tests.support.commands import cputrain
 from tests.support.machines import build_machine

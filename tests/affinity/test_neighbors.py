@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import as_option, worded
-from cputrain.affinity.kernel.running import Neighbor, contention, find_neighbors, planned_worker_of, variables_of
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_to_json, request_to_json
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.kernel import Neighbor, contention, find_neighbors, planned_worker_of, variables_of
+from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_to_json, request_to_json
+from cputrain.affinity.topology import this_machine
 from cputrain.cli.words import as_recipe_key
 from tests.support.commands import cputrain, refused
 from tests.support.images import write_images

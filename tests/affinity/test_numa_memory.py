@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cputrain.affinity.kernel.binding import anonymous_bytes
-from cputrain.affinity.kernel.running import Running, comparison
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.kernel import Running, anonymous_bytes, comparison
+from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.wording import MIB, first_named
 from tests.support.machines import build_machine
 

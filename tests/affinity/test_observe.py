@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.kernel.observe import Thread, memory_share, misallocated, misplaced, threads_of
-from cputrain.affinity.kernel.running import comparison, inspect_process, running_processes
-from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_to_json
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.kernel import (
+    Thread,
+    comparison,
+    inspect_process,
+    memory_share,
+    misallocated,
+    misplaced,
+    running_processes,
+    threads_of,
+)
+from cputrain.affinity.planner import Plan, Request, Runtime, find_runtime, plan_machine, plan_to_json, target_of
+from cputrain.affinity.topology import this_machine
 from tests.support.commands import cputrain
 from tests.support.machines import build_machine
 

@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.planner.plan_file import (
+from cputrain.affinity.planner import (
+    PROFILES,
+    RESNET50,
+    Request,
+    Runtime,
     dumps,
     plan_from_dict,
+    plan_machine,
     plan_to_dict,
     plan_to_json,
     read_plan,
     worker_from_dict,
 )
-from cputrain.affinity.planner.request import PROFILES, RESNET50
-from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology import find_machine
 from tests.affinity.test_plan import RUNTIME, machines_and_requests
 
 SCHEMA = Draft202012Validator(json.loads((Path(__file__).parents[2] / "docs/plan.schema.json").read_text()))

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine
+from cputrain.affinity.topology import find_machine
 from cputrain.affinity.views import plan_to_text
 from tests.support.machines import build_machine
 

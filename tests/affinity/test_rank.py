@@ -3,8 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, START_IDS
-from cputrain.affinity.ranks.rank import MAX_RANKS, Rank, discover, local_rank_of, rendezvous, tasks_per_node
+from cputrain.affinity.ranks import (
+    LAUNCHER_VARIABLES,
+    MAX_RANKS,
+    START_IDS,
+    Rank,
+    discover,
+    local_rank_of,
+    rendezvous,
+    tasks_per_node,
+)
 
 ENVIRONMENTS = {
     "env": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.topology import Machine, find_machine
 
 pytestmark = pytest.mark.slow
 

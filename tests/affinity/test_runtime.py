@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.openmp import Runtime, Target, find_runtime, target_of, with_libiomp5
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_to_json
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.planner import (
+    Request,
+    Runtime,
+    Target,
+    find_runtime,
+    plan_machine,
+    plan_to_json,
+    target_of,
+    with_libiomp5,
+)
+from cputrain.affinity.topology import this_machine
 from tests.support.machines import build_machine
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from cputrain.data.order import image_rng
-from cputrain.data.pixels.augment import Augmentation, augment
-from cputrain.data.pixels.crops import random_crop
+from cputrain.data import image_rng
+from cputrain.data.pixels import Augmentation, random_crop
+from cputrain.data.pixels.augment import augment
 
 SIDE = 64
 CHANGES = [field.name for field in fields(Augmentation)]

@@ -16,11 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.models.batchnorm_relu import EXTENSION, FUSED, NATIVE, FusedBatchNorm2d, built_path, load
-from cputrain.models.fusion import fuse_batchnorms
-from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, build_model
-from cputrain.recipe.schema import ModelSection
-from cputrain.training.engine import choose_engine, same_engine
+from cputrain.models import (
+    EXTENSION,
+    FUSED,
+    NATIVE,
+    FusedBatchNorm2d,
+    GhostBatchNorm2d,
+    RunningBatchNorm2d,
+    build_model,
+    built_path,
+    fuse_batchnorms,
+    load,
+)
+from cputrain.recipe import ModelSection
+from cputrain.training import choose_engine, same_engine
 from tests.support.by_hand import ranks_of_code
 
 pytestmark = pytest.mark.slow

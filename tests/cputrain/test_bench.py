@@ -12,15 +12,25 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.affinity.topology.machine import NumaNode
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.bench.decoding import HEIGHT, WIDTH, generated_photos
-from cputrain.bench.figures import Figure, Report, Table, report_json, report_text
-from cputrain.bench.memory import host_place, places, thread_counts
-from cputrain.bench.model import layer_seconds
-from cputrain.bench.recorder import LayerRecorder, trace_json
+from cputrain.affinity.topology import NumaNode, this_machine
+from cputrain.bench import (
+    HEIGHT,
+    WIDTH,
+    Figure,
+    LayerRecorder,
+    Report,
+    Table,
+    generated_photos,
+    host_place,
+    layer_seconds,
+    places,
+    report_json,
+    report_text,
+    thread_counts,
+    trace_json,
+)
 from cputrain.cli import main
-from cputrain.simulate.network import LayerSeconds
+from cputrain.simulate import LayerSeconds
 from tests.support.commands import cputrain, refused
 from tests.support.machines import build_machine
 from tests.support.trace_format import check_trace
@@ -222,7 +232,7 @@ def test_bench_comm_measures_each_backend_beside_a_copy(tmp_path: Path) -> None:
 
 
 def test_a_report_is_drawn_with_a_panel_for_each_unit() -> None:
-    from cputrain.bench.pictures import report_svg
+    from cputrain.bench import report_svg
 
     figures = tuple(
         Figure(name=f"figure {unit}", value=1.0, low=0.5, high=2.0, unit=unit, limit=3.0)

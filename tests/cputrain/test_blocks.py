@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.data.formats import shards as shards_module
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import BlockReader, Shards
-from cputrain.data.order import (
+from cputrain.data import (
     WINDOW,
     block_length,
     block_order,
@@ -20,7 +17,9 @@ from cputrain.data.order import (
     mean_classes_in_window,
     rank_share,
 )
-from cputrain.data.prepare.pack import Options, prepare
+from cputrain.data.formats import BlockReader, Shards, open_dataset
+from cputrain.data.formats import shards as shards_module
+from cputrain.data.prepare import Options, prepare
 from tests.support.images import write_images
 
 

@@ -7,11 +7,10 @@ import pytest
 import yaml
 
 from cputrain import __version__
-from cputrain.affinity.topology.catalog import machine_names
+from cputrain.affinity.topology import machine_names
 from cputrain.affinity.wording import first_sentence
 from cputrain.cli import main
-from cputrain.recipe.keys import OTHER_NAMES, all_keys, reference
-from cputrain.recipe.loading import recipe_names, shipped_recipes
+from cputrain.recipe import OTHER_NAMES, all_keys, recipe_names, reference, shipped_recipes
 
 Captured = pytest.CaptureFixture[str]
 

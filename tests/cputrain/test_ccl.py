@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.mpi.supervise.run import free_port
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.launchers import find_launcher
+from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import ROOT, Ended, ended, lines_of, started, unmeasured_cache
 from tests.support.commands import mpi_path
 

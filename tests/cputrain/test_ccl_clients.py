@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.supervise.run import free_port
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import ROOT, command, ended, lines_of, started
 
 NEEDED = {

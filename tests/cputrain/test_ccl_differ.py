@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import command, ended, lines_of, started
 from tests.support.commands import mpi_path
 

@@ -19,13 +19,13 @@ import pytest
 from cputrain import native_build as compiled
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
-from cputrain.affinity.kernel.observe import Thread
-from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.kernel import Thread
+from cputrain.affinity.ranks import Rank
 from cputrain.comm.ccl import environment
 from cputrain.comm.ccl.build import NATIVE, built_path, ensure_built, link_line, load, part, units_of
 from cputrain.comm.ccl.environment import Libraries, Transport, check_host, find_libraries, settings, sweep_segments
 from cputrain.native_build import checksum_file
-from cputrain.training.binding import misplaced_comm_threads
+from cputrain.training import misplaced_comm_threads
 from tests.support.ccl_jobs import ROOT
 from tests.support.commands import cputrain
 

@@ -10,20 +10,17 @@ import torch.distributed as dist
 
 from cputrain import measurements
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.ranks.rank import Rank, with_rank
-from cputrain.affinity.topology.machine import narrowed
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.ranks import Rank, with_rank
+from cputrain.affinity.topology import narrowed, this_machine
+from cputrain.comm import SignedKeys
 from cputrain.comm.ccl import check
 from cputrain.comm.ccl.environment import Transport, agree, choose_transport
-from cputrain.comm.store import SignedKeys
-from cputrain.launch.command import is_due
+from cputrain.launch import is_due
 from cputrain.measurements import keep, kept_seconds, transport_records
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.launcher import Job
-from cputrain.mpi.launchers.programs import INTEL_MPI, OPEN_MPI
-from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.hosts import HostGroup
+from cputrain.mpi.launchers import INTEL_MPI, OPEN_MPI, Job
+from cputrain.mpi.supervise import free_port
 from tests.support.ccl_jobs import command, ended, lines_of, unmeasured_cache
 from tests.support.commands import cputrain, mpi_path
 

@@ -12,11 +12,9 @@ from torch._C._distributed_c10d import HashStore
 
 from cputrain.affinity.errors import RunError
 from cputrain.checkpoints import folder as places
-from cputrain.checkpoints.folder import list_checkpoints, name_of, remove_old, remove_partial, set_best, step_of
-from cputrain.checkpoints.tensors import write_tensors
-from cputrain.comm.store import SignedKeys
-from cputrain.training.saving.restore import Position, load, take_snapshot
-from cputrain.training.saving.saver import CheckpointWriter
+from cputrain.checkpoints import list_checkpoints, name_of, remove_old, remove_partial, set_best, step_of, write_tensors
+from cputrain.comm import SignedKeys
+from cputrain.training.saving import CheckpointWriter, Position, load, take_snapshot
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, written
 
 pytestmark = pytest.mark.slow

@@ -14,15 +14,22 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.checkpoints.folder import EMA, MANIFEST, DamagedError, checksum, list_checkpoints, name_of
-from cputrain.checkpoints.tensors import DTYPES, read_tensors, write_tensors
-from cputrain.models.weights import read_weights
-from cputrain.optim.build import OPTIMIZERS
-from cputrain.recipe.loading import load_recipe
-from cputrain.training.engine import choose_engine, prepare_model
-from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.saving.restore import Position, check_savable, find_newest, load, load_eval_model, put_back
-from cputrain.training.watchers import NonFiniteHandler
+from cputrain.checkpoints import (
+    DTYPES,
+    EMA,
+    MANIFEST,
+    DamagedError,
+    checksum,
+    list_checkpoints,
+    name_of,
+    read_tensors,
+    write_tensors,
+)
+from cputrain.models import read_weights
+from cputrain.optim import OPTIMIZERS
+from cputrain.recipe import load_recipe
+from cputrain.training import EpochMetrics, NonFiniteHandler, StepResult, choose_engine, prepare_model
+from cputrain.training.saving import Position, check_savable, find_newest, load, load_eval_model, put_back
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
 from tests.support.checkpoints import content
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology import this_machine
 from tests.support.commands import cputrain, mpi_path, refused
 from tests.support.images import write_images
 

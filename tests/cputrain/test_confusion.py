@@ -8,7 +8,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli.train import check_page
-from cputrain.report.eval_page import (
+from cputrain.report import (
     MOST_CLASSES,
     Predicted,
     class_accuracies,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.jobs.script import Container, Training, container_script
-from cputrain.runs.events import read_events
+from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.topology import this_machine
+from cputrain.jobs import Container, Training, container_script
+from cputrain.runs import read_events
 from tests.support.commands import cputrain, need
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster

@@ -8,14 +8,11 @@ import pytest
 from pyarrow import parquet
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
-from cputrain.data.formats.dataset import ImageFiles, allowed_damage, causes, refusal
-from cputrain.data.formats.folder import image_files
-from cputrain.data.pixels.decode import decode_by_pillow
-from cputrain.runs.events import read_events
-from cputrain.training import damage
-from cputrain.training.damage import TRIED, DamageCheck, check_sample
-from cputrain.training.metrics import Accuracy, EpochMetrics
+from cputrain.affinity.ranks import Rank
+from cputrain.data.formats import ImageFiles, allowed_damage, causes, image_files, refusal
+from cputrain.data.pixels import decode_by_pillow
+from cputrain.runs import read_events
+from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, damage
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import PPN, SMALL

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.dataset import Images
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import Shards
+from cputrain.data import (
+    MOST_AHEAD,
+    batches_ahead,
+    decoded_batches,
+    epoch_order,
+    evaluation_share,
+    image_rng,
+    rank_share,
+)
+from cputrain.data.formats import Images, Shards, open_dataset
 from cputrain.data.formats.survey import survey
-from cputrain.data.loader import MOST_AHEAD, batches_ahead, decoded_batches
-from cputrain.data.order import epoch_order, evaluation_share, image_rng, rank_share
-from cputrain.data.pixels.crops import center_crop
-from cputrain.data.pixels.decode import Pixels, decode_by_pillow
-from cputrain.data.prepare.pack import Options, prepare
-from cputrain.data.prepare.sources import write_digits
+from cputrain.data.pixels import Pixels, center_crop, decode_by_pillow
+from cputrain.data.prepare import Options, prepare, write_digits
 from tests.support.images import write_images
 
 

@@ -18,10 +18,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.data.pixels import (
+    Crop,
+    CropFunction,
+    Decode,
+    ImageError,
+    center_crop,
+    choose_decoder,
+    decode_by_pillow,
+    random_box,
+    random_resized_crop,
+)
 from cputrain.data.pixels import decode as decoding
-from cputrain.data.pixels.crops import Crop, CropFunction, center_crop, random_box, random_resized_crop
-from cputrain.data.pixels.decode import Decode, ImageError, choose_decoder, decode_by_pillow
-from cputrain.models.vision import import_torchvision
+from cputrain.models import import_torchvision
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SAME_ORDER = int(PIL.__version__.split(".")[0]) >= 13  # of scaling down and across, where both are done

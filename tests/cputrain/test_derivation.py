@@ -4,11 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.order import rank_share
-from cputrain.optim.schedules import scheduled_lr
-from cputrain.recipe.derivation import TrainingSizes, derive, explain, rate_warning
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import BatchSection, DataSection, Recipe, ScheduleSection
+from cputrain.data import rank_share
+from cputrain.optim import scheduled_lr
+from cputrain.recipe import (
+    BatchSection,
+    DataSection,
+    Recipe,
+    ScheduleSection,
+    TrainingSizes,
+    derive,
+    explain,
+    load_recipe,
+    rate_warning,
+)
 
 
 def test_the_sizes_of_the_256_node_run() -> None:

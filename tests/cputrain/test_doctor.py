@@ -8,26 +8,27 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.kernel import running
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, PREFIXES
-from cputrain.affinity.topology.catalog import named_machine
-from cputrain.affinity.topology.machine import Machine
+from cputrain.affinity.planner import Runtime
+from cputrain.affinity.ranks import LAUNCHER_VARIABLES, PREFIXES
+from cputrain.affinity.topology import Machine, named_machine
 from cputrain.cli import main
-from cputrain.doctor import host, software
-from cputrain.doctor.host import (
+from cputrain.doctor import (
     ERROR,
     OK,
+    PARTS,
     WARNING,
     Check,
     ProcessLimits,
     checks_text,
     error,
+    host,
     host_checks,
     ok,
     own_limits,
+    probed,
+    software,
     warning,
 )
-from cputrain.doctor.probe import PARTS, probed
 from cputrain.variables import HIDDEN, shown_variables
 from tests.cputrain.test_json_output import fields
 from tests.support.commands import cputrain

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.runs.events import read_events
+from cputrain.affinity.topology import this_machine
+from cputrain.runs import read_events
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import content, newest
 from tests.support.commands import cputrain

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cputrain.models.batchnorm_relu import load
-from cputrain.models.fusion import FoldedConv2d, fold_batchnorms, fuse_batchnorms, has_amx, use_products
-from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
-from cputrain.training.engine import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
+from cputrain.models import FoldedConv2d, build_model, fold_batchnorms, fuse_batchnorms, has_amx, load, use_products
+from cputrain.recipe import ModelSection
+from cputrain.training import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import webdataset
 from pyarrow import parquet
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats import open_dataset
 from cputrain.data.formats.survey import survey
 from tests.cputrain.test_image_files import counts
 from tests.cputrain.test_prepare import jpeg

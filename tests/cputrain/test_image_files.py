@@ -12,14 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.folder import image_files, read_folder
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.places import IMAGE_SUFFIXES, is_hidden, is_image
+from cputrain.data.formats import IMAGE_SUFFIXES, image_files, is_hidden, is_image, open_dataset, read_folder
 from cputrain.data.formats.survey import survey
-from cputrain.data.pixels.crops import center_crop
-from cputrain.data.pixels.decode import Decode, ImageError, choose_decoder, decode_by_pillow, decode_one_by_pillow
-from cputrain.data.prepare.pack import Options, encode, prepare
-from cputrain.data.prepare.sources import open_caltech256
+from cputrain.data.pixels import Decode, ImageError, center_crop, choose_decoder, decode_by_pillow, decode_one_by_pillow
+from cputrain.data.prepare import Options, encode, open_caltech256, prepare
 from tests.cputrain.test_prepare import jpeg
 from tests.cputrain.test_sources import archive
 from tests.support.commands import cputrain

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from cputrain import inference as exporting
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.checkpoints.folder import MANIFEST, checksum, read_manifest, write_manifest
+from cputrain.checkpoints import MANIFEST, checksum, read_manifest, write_manifest
 from cputrain.cli import main
-from cputrain.data.formats.folder import image_files
+from cputrain.data.formats import image_files
 from cputrain.inference import choose_format, export, load_classifier, predict
-from cputrain.models.vision import import_torchvision
+from cputrain.models import import_torchvision
 from tests.cputrain.test_json_output import fields
 from tests.support.commands import cputrain
 from tests.support.images import write_images

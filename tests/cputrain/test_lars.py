@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.optim.lars import Lars, LarsVariant
+from cputrain.optim import Lars, LarsVariant
 
 pytestmark = pytest.mark.slow
 

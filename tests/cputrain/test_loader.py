@@ -12,17 +12,13 @@ import torch
 
 import cputrain.data
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.ranks.rank import Rank
-from cputrain.data import Augmentation, ImageLoader, Transform, loader
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import images_per_block
-from cputrain.data.loader import choose_normalize
-from cputrain.data.pixels.decode import choose_decoder
-from cputrain.data.prepare.pack import Options, prepare
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.loading import load_recipe
-from cputrain.training.feed import Feed, evaluation_batches, training_batches
-from cputrain.training.session import SessionData
+from cputrain.affinity.ranks import Rank
+from cputrain.data import Augmentation, ImageLoader, Transform, choose_normalize, loader
+from cputrain.data.formats import images_per_block, open_dataset
+from cputrain.data.pixels import choose_decoder
+from cputrain.data.prepare import Options, prepare
+from cputrain.recipe import derive, load_recipe
+from cputrain.training import Feed, SessionData, evaluation_batches, training_batches
 from tests.support.commands import cputrain as run_cputrain
 from tests.support.images import write_images
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import (
+from cputrain.recipe import Recipe, load_recipe
+from cputrain.runs import (
     LOCK,
     TrainingScale,
     check_folder,

@@ -10,15 +10,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cputrain.affinity.planner.request import footprint
-from cputrain.data.loader import Normalize, choose_normalize
-from cputrain.models.fusion import has_amx
-from cputrain.models.networks import batchnorms, build_model
-from cputrain.models.sizes import SIZES, workload_of
-from cputrain.optim.build import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import DataSection, ModelSection, OptimSection, Recipe
-from cputrain.training.engine import autocast, choose_engine, prepare_model
-from cputrain.training.metrics import in_top
+from cputrain.affinity.planner import footprint
+from cputrain.data import Normalize, choose_normalize
+from cputrain.models import SIZES, batchnorms, build_model, has_amx, workload_of
+from cputrain.optim import build_optimizer, set_lr_and_decay
+from cputrain.recipe import DataSection, ModelSection, OptimSection, Recipe
+from cputrain.training import autocast, choose_engine, in_top, prepare_model
 
 pytestmark = pytest.mark.slow
 

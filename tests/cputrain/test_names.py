@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.data.formats.open import open_dataset
+from cputrain.data.formats import open_dataset
 from cputrain.data.formats.survey import survey
 from tests.support.commands import cputrain, need, refused
 from tests.support.images import write_images

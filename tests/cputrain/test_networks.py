@@ -12,10 +12,15 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from cputrain.affinity.errors import InputError
-from cputrain.models.networks import GhostBatchNorm2d, RunningBatchNorm2d, batchnorms, build_model
-from cputrain.models.vision import import_torchvision
-from cputrain.models.weights import load_initial_weights
-from cputrain.recipe.schema import ModelSection
+from cputrain.models import (
+    GhostBatchNorm2d,
+    RunningBatchNorm2d,
+    batchnorms,
+    build_model,
+    import_torchvision,
+    load_initial_weights,
+)
+from cputrain.recipe import ModelSection
 from tests.support.by_hand import ranks_of_code
 
 pytestmark = pytest.mark.slow

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.runs.events import read_events
-from cputrain.training.saving.restore import Position
-from cputrain.training.watchers import DivergenceCheck
+from cputrain.affinity.topology import this_machine
+from cputrain.runs import read_events
+from cputrain.training import DivergenceCheck
+from cputrain.training.saving import Position
 from tests.cputrain.test_training import SMALL
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain

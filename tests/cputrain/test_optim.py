@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import cputrain.optim
-from cputrain.optim import AdagradDA, Lamb, Lars
-from cputrain.optim.build import build_optimizer, layer_ratios, set_lr_and_decay
-from cputrain.recipe.schema import OPTIMIZERS_WITH, OptimizerName, OptimSection
+from cputrain.optim import AdagradDA, Lamb, Lars, build_optimizer, layer_ratios, set_lr_and_decay
+from cputrain.recipe import OPTIMIZERS_WITH, OptimizerName, OptimSection
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,8 @@ from site_pages.text import plain
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import group
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.other_launchers.option import Program, line_of, words_of
-from cputrain.other_launchers.programs import PROGRAMS
-from cputrain.other_launchers.translation import Translation, option_named, read, translated
+from cputrain.mpi.launchers import find_launcher
+from cputrain.other_launchers import PROGRAMS, Program, Translation, line_of, option_named, read, translated, words_of
 from tests.support.commands import cputrain, here, mpi_path, refused
 
 # Of Horovod 0.28's parser, which needs Horovod to be built.

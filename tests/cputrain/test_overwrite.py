@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import TrainingScale, check_folder, make_folder
+from cputrain.recipe import Recipe, load_recipe
+from cputrain.runs import TrainingScale, check_folder, make_folder
 
 SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)
 

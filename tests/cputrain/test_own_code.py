@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology import this_machine
 from cputrain.cli import main
 from cputrain.training.own import _recipe
 from tests.support.commands import cputrain
@@ -103,10 +103,10 @@ def test_settings_of_images_are_refused_and_a_base_recipe_s_are_left_out() -> No
 
 
 def own_task(loss: Any, batch: Any) -> Any:
-    from cputrain.data.formats.dataset import Dataset, OwnSamples
-    from cputrain.data.loader import own_batch
-    from cputrain.recipe.schema import Recipe
-    from cputrain.training.task import OwnTask
+    from cputrain.data import own_batch
+    from cputrain.data.formats import Dataset, OwnSamples
+    from cputrain.recipe import Recipe
+    from cputrain.training import OwnTask
 
     samples = OwnSamples(batch, torch.utils.data.default_collate, "train")
     own = OwnTask(

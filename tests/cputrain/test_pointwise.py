@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.models.fusion import PointwiseConv2d, has_amx, use_products
-from cputrain.models.networks import build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.affinity.topology import this_machine
+from cputrain.models import PointwiseConv2d, build_model, has_amx, use_products
+from cputrain.recipe import ModelSection
 
 pytestmark = pytest.mark.slow
 

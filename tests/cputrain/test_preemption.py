@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.comm.store import SignedKeys
-from cputrain.training.preemption import Preemption
+from cputrain.comm import SignedKeys
+from cputrain.training import Preemption
 
 ENDING = """
 import signal

@@ -18,15 +18,11 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
-from cputrain.data.formats.dataset import check_labels
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.places import apportioned
-from cputrain.data.formats.shards import RECORD, Shards
+from cputrain.data import epoch_order, expected_classes_in_window, mean_classes_in_window
+from cputrain.data.formats import RECORD, Shards, apportioned, check_labels, open_dataset
 from cputrain.data.formats.survey import survey
-from cputrain.data.order import epoch_order, expected_classes_in_window, mean_classes_in_window
+from cputrain.data.prepare import Options, inspect, open_source, prepare
 from cputrain.data.prepare import pack as preparing
-from cputrain.data.prepare.pack import Options, inspect, prepare
-from cputrain.data.prepare.sources import open_source
 from tests.support.commands import cputrain
 from tests.support.images import write_images, write_mnist
 

@@ -11,7 +11,7 @@ import pytest
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.cli import main
-from cputrain.models.weights import Pretrained, fetch, find_pretrained
+from cputrain.models import Pretrained, fetch, find_pretrained
 
 
 class Quiet(SimpleHTTPRequestHandler):

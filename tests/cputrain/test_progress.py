@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import SilentEvents
-from cputrain.training.log import Progress, TrainingLog
-from cputrain.training.metrics import EpochMetrics, StepResult
+from cputrain.recipe import Recipe
+from cputrain.runs import SilentEvents
+from cputrain.training import EpochMetrics, Progress, StepResult, TrainingLog
 
 RESULT = StepResult(
     loss=0.5, data_wait_s=0.2, comm_wait_s=0.5, metrics=EpochMetrics(), finite=True, non_finite="", layer_ratios=()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cputrain.tune.result import Race, Ratio, run_race, t_quantile
+from cputrain.tune import Race, Ratio, run_race, t_quantile
 
 CANDIDATES = 200
 

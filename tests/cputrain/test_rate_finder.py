@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.cli import main
-from cputrain.rate_finder.curve import SMOOTHING, RangeTest, rate_at, suggest
-from cputrain.rate_finder.picture import range_test_svg
+from cputrain.rate_finder import SMOOTHING, RangeTest, range_test_svg, rate_at, suggest
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 

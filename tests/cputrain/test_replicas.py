@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.training.watchers import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
+from cputrain.training import bit_sum, describe_difference, in_memory_order, odd_ranks, replica_tensors
 from tests.support.by_hand import ranks_of_code
 from tests.support.commands import cputrain
 from tests.support.images import write_images

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cputrain.cli import main
-from cputrain.report.page import rank_times, time_heat, trust_heat, write_report
-from cputrain.report.run import (
+from cputrain.report import (
     DONE,
     INTERRUPTED,
     NOT_STARTED,
@@ -20,8 +19,12 @@ from cputrain.report.run import (
     faults_of,
     figures,
     particulars,
+    rank_times,
     read_run,
+    time_heat,
+    trust_heat,
     warnings_of,
+    write_report,
 )
 from tests.support.run_folders import BEGUN, write_run
 
@@ -178,6 +181,6 @@ def test_a_rank_that_the_kernel_put_elsewhere_is_named(run: Path) -> None:
     read = read_run(run)
     start = {**read.start, "bindings": [{**each, "pus": [0]} for each in read.start["bindings"]]}
     moved = replace(read, log=replace(read.log, written=(start, *read.log.written[1:])))
-    from cputrain.report.page import report_html
+    from cputrain.report import report_html
 
     assert "Not where planned: rank 0, 1, 2, 3" in report_html(moved)

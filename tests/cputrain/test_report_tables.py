@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.report.charts import FEWEST_ROWS, MOST_ROWS, Chart, Line, charts_data, packed, rows_per_run, thin
+from cputrain.report import FEWEST_ROWS, MOST_ROWS, Chart, Line, charts_data, packed, rows_per_run, thin
 
 
 def steps(count: int, seed: int = 0) -> dict[str, np.ndarray]:

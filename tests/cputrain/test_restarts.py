@@ -12,17 +12,14 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.wording import GIB
-from cputrain.launch.shortage import remedy, with_remedy
-from cputrain.launch.training_command import HostsLeft, is_training, with_absent_module
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.launcher import Job
-from cputrain.mpi.supervise.processes import JobFailedError, Shortage
-from cputrain.recipe.loading import load_recipe
-from cputrain.runs.events import read_events
-from cputrain.runs.folder import LOGS, make_folder, with_same_global_batch
+from cputrain.launch import HostsLeft, is_training, remedy, with_absent_module, with_remedy
+from cputrain.mpi.hosts import HostGroup
+from cputrain.mpi.launchers import Job
+from cputrain.mpi.supervise import JobFailedError, Shortage
+from cputrain.recipe import load_recipe
+from cputrain.runs import LOGS, make_folder, read_events, with_same_global_batch
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import fake_hosts
 from tests.support.hangs import children_of

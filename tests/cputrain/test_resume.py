@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from cputrain.checkpoints.folder import name_of, step_of
-from cputrain.models.weights import read_weights
-from cputrain.recipe.loading import load_recipe
-from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import read_events
-from cputrain.runs.folder import TrainingScale, changes_training, check_folder, differences, reason_not_to_resume
+from cputrain.checkpoints import name_of, step_of
+from cputrain.models import read_weights
+from cputrain.recipe import Recipe, load_recipe
+from cputrain.runs import TrainingScale, changes_training, check_folder, differences, read_events, reason_not_to_resume
 from tests.cputrain.test_training import PPN
 from tests.support.by_hand import plan_of, ranks_by_hand
 from tests.support.checkpoints import newest

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from cputrain.models.networks import build_model
-from cputrain.recipe.loading import load_recipe, recipe_names
-from cputrain.recipe.schema import ModelSection
-from cputrain.runs.events import read_events
+from cputrain.models import build_model
+from cputrain.recipe import ModelSection, load_recipe, recipe_names
+from cputrain.runs import read_events
 from tests.cputrain.test_training import CROPS
 from tests.support.checkpoints import content, differing, newest
 from tests.support.images import write_images

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from cputrain.bench.recorder import LayerRecorder
-from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, load, second_use
-from cputrain.models.fusion import fuse_batchnorms
-from cputrain.models.networks import GhostBatchNorm2d, build_model
-from cputrain.recipe.schema import ModelSection
+from cputrain.bench import LayerRecorder
+from cputrain.models import FUSED, FusedBatchNorm2d, GhostBatchNorm2d, build_model, fuse_batchnorms, load, second_use
+from cputrain.recipe import ModelSection
 from tests.cputrain.test_batchnorm_relu import fused, images_of
 
 pytestmark = pytest.mark.slow

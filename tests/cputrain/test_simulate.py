@@ -22,8 +22,8 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import markdown_table
 from cputrain.cli import main
 from cputrain.cli.simulate import numbers_of_hosts
-from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.assumptions import (
+from cputrain.recipe import load_recipe
+from cputrain.simulate import (
     ASSUMPTIONS,
     CONSTANTS,
     EFFICIENCIES,
@@ -31,12 +31,18 @@ from cputrain.simulate.assumptions import (
     SURFSARA,
     PublishedEfficiency,
     PublishedRun,
+    Setup,
+    Speed,
+    Step,
+    checkpoints_saved,
+    core_flops_of,
     link_of,
+    messages_of,
+    published_reference,
+    speed_at,
+    step_of,
+    work_of,
 )
-from cputrain.simulate.network import Setup, Speed
-from cputrain.simulate.predict import core_flops_of, published_reference, speed_at
-from cputrain.simulate.scaling import checkpoints_saved
-from cputrain.simulate.step import Step, messages_of, step_of, work_of
 
 KNOWN = ("simulate", "resnet50-skx-256node", "--machine", "skx-8160-2s")
 

@@ -6,13 +6,20 @@ from torch import distributed as dist
 from torch import nn
 
 from cputrain.affinity.errors import InputError
-from cputrain.comm.bucket_sizes import bucket_bytes
-from cputrain.models.networks import build_model
-from cputrain.models.sizes import SIZES
-from cputrain.recipe.schema import DataSection, ModelSection, Recipe
-from cputrain.simulate.assumptions import CONSTANTS
-from cputrain.simulate.network import BLOCKS, BYTES, DEFAULT_BUCKETS, Setup, layers_of
-from cputrain.simulate.step import assigned_buckets, bucket_limits, weight_tensors
+from cputrain.comm import bucket_bytes
+from cputrain.models import SIZES, build_model
+from cputrain.recipe import DataSection, ModelSection, Recipe
+from cputrain.simulate import (
+    BLOCKS,
+    BYTES,
+    CONSTANTS,
+    DEFAULT_BUCKETS,
+    Setup,
+    assigned_buckets,
+    bucket_limits,
+    layers_of,
+    weight_tensors,
+)
 
 NETWORKS = (*BLOCKS, "alexnet", "alexnet-bn")
 

@@ -8,24 +8,28 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.records import machine_name, read_records
-from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.planner import machine_name, read_records
+from cputrain.affinity.topology import find_machine
 from cputrain.cli import main
 from cputrain.measurements import keep, rate_record
-from cputrain.recipe.loading import load_recipe
-from cputrain.simulate.assumptions import CONSTANTS, link_of
-from cputrain.simulate.network import (
+from cputrain.recipe import load_recipe
+from cputrain.simulate import (
+    CONSTANTS,
     Layer,
     LayerSeconds,
     MeasuredTraining,
     Measurement,
+    Scenario,
     find,
     layers_of,
+    link_of,
+    model_of,
+    reference_of,
+    rows_of,
+    scenario_setup,
     training_record,
     unreadable,
 )
-from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
-from cputrain.simulate.scaling import model_of, rows_of
 
 MACHINE = "pack:2 core:16 pu:2"
 RECIPE = load_recipe("resnet50-skx-256node")

@@ -8,11 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.ranks.rank import Rank
-from cputrain.data import staging
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.prepare.pack import Options, prepare
-from cputrain.data.staging import copies_folder_name, copy, staged
+from cputrain.affinity.ranks import Rank
+from cputrain.data import copies_folder_name, copy, staged, staging
+from cputrain.data.formats import open_dataset
+from cputrain.data.prepare import Options, prepare
 from tests.cputrain.test_training import PPN
 from tests.support.commands import cputrain
 from tests.support.images import write_images

@@ -5,16 +5,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cputrain.comm.buckets import AllReduceHook, Bf16AllReduceHook
-from cputrain.data.loader import Batch
-from cputrain.optim.build import build_optimizer
-from cputrain.optim.schedules import lr_at, scheduled_lr
-from cputrain.recipe.derivation import EpochSettings, TrainingSizes, settings_at
-from cputrain.recipe.schema import DataSection, OptimSection, PhaseSection, Recipe, ScheduleSection
-from cputrain.training.engine import autocast, bf16_speedup, choose_engine, prepare_model
-from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.step import StepSettings, TrainState, train_step
-from cputrain.training.task import recipe_task
+from cputrain.comm import AllReduceHook, Bf16AllReduceHook
+from cputrain.data import Batch
+from cputrain.optim import build_optimizer, lr_at, scheduled_lr
+from cputrain.recipe import (
+    DataSection,
+    EpochSettings,
+    OptimSection,
+    PhaseSection,
+    Recipe,
+    ScheduleSection,
+    TrainingSizes,
+    settings_at,
+)
+from cputrain.training import (
+    EpochMetrics,
+    StepResult,
+    StepSettings,
+    TrainState,
+    autocast,
+    bf16_speedup,
+    choose_engine,
+    prepare_model,
+    recipe_task,
+    train_step,
+)
 
 EAGER = choose_engine("eager", "float32", {})
 IMAGES, CLASSES, RATE = 6, 4, 0.5

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from cputrain.training import watchers
-from cputrain.training.metrics import EpochMetrics, StepResult
-from cputrain.training.watchers import EVERY_STEPS, CoreUsage, Pace, StragglerWatch, find_stragglers, to_name
+from cputrain.training import (
+    EVERY_STEPS,
+    CoreUsage,
+    EpochMetrics,
+    Pace,
+    StepResult,
+    StragglerWatch,
+    find_stragglers,
+    to_name,
+    watchers,
+)
 
 TYPICAL = Pace(
     step_s=0.4,

@@ -13,7 +13,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import COMMANDS, group
 from cputrain.cli.options import in_our_words, own_words
 from cputrain.cli.words import COMMAND_MEANINGS, OPTION_MEANINGS, _has, missing_argument, no_such_command
-from cputrain.recipe.keys import OTHER_NAMES, all_keys
+from cputrain.recipe import OTHER_NAMES, all_keys
 from tests.support.commands import cputrain, here, refused
 from tests.support.images import write_images
 

@@ -1,9 +1,7 @@
 """What a training prints at its end."""
 
-from cputrain.runs.events import TimeSpent
-from cputrain.training.entry import summary_lines
-from cputrain.training.loop import TrainResult
-from cputrain.training.metrics import Accuracy
+from cputrain.runs import TimeSpent
+from cputrain.training import Accuracy, TrainResult, summary_lines
 
 SPENT = TimeSpent(training_s=2.0, wall_s=2.0, starts=1)
 ACCURACY = Accuracy(top1=50.0, top5=100.0, loss=0.5, images=8, damaged=())

@@ -11,23 +11,29 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
-from cputrain.recipe.schema import SweepSection
-from cputrain.reproduce.large_batch import (
-    BatchResults,
-    by_batch,
-    large_batch_table,
-    large_batch_verdict,
-    with_all_seeds,
-    with_seed,
+from cputrain.recipe import SweepSection
+from cputrain.reproduce import BatchResults, by_batch, large_batch_table, large_batch_verdict, with_all_seeds, with_seed
+from cputrain.runs import elapsed
+from cputrain.sweep import (
+    RunResult,
+    TrainingSetup,
+    Variant,
+    clock,
+    compare,
+    comparison_rows,
+    csv_text,
+    diverged_from,
+    group_by_seed,
+    loss_curve,
+    markdown,
+    next_batch,
+    outcome_of,
+    parse_clock,
+    parse_workers,
+    stable_maximum,
+    table,
 )
-from cputrain.runs.events import elapsed
-from cputrain.sweep import RunResult, TrainingSetup, Variant, group_by_seed
-from cputrain.sweep.find_batch import next_batch
-from cputrain.sweep.results import diverged_from, loss_curve, outcome_of
-from cputrain.sweep.run import clock, parse_clock
-from cputrain.sweep.tables import csv_text, markdown, table
-from cputrain.sweep.variants import parse_workers, variants
-from cputrain.sweep.workers import compare, comparison_rows, stable_maximum
+from cputrain.sweep.variants import variants
 
 
 def test_a_sweep_is_every_run_with_every_combination_of_the_grid() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.sweep.run import clock, parse_clock
+from cputrain.sweep import clock, parse_clock
 from tests.cputrain.test_training import SMALL as TRAINING
 from tests.support.commands import cputrain, refused
 from tests.support.control_group import inside, memory_group

@@ -13,9 +13,7 @@ from PIL import Image
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
-from cputrain.data.formats import tables
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.places import table_files
+from cputrain.data.formats import open_dataset, table_files, tables
 from cputrain.data.formats.survey import survey
 
 pyarrow = pytest.importorskip("pyarrow")

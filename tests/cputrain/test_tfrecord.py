@@ -13,14 +13,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from PIL import Image
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.shards import Shards, crc32c
+from cputrain.data.formats import Shards, crc32c, masked, open_dataset
 from cputrain.data.formats.survey import survey
-from cputrain.data.formats.tfrecord import masked
-from cputrain.data.prepare.pack import Options, prepare
-from cputrain.data.prepare.sources import open_source
-from cputrain.data.prepare.verify import problems
-from cputrain.runs.events import read_events
+from cputrain.data.prepare import Options, open_source, prepare, problems
+from cputrain.runs import read_events
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain

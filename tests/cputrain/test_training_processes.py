@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.affinity.topology import this_machine
 from cputrain.affinity.wording import counted
-from cputrain.report.run import read_usage
-from cputrain.runs.events import read_events
+from cputrain.report import read_usage
+from cputrain.runs import read_events
 from tests.support.checkpoints import differing, newest
 from tests.support.commands import cputrain
 from tests.support.images import write_images

@@ -6,21 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner.plan import plan_machine
-from cputrain.affinity.planner.records import machine_name
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.machine import Machine
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.data.formats.survey import Survey
-from cputrain.launch.local import PlannedTraining
-from cputrain.launch.recipe_request import request_of
+from cputrain.affinity.planner import machine_name, plan_machine
+from cputrain.affinity.topology import Machine, find_machine, this_machine
+from cputrain.data.formats import Survey
+from cputrain.launch import PlannedTraining, request_of
 from cputrain.measurements import keep
-from cputrain.recipe.derivation import derive
-from cputrain.recipe.loading import load_recipe
-from cputrain.tune.candidates import Choices, PlanCandidate, choices_of, worker_counts
-from cputrain.tune.result import (
+from cputrain.recipe import derive, load_recipe
+from cputrain.tune import (
+    Choices,
+    PlanCandidate,
     Race,
     Result,
+    choices_of,
     distinct_names,
     outcome_text,
     result_json,
@@ -28,6 +25,7 @@ from cputrain.tune.result import (
     run_race,
     suggestions,
     tuned_record,
+    worker_counts,
 )
 from tests.support.commands import cputrain, refused
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks.rank import Rank, rendezvous
-from cputrain.comm.watchdog import (
+from cputrain.affinity.ranks import Rank, rendezvous
+from cputrain.comm import (
     LastHeartbeat,
     PendingCollective,
     StoreHeartbeat,
@@ -25,7 +25,7 @@ from cputrain.comm.watchdog import (
     silent_rank,
     watched_ranks,
 )
-from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise import free_port
 
 STUCK = """
 import threading, time

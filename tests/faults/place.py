@@ -12,9 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cputrain.checkpoints.folder import list_checkpoints, step_of
-from cputrain.mpi.supervise.processes import descendants
-from cputrain.mpi.supervise.run import free_port
+from cputrain.checkpoints import list_checkpoints, step_of
+from cputrain.mpi.supervise import descendants, free_port
 
 ROOT = Path(__file__).parents[2]
 SAVED_EVERY = 10

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.report.page import report_html
-from cputrain.report.run import read_run
-from cputrain.watch.screen import EventTail, WatchState, screen
+from cputrain.report import read_run, report_html
+from cputrain.watch import EventTail, WatchState
+from cputrain.watch.screen import screen
 from tests.fuzz.inputs import COUNT, IN_TESTS, damaged
 from tests.support.run_folders import write_run
 

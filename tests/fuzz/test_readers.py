@@ -11,32 +11,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Plan, Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_of_host, plan_to_json, read_json, read_plan, worker_from_dict
-from cputrain.affinity.planner.records import measured_of, parse_record
-from cputrain.affinity.ranks.rank import discover
-from cputrain.affinity.topology.archive import tree_root, unpacked
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.hwloc import read_lstopo
-from cputrain.affinity.topology.sysfs import read_machine
+from cputrain.affinity.planner import (
+    Plan,
+    Request,
+    Runtime,
+    measured_of,
+    parse_record,
+    plan_machine,
+    plan_of_host,
+    plan_to_json,
+    read_json,
+    read_plan,
+    worker_from_dict,
+)
+from cputrain.affinity.ranks import discover
+from cputrain.affinity.topology import find_machine, read_lstopo, read_machine, tree_root, unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
-from cputrain.checkpoints.folder import MANIFEST, checksum, read_manifest
-from cputrain.checkpoints.tensors import read_tensors, write_tensors
+from cputrain.checkpoints import MANIFEST, checksum, read_manifest, read_tensors, write_tensors
 from cputrain.data.formats import places as shards
-from cputrain.data.prepare.sources import read_idx
-from cputrain.jobs.script import parse_array
-from cputrain.mpi.hosts.hostfile import expand, parse_hosts
-from cputrain.mpi.hosts.schedulers import allocation
-from cputrain.other_launchers.option import command_and_rest, words_of
-from cputrain.other_launchers.translation import read as read_line
-from cputrain.other_launchers.translation import translated
-from cputrain.recipe.loading import RECIPES, load_recipe, parse_setting
-from cputrain.report.run import read_usage
-from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.events import read_events, read_log, time_spent
-from cputrain.runs.folder import finished
-from cputrain.sweep.run import parse_clock
+from cputrain.data.prepare import read_idx
+from cputrain.jobs import parse_array
+from cputrain.mpi.hosts import allocation, expand, parse_hosts
+from cputrain.other_launchers import command_and_rest, translated, words_of
+from cputrain.other_launchers import read as read_line
+from cputrain.recipe import RECIPES, load_recipe, parse_setting
+from cputrain.report import read_usage
+from cputrain.runs import FILE as EVENTS
+from cputrain.runs import finished, read_events, read_log, time_spent
+from cputrain.sweep import parse_clock
 from tests.fuzz.inputs import COUNT, damaged, edited, fuzzed, read, write
 from tests.support.machines import build_machine
 

@@ -1,4 +1,4 @@
-from cputrain.mpi.supervise.processes import RankExit, describe_exit, first_cause
+from cputrain.mpi.supervise import RankExit, describe_exit, first_cause
 
 
 def exit_of(rank: int, status: int, time: float, tail: tuple[str, ...] = ()) -> RankExit:

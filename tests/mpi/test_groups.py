@@ -3,11 +3,9 @@ import json
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Request
-from cputrain.affinity.planner.plan_file import plan_from_dict
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.mpi.hosts.groups import cluster_to_dict, plan_cluster
-from cputrain.mpi.hosts.hostfile import expand
+from cputrain.affinity.planner import Request, plan_from_dict
+from cputrain.affinity.topology import find_machine
+from cputrain.mpi.hosts import cluster_to_dict, expand, plan_cluster
 from tests.support.commands import cputrain, here, refused
 
 GROUPS = (

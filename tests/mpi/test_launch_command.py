@@ -8,15 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.planner.plan_file import plan_of_host, worker_from_dict
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.mpi.hosts.groups import HostGroup, job_plan_json
-from cputrain.mpi.launchers.command import HERE, launch_command, launch_script, shell_line, wrapped
-from cputrain.mpi.launchers.detect import newest_version
-from cputrain.mpi.launchers.launcher import Job, bound_command, rank_variables
-from cputrain.mpi.launchers.programs import LAUNCHERS, local_commands
+from cputrain.affinity.planner import Request, Runtime, plan_machine, plan_of_host, worker_from_dict
+from cputrain.affinity.topology import find_machine
+from cputrain.mpi.hosts import HostGroup, job_plan_json
+from cputrain.mpi.launchers import (
+    HERE,
+    LAUNCHERS,
+    Job,
+    bound_command,
+    launch_command,
+    launch_script,
+    local_commands,
+    newest_version,
+    rank_variables,
+    shell_line,
+    wrapped,
+)
 from tests.support.machines import build_machine
 
 OLD_VERSIONS = {"intelmpi": (2019, 9), "openmpi": (4, 1)}

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
+from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.start import own_program
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.hosts.groups import HostGroup, job_plan_json
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.mpi.launchers.launcher import Job, bound_command
-from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.hosts import HostGroup, job_plan_json
+from cputrain.mpi.launchers import LAUNCHERS, Job, bound_command, find_launcher, launch_command
 from tests.support.commands import cputrain, mpi_path
 from tests.support.images import write_images
 

@@ -12,16 +12,13 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.launch.command import new_folder
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.launcher import Job
-from cputrain.mpi.supervise.monitor import Monitor
-from cputrain.mpi.supervise.run import run_local
-from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
-from cputrain.runs.folder import write_plan
+from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.topology import this_machine
+from cputrain.launch import new_folder
+from cputrain.mpi.hosts import HostGroup
+from cputrain.mpi.launchers import Job
+from cputrain.mpi.supervise import TOKEN_VARIABLE, Monitor, run_local
+from cputrain.runs import write_plan
 from tests.support.commands import cputrain
 
 pytestmark = pytest.mark.processes

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.topology.catalog import find_machine
-from cputrain.affinity.topology.machine import parse_list
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.mpi.launchers.launcher import Job
+from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.topology import find_machine, parse_list
+from cputrain.mpi.hosts import HostGroup
+from cputrain.mpi.launchers import Job, find_launcher, launch_command
 from tests.support.commands import mpi_path
 
 # hwloc's description of the machine, for mappers that would otherwise inspect this one.

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise.monitor import Monitor, describe_stopped, stopped_rank
-from cputrain.mpi.supervise.wire import (
+from cputrain.mpi.supervise import (
     TOKEN_VARIABLE,
     Answer,
     Connection,
     Exit,
     Heartbeat,
     Hello,
+    Monitor,
     Preempt,
     ShowStack,
     Signaled,
     Stop,
     connect,
+    describe_stopped,
+    stopped_rank,
 )
 
 RANKS = 2000

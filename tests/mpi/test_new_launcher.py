@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.ranks.launcher_variables import LAUNCHER_VARIABLES, LauncherVariables
-from cputrain.affinity.ranks.rank import Rank, discover
-from cputrain.affinity.topology.machine import format_list
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.command import launch_command
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.mpi.launchers.launcher import HostOptions, InstalledLauncher, Job, Launcher
-from cputrain.mpi.launchers.programs import LAUNCHERS
+from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.ranks import LAUNCHER_VARIABLES, LauncherVariables, Rank, discover
+from cputrain.affinity.topology import format_list
+from cputrain.mpi.hosts import HostGroup
+from cputrain.mpi.launchers import (
+    LAUNCHERS,
+    HostOptions,
+    InstalledLauncher,
+    Job,
+    Launcher,
+    find_launcher,
+    launch_command,
+)
 from tests.support.machines import build_machine
 
 VARIABLES = LauncherVariables(

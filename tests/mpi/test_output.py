@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.mpi.supervise import output
-from cputrain.mpi.supervise.output import CLEAR_LINE, Stream
+from cputrain.mpi.supervise import CLEAR_LINE, Stream, output
 
 
 class Terminal(io.StringIO):

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.planner.request import RESNET50
-from cputrain.mpi.preflight import run
-from cputrain.mpi.preflight.checks import (
+from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine
+from cputrain.mpi.preflight import (
     MAX_BYTES,
     Clock,
     HostReport,
@@ -25,9 +22,9 @@ from cputrain.mpi.preflight.checks import (
     compare_hosts,
     inspect_host,
     missing_provider,
+    run,
 )
-from cputrain.mpi.supervise.processes import JobFailedError
-from cputrain.mpi.supervise.wire import Hello, RankServer, Stop, connect
+from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, connect
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts

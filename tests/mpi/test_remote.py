@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.planner.openmp import Runtime
-from cputrain.affinity.planner.plan import Request, plan_machine
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.hosts.groups import HostGroup
-from cputrain.mpi.launchers.detect import find_launcher
-from cputrain.mpi.launchers.launcher import Job
-from cputrain.mpi.supervise.run import run_remote
-from cputrain.report.run import read_usage
-from cputrain.runs.events import read_events
+from cputrain.affinity.planner import Request, Runtime, plan_machine
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.hosts import HostGroup
+from cputrain.mpi.launchers import Job, find_launcher
+from cputrain.mpi.supervise import run_remote
+from cputrain.report import read_usage
+from cputrain.runs import read_events
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import FakeHosts, fake_hosts
 from tests.support.images import write_images

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.mpi.hosts.schedulers import SCHEDULERS, allocation
+from cputrain.mpi.hosts import SCHEDULERS, allocation
 from tests.support.commands import cputrain
 
 Slots = list[tuple[str, int | None]]

@@ -13,24 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from _cputrain_autoload import STACK_VARIABLE
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.supervise.monitor import (
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.supervise import (
     READ_S,
     STARTING_S,
     WAITING_S,
     WITHOUT_STACK_S,
     Activity,
     ActivityMeter,
+    RankExit,
+    RunningClock,
     Stall,
     StallWatch,
     Standing,
     awaited_ranks,
     describe_failure,
+    frames,
+    read_stack,
+    stack_file,
     stopped_rank,
     tree,
 )
-from cputrain.mpi.supervise.processes import RankExit, frames, read_stack, stack_file
-from cputrain.mpi.supervise.signals import RunningClock
 from tests.support.commands import mpi_path
 
 IDLE, BUSY, STOPPED = Activity(idle_s=9.0), Activity(busy_s=9.0), Activity(stopped_s=11.0, idle_s=9.0)

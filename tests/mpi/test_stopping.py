@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.supervise import ranks, signals
-from cputrain.mpi.supervise.monitor import tree
-from cputrain.mpi.supervise.signals import (
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.supervise import (
+    HEARTBEAT_TIMEOUT_S,
     InterruptedBySignalError,
     interrupt,
     interruptible,
+    ranks,
+    signals,
     stop_signals,
     stopped_again,
+    tree,
     undivided,
     until_interrupted,
 )
-from cputrain.mpi.supervise.wire import HEARTBEAT_TIMEOUT_S
 from tests.support.commands import mpi_path
 
 WORKERS = min(2, len(this_machine().allowed_cores))

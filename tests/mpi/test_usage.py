@@ -14,28 +14,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.mpi.supervise.run import run_local
-from cputrain.mpi.usage import sampler
-from cputrain.mpi.usage.records import (
+from cputrain.affinity.topology import this_machine
+from cputrain.mpi.supervise import run_local
+from cputrain.mpi.usage import (
     MOST_INTERFACES,
     MOST_RECORDS,
     HostUse,
+    Tree,
     UsageFile,
     WorkerUse,
     from_line,
     host_file,
     merged,
     moved,
+    read_rdma,
     read_records,
+    read_tree,
+    sampler,
     thinned,
     to_line,
     total,
     worker_file,
 )
-from cputrain.mpi.usage.sampler import Tree, read_rdma, read_tree
-from cputrain.report.page import write_report
-from cputrain.report.run import mean_of, read_usage, running_time, worker_rows
+from cputrain.report import mean_of, read_usage, running_time, worker_rows, write_report
 from tests.mpi.test_local import job
 from tests.support.commands import cputrain, mpi_path
 

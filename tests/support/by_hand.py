@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise import free_port
 from tests.support.commands import cputrain
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -54,7 +54,7 @@ def train(
 
 def with_torchvision() -> None:
     """The client imports torchvision, whose CUDA wheels need help beside a CPU build of torch."""
-    from cputrain.models.vision import import_torchvision
+    from cputrain.models import import_torchvision
 
     import_torchvision("models")
 

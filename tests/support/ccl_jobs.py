@@ -14,7 +14,7 @@ import pytest
 
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.environment import find_libraries
-from cputrain.mpi.supervise.run import free_port
+from cputrain.mpi.supervise import free_port
 from tests.support.hangs import stacks_of
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import torch.distributed.nn.functional
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from cputrain.affinity.ranks.rank import discover, rendezvous
+from cputrain.affinity.ranks import discover, rendezvous
 
 rank = discover(os.environ)
 assert rank is not None
@@ -239,7 +239,7 @@ def users() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from cputrain.comm.buckets import Bf16AllReduceHook
+    from cputrain.comm import Bf16AllReduceHook
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -351,7 +351,7 @@ def leave() -> None:
 
 def meet() -> None:
     """Who is here, over which transport, and where oneCCL's and our threads run."""
-    from cputrain.affinity.kernel.observe import threads_of
+    from cputrain.affinity.kernel import threads_of
 
     total = torch.tensor([1.0])
     dist.all_reduce(total)

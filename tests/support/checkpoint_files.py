@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from cputrain.checkpoints.folder import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, name_of
-from cputrain.comm.buckets import AllReduceHook, Bf16AllReduceHook
-from cputrain.comm.store import SignedKeys
-from cputrain.optim.build import build_optimizer, set_lr_and_decay
-from cputrain.recipe.schema import OptimSection
-from cputrain.training.saving.restore import Position, take_snapshot
-from cputrain.training.saving.saver import CheckpointWriter
-from cputrain.training.step import TrainState
+from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingRecord, name_of
+from cputrain.comm import AllReduceHook, Bf16AllReduceHook, SignedKeys
+from cputrain.optim import build_optimizer, set_lr_and_decay
+from cputrain.recipe import OptimSection
+from cputrain.training import TrainState
+from cputrain.training.saving import CheckpointWriter, Position, take_snapshot
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from cputrain.checkpoints.folder import EMA, MODEL, Manifest, list_checkpoints, read_manifest
+from cputrain.checkpoints import EMA, MODEL, Manifest, list_checkpoints, read_manifest
 
 
 def newest(run: Path) -> Path:

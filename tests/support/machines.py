@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cputrain.affinity.topology.machine import Core, Machine, NumaNode, format_list, ordered
+from cputrain.affinity.topology import Core, Machine, NumaNode, format_list, ordered
 
 
 def build_machine(

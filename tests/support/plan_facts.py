@@ -4,9 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 
-from cputrain.affinity.planner.plan import Plan, WorkerPlan, plan_machine
-from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH, footprint
-from cputrain.affinity.topology.machine import Core, NumaNode
+from cputrain.affinity.planner import RESNET50, USUAL_BATCH, Plan, WorkerPlan, footprint, plan_machine
+from cputrain.affinity.topology import Core, NumaNode
 
 GIB = 1 << 30
 CORE_IMAGES_S = 50 / 24.3  # AVX2, ResNet-50: GFLOP/s over GFLOP per image

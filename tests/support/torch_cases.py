@@ -15,7 +15,7 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
-from cputrain.affinity.ranks.rank import discover, rendezvous
+from cputrain.affinity.ranks import discover, rendezvous
 
 rank = discover(os.environ)
 assert rank is not None

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.ranks.rank import discover
-from cputrain.affinity.topology.sysfs import this_machine
-from cputrain.launch.rank_process import Startup, bind_rank, run_rank
-from cputrain.mpi.supervise.run import free_port
-from cputrain.recipe.loading import load_recipe
+from cputrain.affinity.ranks import discover
+from cputrain.affinity.topology import this_machine
+from cputrain.launch import Startup, bind_rank, run_rank
+from cputrain.mpi.supervise import free_port
+from cputrain.recipe import load_recipe
 from tests.support.commands import cputrain
 
 PPN = min(2, len(this_machine().allowed_cores))
@@ -45,7 +45,7 @@ def trained(place: Path, ppn: int, *trainings: Sequence[str], poison: int = 0) -
 
 
 def main(trainings: list[dict[str, Any]]) -> None:
-    from cputrain.training.entry import train_rank
+    from cputrain.training import train_rank
 
     rank = discover(os.environ)
     assert rank is not None
@@ -71,8 +71,8 @@ def main(trainings: list[dict[str, Any]]) -> None:
 
 def send_signal(step: int) -> None:
     """Send this process the preemption signal when that step is logged; 0: never."""
-    from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
-    from cputrain.training.log import TrainingLog
+    from cputrain.mpi.supervise import PREEMPTION_SIGNAL
+    from cputrain.training import TrainingLog
 
     def log_step(self: TrainingLog, *arguments: Any, **fields: Any) -> None:
         PLAIN_STEP[0](self, *arguments, **fields)
@@ -91,7 +91,7 @@ def poison(step: int) -> None:
     import torch
     from torch import nn
 
-    from cputrain.models.networks import build_model
+    from cputrain.models import build_model
     from cputrain.training import task
 
     class Poison(nn.Module):

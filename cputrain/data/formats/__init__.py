@@ -2,3 +2,7 @@
 
 `open.open_dataset` recognizes what a folder contains; `survey` counts it without torch. Each format is one module.
 """
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

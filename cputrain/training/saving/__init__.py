@@ -1,2 +1,7 @@
-"""Saving and resuming: position.py is where a training stands, snapshot.py copies a rank's state and puts it back,
-writer.py writes it in the background, saver.py decides what is written when, restore.py finds the newest good one."""
+"""Saving and resuming: restore.py copies a rank's state for a checkpoint, puts it back, and finds the newest good one;
+saver.py decides what is written when, and writes it in the background.
+"""
+
+from cputrain.affinity.lazy import front
+
+__getattr__, __dir__ = front(__name__, __file__)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from cputrain.mpi.supervise.processes import descendants
-from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, Signer
+from cputrain.mpi.supervise import TOKEN_VARIABLE, Signer, descendants
 from tests.faults.fault import GOES_ON, Fault, Seen
 from tests.faults.place import Place, Running, variables_of
 from tests.support.commands import mpi_path

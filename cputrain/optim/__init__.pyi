@@ -1,0 +1,10 @@
+from .build import OPTIMIZERS as OPTIMIZERS
+from .build import build_optimizer as build_optimizer
+from .build import layer_ratios as layer_ratios
+from .build import set_lr_and_decay as set_lr_and_decay
+from .lars import AdagradDA as AdagradDA
+from .lars import Lamb as Lamb
+from .lars import Lars as Lars
+from .lars import LarsVariant as LarsVariant
+from .schedules import lr_at as lr_at
+from .schedules import scheduled_lr as scheduled_lr

@@ -1,0 +1,13 @@
+from .large_batch import LARGE_BATCH_PICTURE as LARGE_BATCH_PICTURE
+from .large_batch import BatchResults as BatchResults
+from .large_batch import by_batch as by_batch
+from .large_batch import large_batch_table as large_batch_table
+from .large_batch import large_batch_verdict as large_batch_verdict
+from .large_batch import run_large_batch as run_large_batch
+from .large_batch import with_all_seeds as with_all_seeds
+from .large_batch import with_seed as with_seed
+from .tables import DOCUMENTS as DOCUMENTS
+from .tables import Experiment as Experiment
+from .tables import published_tables as published_tables
+from .tables import tables_markdown as tables_markdown
+from .tables import tables_text as tables_text

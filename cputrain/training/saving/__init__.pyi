@@ -1,0 +1,11 @@
+from .restore import Loaded as Loaded
+from .restore import Position as Position
+from .restore import check_savable as check_savable
+from .restore import find_newest as find_newest
+from .restore import load as load
+from .restore import load_eval_model as load_eval_model
+from .restore import put_back as put_back
+from .restore import set_damaged_aside as set_damaged_aside
+from .restore import take_snapshot as take_snapshot
+from .saver import CheckpointWriter as CheckpointWriter
+from .saver import Saver as Saver

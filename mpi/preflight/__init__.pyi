@@ -1,0 +1,11 @@
+from .checks import MAX_BYTES as MAX_BYTES
+from .checks import Clock as Clock
+from .checks import HostReport as HostReport
+from .checks import LinkPeer as LinkPeer
+from .checks import LinkSpeed as LinkSpeed
+from .checks import Listening as Listening
+from .checks import compare_hosts as compare_hosts
+from .checks import inspect_host as inspect_host
+from .checks import missing_provider as missing_provider
+from .run import run_preflight as run_preflight
+from .run import unreachable as unreachable
