@@ -43,13 +43,12 @@ def _create(options: Any, backend_options: Any) -> Any:
     try:
         from cputrain.comm.ccl import create
     except ImportError as error:
-        raise RuntimeError(f"ccl: cputrain cannot be loaded: {error}{_others()}") from error
+        raise RuntimeError(f"ccl: cputrain cannot be loaded: {error}{_other()}") from error
     return create(options, backend_options)
 
 
-def _others() -> str:
-    """The modules that have the names of cputrain's packages, and what to do about them."""
-    home = os.path.dirname(os.path.abspath(__file__))
-    files = {name: getattr(sys.modules.get(name), "__file__", None) or home for name in ("cputrain",)}
-    found = [f"{file} has the name of a package of cputrain" for file in files.values() if not file.startswith(home)]
-    return f": {', '.join(found)}: rename it" if found else ""
+def _other() -> str:
+    """The module that has cputrain's name, and what to do about it."""
+    file = getattr(sys.modules.get("cputrain"), "__file__", None)
+    ours = file is None or file.startswith(os.path.dirname(os.path.abspath(__file__)))
+    return "" if ours else f": {file} has the name of a package of cputrain: rename it"

@@ -107,13 +107,13 @@ def test_ccl_tells_whose_module_is_in_its_place(folder: Path) -> None:
     for each in (*STANDARD, *NEEDED):
         (folder / f"{each}.py").unlink()
     group = "dist.init_process_group('ccl', rank=0, world_size=1, store=dist.HashStore())"
-    (folder / "train.py").write_text(f"import affinity, mpi, torch.distributed as dist\n{group}\n")
-    done = run(folder, sys.executable, "train.py")
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: ccl: cputrain cannot be loaded: ") and last.endswith(": rename it"), (
-        done.stderr
-    )
-    assert f"{folder}/affinity/__init__.py has the name of a package of cputrain" in last
+    (folder / "train.py").write_text(f"import affinity, mpi, torch.distributed as dist\n{group}; print('joined')\n")
+    assert run_well(folder, sys.executable, "train.py").endswith("joined\n"), "affinity and mpi are anybody's names"
+    (folder / "cputrain.py").write_text("")
+    (folder / "train.py").write_text(f"import cputrain, torch.distributed as dist\n{group}\n")
+    last = run(folder, sys.executable, "train.py").stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: ccl: cputrain cannot be loaded: ") and last.endswith(": rename it"), last
+    assert f"{folder}/cputrain.py has the name of a package of cputrain" in last
 
 
 def test_packages_that_only_pythonpath_or_the_user_s_folder_has_are_found(folder: Path) -> None:
