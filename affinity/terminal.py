@@ -1,6 +1,7 @@
-"""What a program prints, in which encoding, and the status that it ends with: terminals, control codes, tables, errors.
+"""What a program prints and how it ends: encodings, control codes, tables, error lines and exit statuses.
 
-write to the clipboard, or to type an answer.
+Text of others on its way to a terminal is made harmless: control characters could retitle the window, write to the
+clipboard, or type an answer.
 """
 
 import codecs

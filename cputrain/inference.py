@@ -1,7 +1,6 @@
-"""A trained network as a classifier of image files, and its export: TorchScript, ONNX, state dict, safetensors.
+"""A trained network as a classifier of images, and its export: TorchScript, ONNX, state dict, safetensors.
 
-classifier.py is a checkpoint that is ready to classify, and predict.py feeds it images. export.py writes it in the
-formats of export_formats.py, and compares the logits of what it wrote with its own.
+An export is loaded again, and its logits are compared with those of the network that it was made from.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""How many workers a host gets, and the cores (domain) of each.
+"""A host's cores -> the number of workers, and one domain (cores) per worker.
 
-Geometry alone; how many workers suit a host is decided in worker_count.
-
-the CPU quota feeds.
+Usable cores are those that were requested, without those of other plans' processes, and no more than the CPU quota
+feeds. They are cut along NUMA nodes, dies, caches and core types. With more workers than cores, workers share cores.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
-"""What was measured on this machine, in its cache folder, and this machine's plan by it.
+"""Measurements kept between commands, and this machine's plan by them.
 
-`cputrain bench` and `tune` write them; this module reads them.
+A file for each measurement, in the cache folder, with the machine and the versions that it depends on. `cputrain bench`
+and `tune` write them; this module reads them.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""The cores of a worker by role: computing, communication, loading; its threads and its share of the batch.
+"""A worker's cores by role (computing, communication, loading), its threads, and its share of the batch, each with
+its reason.
 
-rules. defaults.py decides between the profile and the tuned plan.
+What a setting, a tuned plan or a profile gives comes first; these are the planner's own rules.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""A process's rank, from the variables of any launcher, and where the ranks meet.
+"""Any launcher's environment -> rank, local rank, world size, and where the ranks meet (torch.distributed's env://).
 
-names their number.
+Pods of an Indexed Job of Kubernetes are numbered by it; `cputrain job kubernetes` names how many there are.
 """
 
 import errno

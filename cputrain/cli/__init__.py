@@ -1,4 +1,4 @@
-"""The command line: one file for each command, imported only when that command runs.
+"""The command line: a file for each group of commands, imported only when one of them runs.
 
 A file declares options, calls the packages below and prints what they return.
 """
@@ -22,6 +22,8 @@ from cputrain.cli.words import missing_argument, no_such_command, no_such_option
 from cputrain.held_signals import signals_held
 from cputrain.mpi.supervise.signals import InterruptedBySignalError
 from cputrain.variables import COMPLETE
+
+__all__ = ["group", "main"]
 
 COMMANDS = {
     "plan": "show the cores, threads and memory of each worker, and why: a dry run of launch",

@@ -1,6 +1,7 @@
 """Completion by Tab in bash, zsh and fish.
 
-`skeleton` makes of them the same tree of click's commands and options as the real one, which does nothing else.
+What can be completed is kept in a file, since the commands' own modules take a second to load. `skeleton` makes of it
+the same tree of click's commands and options as the real one, which does nothing else.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Gradient buckets of DistributedDataParallel, and the hook that reduces them.
+"""Gradient buckets of DistributedDataParallel and its communication hooks: float32, or rounded to bfloat16.
 
-They add up the gradients of all ranks. DDP itself divides the sums by the number of ranks, another pass over all
+The hooks add up the gradients of all ranks. DDP itself divides the sums by the number of ranks, another pass over all
 gradients; the loss has that factor here.
 """
 

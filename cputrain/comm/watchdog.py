@@ -1,10 +1,10 @@
 """Heartbeats of ranks in the job's store, and the verdict on those that are silent.
 
-Each rank sends heartbeats to the job's store (heartbeats.py), reads those of some others, and publishes which of them
-is silent, or in a collective that differs. No rank judges alone: one whose Python is kept by a long call cannot. A rank
-that waits in a collective is then ended; a rank that computes, or has left the job, depends on no peer and goes on. The
-watchdog runs in threads of its own, with its own connection to the store. Where its process was suspended, the silence
-of the others counts anew.
+Each rank sends heartbeats to the job's store, reads those of some others, and publishes which of them is silent, or in
+a collective that differs. No rank judges alone: one whose Python is kept by a long call cannot. A rank that waits in a
+collective is then ended; a rank that computes, or has left the job, depends on no peer and goes on. The watchdog runs
+in threads of its own, with its own connection to the store. Where its process was suspended, the silence of the others
+counts anew.
 """
 
 import atexit

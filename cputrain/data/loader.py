@@ -1,8 +1,6 @@
-"""Batches of decoded images, made ahead by threads.
+"""The image pipeline: a folder of images -> batches of tensors for any PyTorch training loop on CPUs.
 
-Threads, because the decoder releases the GIL, and because communication libraries do not survive a fork.
-
-import torch
+    import torch
     from cputrain.data import ImageLoader
 
     train = ImageLoader.open("data/photos", batch_size=8, image_size=64, threads=2)
@@ -18,7 +16,8 @@ import torch
     val = ImageLoader.open("data/photos", split="val", batch_size=8, image_size=64)
     correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in val)
 
-cputrain's trainer uses the same class (cputrain.training.feed).
+Threads decode ahead: the decoder releases the GIL, and communication libraries do not survive a fork. cputrain's
+trainer uses the same class (training/feed.py).
 """
 
 import ctypes

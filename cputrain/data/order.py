@@ -1,6 +1,5 @@
-"""Which image is used when: permutations by epoch, blocks, shares of ranks.
-
-Permutations of an epoch, the share of each rank, the order that allows large reads, and a measure of mixing.
+"""Which image is used when: permutations of an epoch, the share of each rank, the order that allows large reads, and a
+measure of mixing.
 
 Neighbors on disk form a block. An epoch walks through all blocks in random order, shuffling the images of each. This
 walk is cut into as many lanes as a step has images, and every step takes the next image of each lane. So a batch comes

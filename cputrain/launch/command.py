@@ -1,6 +1,7 @@
-"""A launch's job: its hosts, its command, what is measured first.
+"""Any command under a plan: the job that starts it, or this process as one of its ranks.
 
-their own.
+Before a host's first job whose ranks may use MPI or libfabric, oneCCL's transports are measured, in processes of their
+own.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""The command of a training, and when a failed one is started again.
-
-looks in a stack, and what to do about modules of Intel's time.
-"""
+"""The command of a training, the software in its ranks, and when a failed training is started again."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Batch-norm with addition and ReLU in one pass: kernels, layers, and their check.
+"""Batch-norm with the addition of a residual and ReLU in one layer, by native kernels, and the check of the kernels.
 
 State dicts are BatchNorm2d's. What the kernels do not support (float64, other devices) goes through torch's operators.
 """

@@ -1,6 +1,7 @@
-"""Options of other launchers: what each means here.
+"""Options of other launchers and what each means here; shell lines as words and back.
 
-In words a `$` or `~` of that kind is a character of its own (VARIABLE, HOME); in single quotes there are none.
+What a shell would expand in a line ($NAME, ${NAME}, $(command), ~/) stays expandable: in words a `$` or `~` of that
+kind is a character of its own (VARIABLE, HOME); in single quotes there are none.
 """
 
 import re

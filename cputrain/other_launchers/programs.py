@@ -1,6 +1,6 @@
 """The options of each program that launches trainings, as tables.
 
-its last release, 2.8, and those that it had deprecated.
+ipexrun's are those of its last release, 2.8, and those that it had deprecated.
 """
 
 from cputrain.other_launchers.option import Program, parts_to, to, without

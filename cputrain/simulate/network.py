@@ -1,6 +1,6 @@
 """A network's layers, the measured times of this host, and the host that is simulated.
 
-Tests compare the tables with torch's own networks.
+Tests compare the tables of layers with torch's own networks.
 """
 
 from dataclasses import asdict, dataclass, fields

@@ -1,6 +1,6 @@
 """The launchers, one record each: Intel MPI, Open MPI, MPICH, srun, torchrun, and this host without one.
 
-Each host is taken whole: only then does Slurm honor masks, and may a rank bind itself to any CPU of the plan.
+srun takes each host whole: only then does Slurm honor masks, and may a rank bind itself to any CPU of the plan.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a host says of itself before a job starts, and the check that it runs.
+"""The pre-flight of one host, started on each host of a job: its report, then traffic to the next host of the ring.
 
 python -m cputrain.mpi.preflight.checks --report-to HOST:PORT --packages NAME,... -- FILE...
 """

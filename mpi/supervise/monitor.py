@@ -1,6 +1,6 @@
 """What the ranks of a job do: who waits for whom, who has failed first, which host is silent.
 
-The time for which a process waits for a core counts as computing: on a host that is shared, it may get little of one.
+The time for which a process waits for a core counts as computing: a shared host may give it little of one.
 """
 
 import logging

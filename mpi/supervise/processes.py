@@ -1,7 +1,8 @@
 """Processes of a job: started so that none outlives the launcher; how they ended, and why.
 
-The watcher gives the rank an unnamed file, and a rank that has Python lets faulthandler write the stack of its main
-thread there at a signal: also while it computes in C, or loops. The signal is sent only to a process that handles it.
+For a rank's stack, the watcher gives it an unnamed file, and a rank that has Python lets faulthandler write the stack
+of its main thread there at a signal: also while it computes in C, or loops. The signal is sent only to a process that
+handles it.
 """
 
 import ctypes
@@ -216,7 +217,7 @@ def adopt_orphans() -> None:
 def descendants(pid: int) -> tuple[int, ...]:
     """The processes below this one that still run, parents before children.
 
-    All of the host are looked at: the kernel's own lists of children, which activity.py reads, may miss some of a
+    All of the host are looked at: the kernel's own lists of children, which monitor.py reads, may miss some of a
     process that is just starting more.
     """
     children: dict[int, list[int]] = {}

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import open_dataset
 from cputrain.data.formats.survey import survey
+from cputrain.data.formats.webdataset import open_webdataset
 from tests.cputrain.test_image_files import counts
 from tests.cputrain.test_prepare import jpeg
 from tests.cputrain.test_tables import png
@@ -257,6 +258,18 @@ def test_tars_that_are_no_samples_of_classes_are_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=told):
             survey(str(folder))
     assert counts(pairs) == (8, 4), "a mask beside an image has a longer suffix"
+
+
+def test_a_split_without_labels_is_left_out_and_negative_classes_are_refused(tmp_path: Path) -> None:
+    blind = write_tars(tmp_path / "blind", lambda i: {"cls": b"-1" if i >= 50 else str(i % 2).encode()})
+    assert open_webdataset(blind).val is None
+    assert open_webdataset(blind).notes == (f"{blind}: the val split has no labels, only -1: it is left out",)
+    for label in (-1, -7):
+        mixed = write_tars(
+            tmp_path / f"mixed{label}", lambda i, n=label: {"json": json.dumps({"label": (0, n)[i % 2]}).encode()}
+        )
+        with pytest.raises(InputError, match=rf"has samples of label {label}; classes are numbers from 0, or texts"):
+            open_webdataset(mixed)
 
 
 @pytest.mark.parametrize("label", [None, [1, 2], True, 1.5, ""])

@@ -1,6 +1,7 @@
 """What CONTRIBUTING.md says of the code, where no linter checks it."""
 
 import ast
+import importlib
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -65,6 +66,43 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = grimp.build_graph("cputrain")
     assert len(graph.modules) > 100
     TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}).prepare()
+
+
+def fronts() -> dict[str, set[str]]:
+    """Package -> its public names, of the packages that have them in a stub."""
+    names = {}
+    for top in ("affinity", "mpi", "cputrain"):
+        for stub in (ROOT / top).rglob("__init__.pyi"):
+            package = ".".join(stub.parent.relative_to(ROOT).parts)
+            lines = (node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom))
+            found = {alias.name for node in lines for alias in node.names}
+            names[package if top == "cputrain" else f"cputrain.{package}"] = found
+    return names
+
+
+def test_the_public_names_of_every_package_can_be_imported() -> None:
+    assert len(fronts()) > 20
+    for package, names in fronts().items():
+        module = importlib.import_module(package)
+        assert set(module.__all__) == names == set(dir(module))
+        assert [name for name in names if not hasattr(module, name)] == []
+        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nonesuch'"):
+            module.nonesuch  # noqa: B018
+
+
+def test_tests_import_what_a_package_offers_in_front() -> None:
+    offered = fronts()
+    past = {
+        f"{path.relative_to(ROOT)}: from {node.module} import {alias.name}"
+        for folder in ("tests", "benchmarks", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        if "guest" not in path.parts  # in the emulated machines every import costs a second
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module not in offered
+        for alias in node.names
+        if alias.name in offered.get(node.module.rpartition(".")[0], set())
+    }
+    assert past == set()
 
 
 def uses_of_the_environment(node: ast.AST) -> int:

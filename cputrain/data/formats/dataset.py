@@ -1,6 +1,6 @@
-"""Data sets as the pipeline sees them: images and labels by number, in memory or generated.
+"""Data sets as the pipeline sees them: images and labels by number, read, given by the user, or generated.
 
-The seed determines all of it, the same on every worker.
+Generated data is determined by its seed, the same on every worker.
 """
 
 import os

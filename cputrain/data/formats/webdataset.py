@@ -1,4 +1,4 @@
-"""Tar files of images: webdataset's shards, and the members that other readers use.
+"""Tar files of images, webdataset's among them.
 
 A sample's files have one key: the name up to the first dot of its last part. The label is the decimal number or the
 text in KEY.cls, else what KEY.json has as "label". Nothing is unpacked.
@@ -44,6 +44,7 @@ def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
 
 
 LABEL = "label"  # in KEY.json
+UNLABELED = -1  # as in the test splits of others
 MOST_LABEL_BYTES = 1 << 20
 
 Place = tuple[int, int]
@@ -94,7 +95,16 @@ def open_webdataset(root: Path) -> OwnSplits:
     if "train" not in found:
         raise InputError(f"{root} has no tar file of the training split, only of {', '.join(found) or 'none'}")
     splits = {split: TarImages(paths) for split, paths in found.items()}
+    notes = []
+    for split in [split for split, images in splits.items() if split != "train" and set(images.found) == {UNLABELED}]:
+        del splits[split]
+        notes.append(f"{root}: the {split} split has no labels, only {UNLABELED}: it is left out")
     labels = set(splits["train"].found)
+    if negative := [label for label in labels if isinstance(label, int) and label < 0]:
+        raise InputError(
+            f"{found['train'][0]} has samples of label {min(negative)}; classes are numbers from 0, or texts: leave "
+            "out what has no label"
+        )
     if not labels:
         raise InputError(f"{found['train'][0]} has no image: is the download complete?")
     names = sorted(labels, key=lambda label: (isinstance(label, str), label))
@@ -104,7 +114,7 @@ def open_webdataset(root: Path) -> OwnSplits:
         images.label_by({label: number for number, label in enumerate(names)})
     if "val" not in splits and "test" in splits:
         splits["val"] = splits.pop("test")
-    return OwnSplits(classes=tuple(map(str, names)), notes=(), **splits)
+    return OwnSplits(classes=tuple(map(str, names)), notes=tuple(notes), **splits)
 
 
 def _samples(path: Path, file: int) -> Iterator[tuple[str, Place, int | str]]:
@@ -140,4 +150,5 @@ def _sample(path: Path, file: int, sample: dict[str, tuple[str, Place]]) -> tupl
             raise ValueError(f"{label!r} is neither a number nor a text")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: {label_name} has no {LABEL}: {type(error).__name__} {error}") from None
-    return name, place, int(label) if str(label).isdecimal() else str(label)
+    text_of_label = str(label)
+    return name, place, int(label) if text_of_label.removeprefix("-").isdecimal() else text_of_label

@@ -1,6 +1,7 @@
-"""Write checkpoints beside the training, in a thread.
+"""What is saved when, written in a thread while the training goes on.
 
-there.
+Every rank's state is of the same step. Each rank writes its files, rank 0 the rest when all are there, and afterwards
+how the evaluation has ended.
 """
 
 import math
