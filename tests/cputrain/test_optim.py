@@ -204,7 +204,7 @@ def test_every_option_of_the_schema_says_whom_it_serves() -> None:
 
 
 def test_the_public_optimizers_keep_their_names() -> None:
-    assert cputrain.optim.__all__ == ["AdagradDA", "Lamb", "Lars"]
+    assert {"AdagradDA", "Lamb", "Lars"} <= set(cputrain.optim.__all__)
     weight = nn.Parameter(torch.ones(3, 2))
     weight.grad = torch.ones(3, 2)
     for optimizer in (Lars([weight], lr=0.1), Lamb([weight], lr=0.1), AdagradDA([weight], lr=0.1)):

@@ -216,7 +216,7 @@ def test_a_job_on_this_host_alone_needs_no_launcher(tmp_path: Path) -> None:
 PS_SHOWS_TOKEN = """
 import os, socket, subprocess, time
 time.sleep(1)
-lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+lines = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
 seen = os.environ["CPUTRAIN_JOB_TOKEN"] in lines
 print(f"{socket.gethostname()}: agents {'cputrain.mpi.supervise.agent' in lines}, token {seen}", flush=True)
 """

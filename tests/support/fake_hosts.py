@@ -100,9 +100,9 @@ class FakeHosts:
         """Host -> the command lines on it that contain a word."""
         found = {}
         for host in self.names:
-            argv = self.inside(host, "ps", "-eo", "args")
+            argv = self.inside(host, "ps", "-ewwo", "args")
             lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
-            found[host] = [line for line in lines if word in line and "ps -eo" not in line]
+            found[host] = [line for line in lines if word in line and "ps -ewwo" not in line]
         return found
 
 

@@ -30,7 +30,7 @@ module load python
 set -u  # only now: modules and activate may read unset variables
 
 # Runs the trainer's modules, and keeps those of this folder and of PYTHONPATH from it.
-start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/../affinity/start.py"
+start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/affinity/start.py"
 output=runs/resnet50
 settings=(plan.threads=20 )
 values=(16 32 )

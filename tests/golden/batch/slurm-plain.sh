@@ -11,7 +11,7 @@
 set -euo pipefail
 
 # Runs the trainer's modules, and keeps those of this folder and of PYTHONPATH from it.
-start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/../affinity/start.py"
+start="$(cd / && python -c 'import cputrain; print(cputrain.__path__[0])')/affinity/start.py"
 output=runs/resnet50
 settings=()
 settings+=("output=$output")
