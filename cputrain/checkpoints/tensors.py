@@ -138,7 +138,7 @@ def _wrong_tensor(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
     known = json.loads(metadata.get(CHECKSUMS, "{}"))
     if not isinstance(known, dict):
         raise ValueError("its checksums are not a JSON object")
-    return next((name for name, value in tensors.items() if known.get(name, _sum(value)) != _sum(value)), None)
+    return next((name for name, value in tensors.items() if name in known and known[name] != _sum(value)), None)
 
 
 def _sum(tensor: Tensor) -> int:

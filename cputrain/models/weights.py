@@ -29,11 +29,13 @@ KEYS = (*AVERAGED, "state_dict", "model", "model_state_dict", "model_state", "mo
 # DataParallel, FSDP, activation checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 STEPS = "num_batches_tracked"  # of batch-norm: without effect here, and old files lack it
-# Plain values beside the weights: a program's arguments, paths, numbers of numpy. None of them runs code.
+# Plain values beside the weights: a program's arguments, paths, numbers of numpy. None of them runs code. Releases of
+# Python and numpy have names of their own for some.
 _SCALAR = np.float64(0).__reduce__()[0]
 PLAIN_VALUES: list[Any] = [
-    *(Namespace, PosixPath, np.dtype, _SCALAR, (_SCALAR, "numpy.core.multiarray.scalar")),
-    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.bool_)),
+    *(Namespace, np.dtype, _SCALAR, (_SCALAR, "numpy.core.multiarray.scalar")),
+    *((PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),
+    *{type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?US"},
 ]
 
 
@@ -62,7 +64,9 @@ def read_weights(path: Path) -> Weights:
     state = read_state(path)
     kept = {key: state[key] for key in KEYS if isinstance(state.get(key), dict)}
     for key, found in (*kept.items(), ("", state)):
-        if tensors := {name: value for name, value in found.items() if isinstance(value, Tensor)}:
+        if tensors := {
+            name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)
+        }:
             return Weights(tensors=tensors, key=key)
     raise InputError(f"{path} has no weights, only {first_named(list(map(str, state)))}: save a state dict")
 
@@ -104,13 +108,14 @@ def load_initial_weights(model: nn.Module, path: Path) -> str:
     initial = model.state_dict()
     match = match_names(weights.tensors, [name for name in initial if not name.endswith(STEPS)], path)
     saved = {name: value for name, value in initial.items() if name.endswith(STEPS)}
-    saved |= {name: weights.tensors[theirs] for name, theirs in match.names.items()}
+    taken = {name: weights.tensors[theirs] for name, theirs in match.names.items()}
+    _check_plain({name: value for name, value in taken.items() if not name.endswith(STEPS)}, path)
+    saved |= taken
     reshaped = [name for name in initial if name in saved and saved[name].shape != initial[name].shape]
     reinitialized = [name for name in reshaped if name.rpartition(".")[0] == head]
     differing = sorted(set(initial.keys() ^ saved.keys()) | set(reshaped) - set(reinitialized))
     if differing:
         raise InputError(f"model.weights={path}: {describe_difference(differing, shapes(saved), shapes(initial))}")
-    _check_plain(saved, path)
     model.load_state_dict({**saved, **{name: initial[name] for name in reinitialized}})
     return _describe(path, weights, match, reinitialized)
 
@@ -164,13 +169,24 @@ def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
 
 
 def _check_plain(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise InputError for a tensor that is not one number after another: copied into a weight it would fail, or lose a
-    part of its values."""
+    """Raise InputError for a tensor that is not one real number after another: copied into a weight it would fail, or
+    be other values. Integers are mostly quantized weights, whose scales are elsewhere."""
     for name, value in tensors.items():
-        kind = "complex" if value.is_complex() else "quantized" if value.is_quantized else str(value.layout)
-        if kind != str(torch.strided):
-            kind = kind.removeprefix("torch.").replace("sparse_coo", "sparse")
+        if kind := _odd_kind(value):
             raise InputError(f"model.weights={path}: {name} is {kind}: save it as a dense tensor of real numbers")
+
+
+def _odd_kind(value: Tensor) -> str | None:
+    """What a tensor is that cannot be copied into a weight."""
+    if value.is_nested:
+        return "nested"
+    if value.is_meta:
+        return "without values (on the meta device)"
+    if value.is_complex() or value.is_quantized:
+        return "complex" if value.is_complex() else "quantized"
+    if value.layout != torch.strided:
+        return str(value.layout).removeprefix("torch.").replace("sparse_coo", "sparse")
+    return None if value.is_floating_point() else f"of {str(value.dtype).removeprefix('torch.')}"
 
 
 def _describe(path: Path, weights: Weights, match: Match, reinitialized: Sequence[str]) -> str:

@@ -211,7 +211,7 @@ class Lars(GroupOptimizer):
         for state, p, g, v, t in zip(states, params, grads, velocities, ratios, strict=True):
             last_lr = state.get("last_lr")
             momentum = group["momentum"] * (group["lr"] / last_lr if corrected and last_lr else 1.0)
-            state["last_lr"] = group["lr"]
+            state["last_lr"] = float(group["lr"])
             state["momentum_buffer"] = _laid_out_as(p, v)
             _update(p, _laid_out_as(p, g), state["momentum_buffer"], group, momentum, t)
 
@@ -237,6 +237,7 @@ def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: fl
     lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
     inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
     exact = inner == 1.0 or (LEAST_INNER <= inner <= 1 / LEAST_INNER and p.dtype != torch.float64)
+    exact = exact and outer <= MOST_SCALE
     dense = p.stride() == g.stride() == v.stride()
     if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # whose Nesterov form does not dampen d
         _update_in_steps(p, g, v, group, momentum, (inner, outer))

@@ -243,6 +243,15 @@ def compiled() -> dict[str, Tensor]:
 
 RUN = {"epoch": 3, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": []}]}, "arch": "small"}
 ARGUMENTS = Namespace(lr=0.1, data_path=Path("data"), milestones=[30, 60], seed=None)
+NUMBERS = [
+    np.int32(1),
+    np.uint8(2),
+    np.float16(0.5),
+    np.complex128(1j),
+    np.longdouble(3),
+    np.str_("top1"),
+    np.bool_(True),
+]
 FOREIGN = {
     "pytorch/examples": (
         lambda: {**RUN, "state_dict": prefixed("module.", small(1.0).state_dict())},
@@ -274,6 +283,11 @@ FOREIGN = {
         },
         "its state_dict_ema, a moving average",
         2.0,
+    ),
+    "numbers of numpy, and numbers as names": (
+        lambda: {"state_dict": {**small(1.0).state_dict(), 7: torch.ones(2)}, "numbers": NUMBERS, 3: torch.ones(1)},
+        "its state_dict, no moving average",
+        1.0,
     ),
     "DataParallel, compiled": (compiled, "names without _orig_mod.module.", 1.0),
     "PyTorch's tutorials": (
@@ -324,6 +338,11 @@ def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp
         ({**state, row: state[row].to_sparse_csr()}, "fc.weight is sparse_csr: save it as a dense tensor"),
         ({"model": {**state, kernel: state[kernel].to(torch.complex64)}}, "features.0.weight is complex: save it as"),
         ({**state, kernel: quantized}, "features.0.weight is quantized: save it as a dense tensor"),
+        ({**state, kernel: (state[kernel] * 100).to(torch.int8)}, "features.0.weight is of int8: save it as a dense"),
+        ({**state, row: state[row].bool()}, "fc.weight is of bool: save it as a dense tensor"),
+        ({**state, row: state[row].to("meta")}, r"fc.weight is without values \(on the meta device\): save it as"),
+        ({**state, row: torch.nested.as_nested_tensor([state[row]])}, "fc.weight is nested: save it as a dense tensor"),
+        ({0: state[row]}, "has no weights, only 0: save a state dict"),
         ({"state_dict": {}, "epoch": 3}, "has no weights, only state_dict, epoch: save a state dict"),
         ({"model": small()}, r"asks to run code \(torch\.\S+\), which was not done: .* your own, .* state_dict\(\)"),
     ):  # fmt: skip

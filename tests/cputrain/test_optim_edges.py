@@ -209,6 +209,28 @@ def test_parameters_of_complex_numbers_are_refused(kind: type[Optimizer]) -> Non
         kind([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
 
 
+def test_lars_scales_beyond_float32_and_a_rate_that_is_a_tensor_follow_the_formula() -> None:
+    p = nn.Parameter(torch.tensor([1.0, 2.0]))
+    p.grad = torch.full_like(p, 1e-42)  # its trust ratio is some 1e39
+    before = p.detach().double()
+    Lars([p], lr=10.0, momentum=0.9, weight_decay=0.0, eps=0.0, variant="nus").step()
+    g = p.grad.double()
+    assert torch.allclose(p.double(), before - 10.0 * 0.001 * before.norm() / g.norm() * g, rtol=1e-4)
+    found = []
+    for rate in (0.4, torch.tensor(0.4)):
+        q = nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = Lars([q], lr=rate, momentum=0.9, momentum_correction=True)
+        for value in (0.4, 0.2, 0.1):
+            if isinstance(rate, float):
+                optimizer.param_groups[0]["lr"] = value
+            else:
+                rate.fill_(value)
+            q.grad = torch.tensor([0.3, -0.1])
+            optimizer.step()
+        found.append(q.detach())
+    assert torch.allclose(*found)
+
+
 def test_increments_below_the_last_digit_of_bfloat16_add_up_in_the_state_also_after_loading() -> None:
     """Sums of 1,000 squares of 1: bfloat16 stops at 256, whose last digit is 2."""
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
