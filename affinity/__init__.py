@@ -43,7 +43,7 @@ __all__ = [
     "target_of",
 ]
 
-# Imported at their first use: `import affinity` alone loads none of the package's modules.
+# Imported at their first use: `import cputrain.affinity` alone loads none of the package's modules.
 _MODULES = {
     "cputrain.affinity.errors": ("InputError", "RunError"),
     "cputrain.affinity.kernel.binding": ("bind_process",),
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
-    raise AttributeError(f"module 'affinity' has no attribute {name!r}")
+    raise AttributeError(f"module 'cputrain.affinity' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -69,10 +69,8 @@ MODULES = {  # those that have not the command's name
     "watch": "results",
     "predict": "results",
     "export": "results",
-    "recipes": "info",
-    "keys": "info",
-    "doctor": "info",
-    "env": "info",
+    "keys": "recipes",
+    "env": "doctor",
 }
 
 

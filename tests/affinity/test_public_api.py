@@ -1,4 +1,4 @@
-"""`import affinity`: the names that scripts rely on, and what the import costs."""
+"""`from cputrain import affinity`: the names that scripts rely on, and what the import costs."""
 
 import doctest
 import subprocess

@@ -1,6 +1,10 @@
 """What a plain pip install brings."""
 
 import re
+import subprocess
+import sys
+import tarfile
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,6 +37,27 @@ def test_the_source_distribution_has_what_the_tests_read() -> None:
     names = set(re.findall(r'"([^"]+)"', section))
     assert {"affinity", "mpi", "cputrain", "configs", "docs", "tests", "benchmarks", "CONTRIBUTING.md"} <= names
     assert all((ROOT / name).exists() for name in names - {"man"})  # made when a distribution is built
+
+
+def test_a_wheel_is_the_same_from_a_checkout_and_from_a_source_distribution(tmp_path: Path) -> None:
+    build = (sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path), "-t")
+    subprocess.run((*build, "sdist"), cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path)
+    found = []
+    for place in (ROOT, tmp_path / f"cputrain-{__version__}"):
+        subprocess.run((*build, "wheel"), cwd=place, check=True, capture_output=True)
+        wheel = next(tmp_path.glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            found.append({name for name in archive.namelist() if "/RECORD" not in name})
+        wheel.unlink()
+    assert found[0] == found[1]
+    assert {name.partition("/")[0] for name in found[0]} == {
+        *("cputrain", "_cputrain_autoload.py"),
+        f"cputrain-{__version__}.dist-info",
+    }
+    for name in ("affinity/bind.py", "affinity/py.typed", "mpi/supervise/agent.py", "machines/clx-8280.yaml"):
+        assert f"cputrain/{name}" in found[0]
 
 
 def test_the_citation_is_of_this_version() -> None:

@@ -1,0 +1,148 @@
+"""`cputrain recipes` and `cputrain keys`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from difflib import get_close_matches
+from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import TextWrapper, fill
+
+import click
+
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import align_columns
+from cputrain.affinity.wording import first_sentence
+from cputrain.cli.output import format_option, print_json
+from cputrain.cli.words import catalog_group, command_or_list
+from cputrain.recipe.keys import OTHER_NAMES, KeyReference, SectionReference, reference
+from cputrain.recipe.loading import ShippedRecipe, recipe_names, shipped_recipe, shipped_recipes
+
+HEAD = ("recipe", "network", "optimizer", "epochs", "what it trains")
+
+
+@click.group("recipes", cls=catalog_group(recipe_names), invoke_without_command=True)
+@format_option
+@click.pass_context
+def recipes_command(context: click.Context, output_format: str) -> None:
+    """List the included recipes, search them, or show one. Without a command: list them; NAME alone shows one,
+    TEXT alone searches."""
+    if context.invoked_subcommand is None:
+        _show(shipped_recipes(), output_format)
+
+
+@recipes_command.command("list")
+@format_option
+def list_recipes(output_format: str) -> None:
+    """List all of them."""
+    _show(shipped_recipes(), output_format)
+
+
+@recipes_command.command("search")
+@click.argument("text")
+@format_option
+def search(text: str, output_format: str) -> None:
+    """List the recipes whose file contains TEXT, in any case: a network, a data set, an author, 32k."""
+    found = [
+        each
+        for each in shipped_recipes()
+        if text.lower() in f"{each.name}\n{Path(each.file).read_text(encoding='utf-8')}".lower()
+    ]
+    if not found:
+        raise InputError(f"no shipped recipe contains {text!r}: {command_or_list(text)}")
+    _show(found, output_format)
+
+
+@recipes_command.command("show")
+@click.argument("recipe", metavar="NAME")
+@format_option
+def show(recipe: str, output_format: str) -> None:
+    """Print a recipe's file: its source, what was published, the derivation of its numbers, its settings."""
+    found = shipped_recipe(recipe)
+    text = Path(found.file).read_text(encoding="utf-8")
+    if output_format == "json":
+        print_json({**asdict(found), "text": text})
+    else:
+        click.echo(text, nl=False)
+
+
+def _show(recipes: Sequence[ShippedRecipe], output_format: str) -> None:
+    if output_format == "json":
+        print_json({"recipes": [asdict(each) for each in recipes]})
+        return
+    rows = [(each.name, each.network, each.optimizer, str(each.epochs), each.summary) for each in recipes]
+    click.echo(align_columns([HEAD, *rows]))
+    click.echo("\ncputrain recipes show NAME prints one; cputrain train NAME trains it")
+
+
+WIDEST = 100
+
+
+@click.command("keys")
+@click.argument("topic", required=False, metavar="[SECTION|KEY|TEXT]")
+@format_option
+def keys_command(topic: str | None, output_format: str) -> None:
+    """Print the manual of recipe keys: the values that each takes, its default, what it does.
+
+    Without an argument: a line for each key. SECTION (optim) and KEY (optim.name) print their whole text; any other
+    TEXT is looked for in names and texts, among them the names of other trainers (lr, wd, batch_size).
+    """
+    sections = reference()
+    found = sections if topic is None else matching(sections, topic)
+    if not found:
+        names = [name for section in sections for name in (section.name, *(key.key for key in section.keys)) if name]
+        near = get_close_matches(topic or "", names, n=3, cutoff=0.5)
+        hint = f"the nearest are {', '.join(near)}" if near else "cputrain keys prints all of them"
+        raise InputError(f"no recipe key, section or text of a key is {topic!r}: {hint}")
+    if output_format == "json":
+        print_json({"sections": [asdict(section) for section in found]})
+    elif topic is None:
+        click.echo(index_text(found))
+    else:
+        click.echo(manual_text(found, min(get_terminal_size().columns, WIDEST)))
+
+
+def matching(sections: Sequence[SectionReference], topic: str) -> tuple[SectionReference, ...]:
+    """The section of this name with those inside it, or the key of this name, or all keys that the topic occurs in."""
+    name = topic.strip().removesuffix(".")
+    inside = [each for each in sections if each.name == name or each.name.startswith((f"{name}.", f"{name}["))]
+    if inside:
+        return tuple(inside)
+    return (
+        _only(sections, lambda key: key.key == name)
+        or _only(sections, lambda key: key.key in OTHER_NAMES.get(name.lstrip("-").replace("-", "_"), ()))
+        or _only(sections, lambda key: name.lower() in f"{key.key} {key.values} {key.description}".lower())
+    )
+
+
+def _only(sections: Sequence[SectionReference], wanted: Callable[[KeyReference], bool]) -> tuple[SectionReference, ...]:
+    """The sections with the wanted keys alone, without those that have none."""
+    cut = (replace(section, keys=tuple(filter(wanted, section.keys))) for section in sections)
+    return tuple(section for section in cut if section.keys)
+
+
+def index_text(sections: Sequence[SectionReference]) -> str:
+    """A line for each key: its values in short, its default, the first sentence of its text."""
+    rows = [("key", "default", "meaning")]
+    for section in sections:
+        rows += [(key.key, key.default, first_sentence(key.description)) for key in section.keys]
+    return align_columns(rows)
+
+
+def manual_text(sections: Sequence[SectionReference], width: int) -> str:
+    """The whole text of each key, in paragraphs of this width under their sections."""
+    indented = TextWrapper(width=width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    parts = []
+    for section in sections:
+        blocks = [fill(f"{section.name or 'Top level'}: {section.description}", width)]
+        for key in section.keys:
+            blocks.append(
+                "\n".join(
+                    [
+                        f"  {key.key}  (default: {key.default})",
+                        indented.fill(f"Values: {key.values}."),
+                        indented.fill(key.description),
+                    ]
+                )
+            )
+        parts.append("\n\n".join(blocks))
+    return "\n\n".join(parts)
