@@ -170,7 +170,7 @@ def describe_status(status: int) -> str:
 
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 MOST_FRAMES, MOST_BYTES = 12, 1 << 16
-ANSWER_S = 0.5  # a process that computes answers at once
+ANSWER_S = 1.0  # a process that computes answers at once, on a busy host a little later
 STACK_POLL_S = 0.02
 
 
