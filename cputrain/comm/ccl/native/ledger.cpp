@@ -45,7 +45,7 @@ struct Ledger::Header {
 // Of one rank and number, which is written last.
 struct Ledger::Entry {
   std::atomic<uint64_t> number;
-  uint64_t digest;
+  std::atomic<uint64_t> digest;
   bool several_threads;
   char text[kTextBytes];
 };
@@ -133,10 +133,12 @@ std::string Ledger::enter(
       continue;
     }
     const auto& entry = entry_of(other, number);
-    if (entry.number != number) {
-      continue;  // it is not there yet, or far ahead
+    const bool there = entry.number == number;
+    const uint64_t digest = entry.digest;
+    if (!there || entry.number != number) {
+      continue;  // it is not there yet, or so far ahead that it has written, or is writing, another one in this place
     }
-    if (entry.digest != agreement.digest) {
+    if (digest != agreement.digest) {
       return wrong(number, "");
     }
     if (agreement.give.empty()) {
