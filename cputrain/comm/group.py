@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
+# gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -88,10 +91,6 @@ def choose_backend(requested: str, rank: Rank, keys: SignedKeys) -> tuple[str, s
     if requested == "ccl":
         raise problem or RunError(f"comm.backend=ccl: {found}")
     return "gloo", found
-
-
-# Imported later (DDP and torchvision do), this module would keep the group of that moment in its default arguments:
-# gloo's threads would then outlive destroy_process_group and sometimes abort the interpreter's exit.
 
 
 T = TypeVar("T")
