@@ -22,7 +22,8 @@ def modules() -> str:
             rows = [[code(path.name), plain(_first_line(path))] for path in sorted(folder.glob("[!_]*.py"))]
             modules_table = f"\n{table(['module', 'contents'], rows)}\n" if rows else ""
             name = ".".join(folder.relative_to(ROOT).parts)
-            parts.append(f"{'#' * min(2 + name.count('.'), 4)} {name}\n\n{plain(_docstring(init))}\n{modules_table}")
+            title = name if top == "cputrain" else f"cputrain.{name}"
+            parts.append(f"{'#' * min(2 + name.count('.'), 4)} {title}\n\n{plain(_docstring(init))}\n{modules_table}")
     return "\n".join(parts)
 
 

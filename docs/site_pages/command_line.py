@@ -23,7 +23,7 @@ PLANNER = """## The planner on its own
 
 `python -m cputrain.affinity` reads machines, plans, binds and compares for any training, and never imports torch.
 """
-WITHOUT_TORCH = ("affinity", "affinity read", "affinity plan", "affinity show", "cputrain.affinity.bind")
+WITHOUT_TORCH = tuple(f"cputrain.affinity{words}" for words in ("", " read", " plan", " show", ".bind"))
 
 
 def command_line() -> str:
