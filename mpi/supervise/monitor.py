@@ -215,7 +215,7 @@ def awaited_ranks(standings: Sequence[Standing], waiting_s: float = WAITING_S) -
 def left_before(cause: RankExit, standings: Sequence[Standing]) -> tuple[Standing, ...]:
     """The ranks that had left with status 0 just before another one failed, where they are not more than the others."""
     left = [one for one in standings if one.exit and one.left and 0.0 <= cause.time - one.exit.time <= AFTERWARDS_S]
-    return tuple(left) if cause.status > 0 and len(left) <= sum(not one.left for one in standings) else ()
+    return tuple(left) if cause.by_itself and len(left) <= sum(not one.left for one in standings) else ()
 
 
 def able_to_show(stall: Stall) -> tuple[int, ...]:
@@ -266,9 +266,9 @@ def describe_failure(cause: RankExit, standings: Sequence[Standing], stall: Stal
     """A failed job in one line and the last lines of output: first the rank that the failed one had waited for, where
     one is stopped, or there was a `stall` just before. `stacks` are those of its ranks."""
     stopped = [one for one in standings if one.exit is None and one.activity.stopped_s]
-    if stopped and cause.status > 0:
+    if stopped and cause.by_itself:
         return f"{describe_stopped(stopped[0])}\nthen {describe_exit(cause)}"
-    if stall is not None and cause.status > 0 and cause.rank not in [one.rank for one in stall.awaited]:
+    if stall is not None and cause.by_itself and cause.rank not in [one.rank for one in stall.awaited]:
         listed = "".join(
             f"\n  Python stack of rank {rank}, innermost first:" + "".join(f"\n  | {line}" for line in lines)
             for rank, lines in sorted(stacks.items())

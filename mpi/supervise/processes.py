@@ -114,6 +114,11 @@ class RankExit:
     tail: tuple[str, ...]
     shortage: Shortage | None = None
 
+    @property
+    def by_itself(self) -> bool:
+        """Whether the process ended itself: by a status, or by SIGABRT as C++ libraries do after a timeout."""
+        return self.status >= 0 or self.status == -signal.SIGABRT
+
 
 class JobFailedError(RunError):
     """A job failed. `shortage`: for lack of memory. `hosts`: those that may be down. `tail`: the last lines of the rank
@@ -142,7 +147,7 @@ def first_cause(exits: Iterable[RankExit]) -> RankExit:
     known = list(exits)
     earliest = min(one.time for one in known)
     together = [one for one in known if one.time - earliest <= TOGETHER_S]
-    return min(together, key=lambda one: (one.status > 0, one.time, one.rank))
+    return min(together, key=lambda one: (one.status > 0, one.by_itself, one.time, one.rank))
 
 
 def describe_exit(one: RankExit) -> str:
