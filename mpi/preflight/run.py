@@ -18,13 +18,14 @@ from cputrain.mpi.launchers.command import launch_command
 from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
 from cputrain.mpi.preflight.checks import Clock, Findings, HostReport, LinkPeer, LinkSpeed, Listening, compare_hosts
 from cputrain.mpi.supervise.processes import JobFailedError, end_descendants, start_launcher, write_files
-from cputrain.mpi.supervise.signals import interruptible, until_interrupted
+from cputrain.mpi.supervise.signals import StopSignals
 from cputrain.mpi.supervise.wire import HEARTBEAT_TIMEOUT_S, TOKEN_VARIABLE, Hello, RankServer, Stop, new_token
 
 SILENT_S = HEARTBEAT_TIMEOUT_S  # without a new answer: then hosts that cannot be reached are looked for
 PATIENCE_S = 60.0  # without a new answer, where every host can be reached: many may start slowly
 POLL_S = 0.1
 LAUNCHER_EXIT_S = 5.0
+EXIT_POLL_S = 0.02
 KILL_S = 2.0  # between SIGTERM and SIGKILL for what the launcher has started
 SSH_PORT, SSH_TIMEOUT_S, MAX_SSH_CONNECTIONS = 22, 3.0, 64
 MAX_FILES = 64  # of the command, programs and scripts first, that are compared
@@ -64,7 +65,7 @@ def run_preflight(
     files = tuple(str(Path(word).resolve()) for word in job.command if os.path.isfile(word))[:MAX_FILES]  # noqa: PTH113
     address = own_address(job.hosts)
     server = RankServer(new_token(), job.hosts, address, (HostReport, Listening, LinkSpeed))
-    with interruptible():
+    with StopSignals() as signals:
         one_a_host = replace(
             job,
             groups=tuple(HostGroup(hosts=group.hosts, plan=_one_worker(group.plan)) for group in job.groups),
@@ -76,10 +77,9 @@ def run_preflight(
         command = launch_command(one_a_host, installed, probe, folder.resolve())
         write_files(command.files)
         try:
-            with until_interrupted():
-                process = start_launcher(command, env)
-                reports = _collect(server, job.hosts, process)
-                _await_exit(process)
+            process = start_launcher(command, env)
+            reports = _collect(server, job.hosts, process, signals)
+            _await_exit(process, signals)
         finally:
             server.close()
             end_descendants(KILL_S)
@@ -92,25 +92,28 @@ def run_preflight(
     return compare_hosts(reports, plans)
 
 
-def _await_exit(process: subprocess.Popen[bytes]) -> None:
+def _await_exit(process: subprocess.Popen[bytes], signals: StopSignals) -> None:
     """Give the launcher time to exit on all hosts: one that is cut short may be in the way of the job that follows."""
-    try:
-        process.wait(LAUNCHER_EXIT_S)
-    except subprocess.TimeoutExpired:
-        return
+    deadline = time.monotonic() + LAUNCHER_EXIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        signals.check()
+        time.sleep(EXIT_POLL_S)
 
 
 def _one_worker(plan: Plan) -> Plan:
     return replace(plan, workers=plan.workers[:1])
 
 
-def _collect(server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes]) -> list[HostReport]:
+def _collect(
+    server: RankServer, hosts: tuple[str, ...], process: subprocess.Popen[bytes], signals: StopSignals
+) -> list[HostReport]:
     """The report of every host: first of the host itself, then of its link to the next host of a ring."""
     answers = Answers(hosts=len(hosts))
     turns = sending_turns(len(hosts))
     sending: list[int] = []
     answered = looked = time.monotonic()
     while len(answers.speeds) < len(hosts):
+        signals.check()
         for rank, message in server.poll(POLL_S):
             _take(message, rank, server, answers)
             answered = looked = time.monotonic()

@@ -39,12 +39,8 @@ from .signals import PREEMPTION_SIGNAL as PREEMPTION_SIGNAL
 from .signals import SAVE_S as SAVE_S
 from .signals import InterruptedBySignalError as InterruptedBySignalError
 from .signals import RunningClock as RunningClock
-from .signals import interrupt as interrupt
-from .signals import interruptible as interruptible
+from .signals import StopSignals as StopSignals
 from .signals import stop_signals as stop_signals
-from .signals import stopped_again as stopped_again
-from .signals import undivided as undivided
-from .signals import until_interrupted as until_interrupted
 from .wire import HEARTBEAT_S as HEARTBEAT_S
 from .wire import HEARTBEAT_TIMEOUT_S as HEARTBEAT_TIMEOUT_S
 from .wire import TOKEN_VARIABLE as TOKEN_VARIABLE

@@ -5,12 +5,11 @@ python -m cputrain.mpi.supervise.agent --report-to HOST:PORT --into DIR -- CMD..
 
 import argparse
 import os
-import selectors
+import select
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from cputrain.mpi.supervise.signals import (
     FAILURE_GRACE_S,
     SAVE_S,
     InterruptedBySignalError,
-    interruptible,
-    undivided,
-    until_interrupted,
+    StopSignals,
 )
 from cputrain.mpi.supervise.wire import (
     HEARTBEAT_TIMEOUT_S,
@@ -110,19 +107,18 @@ def supervise(
     """
     link = MonitorLink(connection, supervisor, heartbeat_interval(rank.world_size))
     exited = False
-    with interruptible(supervisor.preempt):
+    with StopSignals(supervisor.preempt) as signals:
         try:
-            with until_interrupted():
-                supervisor.start(rank.rank, command, env, label=label, inherit_files=True)
-                supervisor.watch(connection.socket, link.receive)
-                link.take(orders)
-                supervisor.sample(whole_host=rank.local_rank == 0)
-                exited = _watch(supervisor, link)
+            supervisor.start(rank.rank, command, env, label=label, inherit_files=True)
+            supervisor.watch(connection.socket, link.receive)
+            link.take(orders)
+            supervisor.sample(whole_host=rank.local_rank == 0)
+            exited = _watch(supervisor, link, signals)
         except InterruptedBySignalError as stop:
             connection.send(Signaled(number=stop.args[0]))
             link.grace_s = SAVE_S  # the launcher or the scheduler ends this agent
         finally:
-            supervisor.stop(link.grace_s, link.at_once)
+            supervisor.stop(link.grace_s, lambda: link.at_once() or signals.again)
             supervisor.close()
         if not supervisor.ranks:
             return ExitStatus.FAILED
@@ -168,7 +164,6 @@ class MonitorLink:
         self.send_heartbeat()
         return self.is_gone
 
-    @undivided()
     def receive(self) -> None:
         """Take the messages that have arrived."""
         messages = self._connection.receive()
@@ -176,7 +171,6 @@ class MonitorLink:
         self.take(messages or [])
         self._received = self._supervisor.clock.now()
 
-    @undivided()
     def take(self, messages: list[Any]) -> None:
         """Obey the monitor's messages."""
         for message in messages:
@@ -188,7 +182,6 @@ class MonitorLink:
                 lines = self._supervisor.stack(self._supervisor.ranks[0].rank)
                 self._connection.send(Stack(lines=tuple(line[:MAX_LINE] for line in lines)))
 
-    @undivided()
     def send_heartbeat(self) -> None:
         """Send a heartbeat where one is due."""
         now = self._supervisor.clock.now()
@@ -197,9 +190,10 @@ class MonitorLink:
             self._sent = now
 
 
-def _watch(supervisor: RankSupervisor, link: MonitorLink) -> bool:
+def _watch(supervisor: RankSupervisor, link: MonitorLink, signals: StopSignals) -> bool:
     """True when the rank has exited by itself, False when the job has to end it."""
     while True:
+        signals.check()
         supervisor.poll(POLL_S)
         link.send_heartbeat()
         if link.job_ended:
@@ -221,14 +215,12 @@ def _await_stop(connection: Connection) -> None:
     A launcher that sees one process fail ends the others at once, and the monitor could not tell cause from effect.
     """
     deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-    with interruptible(), selectors.DefaultSelector() as selector, suppress(InterruptedBySignalError):
-        selector.register(connection, selectors.EVENT_READ)
-        with until_interrupted():
-            while (left := deadline - time.monotonic()) > 0:
-                if selector.select(left):
-                    messages = connection.receive()
-                    if messages is None or any(isinstance(message, Stop) for message in messages):
-                        return
+    with StopSignals() as signals:
+        while time.monotonic() < deadline and not signals.again:
+            if select.select([connection], [], [], POLL_S)[0]:
+                messages = connection.receive()
+                if messages is None or any(isinstance(message, Stop) for message in messages):
+                    return
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from cputrain.mpi.supervise.processes import (
     first_cause,
     signal_name,
 )
-from cputrain.mpi.supervise.signals import RunningClock, undivided
+from cputrain.mpi.supervise.signals import RunningClock
 from cputrain.mpi.supervise.wire import (
     ANSWER_S,
     HEARTBEAT_TIMEOUT_S,
@@ -387,7 +387,6 @@ class Monitor:
         """Where it listens."""
         return self._server.port
 
-    @undivided()
     def poll(self, timeout_s: float) -> None:
         """Take the reports that have arrived, answering them; waits that long for the first one."""
         self.clock.now()
@@ -478,7 +477,6 @@ class Monitor:
             return f"{rank} has lost its agent, which was killed or cut off: see its host's log"
         return f"{rank} has been silent for {self._timeout_s:g} s: its host is down, cut off or overloaded"
 
-    @undivided()
     def show_stacks(self, ranks: Iterable[int]) -> None:
         """Ask these ranks, which run, for their Python stacks."""
         for rank in ranks:

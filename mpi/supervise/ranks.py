@@ -27,7 +27,7 @@ from cputrain.mpi.supervise.processes import (
     read_stack,
     stack_file,
 )
-from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock, stopped_again
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, RunningClock
 from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.mpi.usage.sampler import Sampler
 
@@ -203,15 +203,15 @@ class RankSupervisor:
                 rank.process.send_signal(PREEMPTION_SIGNAL)
 
     def stop(self, grace_s: float, at_once: Callable[[], bool] = lambda: False) -> None:
-        """End every rank and all that it has started: by SIGTERM, after grace_s, at a second stop signal or once
-        `at_once` is true by SIGKILL. Where all ranks have succeeded, what they have put into sessions of its own goes
+        """End every rank and all that it has started: by SIGTERM, after grace_s or once `at_once` is true by
+        SIGKILL. Where all ranks have succeeded, what they have put into sessions of its own goes
         on."""
         succeeded = self.all_exited and not any(rank.failed for rank in self.ranks)
         ended = self.all_exited
         self._group.signal(signal.SIGTERM)
         self._group.signal(signal.SIGCONT)
         deadline = time.monotonic() + grace_s
-        while not (ended or time.monotonic() > deadline or stopped_again() or at_once()):
+        while not (ended or time.monotonic() > deadline or at_once()):
             self._dispatch(STOP_POLL_S)
             self._note_exits()
             ended = self.all_exited and not self._group.running

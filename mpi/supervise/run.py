@@ -40,11 +40,8 @@ from cputrain.mpi.supervise.signals import (
     PREEMPTION_SIGNAL,
     SAVE_S,
     InterruptedBySignalError,
-    interrupt,
-    interruptible,
+    StopSignals,
     stop_signals,
-    stopped_again,
-    until_interrupted,
 )
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, new_token
 
@@ -92,16 +89,16 @@ def run_local(
         stop.number, stop.deadline, stop.unreported = number, time.monotonic() + SAVE_S, True
         supervisor.preempt()
 
-    with interruptible(supervisor.preempt, preempt if save_first else None):
+    with StopSignals(supervisor.preempt, preempt if save_first else None) as signals:
         try:
-            with until_interrupted():
-                for rank, command in zip(job.started, local_commands(job, port), strict=True):
-                    label = "" if rank == job.plain_rank else f"[{rank}] "
-                    supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
-                # Held back so far: no rank could take it before.
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
-                supervisor.sample(whole_host=True)
-                status = _watch_local(supervisor, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
+            for rank, command in zip(job.started, local_commands(job, port), strict=True):
+                signals.check()
+                label = "" if rank == job.plain_rank else f"[{rank}] "
+                supervisor.start(rank, command.argv, {**env, **dict(command.variables), **secret}, label=label)
+            # Held back so far: no rank could take it before.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (PREEMPTION_SIGNAL,))
+            supervisor.sample(whole_host=True)
+            status = _watch_local(supervisor, signals, stop, job, 0.0 if save_first else FAILURE_GRACE_S)
             return status_of_signal(stop.number) if stop.number else status
         except InterruptedBySignalError as stopped:
             number = stopped.args[0]
@@ -110,7 +107,7 @@ def run_local(
             supervisor.say(f"\nstopping {workers} ({name}) within {grace_s:g} s; repeat the signal to stop at once")
             return status_of_signal(int(number))
         finally:
-            supervisor.stop(grace_s)
+            supervisor.stop(grace_s, lambda: signals.again)
             supervisor.close()
 
 
@@ -133,12 +130,13 @@ def _failed(supervisor: RankSupervisor, stop: SavedStop) -> list[RankProcess]:
     return [rank for rank in supervisor.ranks if rank.failed and rank.process.returncode not in ending]
 
 
-def _watch_local(supervisor: RankSupervisor, stop: SavedStop, job: Job, grace_s: float) -> int:
+def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedStop, job: Job, grace_s: float) -> int:
     """Wait for all workers, or for the first failure, after which the others have `grace_s`; the job's exit status.
     Raises InterruptedBySignalError where the workers take too long to save."""
     stalls = StallWatch(job.starting)
     together = job.instances is None  # they wait for each other: one that is stopped stops all
     while not _failed(supervisor, stop):
+        signals.check()
         if stop.unreported:  # not by the signal's handler, which may interrupt another message
             stop.unreported = False
             name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
@@ -146,7 +144,7 @@ def _watch_local(supervisor: RankSupervisor, stop: SavedStop, job: Job, grace_s:
         if supervisor.all_exited:
             return 0
         if time.monotonic() > stop.deadline:
-            interrupt(stop.number)
+            signals.interrupt(stop.number)
         if supervisor.poll(LOCAL_POLL_S) and together:
             stalls.check(
                 supervisor.standings(), supervisor.clock.now(), lambda stall: _stacks_of_local(supervisor, stall)
@@ -162,7 +160,7 @@ def _watch_local(supervisor: RankSupervisor, stop: SavedStop, job: Job, grace_s:
         return ExitStatus.WRONG_INPUT
     standings, stall = supervisor.standings(), stalls.before(supervisor.clock.now())
     stacks = _stacks_of_local(supervisor, stall)
-    supervisor.stop(grace_s)
+    supervisor.stop(grace_s, lambda: signals.again)
     supervisor.drain()
     if stop.number and any(rank.process.returncode == -PREEMPTION_SIGNAL for rank in failed):
         return 0  # stopped before there was anything to save
@@ -213,19 +211,18 @@ def run_remote(job: Job, installed: InstalledLauncher, folder: Path, env: Mappin
     command = remote_command(job, installed, folder, address, monitor.port, monitor.token, live=live)
     write_files(((job.plan_path, job_plan_json(job.groups)), *command.files))
     grace_s = FAILURE_GRACE_S
-    with interruptible(monitor.preempt):
+    with StopSignals(monitor.preempt) as signals:
         running: _Running | None = None
         try:
-            with until_interrupted():
-                running = _Running(start_launcher(command, env, subprocess.PIPE), job.log_dir)
-                return _watch_remote(job, installed, running.process, monitor)
+            running = _Running(start_launcher(command, env, subprocess.PIPE), job.log_dir)
+            return _watch_remote(job, installed, running.process, monitor, signals)
         except InterruptedBySignalError as stop:
             number, grace_s = stop.args[0], SAVE_S
             ranks, name = counted(job.world_size, "rank"), signal.Signals(number).name
             logger.warning("\nstopping %s (%s) within %g s; repeat the signal to stop at once", ranks, name, grace_s)
             return status_of_signal(int(number))
         finally:
-            _tear_down(running, monitor, grace_s)
+            _tear_down(running, monitor, grace_s, signals)
 
 
 class _Running:
@@ -241,12 +238,15 @@ class _Running:
         )
 
 
-def _watch_remote(job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor) -> int:
+def _watch_remote(
+    job: Job, installed: InstalledLauncher, process: subprocess.Popen[bytes], monitor: Monitor, signals: StopSignals
+) -> int:
     arrived, arrived_at = 0, monitor.clock.now()
     checked_at = arrived_at
     stalls = StallWatch(job.starting)
     done_at: float | None = None
     while True:
+        signals.check()
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else REMOTE_POLL_S)
         ended = process.poll() is not None
@@ -338,12 +338,12 @@ def _named(hosts: Sequence[str]) -> str:
     return f"host {hosts[0]}" if len(hosts) == 1 else f"{len(hosts):,} hosts ({first_named(hosts)})"
 
 
-def _tear_down(running: _Running | None, monitor: Monitor, grace_s: float) -> None:
+def _tear_down(running: _Running | None, monitor: Monitor, grace_s: float, signals: StopSignals) -> None:
     """End the ranks through their agents, then the launcher: once they have had grace_s, or at a second stop signal."""
     if running is not None and running.process.poll() is None:
         monitor.stop(grace_s)
         deadline = time.monotonic() + grace_s + AGENT_EXIT_S
-        while time.monotonic() < deadline and running.process.poll() is None and not stopped_again():
+        while time.monotonic() < deadline and running.process.poll() is None and not signals.again:
             monitor.poll(REMOTE_POLL_S)
     monitor.close()
     end_descendants(KILL_S)

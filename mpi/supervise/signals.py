@@ -1,12 +1,10 @@
-"""Signals that stop a job, and waiting that they interrupt."""
+"""The signals that stop a job, and a clock that stands still while the process does."""
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 AWAY_S = 5.0  # loops look at the clock several times a second
 
@@ -48,90 +46,53 @@ class InterruptedBySignalError(Exception):
     """This process has received a stop signal (its number is in args[0])."""
 
 
-@dataclass(slots=True)
-class _StopSignals:
-    """Stop signals that the surrounding `interruptible` has received, the number of the last one, and whether the next
-    one raises, one has."""
+class StopSignals:
+    """Counts the stop signals that this process gets inside this context; the handlers are restored after it.
 
-    received: int = 0
-    last: int = 0
-    raises: bool = False
-    raised: bool = False
-
-
-_stop_signals = _StopSignals()
-
-
-@contextmanager
-def interruptible(
-    preempt: Callable[[], None] = lambda: None, first_stop: Callable[[int], None] | None = None
-) -> Iterator[None]:
-    """Take stop signals, for `until_interrupted` and `stopped_again`, and call `preempt` at a preemption signal; the
-    handlers are restored afterwards. With `first_stop`, that is called at the first stop signal, which does not count.
-    Nor does a SIGHUP after another stop signal: nobody repeats it to be heard.
+    A handler never raises: loops call `check` several times a second, between two messages. `preempt` is called in the
+    handler of the preemption signal. With `first_stop`, that is called in the handler of the first stop signal, which
+    does not count. Nor does a SIGHUP after another stop signal: nobody repeats it to be heard.
     """
-    _stop_signals.received, _stop_signals.raises, _stop_signals.raised = 0, False, False
-    begun = False
 
-    def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal begun
-        again, begun = begun, True
-        if again and number == signal.SIGHUP:
-            return  # systemd ends sessions by SIGTERM and at once SIGHUP: systemd.kill(5), SendSIGHUP
-        if first_stop is not None and not again:
-            first_stop(number)
-        else:
-            interrupt(number)
+    def __init__(
+        self, preempt: Callable[[], None] = lambda: None, first_stop: Callable[[int], None] | None = None
+    ) -> None:
+        self._preempt = preempt
+        self._first_stop = first_stop
+        self._begun = self._raised = False
+        self._counted: list[int] = []
+        self._before: dict[int, Any] = {}
 
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
-    before[PREEMPTION_SIGNAL] = signal.signal(PREEMPTION_SIGNAL, lambda _number, _frame: preempt())
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.signal(number, self._stop) for number in stop_signals()}
+        self._before[PREEMPTION_SIGNAL] = signal.signal(PREEMPTION_SIGNAL, lambda _number, _frame: self._preempt())
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        again, self._begun = self._begun, True
+        if again and number == signal.SIGHUP:
+            return  # systemd ends sessions by SIGTERM and at once SIGHUP: systemd.kill(5), SendSIGHUP
+        if self._first_stop is not None and not again:
+            self._first_stop(number)
+        else:
+            self._counted.append(number)
 
-@contextmanager
-def until_interrupted() -> Iterator[None]:
-    """Inside an `interruptible`: the first stop signal raises InterruptedBySignalError here, wherever the process is.
+    def check(self) -> None:
+        """Raise InterruptedBySignalError if a stop signal has been counted; not again after that."""
+        if self._counted and not self._raised:
+            self.interrupt(self._counted[-1])
 
-    No signal raises after that, or after this block: what ends the ranks then is not interrupted itself.
-    """
-    _stop_signals.raises = True
-    try:
-        yield
-    finally:
-        _stop_signals.raises = False
+    def interrupt(self, number: int) -> NoReturn:
+        """Raise InterruptedBySignalError as for a stop signal of this number."""
+        self._raised = True
+        self._counted = [number]
+        raise InterruptedBySignalError(number)
 
-
-def interrupt(number: int) -> None:
-    """Count a stop signal, which raises InterruptedBySignalError in `until_interrupted`."""
-    _stop_signals.received += 1
-    _stop_signals.last = number
-    if _stop_signals.raises:
-        _raise_last()
-
-
-def _raise_last() -> NoReturn:
-    _stop_signals.raises, _stop_signals.raised = False, True
-    raise InterruptedBySignalError(_stop_signals.last)
-
-
-@contextmanager
-def undivided() -> Iterator[None]:
-    """What is done inside is done as a whole: a stop signal that would raise InterruptedBySignalError does so at its
-    end. For messages, for one: of half a message, or with one left out, a connection ends. Decorates functions too."""
-    raises, received = _stop_signals.raises, _stop_signals.received
-    _stop_signals.raises = False
-    try:
-        yield
-    finally:
-        _stop_signals.raises = raises
-    if raises and _stop_signals.received > received:
-        _raise_last()
-
-
-def stopped_again() -> bool:
-    """Whether a stop signal has come since `until_interrupted`: what goes on since then is to end at once."""
-    return _stop_signals.received > _stop_signals.raised
+    @property
+    def again(self) -> bool:
+        """Whether a stop signal has been counted since `check` raised, or none was checked: the ranks end at once."""
+        return len(self._counted) > self._raised

@@ -24,7 +24,7 @@ from cputrain.mpi.preflight import (
     missing_provider,
     run,
 )
-from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, connect
+from cputrain.mpi.supervise import Hello, JobFailedError, RankServer, Stop, StopSignals, connect
 from tests.mpi.test_remote import launch_on
 from tests.support.commands import need
 from tests.support.fake_hosts import fake_hosts
@@ -158,10 +158,10 @@ def test_hosts_may_be_slow_as_long_as_answers_arrive(
         answers.start()
         try:
             if missing is None:
-                assert len(run._collect(server, ("localhost",) * 3, launcher)) == 3
+                assert len(run._collect(server, ("localhost",) * 3, launcher, StopSignals())) == 3
             else:
                 with pytest.raises(JobFailedError, match=missing):
-                    run._collect(server, ("localhost",) * 3, launcher)
+                    run._collect(server, ("localhost",) * 3, launcher, StopSignals())
         finally:
             launcher.kill()
     server.close()
@@ -184,7 +184,7 @@ def test_a_host_that_dies_before_its_turn_is_named_and_no_other(monkeypatch: pyt
         subprocess.Popen(["sleep", "2"]) as launcher,
         pytest.raises(JobFailedError, match="no answer from n1:") as failed,
     ):
-        run._collect(server, names, launcher)
+        run._collect(server, names, launcher, StopSignals())
     assert failed.value.hosts == ("n1",)
     server.close()
 

@@ -97,7 +97,9 @@ def test_a_failure_names_the_rank_that_was_waited_for() -> None:
     ]
     aborted = exited(0, -6, 30.0)  # as gloo's threads do when a timeout passes while the process exits
     told = describe_failure(aborted, standings(aborted, BUSY), stall, {1: ("train.py:3 in forever",)})
-    assert told.startswith("rank 0 has waited 9 s for rank 1 on h1") and "\nthen rank 0 on h1 was ended by SIGABRT" in told
+    assert (
+        told.startswith("rank 0 has waited 9 s for rank 1 on h1") and "\nthen rank 0 on h1 was ended by SIGABRT" in told
+    )
     own = exited(1, 1, 30.0)
     assert describe_failure(own, standings(IDLE, own), stall, {}).startswith("rank 1 on h1 exited with status 1")
     found = describe_failure(gave_up, standings(gave_up, STOPPED), None, {})

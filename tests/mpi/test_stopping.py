@@ -16,15 +16,11 @@ from cputrain.affinity.topology import this_machine
 from cputrain.mpi.supervise import (
     HEARTBEAT_TIMEOUT_S,
     InterruptedBySignalError,
-    interrupt,
-    interruptible,
+    StopSignals,
     ranks,
     signals,
     stop_signals,
-    stopped_again,
     tree,
-    undivided,
-    until_interrupted,
 )
 from tests.support.commands import mpi_path
 
@@ -125,50 +121,38 @@ def test_two_signals_to_mpirun_end_ranks_of_launch_without_a_traceback(tmp_path:
     assert process.returncode != 0 and "Traceback" not in err
 
 
-def test_a_stop_signal_raises_once_and_only_where_work_is_done() -> None:
-    with interruptible():
-        interrupt(signal.SIGTERM)
-        assert stopped_again()
-    with interruptible():
-        with pytest.raises(InterruptedBySignalError), until_interrupted():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-        assert not stopped_again()
+def test_a_stop_signal_raises_once_and_the_next_one_ends_at_once() -> None:
+    with StopSignals() as signals:
+        signals.check()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopped_again()
+        assert signals.again  # what does not check ends at once
+        with pytest.raises(InterruptedBySignalError, match=str(int(signal.SIGTERM))):
+            signals.check()
+        signals.check()
+        assert not signals.again
+        os.kill(os.getpid(), signal.SIGINT)
+        signals.check()
+        assert signals.again
+    with pytest.raises(KeyboardInterrupt):  # the handlers before are restored
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_hangup_after_another_stop_signal_ends_nothing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As systemd ends a session: SIGTERM, and SIGHUP right after it."""
     monkeypatch.setattr(signal, "getsignal", lambda _number: signal.SIG_DFL)  # as without nohup
     first: list[int] = []
-    with interruptible(first_stop=first.append):
+    with StopSignals(first_stop=first.append) as signals:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
             signal.raise_signal(number)
-        assert first == [signal.SIGTERM] and not stopped_again()
+        assert first == [signal.SIGTERM] and not signals.again
         signal.raise_signal(signal.SIGTERM)
-        assert first == [signal.SIGTERM] and stopped_again()
-    with interruptible():
-        with pytest.raises(InterruptedBySignalError), until_interrupted():
-            signal.raise_signal(signal.SIGHUP)
+        assert first == [signal.SIGTERM] and signals.again
+    with StopSignals() as signals:
         signal.raise_signal(signal.SIGHUP)
-        assert not stopped_again()
-
-
-def test_a_stop_signal_divides_no_message() -> None:
-    done = []
-
-    @undivided()
-    def send() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        done.append("sent")
-
-    with interruptible():
-        with pytest.raises(InterruptedBySignalError, match=str(int(signal.SIGTERM))), until_interrupted():
-            send()
-            done.append("went on")
-        send()
-        assert done == ["sent", "sent"] and stopped_again()
+        with pytest.raises(InterruptedBySignalError):
+            signals.check()
+        signal.raise_signal(signal.SIGHUP)
+        assert not signals.again
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
