@@ -35,8 +35,8 @@ STOPPED_TIMEOUT_S = 6.0  # of silence of a rank of this host of which the kernel
 class PendingCollective(NamedTuple):
     """The collective that a rank waits in ("": none), and the seconds since its timeout.
 
-    `group` is the collective's group ("": unknown), `number` counts the group's collectives, and `digest` tells whether
-    two ranks have called the same ones up to this number.
+    `group` is the key of the collective's group ("": unknown; see name_of_group), `number` counts the group's
+    collectives, and `digest` tells whether two ranks have called the same ones up to this number.
     """
 
     name: str
@@ -49,6 +49,11 @@ class PendingCollective(NamedTuple):
     def is_destruction(self) -> bool:
         """Whether the group is being destroyed, as a rank does that leaves the job."""
         return self.name.startswith("the destruction of ")  # as native/backend.cpp names it
+
+
+def name_of_group(key: str) -> str:
+    """PyTorch's name of a group, which another group may get once this one is destroyed: then "@" and what differs."""
+    return key.rpartition("@")[0] or key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +74,8 @@ class ProcessPlace:
 class StoreHeartbeat(ProcessPlace):
     """A rank's heartbeat: `waits_in` is the collective that the rank waits in.
 
-    `groups` has the number and the digest (PendingCollective) of the last collective that it has called in each group,
-    then those of some before it, of round numbers.
+    `groups` has, by the key of each group, the number and the digest (PendingCollective) of the last collective that it
+    has called there, then those of some before it, of round numbers.
     `left`: the rank has left the job in order and sends no more heartbeats.
     """
 
@@ -169,8 +174,9 @@ def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
             if number == other_number and digest != other_digest:
                 described = f"{_described(rank, last)}, {_described(other, last)}"
                 return (
-                    f"the ranks of group {group} differ at its collective #{number} or before: {described}: all ranks "
-                    "must call the same collectives in the same order, with the same sizes, types and options"
+                    f"the ranks of group {name_of_group(group)} differ at its collective #{number} or before: "
+                    f"{described}: all ranks must call the same collectives in the same order, with the same sizes, "
+                    "types and options"
                 )
     return None
 

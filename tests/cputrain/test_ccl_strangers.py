@@ -135,6 +135,12 @@ def test_late_ranks_long_calls_and_suspensions_end_no_healthy_job() -> None:
             assert end.status == 0 and lines_of(end.out)[-1]["passed"] == "suspended", end.err
 
 
+def test_a_group_of_the_next_world_is_not_taken_for_one_of_its_name() -> None:
+    """torch numbers the groups of every world from 0 on."""
+    with started(STRANGER, "ccl", "next_world", ranks=3, PORT=str(free_port()), **QUIET) as ranks:
+        assert [passed(rank) for rank in ranks] == [["next_world"]] * 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("starter", ["torchrun", "mpirun", "spawn", "launch"])
 def test_memory_does_not_grow_with_sizes_that_never_repeat(starter: str, tmp_path: Path) -> None:

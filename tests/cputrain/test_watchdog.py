@@ -161,6 +161,10 @@ def test_ranks_differ_where_their_collectives_up_to_the_same_number_do() -> None
     assert differing_ranks(at_different_moments) is None
     found = differing_ranks({**at_different_moments, 3: last(0, a=(100, 3, 64, 6))})
     assert found is not None and found.startswith("the ranks of group a differ at its collective #64 or before: rank")
+    of_two_worlds = {0: last(0, **{"1@5e": (64, 5)}), 1: last(0, **{"1@a7": (64, 6)})}
+    assert differing_ranks(of_two_worlds) is None
+    found = differing_ranks({**of_two_worlds, 2: last(0, **{"1@a7": (64, 5)})})
+    assert found is not None and found.startswith("the ranks of group 1 differ at its collective #64 or before: rank 2")
     found = differing_ranks({**same, 3: last(0, "BARRIER #2 of group b", b=(2, 8))})
     assert found is not None and found.startswith(
         "the ranks of group b differ at its collective #2 or before: rank 3 on n1 (in BARRIER #2 of group b), rank"

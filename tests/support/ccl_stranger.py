@@ -376,6 +376,21 @@ def again() -> None:
     say(passed="again")
 
 
+def next_world() -> None:
+    """Group 1 of a world that has ended had ranks 0 and 1; that of the next has ranks 1 and 2, other collectives."""
+    for members in ([0, 1], [1, 2]):
+        pair = dist.new_group(members)
+        for _ in range(70 if dist.get_rank() in members else 0):
+            dist.all_reduce(torch.ones(2 + members[0]), group=pair)
+        time.sleep(5)  # until heartbeats with these have been read
+        dist.barrier()
+        if members == [0, 1]:
+            dist.destroy_process_group()
+            os.environ["MASTER_PORT"] = os.environ["PORT"]
+            dist.init_process_group("ccl", timeout=timedelta(seconds=120))
+    say(passed="next_world")
+
+
 def soak(count: str) -> None:
     """Collectives of sizes that never repeat; the resident memory after a fifth of them and at the end."""
     generator = torch.Generator().manual_seed(0)
@@ -414,6 +429,7 @@ TASKS = {
         callbacks_fail,
         some,
         again,
+        next_world,
         soak,
     )
 }

@@ -28,7 +28,14 @@ from cputrain.comm.ccl.environment import (
     sweep_segments,
 )
 from cputrain.comm.store import SignedKeys, describe_gone
-from cputrain.comm.watchdog import PendingCollective, Watchdog, WatchedBackend, key_of, place_of_this_process
+from cputrain.comm.watchdog import (
+    PendingCollective,
+    Watchdog,
+    WatchedBackend,
+    key_of,
+    name_of_group,
+    place_of_this_process,
+)
 from cputrain.measurements import VARIABLE, kept_seconds
 from cputrain.mpi.fabric import Setting
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
@@ -47,7 +54,7 @@ watchdog: Watchdog | None = None
 """The watchdog of the default group."""
 
 _watchdogs: list[Watchdog] = []  # of the default group, or of the groups of a world that is not ours
-_members: dict[str, tuple[int, ...]] = {}  # the ranks of each group
+_members: dict[str, tuple[int, ...]] = {}  # the ranks of each group, by its name
 _extension: ModuleType | None = None
 _transport: Transport | None = None  # that the extension was loaded with
 _kvs_timeout_is_set = KVS_TIMEOUT in _env
@@ -174,7 +181,7 @@ def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[in
         sender=loaded.HeartbeatSender(connection(), key_of(rank), token, place, HEARTBEAT_S),
         backend=WatchedBackend(
             pending=lambda: PendingCollective(*loaded.pending_collective()),
-            members=lambda group: _members.get(group, ()),
+            members=lambda group: _members.get(name_of_group(group), ()),
             set_absent_ranks=loaded.set_absent_ranks,
             abort=lambda reason: loaded.abort(f"ccl: {reason}"),
             failure=loaded.failure,

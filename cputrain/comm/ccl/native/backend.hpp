@@ -102,6 +102,7 @@ class CclBackend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Store> store_;  // a connection of its own: to wait here stops nobody else
   const std::string name_;
+  std::string key_;  // the engine's
   const c10::intrusive_ptr<Options> options_;
   std::shared_ptr<StoreKvs> kvs_, message_kvs_;
   std::unique_ptr<ccl::communicator> comm_;

@@ -17,6 +17,7 @@ namespace {
 constexpr Clock::duration kMinSleep = std::chrono::microseconds(20);
 constexpr Clock::duration kMaxSleep = std::chrono::microseconds(500);
 constexpr int kSleepsIn = 8;
+constexpr size_t kEndedGroups = 16;  // whose progress is still told: a late rank may wait there
 constexpr auto kExplained = std::chrono::seconds(25);
 constexpr auto kLook = std::chrono::seconds(1);  // at timeouts, while callers drive: each of them looks at its own only
 
@@ -213,10 +214,20 @@ std::string Engine::absent_ranks(const std::string& collective) {
   return collective == absent_from_ ? absent_ : "";
 }
 
-Progress& Engine::add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger) {
+Progress& Engine::add_group(const std::string& key, const std::shared_ptr<Ledger>& ledger) {
   const std::lock_guard lock(published_mutex_);
-  ledgers_[name] = ledger;
-  return groups_[name] = {};
+  ledgers_[key] = ledger;
+  return groups_[key];
+}
+
+void Engine::end_group(const std::string& key) {
+  const std::lock_guard lock(published_mutex_);
+  ledgers_.erase(key);
+  ended_groups_.push_back(key);
+  if (ended_groups_.size() > kEndedGroups) {
+    groups_.erase(ended_groups_.front());
+    ended_groups_.pop_front();
+  }
 }
 
 uint64_t Engine::count(Progress& group, uint64_t number, uint64_t digest) {

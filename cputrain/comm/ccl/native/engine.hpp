@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <iterator>
 #include <list>
@@ -71,11 +72,13 @@ class Engine {
   void set_absent_ranks(std::string collective, std::string absent);
   std::string absent_ranks(const std::string& collective);
 
-  // A group whose ledger other ranks of this host write to; its collectives are numbered from 1 on.
-  Progress& add_group(const std::string& name, const std::shared_ptr<Ledger>& ledger);
+  // A group whose ledger other ranks of this host write to; its collectives are numbered from 1 on. Its key is the same
+  // on all its ranks and on no other group's: torch uses a name again, in the next world at the latest.
+  Progress& add_group(const std::string& key, const std::shared_ptr<Ledger>& ledger);
+  void end_group(const std::string& key);
   // Counts a collective of a group; the digest of all its agreements so far.
   uint64_t count(Progress& group, uint64_t number, uint64_t digest);
-  // The progress of each group, those that have been destroyed too: a late rank may still wait there.
+  // The progress of each group by its key, the last ones that have been destroyed too.
   std::map<std::string, Progress> groups();
 
   // Locks oneCCL for calls that are no operations: creating and destroying communicators.
@@ -139,6 +142,7 @@ class Engine {
   std::string absent_from_, absent_;
   std::string disagreement_;
   std::map<std::string, Progress> groups_;
+  std::deque<std::string> ended_groups_;  // of groups_, the oldest first
   std::map<std::string, std::weak_ptr<Ledger>> ledgers_;
   CurrentCollective published_;
   CurrentCollective communicator_;

@@ -15,7 +15,7 @@
 
 namespace cputrain {
 
-// The collective's group and its number there, and a digest of all agreements of this group so far; a message has none.
+// The key of the collective's group (Engine::add_group) and its number there, and a digest of all agreements of this group so far; a message has none.
 struct Place {
   std::string group;
   uint64_t number = 0;
