@@ -29,6 +29,7 @@ from cputrain.mpi.supervise.wire import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S
 
 NOT_SCHEDULED = frozenset("TZXx")  # stopped, dead: proc(5), /proc/PID/stat; one in a debugger is in somebody's hands
 MOST_WATCHED = 16
+SAME = "with the same sizes, types and options"
 STOPPED_TIMEOUT_S = 6.0  # of silence of a rank of this host of which the kernel says that it is stopped or dead
 
 
@@ -75,7 +76,8 @@ class StoreHeartbeat(ProcessPlace):
     """A rank's heartbeat: `waits_in` is the collective that the rank waits in.
 
     `groups` has, by the key of each group, the number and the digest (PendingCollective) of the last collective that it
-    has called there, then those of some before it, of round numbers.
+    has called there, and its balance: all ranks' add up to 0 modulo 2**64 where what each has sent to each other is what
+    that one expected, up to this number. Then come those of some collectives before it, of round numbers.
     `left`: the rank has left the job in order and sends no more heartbeats.
     """
 
@@ -86,7 +88,7 @@ class StoreHeartbeat(ProcessPlace):
 
     def has_joined(self, collective: PendingCollective) -> bool:
         """Whether the rank has called a collective of its group, the very same one."""
-        number, digest = self.groups.get(collective.group, [(0, 0)])[0]
+        number, digest = self.groups.get(collective.group, [(0, 0)])[0][:2]
         return number > collective.number or (number, digest) == (collective.number, collective.digest)
 
 
@@ -164,21 +166,38 @@ def departed_rank(
     return None
 
 
-def differing_ranks(last: Mapping[int, LastHeartbeat]) -> str | None:
-    """A line about two ranks whose collectives of a group differ up to the same number; None where none are seen."""
+def differing_ranks(last: Mapping[int, LastHeartbeat], members: Callable[[str], Sequence[int]]) -> str | None:
+    """A line about ranks whose collectives of a group differ up to the same number; None where none are seen.
+
+    `members` returns the ranks of a group, none where it is unknown.
+    """
     groups = {group for seen in last.values() for group in seen.heartbeat.groups}
     for group in sorted(groups):
         called = {rank: seen.heartbeat.groups.get(group, ()) for rank, seen in last.items()}
-        places = sorted({(*place, rank) for rank, places in called.items() for place in places})
+        places = sorted((number, digest, rank) for rank, places in called.items() for number, digest, _ in places)
         for (number, digest, rank), (other_number, other_digest, other) in pairwise(places):
             if number == other_number and digest != other_digest:
                 described = f"{_described(rank, last)}, {_described(other, last)}"
-                return (
-                    f"the ranks of group {name_of_group(group)} differ at its collective #{number} or before: "
-                    f"{described}: all ranks must call the same collectives in the same order, with the same sizes, "
-                    "types and options"
+                return _differ(
+                    group, number, f"{described}: all ranks must call the same collectives in the same order"
                 )
+        number = _unbalanced(called, members(group))
+        if number:
+            ranks = first_named([_described(rank, last) for rank in members(group)])
+            return _differ(group, number, f"{ranks}: each rank must send in an all_to_all what the other expects")
     return None
+
+
+def _differ(group: str, number: int, what: str) -> str:
+    name = name_of_group(group)
+    return f"the ranks of group {name} differ at its collective #{number} or before: {what}, {SAME}"
+
+
+def _unbalanced(called: Mapping[int, Sequence[Sequence[int]]], members: Sequence[int]) -> int | None:
+    """The number of a collective, called by all members, at which their balances do not add up to 0; else None."""
+    of_members = [{number: balance for number, _, balance in called.get(rank, ())} for rank in members]
+    common = set.intersection(*map(set, of_members)) if of_members else set()
+    return min((number for number in common if sum(each[number] for each in of_members) % 2**64), default=None)
 
 
 def places_of(last: Mapping[int, LastHeartbeat]) -> str:
@@ -282,7 +301,7 @@ class Sender(Protocol):
 class WatchedBackend:
     """What a watchdog asks and tells the backend of this rank; gloo and MPI have `pending` only.
 
-    `pending` returns the collective that this rank waits in, `members` the ranks of a group, `failure` the backend's
+    `pending` returns the collective that this rank waits in, `members` the ranks of a group by its key, `failure` the backend's
     own error, `disagreement` what it has found to differ between ranks ("": nothing). `set_absent_ranks` receives a
     collective and the line about the ranks that have not joined it, for the message of its timeout; `abort` and
     `disagree` fail this rank's collectives with a message.
@@ -407,7 +426,7 @@ class Watchdog:
             self._last = newest(self._keys, self._watched, self._last, now)
             pending = self._backend.pending()
             self._describe_absent(pending)
-            differ = self._backend.disagreement() or differing_ranks(self._last)
+            differ = self._backend.disagreement() or differing_ranks(self._last, self._backend.members)
             if differ:
                 threading.Thread(target=self._backend.disagree, args=(differ,), daemon=True).start()
             watched_members = set(self._backend.members(pending.group)) & set(self._watched)

@@ -31,6 +31,10 @@ DIFFERENT = {
     "gather_roots": "rank 0 in GATHER #2 of group 0 (Float[4]), rank 1 in GATHER #2 of group 0 (Float[4] of root 1)",
     "all_gather_shapes": "rank 0 in ALLGATHER #2 of group 0 (Float[4]), rank 1 in ALLGATHER #2 of group 0 (Float[8])",
     "rows": "rank 0 in ALLTOALL_BASE #2 of group 0 (Float[4]), rank 1 in ALLTOALL_BASE #2 of group 0 (Float[5])",
+    "late_rows": "rank 0 in ALLTOALL_BASE #3 of group 0 (Float[4]), rank 1 in ALLTOALL_BASE #3 of group 0 (Float[0])",
+    "gather_sizes": "rank 0 in GATHER #2 of group 0 (Float[4]), rank 1 in GATHER #2 of group 0 (Float[5])",
+    "late_gather_sizes": "rank 0 in GATHER #3 of group 0 (Float[4] of root 1), rank 1 in GATHER #3 of group 0 (Float[5] ",
+    "scatter_sizes": "rank 0 in SCATTER #2 of group 0 (Float[4], Float[4]), rank 1 in SCATTER #2 of group 0 (Float[5])",
     "uneven_batches": "rank 1 in BARRIER #",
     "skipped_layer": "rank 0 in _ALLGATHER_BASE #",
 }
@@ -105,7 +109,7 @@ def test_ranks_of_different_hosts_learn_it_by_their_heartbeats() -> None:
     alone = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
     with ExitStack() as stack:
         jobs = {}
-        for name in ("types_once", "sizes"):
+        for name in ("types_once", "rows_once", "sizes"):
             common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "FI_TCP_IFACE": "lo", **QUIET}
             common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             argv = (*alone, sys.executable, "-m", PROGRAM, name)
@@ -113,6 +117,9 @@ def test_ranks_of_different_hosts_learn_it_by_their_heartbeats() -> None:
         for error, seconds in errors_of(*jobs["types_once"]).values():
             assert "the ranks of group 0 differ at its collective #" in error and "rank 0 on " in error, error
             assert "rank 1 on " in error and seconds < 30
+        error, seconds = errors_of(jobs["rows_once"][0])[0]
+        assert "each rank must send in an all_to_all what the other expects" in error, error
+        assert "the ranks of group 0 differ at its collective #" in error and seconds < 30
         error, _ = errors_of(jobs["sizes"][0])[0]
         assert "rank 0 on " in error and "in ALLREDUCE #2 of group 0 (Float[8])" in error, error
         assert "rank 1 on " in error

@@ -93,11 +93,16 @@ with convert_lost_peer_errors(rank.rank):
 """
 
 
-def last(at: float, waits_in: str | None = None, *, left: bool = False, **groups: tuple[int, ...]) -> LastHeartbeat:
+def last(
+    at: float, waits_in: str | None = None, *, left: bool = False, balance: int = 0, **groups: tuple[int, ...]
+) -> LastHeartbeat:
     """A rank's last heartbeat; `groups`: the number and digest of its last collective of each, then of earlier ones."""
     place = {"host": "n1", "kernel": "k1", "pid": 1, "started": 0, "native": True}
-    pairs = {group: list(zip(places[::2], places[1::2], strict=True)) for group, places in groups.items()}
-    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, groups=pairs, left=left)
+    called = {
+        group: [(number, digest, balance) for number, digest in zip(places[::2], places[1::2], strict=True)]
+        for group, places in groups.items()
+    }
+    heartbeat = StoreHeartbeat(**place, count=1, waits_in=waits_in, groups=called, left=left)
     return LastHeartbeat(heartbeat=heartbeat, at=at)
 
 
@@ -154,21 +159,36 @@ def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> N
     assert absent_ranks(many, waits, range(20)).endswith("rank 5 on n1 (in no collective) and 14 more")
 
 
+def nobody(_: str) -> tuple[int, ...]:
+    return ()
+
+
 def test_ranks_differ_where_their_collectives_up_to_the_same_number_do() -> None:
     same = {0: last(0, a=(5, 55), b=(2, 9)), 1: last(0, a=(6, 66), b=(2, 9)), 2: last(0, a=(5, 55))}
-    assert differing_ranks(same) is None
+    assert differing_ranks(same, nobody) is None
     at_different_moments = {0: last(0, a=(70, 1, 64, 5)), 1: last(0, a=(90, 2, 64, 5)), 2: last(0, a=(64, 5))}
-    assert differing_ranks(at_different_moments) is None
-    found = differing_ranks({**at_different_moments, 3: last(0, a=(100, 3, 64, 6))})
+    assert differing_ranks(at_different_moments, nobody) is None
+    found = differing_ranks({**at_different_moments, 3: last(0, a=(100, 3, 64, 6))}, nobody)
     assert found is not None and found.startswith("the ranks of group a differ at its collective #64 or before: rank")
     of_two_worlds = {0: last(0, **{"1@5e": (64, 5)}), 1: last(0, **{"1@a7": (64, 6)})}
-    assert differing_ranks(of_two_worlds) is None
-    found = differing_ranks({**of_two_worlds, 2: last(0, **{"1@a7": (64, 5)})})
+    assert differing_ranks(of_two_worlds, nobody) is None
+    found = differing_ranks({**of_two_worlds, 2: last(0, **{"1@a7": (64, 5)})}, nobody)
     assert found is not None and found.startswith("the ranks of group 1 differ at its collective #64 or before: rank 2")
-    found = differing_ranks({**same, 3: last(0, "BARRIER #2 of group b", b=(2, 8))})
+    found = differing_ranks({**same, 3: last(0, "BARRIER #2 of group b", b=(2, 8))}, nobody)
     assert found is not None and found.startswith(
         "the ranks of group b differ at its collective #2 or before: rank 3 on n1 (in BARRIER #2 of group b), rank"
     )
+
+
+def test_ranks_differ_where_one_sends_in_an_all_to_all_what_another_does_not_expect() -> None:
+    """Where all of a group have been heard of: what some of them exchange need not add up to 0."""
+    seen = {0: last(0, a=(5, 1), balance=7), 1: last(0, a=(5, 1), balance=2**64 - 9), 2: last(0, a=(5, 1), balance=2)}
+    assert differing_ranks(seen, lambda _: range(3)) is None
+    assert differing_ranks({**seen, 2: last(0, a=(6, 2), balance=3)}, lambda _: range(3)) is None
+    found = differing_ranks({**seen, 2: last(0, a=(5, 1), balance=3)}, lambda _: range(3))
+    assert found is not None and found.startswith("the ranks of group a differ at its collective #5 or before: rank 0")
+    assert "each rank must send in an all_to_all what the other expects" in found
+    assert differing_ranks({**seen, 2: last(0, a=(5, 1), balance=3)}, lambda _: range(4)) is None
 
 
 @given(st.integers(1, 2000))

@@ -32,6 +32,36 @@ def other_rows(rank: int) -> None:
     dist.all_to_all_single(torch.empty(4), ones(4 + rank), [2, 2], [2 + rank, 2])
 
 
+def far_ahead(call: Case) -> Case:
+    """Rank 0 gives to rank 1 what that one calls late: it is many calls ahead, as none of them waits for the other."""
+
+    def run(rank: int) -> None:
+        time.sleep(3 * rank)
+        for number in range(60):
+            call(rank if number == 1 else 0)
+
+    return run
+
+
+def one_way(other: int) -> None:
+    """Rank 0 sends 4 values, where rank 1 expects 4 + `other`."""
+    rank = dist.get_rank()
+    given = [0, 0] if rank else [0, 4]
+    taken = [4 + other, 0] if rank else [0, 0]
+    dist.all_to_all_single(torch.empty(sum(taken)), ones(sum(given)), taken, given)
+
+
+def gather_to_late(other: int) -> None:
+    dist.gather(ones(4 + other), into(4 + other) if dist.get_rank() else None, 1)
+
+
+def rows_once(rank: int) -> None:
+    one_way(2 * rank)
+    for _ in range(6000):
+        dist.all_reduce(ones(8))
+        time.sleep(0.01)
+
+
 def uneven_batches(rank: int) -> None:
     network = DistributedDataParallel(Linear(8, 2))
     for _ in range(5 - rank):
@@ -75,6 +105,11 @@ CASES: dict[str, Case] = {
     "gather_roots": lambda rank: dist.gather(ones(4), into(4), rank),
     "all_gather_shapes": lambda rank: dist.all_gather(into(4 + 4 * rank), ones(4 + 4 * rank)),
     "rows": other_rows,
+    "late_rows": far_ahead(one_way),
+    "gather_sizes": lambda rank: dist.gather(ones(4 + rank), None if rank else into(4)),
+    "late_gather_sizes": far_ahead(gather_to_late),
+    "scatter_sizes": lambda rank: dist.scatter(torch.empty(4 + rank), None if rank else [ones(4), ones(4)]),
+    "rows_once": rows_once,
     "uneven_batches": uneven_batches,
     "skipped_layer": skipped_layer,
     "checkpoint_thread": checkpoint_thread,

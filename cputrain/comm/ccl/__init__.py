@@ -28,14 +28,7 @@ from cputrain.comm.ccl.environment import (
     sweep_segments,
 )
 from cputrain.comm.store import SignedKeys, describe_gone
-from cputrain.comm.watchdog import (
-    PendingCollective,
-    Watchdog,
-    WatchedBackend,
-    key_of,
-    name_of_group,
-    place_of_this_process,
-)
+from cputrain.comm.watchdog import PendingCollective, Watchdog, WatchedBackend, key_of, place_of_this_process
 from cputrain.measurements import VARIABLE, kept_seconds
 from cputrain.mpi.fabric import Setting
 from cputrain.mpi.supervise.wire import HEARTBEAT_S, TOKEN_VARIABLE
@@ -54,7 +47,6 @@ watchdog: Watchdog | None = None
 """The watchdog of the default group."""
 
 _watchdogs: list[Watchdog] = []  # of the default group, or of the groups of a world that is not ours
-_members: dict[str, tuple[int, ...]] = {}  # the ranks of each group, by its name
 _extension: ModuleType | None = None
 _transport: Transport | None = None  # that the extension was loaded with
 _kvs_timeout_is_set = KVS_TIMEOUT in _env
@@ -97,7 +89,6 @@ def create(options: Any, _backend_options: Any) -> Any:
     store = _store_of_attempt(options)
     loaded = _extension_for(options, store, whole=whole)
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    _members[options.group_id] = ranks
     for earlier in [one for one in _watchdogs if whole or (_answers(store) and not one.watches())]:
         earlier.stop()  # of a world that has ended; where this one's store is gone too, it ends this rank
         _watchdogs.remove(earlier)
@@ -181,7 +172,7 @@ def _watch(options: Any, store: PrefixStore, loaded: ModuleType, ranks: tuple[in
         sender=loaded.HeartbeatSender(connection(), key_of(rank), token, place, HEARTBEAT_S),
         backend=WatchedBackend(
             pending=lambda: PendingCollective(*loaded.pending_collective()),
-            members=lambda group: _members.get(name_of_group(group), ()),
+            members=loaded.ranks_of_group,
             set_absent_ranks=loaded.set_absent_ranks,
             abort=lambda reason: loaded.abort(f"ccl: {reason}"),
             failure=loaded.failure,

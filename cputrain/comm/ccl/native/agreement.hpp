@@ -24,6 +24,9 @@ struct Agreement {
   std::vector<size_t> give, receive;
 
   void add(uint64_t value) { digest = mixed(digest, value + 1); }
+
+  // Of a rank in the collective of a number: over all ranks of a group, these add up to 0 where the bytes match.
+  uint64_t balance(int rank, uint64_t number) const;
 };
 
 // Of tensors whose types and sizes are the same on all ranks.

@@ -63,7 +63,7 @@ CclBackend::CclBackend(
     const bool has_bf16 = __builtin_cpu_supports("avx512bf16") != 0;
     const bool all_have_bf16 = gather_ranks(*store_, rank, size_, timeout, has_bf16, "group " + name_) == size_;
     const auto ledger = store_->get_to_str("ledger");
-    ledger_ = std::make_shared<Ledger>(ledger, name_, rank, std::move(ranks));
+    ledger_ = std::make_shared<Ledger>(ledger, name_, rank, ranks);
     key_ = name_ + "@" + ledger.substr(0, 8);
     bf16_reduction_ = all_have_bf16 ? Bf16Reduction::oneccl : Bf16Reduction::as_float32;
     bf16_allreduce_ = environment("CCL_ATL_TRANSPORT") == "ofi" ? Bf16Reduction::own : bf16_reduction_;
@@ -84,7 +84,7 @@ CclBackend::CclBackend(
     outbox_ = std::make_shared<Outbox>(for_messages, size_);
     engine.guard_process();
     engine.count_communicators(1);
-    progress_ = &engine.add_group(key_, ledger_);
+    progress_ = &engine.add_group(key_, std::move(ranks), ledger_);
   } catch (const c10::DistError& error) {  // the store's, also in the midst of oneCCL's exchange over it
     engine.publish_communicator({});
     store_is_gone("group " + name_ + " cannot be created", error);
@@ -157,7 +157,7 @@ WorkPtr CclBackend::submit(
     caller_ = std::this_thread::get_id();
     operation = c10::make_intrusive<Operation>(
         rank_, type, "ccl:" + name, name + " #" + std::to_string(number) + " of group " + name_ + details,
-        Place{key_, number, engine.count(*progress_, number, agreement.digest)},
+        Place{key_, number, engine.count(*progress_, number, agreement.digest, agreement.balance(rank_, number))},
         timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, std::move(outputs));
     wrong = ledger_->enter(number, agreement, operation->description(), several_threads_);
     if (wrong.empty()) {

@@ -214,10 +214,13 @@ std::string Engine::absent_ranks(const std::string& collective) {
   return collective == absent_from_ ? absent_ : "";
 }
 
-Progress& Engine::add_group(const std::string& key, const std::shared_ptr<Ledger>& ledger) {
+Progress& Engine::add_group(
+    const std::string& key, std::vector<int> ranks, const std::shared_ptr<Ledger>& ledger) {
   const std::lock_guard lock(published_mutex_);
   ledgers_[key] = ledger;
-  return groups_[key];
+  auto& group = groups_[key];
+  group.ranks = std::move(ranks);
+  return group;
 }
 
 void Engine::end_group(const std::string& key) {
@@ -230,11 +233,12 @@ void Engine::end_group(const std::string& key) {
   }
 }
 
-uint64_t Engine::count(Progress& group, uint64_t number, uint64_t digest) {
+uint64_t Engine::count(Progress& group, uint64_t number, uint64_t digest, uint64_t balance) {
   const std::lock_guard lock(published_mutex_);
-  auto& [last, marks] = group;
+  auto& [last, marks, _] = group;
   last.number = number;
   last.digest = mixed(last.digest, digest);
+  last.balance += balance;
   for (size_t i = 0; i < std::size(kMarks) && number % kMarks[i] == 0; i++) {
     marks[i] = last;
   }
@@ -244,6 +248,12 @@ uint64_t Engine::count(Progress& group, uint64_t number, uint64_t digest) {
 std::map<std::string, Progress> Engine::groups() {
   const std::lock_guard lock(published_mutex_);
   return groups_;
+}
+
+std::vector<int> Engine::ranks_of(const std::string& key) {
+  const std::lock_guard lock(published_mutex_);
+  const auto found = groups_.find(key);
+  return found == groups_.end() ? std::vector<int>() : found->second.ranks;
 }
 
 void Engine::disagree(const std::string& what) {

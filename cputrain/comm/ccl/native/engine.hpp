@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "ledger.hpp"
 #include "operation.hpp"
@@ -32,6 +33,7 @@ constexpr uint64_t kMarks[] = {64, 4096, 262144};
 struct Progress {
   Place last;
   Place marks[std::size(kMarks)];
+  std::vector<int> ranks;  // as people number them
 };
 
 // Drives all operations of this process. A waiting caller drives them itself; the engine's thread drives those that no
@@ -74,12 +76,14 @@ class Engine {
 
   // A group whose ledger other ranks of this host write to; its collectives are numbered from 1 on. Its key is the same
   // on all its ranks and on no other group's: torch uses a name again, in the next world at the latest.
-  Progress& add_group(const std::string& key, const std::shared_ptr<Ledger>& ledger);
+  Progress& add_group(const std::string& key, std::vector<int> ranks, const std::shared_ptr<Ledger>& ledger);
   void end_group(const std::string& key);
   // Counts a collective of a group; the digest of all its agreements so far.
-  uint64_t count(Progress& group, uint64_t number, uint64_t digest);
+  uint64_t count(Progress& group, uint64_t number, uint64_t digest, uint64_t balance);
   // The progress of each group by its key, the last ones that have been destroyed too.
   std::map<std::string, Progress> groups();
+  // The ranks of one of these, none for another one.
+  std::vector<int> ranks_of(const std::string& key);
 
   // Locks oneCCL for calls that are no operations: creating and destroying communicators.
   Lock enter() { return Lock(mutex_); }

@@ -23,6 +23,15 @@ Tensors sent_or_received(const Tensors& inputs, const Tensors& outputs) {
   return described;
 }
 
+// Checks that a root's tensors for or from all ranks have the size and type of its own one.
+void check_like(const char* what, const Tensors& tensors, const Tensor& own) {
+  for (const auto& tensor : tensors) {
+    CPUTRAIN_REQUIRE(
+        tensor.numel() == own.numel() && tensor.scalar_type() == own.scalar_type(), what,
+        " needs tensors of one size and type, found ", shape_of(tensors), " for ", shape_of({own}));
+  }
+}
+
 }  // namespace
 
 WorkPtr CclBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -31,8 +40,11 @@ WorkPtr CclBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const
   CPUTRAIN_REQUIRE(
       receives ? outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_) : outputs.empty(),
       "gather needs a list of ", size_, " output tensors on the root and none on other ranks");
+  if (receives) {
+    check_like("gather", outputs[0], inputs[0]);
+  }
   return exchange(
-      OpType::GATHER, agreement_of({}, opts.rootRank), receives ? outputs[0] : Tensors(size_),
+      OpType::GATHER, agreement_of(inputs, opts.rootRank), receives ? outputs[0] : Tensors(size_),
       only(inputs[0], opts.rootRank), opts.timeout);
 }
 
@@ -42,8 +54,11 @@ WorkPtr CclBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, cons
   CPUTRAIN_REQUIRE(
       sends ? inputs.size() == 1 && inputs[0].size() == static_cast<size_t>(size_) : inputs.empty(),
       "scatter needs a list of ", size_, " input tensors on the root and none on other ranks");
+  if (sends) {
+    check_like("scatter", inputs[0], outputs[0]);
+  }
   return exchange(
-      OpType::SCATTER, agreement_of({}, opts.rootRank), only(outputs[0], opts.rootRank),
+      OpType::SCATTER, agreement_of(outputs, opts.rootRank), only(outputs[0], opts.rootRank),
       sends ? inputs[0] : Tensors(size_), opts.timeout);
 }
 
@@ -113,14 +128,14 @@ WorkPtr CclBackend::exchange(
     start = end;
   }
   const auto described = sent_or_received(inputs, outputs);
-  if (!described.empty()) {
+  if (type == OpType::ALLTOALL) {  // of the others, all sizes are the same
     agreement.add(static_cast<uint64_t>(described[0].scalar_type()));
+    agreement.give = give;
+    agreement.receive = receive;
   }
   CPUTRAIN_REQUIRE(
       give[rank_] == receive[rank_], c10d::opTypeToString(type), ": this rank has ", give[rank_],
       " bytes for itself, and expects ", receive[rank_]);
-  agreement.give = give;
-  agreement.receive = receive;
   return submit(
       type, described, std::move(agreement), timeout, targets,
       [=, this] {

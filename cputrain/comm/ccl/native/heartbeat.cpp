@@ -70,11 +70,13 @@ void HeartbeatSender::send(bool left) {
   awake_now();
   const auto current = Engine::instance().current();
   std::string groups;
-  for (const auto& [name, progress] : Engine::instance().groups()) {
-    const auto& last = progress.last;
-    groups += c10::str(groups.empty() ? "" : ", ", quoted(name), ": [[", last.number, ", ", last.digest, "]");
+  for (const auto& [key, progress] : Engine::instance().groups()) {
+    const auto listed = [](const Place& place) {
+      return c10::str("[", place.number, ", ", place.digest, ", ", place.balance, "]");
+    };
+    groups += c10::str(groups.empty() ? "" : ", ", quoted(key), ": [", listed(progress.last));
     for (const auto& mark : progress.marks) {
-      groups += mark.number == 0 ? "" : c10::str(", [", mark.number, ", ", mark.digest, "]");
+      groups += mark.number == 0 ? "" : ", " + listed(mark);
     }
     groups += "]";
   }

@@ -15,7 +15,6 @@ namespace cputrain {
 namespace {
 
 constexpr uint64_t kEntries = 128;  // numbers by which a rank may be ahead of another and still be compared
-constexpr uint64_t kByteLists = 8;  // the same for collectives whose bytes are compared for each pair of ranks
 constexpr size_t kTextBytes = 111;
 constexpr size_t kNamed = 8;
 constexpr auto kSeveralThreads =
@@ -50,44 +49,50 @@ struct Ledger::Entry {
   char text[kTextBytes];
 };
 
+const size_t Ledger::kEntryBytes = whole_pages(kEntries * sizeof(Entry));
+
 Ledger::Ledger(const std::string& file, std::string group, int rank, std::vector<int> names)
     : path_("/dev/shm/cputrain_" + file), group_(std::move(group)), rank_(rank), size_(names.size()), names_(std::move(names)) {
   CPUTRAIN_REQUIRE(
       file.size() == 32 && file.find_first_not_of("0123456789abcdef") == std::string::npos, "ccl: group ", group_,
       " finds another job's value in the job's store: set MASTER_PORT to a free one");
   const auto header_bytes = whole_pages(sizeof(Header) + size_ * sizeof(std::atomic<int>));
-  rank_bytes_ = whole_pages(kEntries * sizeof(Entry) + kByteLists * list_words() * sizeof(uint64_t));
+  rank_bytes_ = kEntryBytes + whole_pages(kEntries * list_words() * sizeof(uint64_t));
   total_bytes_ = header_bytes + rank_bytes_ * size_;
-  const int descriptor = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  const auto fail = [&](int error) {
-    if (descriptor >= 0) {
-      close(descriptor);
-    }
-    refuse("ccl: group ", group_, " cannot share memory in /dev/shm: ", std::strerror(error));
-  };
-  if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(total_bytes_)) != 0) {
+  file_.descriptor = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file_.descriptor < 0 || ftruncate(file_.descriptor, static_cast<off_t>(total_bytes_)) != 0) {
     fail(errno);
   }
-  // What is touched later has its memory now: a full /dev/shm would end the process by SIGBUS.
-  const auto own = static_cast<off_t>(header_bytes + rank_bytes_ * rank_);
-  if (int error = posix_fallocate(descriptor, 0, static_cast<off_t>(header_bytes))) {
-    fail(error);
-  }
-  if (int error = posix_fallocate(descriptor, own, static_cast<off_t>(rank_bytes_))) {
-    fail(error);
-  }
-  void* mapped = mmap(nullptr, total_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* mapped = mmap(nullptr, total_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_.descriptor, 0);
   if (mapped == MAP_FAILED) {
     fail(errno);
   }
-  close(descriptor);
   base_ = static_cast<char*>(mapped);
+  allocate(0, header_bytes);
+  allocate(header_bytes + rank_bytes_ * rank_, kEntryBytes);
   auto& header = *reinterpret_cast<Header*>(base_);
   header.ranks[header.present++] = rank_ + 1;
 }
 
 Ledger::~Ledger() {
   munmap(base_, total_bytes_);
+}
+
+Ledger::File::~File() {
+  if (descriptor >= 0) {
+    close(descriptor);
+  }
+}
+
+// What is touched later has its memory from here on: a full /dev/shm would end the process by SIGBUS.
+void Ledger::allocate(size_t start, size_t bytes) {
+  if (int error = posix_fallocate(file_.descriptor, static_cast<off_t>(start), static_cast<off_t>(bytes))) {
+    fail(error);
+  }
+}
+
+void Ledger::fail(int error) {
+  refuse("ccl: group ", group_, " cannot share memory in /dev/shm: ", std::strerror(error));
 }
 
 void Ledger::unlink() const {
@@ -99,10 +104,10 @@ Ledger::Entry& Ledger::entry_of(int rank, uint64_t number) const {
   return entries[number % kEntries];
 }
 
-// A number, the bytes that a rank gives to each rank in the collective of that number, and those that it receives.
+// The bytes that a rank gives to each rank in the collective of a number, then those that it receives.
 std::atomic<uint64_t>* Ledger::bytes_of(int rank, uint64_t number) const {
-  auto* lists = reinterpret_cast<std::atomic<uint64_t>*>(&entry_of(rank, 0) + kEntries);
-  return lists + number % kByteLists * list_words();
+  auto* lists = reinterpret_cast<char*>(&entry_of(rank, 0)) + kEntryBytes;
+  return reinterpret_cast<std::atomic<uint64_t>*>(lists) + number % kEntries * list_words();
 }
 
 void Ledger::write(
@@ -114,10 +119,12 @@ void Ledger::write(
   copy_text(entry.text, kTextBytes, description);
   if (!agreement.give.empty()) {
     auto* bytes = bytes_of(rank_, number);
-    bytes[0] = 0;
-    std::ranges::copy(agreement.give, bytes + 1);
-    std::ranges::copy(agreement.receive, bytes + 1 + size_);
-    bytes[0] = number;
+    if (!has_lists_) {  // most groups need none
+      allocate(reinterpret_cast<char*>(bytes_of(rank_, 0)) - base_, kEntries * list_words() * sizeof(uint64_t));
+      has_lists_ = true;
+    }
+    std::ranges::copy(agreement.give, bytes);
+    std::ranges::copy(agreement.receive, bytes + size_);
   }
   entry.number = number;  // sequentially consistent, as are the reads below: of two ranks, one at least sees the other
 }
@@ -134,19 +141,17 @@ std::string Ledger::enter(
     }
     const auto& entry = entry_of(other, number);
     const bool there = entry.number == number;
-    const uint64_t digest = entry.digest;
+    const bool same = entry.digest == agreement.digest, has_lists = same && !agreement.give.empty();
+    const auto* bytes = bytes_of(other, number);
+    const size_t sent = has_lists ? bytes[rank_].load() : 0;
+    const size_t expected = has_lists ? bytes[size_ + rank_].load() : 0;
     if (!there || entry.number != number) {
       continue;  // it is not there yet, or so far ahead that it has written, or is writing, another one in this place
     }
-    if (digest != agreement.digest) {
+    if (!same) {
       return wrong(number, "");
     }
-    if (agreement.give.empty()) {
-      continue;
-    }
-    const auto* bytes = bytes_of(other, number);
-    const size_t sent = bytes[1 + rank_], expected = bytes[1 + size_ + rank_];
-    if (bytes[0] == number && (agreement.give[other] != expected || agreement.receive[other] != sent)) {
+    if (has_lists && (agreement.give[other] != expected || agreement.receive[other] != sent)) {
       return wrong(
           number, c10::str(
                       "; rank ", names_[rank_], " has ", agreement.give[other], " bytes for rank ", names_[other],

@@ -32,12 +32,19 @@ class Ledger {
   std::string disagreement() const;
 
  private:
+  struct File {
+    int descriptor = -1;
+    ~File();
+  };
   struct Header;
   struct Entry;
+  static const size_t kEntryBytes;  // of all entries of a rank
 
   Entry& entry_of(int rank, uint64_t number) const;
   std::atomic<uint64_t>* bytes_of(int rank, uint64_t number) const;
-  size_t list_words() const { return 1 + 2 * size_; }
+  size_t list_words() const { return 2 * size_; }
+  void allocate(size_t start, size_t bytes);
+  [[noreturn]] void fail(int error);
   void write(uint64_t number, const Agreement& agreement, const std::string& description, bool several_threads);
   std::string wrong(uint64_t number, const std::string& bytes);
 
@@ -45,6 +52,8 @@ class Ledger {
   const int rank_, size_;
   const std::vector<int> names_;
   size_t rank_bytes_ = 0, total_bytes_ = 0;
+  File file_;
+  bool has_lists_ = false;
   char* base_ = nullptr;
 };
 

@@ -26,7 +26,7 @@ PYBIND11_MODULE(cputrain_ccl, module) {
                       double interval_s) { return new HeartbeatSender(store, key, token, place, interval_s); }),
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);
-  // The collective in flight ("": none) that times out first, by how many seconds it is past its timeout, its group and
+  // The collective in flight ("": none) that times out first, by how many seconds it is past its timeout, its group's key and
   // number there, and the digest of the group's collectives so far.
   module.def("pending_collective", [] {
     const auto current = Engine::instance().current();
@@ -35,6 +35,7 @@ PYBIND11_MODULE(cputrain_ccl, module) {
         current.collective, current.collective.empty() ? 0.0 : overdue.count(), current.place.group,
         current.place.number, current.place.digest);
   });
+  module.def("ranks_of_group", [](const std::string& key) { return Engine::instance().ranks_of(key); });
   module.def("set_absent_ranks", [](std::string collective, std::string absent) {
     Engine::instance().set_absent_ranks(std::move(collective), std::move(absent));
   });

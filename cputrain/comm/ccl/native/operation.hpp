@@ -15,11 +15,13 @@
 
 namespace cputrain {
 
-// The key of the collective's group (Engine::add_group) and its number there, and a digest of all agreements of this group so far; a message has none.
+// The key of the collective's group (Engine::add_group) and its number there, and of all agreements of this group so far a
+// digest and the sum of the balances; a message has none.
 struct Place {
   std::string group;
   uint64_t number = 0;
   uint64_t digest = 0;
+  uint64_t balance = 0;
 };
 
 // Whether what was started has ended; called under the engine's lock until it returns true.
