@@ -4,7 +4,7 @@ import hashlib
 import re
 import urllib.error
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PosixPath
@@ -21,10 +21,14 @@ from cputrain.checkpoints.tensors import SUFFIX, read_file, read_tensors
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import TORCHVISION
 
-# Keys under which training programs keep their networks, the first one that is there is taken: averaged weights are
-# what they evaluate, and what timm's load_checkpoint takes.
-AVERAGED = ("state_dict_ema", "model_ema")
-KEYS = (*AVERAGED, "state_dict", "model", "model_state_dict", "model_state", "module")
+# Keys under which training programs keep their networks, in the order in which they are taken: averaged weights first,
+# which are what these programs evaluate, and what timm's load_checkpoint takes.
+KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "model_state", "module")
+AVERAGE = re.compile(r"(?:^|[^a-z])(?:ema|swa|avg|averaged?)(?:[^a-z]|$)", re.IGNORECASE)
+NO_WEIGHTS = re.compile("optim|grad", re.IGNORECASE)  # moments and gradients have a network's names and shapes, too
+MOST_KEYS = 3  # on the way to the weights: checkpoint.model.state_dict
+# Layers whose losses are added in a training, and which no evaluation has: torchvision's GoogLeNet and Inception v3.
+AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # Modules that wrap a network, or a part of it as pytorch/examples does with VGG's features, by torch.compile, DDP and
 # DataParallel, FSDP, activation checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -41,34 +45,56 @@ PLAIN_VALUES: list[Any] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights by name, and where in their file they are: "state_dict", or "" where they are all of it."""
+    """Weights by name, and where in their file they are: "state_dict", "model.state_dict", or "" where they are all of
+    it; whether they are a moving average."""
 
     tensors: dict[str, Tensor]
     key: str = ""
-
-    @property
-    def averaged(self) -> bool:
-        """Whether they are a moving average."""
-        return self.key in (*AVERAGED, EMA)
+    averaged: bool = False
 
 
-def read_weights(path: Path) -> Weights:
-    """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save: of several the averaged ones,
-    as an evaluation takes them. Raises InputError."""
+def read_weights(path: Path) -> tuple[Weights, ...]:
+    """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save, which may have several: those
+    first that an evaluation takes. Raises InputError."""
     if path.is_dir():
         manifest = read_manifest(path)
         name = EMA if EMA in manifest.files else MODEL
-        return Weights(tensors=read_file(path, manifest, name)[0], key=name)
+        return (Weights(tensors=read_file(path, manifest, name)[0], key=name, averaged=name == EMA),)
     if path.suffix == SUFFIX:
-        return Weights(tensors=read_tensors(path)[0])
+        return (Weights(tensors=read_tensors(path)[0]),)
     state = read_state(path)
-    kept = {key: state[key] for key in KEYS if isinstance(state.get(key), dict)}
-    for key, found in (*kept.items(), ("", state)):
-        if tensors := {
-            name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Tensor)
-        }:
-            return Weights(tensors=tensors, key=key)
-    raise InputError(f"{path} has no weights, only {first_named(list(map(str, state)))}: save a state dict")
+    swapped = _is_swapped(state)
+    found = [
+        Weights(tensors=tensors, key=key, averaged=key == "state_dict" if swapped else AVERAGE.search(key) is not None)
+        for key, tensors in _places(state)
+    ]
+    if not found:
+        raise InputError(f"{path} has no weights, only {first_named(list(map(str, state)))}: save a state dict")
+    return tuple(sorted(found, key=_order))
+
+
+def _places(state: Mapping[Any, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The dicts of tensors in a file, and where they are."""
+    if tensors := {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}:
+        yield ".".join(way), tensors
+    for name, value in state.items():
+        if isinstance(name, str) and isinstance(value, dict) and len(way) < MOST_KEYS and not NO_WEIGHTS.search(name):
+            yield from _places(value, (*way, name))
+
+
+def _is_swapped(state: Mapping[str, Any]) -> bool:
+    """Whether a program saved the average as state_dict: MMEngine's EMAHook, whose ema_state_dict is what it trains,
+    and Lightning's WeightAveraging."""
+    about = state.get("meta")
+    by_mmengine = "ema_state_dict" in state and isinstance(about, dict) and "mmengine_version" in about
+    return by_mmengine or "averaging_state" in state
+
+
+def _order(weights: Weights) -> tuple[int, int]:
+    """Averages before others; under usual keys, then a file that is a state dict, then under keys that nobody knows."""
+    first = weights.key.partition(".")[0]
+    usual = KEYS.index(first) if first in KEYS else len(KEYS)
+    return (0 if weights.averaged else 1 if first in KEYS else 3 if first else 2), usual
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -100,58 +126,104 @@ def _unreadable(path: Path, error: Exception) -> str:
 def load_initial_weights(model: nn.Module, path: Path) -> str:
     """Load the weights of a checkpoint or of another program's file; return a line that says what was taken.
 
-    The names lose the prefixes that programs put before a network's own. Only the last layer may differ in shape, for
-    other classes: it keeps its initial values. Raises InputError that names the differing keys.
+    Of several weights in a file the first are taken that are the network's. Their names lose the prefixes that programs
+    put before a network's own. Only the last layer may differ in shape, for other classes: it keeps its initial values.
+    Raises InputError that names the differing keys.
     """
-    weights = read_weights(path)
-    head = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
     initial = model.state_dict()
-    match = match_names(weights.tensors, [name for name in initial if not name.endswith(STEPS)], path)
-    saved = {name: value for name, value in initial.items() if name.endswith(STEPS)}
-    taken = {name: weights.tensors[theirs] for name, theirs in match.names.items()}
-    _check_plain({name: value for name, value in taken.items() if not name.endswith(STEPS)}, path)
-    saved |= taken
+    head = [name for name, _ in model.named_parameters()][-1].rpartition(".")[0]
+    tried = [_fit(weights, initial, head) for weights in read_weights(path)]
+    fitting = [fit for fit in tried if not fit.problem]
+    if not fitting:
+        nearest = min(tried, key=lambda fit: fit.differing)
+        raise InputError(f"model.weights={path}{_place(nearest.weights)}: {nearest.problem}")
+    taken, *others = fitting
+    if unknown := [fit.weights.key for fit in others if _order(fit.weights) == _order(taken.weights)]:
+        places = first_named([taken.weights.key, *unknown])
+        raise InputError(f"model.weights={path} has the network several times, as {places}: {SAVE_ONE}")
+    model.load_state_dict({**initial, **taken.tensors})
+    return _describe(path, taken, tried)
+
+
+SAVE_ONE = "save the one that you want in a file of its own"
+
+
+def _place(weights: Weights) -> str:
+    return f", its {weights.key}" if weights.key else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What a network takes of weights: tensors by its names; layers of other shapes, which stay as they are; why it
+    cannot take them, and how many keys differ."""
+
+    weights: Weights
+    match: "Match"
+    tensors: Mapping[str, Tensor]
+    reinitialized: Sequence[str] = ()
+    problem: str = ""
+    differing: int = 0
+
+
+def _fit(weights: Weights, initial: Mapping[str, Tensor], head: str) -> Fit:
+    match = match_names(weights.tensors, [name for name in initial if not name.endswith(STEPS)])
+    saved = {name: weights.tensors[theirs] for name, theirs in match.names.items()}
+    problem = _odd_tensor({name: value for name, value in saved.items() if name in initial})
+    if match.places:
+        problem = f"has the network several times, as {first_named(match.places)}: {SAVE_ONE}"
+    if problem:
+        return Fit(weights=weights, match=match, tensors={}, problem=problem)
     reshaped = [name for name in initial if name in saved and saved[name].shape != initial[name].shape]
     reinitialized = [name for name in reshaped if name.rpartition(".")[0] == head]
-    differing = sorted(set(initial.keys() ^ saved.keys()) | set(reshaped) - set(reinitialized))
+    absent = {name for name in initial.keys() - saved.keys() if not name.endswith(STEPS)}
+    differing = sorted(absent | (saved.keys() - initial.keys()) | set(reshaped) - set(reinitialized))
     if differing:
-        raise InputError(f"model.weights={path}: {describe_difference(differing, shapes(saved), shapes(initial))}")
-    model.load_state_dict({**saved, **{name: initial[name] for name in reinitialized}})
-    return _describe(path, weights, match, reinitialized)
+        plain = {name: value for name, value in saved.items() if not value.is_nested}  # others have no shape
+        problem = describe_difference(differing, shapes(plain), shapes(initial))
+    tensors = {name: value for name, value in saved.items() if name not in reinitialized}
+    return Fit(
+        weights=weights,
+        match=match,
+        tensors=tensors,
+        reinitialized=reinitialized,
+        problem=problem,
+        differing=len(differing),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Names in a file by the network's names; what a file's names have beside these; names that are not taken."""
+    """Names in a file by the network's names; what a file's names have beside these; names that are not taken; the
+    places of the network where there are several."""
 
     names: dict[str, str]
     removed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
-def match_names(saved: Collection[str], wanted: Sequence[str], path: Path) -> Match:
+def match_names(saved: Collection[str], wanted: Sequence[str]) -> Match:
     """Which of a file's names is which of the network's.
 
     Left out of a name are a prefix that all of the network has, as Lightning's `model.`, and the names of wrappers
-    within it. Raises InputError where a file has the network under several prefixes.
+    within it. Auxiliary classifiers are left out where the network has none.
     """
+    alone = not any(name.startswith(AUXILIARY) for name in wanted)
     unwrapped = {_unwrapped(name): name for name in saved}
     views = [{name: name for name in saved}, *([unwrapped] if len(unwrapped) == len(saved) else [])]
     for names in views:
         prefixes = _prefixes(names, wanted)
         if len(prefixes) > 1:
-            places = first_named([f"{prefix}*" for prefix in prefixes])
-            raise InputError(
-                f"model.weights={path} has the network several times, as {places}: save the one that you want in a "
-                "file of its own"
-            )
+            return Match(names={}, places=tuple(f"{prefix}*" for prefix in prefixes))
         if prefixes:
             (prefix,) = prefixes
             words = {word for short, name in names.items() if short != name for word in name.split(".")}
+            of_it = {name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)}
+            taken = {name: own for name, own in of_it.items() if not (alone and name.startswith(AUXILIARY))}
             return Match(
-                names={name.removeprefix(prefix): own for name, own in names.items() if name.startswith(prefix)},
+                names=taken,
                 removed=tuple(filter(None, (*(f"{word}." for word in WRAPPERS if word in words), prefix))),
-                left_out=tuple(own for name, own in names.items() if not name.startswith(prefix)),
+                left_out=tuple(name for name in names.values() if name not in set(taken.values())),
             )
     return Match(names=views[-1])
 
@@ -168,12 +240,11 @@ def _prefixes(names: Collection[str], wanted: Sequence[str]) -> list[str]:
     return [""] if "" in whole else whole
 
 
-def _check_plain(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise InputError for a tensor that is not one real number after another: copied into a weight it would fail, or
-    be other values. Integers are mostly quantized weights, whose scales are elsewhere."""
-    for name, value in tensors.items():
-        if kind := _odd_kind(value):
-            raise InputError(f"model.weights={path}: {name} is {kind}: save it as a dense tensor of real numbers")
+def _odd_tensor(tensors: Mapping[str, Tensor]) -> str:
+    """Which tensor is not one real number after another: copied into a weight it would fail, or be other values.
+    Integers are mostly quantized weights, whose scales are elsewhere."""
+    odd = ((name, _odd_kind(value)) for name, value in tensors.items() if not name.endswith(STEPS))
+    return next((f"{name} is {kind}: save it as a dense tensor of real numbers" for name, kind in odd if kind), "")
 
 
 def _odd_kind(value: Tensor) -> str | None:
@@ -189,24 +260,30 @@ def _odd_kind(value: Tensor) -> str | None:
     return None if value.is_floating_point() else f"of {str(value.dtype).removeprefix('torch.')}"
 
 
-def _describe(path: Path, weights: Weights, match: Match, reinitialized: Sequence[str]) -> str:
+def _describe(path: Path, taken: Fit, tried: Sequence[Fit]) -> str:
     """A line about initial weights: their key, what their names have lost, what was not taken."""
+    weights, match = taken.weights, taken.match
     parts = [f"weights of {path}"]
     if weights.key:
         parts.append(f"its {weights.key}, {'a moving average' if weights.averaged else 'no moving average'}")
+    if others := [fit.weights.key for fit in tried if fit is not taken and not fit.problem]:
+        parts.append(f"not its {first_named(others)} (to have that, save it in a file of its own)")
+    unfit = [fit.weights.key for fit in tried if fit.weights.averaged and fit.problem]
+    if unfit and not weights.averaged:
+        parts.append(f"not its {first_named(unfit)}, which has no weights of this network")
     if match.removed:
         parts.append(f"names without {' and '.join(match.removed)}")
     if match.left_out:
         parts.append(f"left out {first_named(match.left_out)}")
-    if reinitialized:
-        parts.append(f"except {', '.join(reinitialized)}, which are new")
+    if taken.reinitialized:
+        parts.append(f"except {', '.join(taken.reinitialized)}, which are new")
     return ", ".join(parts)
 
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def shapes(state: dict[str, Tensor]) -> Shapes:
+def shapes(state: Mapping[str, Tensor]) -> Shapes:
     """The shape of each weight."""
     return {name: tuple(value.shape) for name, value in state.items()}
 

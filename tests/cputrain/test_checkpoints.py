@@ -86,7 +86,7 @@ def test_the_weights_alone_are_a_plain_safetensors_file(saved: Path) -> None:
     model = network()
     model.load_state_dict(weights)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert {name: value.shape for name, value in read_weights(saved).tensors.items()} == {
+    assert {name: value.shape for name, value in read_weights(saved)[0].tensors.items()} == {
         n: v.shape for n, v in weights.items()
     }
     assert load_eval_model(saved, network()) == 7

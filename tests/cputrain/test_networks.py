@@ -252,6 +252,7 @@ NUMBERS = [
     np.str_("top1"),
     np.bool_(True),
 ]
+ALONE = " (to have that, save it in a file of its own)"
 FOREIGN = {
     "pytorch/examples": (
         lambda: {**RUN, "state_dict": prefixed("module.", small(1.0).state_dict())},
@@ -270,7 +271,7 @@ FOREIGN = {
     ),
     "torchvision's references, averaged": (
         lambda: {**RUN, "model": small(1.0).state_dict(), "args": ARGUMENTS, "model_ema": averaged_model()},
-        "its model_ema, a moving average, names without module., left out n_averaged",
+        f"its model_ema, a moving average, not its model{ALONE}, names without module., left out n_averaged",
         2.0,
     ),
     "timm": (
@@ -281,7 +282,7 @@ FOREIGN = {
             "args": ARGUMENTS,
             "metric": np.float64(70.1),
         },
-        "its state_dict_ema, a moving average",
+        f"its state_dict_ema, a moving average, not its state_dict{ALONE}",
         2.0,
     ),
     "numbers of numpy, and numbers as names": (
@@ -305,6 +306,63 @@ FOREIGN = {
         "its state_dict, no moving average, names without net._orig_mod., left out loss.weight",
         1.0,
     ),
+    **{
+        f"an average as {key}": (
+            lambda key=key: {**RUN, "state_dict": small(1.0).state_dict(), key: small(2.0).state_dict()},
+            f"its {key}, a moving average, not its state_dict{ALONE}",
+            2.0,
+        )
+        for key in ("ema_state_dict", "model_ema_state_dict", "ema_model", "model_ema", "ema", "swa_model", "avg_model")
+    },
+    "an average with its decay": (
+        lambda: {"model": small(1.0).state_dict(), "model_ema": {"decay": 0.99, "module": small(2.0).state_dict()}},
+        f"its model_ema.module, a moving average, not its model{ALONE}",
+        2.0,
+    ),
+    "a decay without its average": (
+        lambda: {"model": small(1.0).state_dict(), "model_ema": {"decay": torch.tensor(0.99), "updates": 7}},
+        "its model, no moving average, not its model_ema, which has no weights of this network",
+        1.0,
+    ),
+    "MMEngine, which saves the average as state_dict": (
+        lambda: {
+            "meta": {"mmengine_version": "0.10.7"},
+            "state_dict": small(2.0).state_dict(),
+            "ema_state_dict": {"steps": torch.tensor(7), **prefixed("module.", small(1.0).state_dict())},
+        },
+        f"its state_dict, a moving average, not its ema_state_dict{ALONE}",
+        2.0,
+    ),
+    "MMEngine without an average": (
+        lambda: {"meta": {"mmengine_version": "0.10.7"}, "state_dict": small(1.0).state_dict()},
+        "its state_dict, no moving average",
+        1.0,
+    ),
+    "Lightning's WeightAveraging": (
+        lambda: {
+            "state_dict": small(2.0).state_dict(),
+            "current_model_state": small(1.0).state_dict(),
+            "averaging_state": {"n_averaged": torch.tensor(7)},
+        },
+        f"its state_dict, a moving average, not its current_model_state{ALONE}",
+        2.0,
+    ),
+    "net": (lambda: {**RUN, "net": small(1.0).state_dict()}, "its net, no moving average", 1.0),
+    "a state dict in a dict": (
+        lambda: {"model": {"state_dict": small(1.0).state_dict(), "arch": "small"}},
+        "its model.state_dict, no moving average",
+        1.0,
+    ),
+    "moments by name": (
+        lambda: {"net": small(1.0).state_dict(), "optimizer": {"exp_avg": small(3.0).state_dict()}},
+        "its net, no moving average",
+        1.0,
+    ),
+    "another network first": (
+        lambda: {"state_dict": nn.Linear(2, 2).state_dict(), "generator": small(1.0).state_dict()},
+        "its generator, no moving average",
+        1.0,
+    ),
 }
 
 
@@ -315,6 +373,20 @@ def test_weights_that_other_programs_saved_are_loaded_and_what_was_taken_is_said
     model = small()
     assert load_initial_weights(model, tmp_path / "w.pth") == f"weights of {tmp_path}/w.pth, {said}"
     assert model.fc.bias.tolist() == [bias, bias]
+
+
+@pytest.mark.parametrize(("name", "parts"), [("googlenet", "aux1"), ("inception_v3", "AuxLogits")])
+def test_auxiliary_classifiers_in_a_file_are_left_out_and_said(name: str, parts: str, tmp_path: Path) -> None:
+    models = pytest.importorskip("torchvision.models")
+    saved = models.get_model(name, aux_logits=True, init_weights=False, num_classes=4)
+    torch.save(saved.state_dict(), tmp_path / "w.pt")
+    own = models.get_model(name, aux_logits=False, init_weights=False, num_classes=4)
+    line = load_initial_weights(own, tmp_path / "w.pt")
+    assert f"w.pt, left out {parts}.conv" in line and " and " in line
+    assert all(torch.equal(value, saved.state_dict()[key]) for key, value in own.state_dict().items())
+    torch.save(own.state_dict(), tmp_path / "without.pt")
+    with pytest.raises(InputError, match=f"keys differ, first {parts}.* absent in the file"):
+        load_initial_weights(saved, tmp_path / "without.pt")
 
 
 def test_a_network_s_own_parts_may_have_wrappers_names(tmp_path: Path) -> None:
@@ -334,6 +406,9 @@ def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp
     for content, message in (
         ({"state_dict": {**prefixed("student.", state), **prefixed("teacher.", state)}},
          r"has the network several times, as student\.\*, teacher\.\*: save the one"),
+        ({"first": state, "second": state}, "has the network several times, as first, second: save the one"),
+        ({"net": {**state, "more": state[row]}}, "w.pt, its net: weights of another model: 1 keys differ, first more"),
+        ({"model": {"state_dict": nn.Linear(2, 2).state_dict()}}, r"its model\.state_dict: weights of another model"),
         ({**state, row: state[row].to_sparse()}, "fc.weight is sparse: save it as a dense tensor of real numbers"),
         ({**state, row: state[row].to_sparse_csr()}, "fc.weight is sparse_csr: save it as a dense tensor"),
         ({"model": {**state, kernel: state[kernel].to(torch.complex64)}}, "features.0.weight is complex: save it as"),

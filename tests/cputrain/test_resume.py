@@ -189,7 +189,7 @@ def test_a_checkpoint_is_evaluated_and_exported_without_its_run(place: Path, tmp
     for file in ("w.safetensors", "w.pt"):
         assert f"{file}: " in cputrain("export", "alone", file, cwd=tmp_path).stdout
     torch_weights = torch.load(tmp_path / "w.pt", weights_only=True)
-    weights = read_weights(tmp_path / "w.safetensors").tensors
+    weights = read_weights(tmp_path / "w.safetensors")[0].tensors
     assert all(torch.equal(value, weights[name]) for name, value in torch_weights.items()) and "fc.bias" in weights
     with safe_open(tmp_path / "w.safetensors", "pt") as opened:
         assert json.loads(opened.metadata()["classes"]) == ["class0", "class1", "class2"]
