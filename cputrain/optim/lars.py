@@ -13,13 +13,17 @@ from torch.optim import Optimizer
 FEW_DIGITS = (torch.bfloat16, torch.float16)
 # Norms of float32 outside these may have lost squares to underflow or overflow.
 SAFE_NORMS = (1e-12, 1e18)
+# Squares of float32 gradients are kept in float64 where their root counts down to its last digit, as nothing larger is
+# added to it (that of the least square of full precision is 1e-19), and from a gradient of this norm on, of whose
+# squares float32 holds the sum of a million.
+LEAST_ADDED, MOST_SQUARED = 1e-16, 1e16
 
 
 class GroupOptimizer(Optimizer):
     """An optimizer that updates, group by group, the parameters that have gradients.
 
     bfloat16 and float16 parameters are updated in float32, and so is their state: increments of less than their last
-    digit add up.
+    digit add up. Squares that float32 cannot hold are float64.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,15 +62,15 @@ class GroupOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state; that of bfloat16 and float16 parameters keeps its digits, which torch's own rounds."""
+        """Take up a state, in its own type where that has more digits than the parameter's: torch's rounds it."""
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, p in zip(numbers, params, strict=True):
-            saved = state_dict["state"].get(number, {}) if p.dtype in FEW_DIGITS else {}
-            for name, value in saved.items():
-                if isinstance(value, Tensor):
-                    self.state[p][name] = value.detach().to(torch.float32, copy=True)
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and (p.dtype in FEW_DIGITS or value.dtype == torch.float64 != p.dtype):
+                    kind = torch.promote_types(value.dtype, torch.float32)
+                    self.state[p][name] = value.detach().to(kind, copy=True)
 
     @abstractmethod
     def _check(self, options: dict[str, Any]) -> None:
@@ -86,6 +90,15 @@ def state_of(
     for state, p in zip(states, params, strict=True):
         if name not in state:
             state[name] = initial(p)
+    return [state[name] for state in states]
+
+
+def squares_of(states: Sequence[dict[str, Any]], grads: Sequence[Tensor], name: str, eps: float) -> list[Tensor]:
+    """The state tensor `name` of each parameter, for squares of gradients: of a type that can hold them."""
+    squares = state_of(states, grads, name, torch.zeros_like)
+    for state, square, norm in zip(states, squares, norms(grads), strict=True):
+        if eps < LEAST_ADDED or MOST_SQUARED < norm < math.inf:
+            state[name] = square.double()
     return [state[name] for state in states]
 
 
@@ -237,7 +250,7 @@ def _update(p: Tensor, g: Tensor, v: Tensor, group: dict[str, Any], momentum: fl
     lr, weight_decay, nesterov = group["lr"], group["weight_decay"], group["nesterov"]
     inner, outer = {"caffe": (lr * t, 1.0), "timm": (t, lr), "nus": (1.0, lr * t)}[group["variant"]]
     exact = inner == 1.0 or (LEAST_INNER <= inner <= 1 / LEAST_INNER and p.dtype != torch.float64)
-    exact = exact and outer <= MOST_SCALE
+    exact = exact and _holds(outer)
     dense = p.stride() == g.stride() == v.stride()
     if not (exact and dense and momentum) or (nesterov and inner != 1.0):  # whose Nesterov form does not dampen d
         _update_in_steps(p, g, v, group, momentum, (inner, outer))
@@ -261,7 +274,7 @@ def _update_in_steps(
 ) -> None:
     """The same in torch's elementary operations, in float64 where float32 cannot hold a scale."""
     inner, outer = scales
-    if max(inner, outer, inner * outer) > MOST_SCALE and p.dtype != torch.float64:
+    if not all(map(_holds, (inner, outer, inner * outer))) and p.dtype != torch.float64:
         wide_p, wide_v = p.double(), v.double()
         _update_in_steps(wide_p, g.double(), wide_v, group, momentum, scales)
         p.copy_(wide_p)
@@ -275,12 +288,14 @@ def _update_in_steps(
         p.add_(v, alpha=-outer)
 
 
+def _holds(scale: float) -> bool:
+    """Whether float32 has room for a scale, and for what is scaled."""
+    return scale == 0 or 1 / MOST_SCALE <= scale <= MOST_SCALE
+
+
 def _laid_out_as(p: Tensor, other: Tensor) -> Tensor:
     """A gradient or a velocity in the parameter's memory format, which the fused kernel requires."""
     return other if other.stride() == p.stride() else torch.empty_like(p).copy_(other)
-
-
-MOST_TRUST = 1e38  # what float32 can hold
 
 
 class Lamb(GroupOptimizer):
@@ -327,22 +342,25 @@ class Lamb(GroupOptimizer):
             state["step"] = state.get("step", 0) + 1
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        averages, squares = (state_of(states, params, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
+        averages = state_of(states, params, "exp_avg", torch.zeros_like)
+        squares = squares_of(states, grads, "exp_avg_sq", group["eps"])
         torch._foreach_lerp_(averages, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        scale = torch._foreach_div(squares, [1 - beta2**step for step in steps])
-        torch._foreach_sqrt_(scale)
-        torch._foreach_add_(scale, group["eps"])
-        updates = torch._foreach_div(averages, [1 - beta1**step for step in steps])
+        # Both corrections at once: (m / a) / (sqrt(v / b) + eps) = sqrt(b) / a * m / (sqrt(v) + eps sqrt(b))
+        roots = [math.sqrt(1 - beta2**step) for step in steps]
+        scale = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scale, [group["eps"] * root for root in roots])
         if group["eps"] == 0:  # without any gradient so far, an element has none of its own to follow
             for each in scale:
                 each.masked_fill_(each == 0, 1.0)
-        torch._foreach_div_(updates, scale)
+        updates = torch._foreach_div(averages, scale)
+        torch._foreach_mul_(updates, [root / (1 - beta1**step) for root, step in zip(roots, steps, strict=True)])
         torch._foreach_add_(updates, params, alpha=group["weight_decay"])
         if group["adapt"]:
-            pairs = zip(norms(params), norms(updates), strict=True)
-            torch._foreach_mul_(updates, [min(w / u, MOST_TRUST) if w and u else 1.0 for w, u in pairs])
+            most = [torch.finfo(update.dtype).max for update in updates]
+            sizes = zip(norms(params), norms(updates), most, strict=True)
+            torch._foreach_mul_(updates, [min(w / u, limit) if w and u else 1.0 for w, u, limit in sizes])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
@@ -389,7 +407,8 @@ class AdagradDA(GroupOptimizer):
             state["decay_sum"] = state.get("decay_sum", 0.0) + group["lr"] * group["weight_decay"]
             decay_sums.append(state["decay_sum"])
         initial = state_of(states, params, "initial", lambda p: p.detach().clone())
-        sums, squares = (state_of(states, params, name, torch.zeros_like) for name in ("sum", "square_sum"))
+        sums = state_of(states, params, "sum", torch.zeros_like)
+        squares = squares_of(states, grads, "square_sum", group["eps"])
         torch._foreach_add_(sums, grads, alpha=group["lr"])
         torch._foreach_addcmul_(squares, grads, grads)
         scale = torch._foreach_sqrt(squares)
@@ -399,5 +418,5 @@ class AdagradDA(GroupOptimizer):
         if group["eps"] == 0:  # a weight without any gradient or decay so far keeps its place: the limit of eps to 0
             for each in scale:
                 each.masked_fill_(each == 0, 1.0)
-        torch._foreach_div_(change, scale)
+        change = torch._foreach_div(change, scale)
         torch._foreach_copy_(params, torch._foreach_sub(initial, change))

@@ -43,8 +43,10 @@ LAMB = st.fixed_dictionaries(
     }
 )
 ADAGRAD_DA = st.fixed_dictionaries({**RATES, "eps": st.sampled_from([0.0, 1e-10, 0.1])})
-GRADIENTS = st.lists(st.sampled_from([0.0, 1e-3, 1.0]), min_size=3, max_size=3)
-SIZES = st.sampled_from([0.0, 1e-25, 1e-3, 1.0])
+WEIGHTS = st.sampled_from([0.0, 1e-3, 1.0])
+GRADIENTS = st.sampled_from([0.0, 1e-25, 1e-3, 1.0, 1e25])  # the squares of two are beyond float32
+MIXED = st.tuples(WEIGHTS, GRADIENTS, GRADIENTS).map(list)
+SIZES = st.sampled_from([0.0, 1e-25, 1e-3, 1.0, 1e25])
 KINDS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 LAYOUTS = st.sampled_from(["plain", "scalar", "channels_last", "transposed", "strided"])
 
@@ -145,7 +147,7 @@ def test_lars_follows_its_formula_for_all_options_sizes_types_and_layouts(
 
 
 @settings(max_examples=200, deadline=None)
-@given(options=LAMB, kind=KINDS, layout=LAYOUTS, sizes=GRADIENTS)
+@given(options=LAMB, kind=KINDS, layout=LAYOUTS, sizes=MIXED)
 def test_lamb_follows_its_formula_for_all_options_types_and_layouts(
     options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
 ) -> None:
@@ -157,7 +159,7 @@ def test_lamb_follows_its_formula_for_all_options_types_and_layouts(
     options=ADAGRAD_DA,
     kind=KINDS,
     layout=LAYOUTS,
-    sizes=GRADIENTS,
+    sizes=MIXED,
 )
 def test_dual_averaging_follows_its_formula_for_all_options_types_and_layouts(
     options: dict[str, Any], kind: torch.dtype, layout: str, sizes: list[float]
@@ -229,6 +231,34 @@ def test_lars_scales_beyond_float32_and_a_rate_that_is_a_tensor_follow_the_formu
             optimizer.step()
         found.append(q.detach())
     assert torch.allclose(*found)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_a_constant_gradient_moves_each_weight_by_the_rate_however_small_or_large_its_square(size: float) -> None:
+    """LAMB without adaptation: u = m / sqrt(v) = 1. AdagradDA: sums of n rates and of n squares, lr n / sqrt(n)."""
+    grads = torch.tensor([size, -size, 1.0, 0.0])
+    for kind, group, moved in ((Lamb, {"adapt": False}, 0.1 * 4), (AdagradDA, {}, 0.1 * 2)):
+        p = nn.Parameter(torch.ones(4))
+        optimizer = kind([{"params": [p], **group}], lr=0.1, eps=0.0)
+        for n in range(4):
+            p.grad = grads.clone()
+            optimizer.step()
+            loaded = kind([{"params": [p], **group}], lr=0.1, eps=0.0)
+            loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer = loaded if n == 1 else optimizer
+        expected = 1 - moved * torch.tensor([1.0, -1.0, 1.0, 0.0])
+        assert torch.allclose(p, expected, rtol=1e-5), (kind, p)
+        assert {value.dtype for name, value in optimizer.state[p].items() if "sq" in name} == {torch.float64}
+
+
+def test_squares_of_usual_gradients_stay_float32_until_one_is_too_large() -> None:
+    for kind, name in ((Lamb, "exp_avg_sq"), (AdagradDA, "square_sum")):
+        p = nn.Parameter(torch.ones(2))
+        optimizer = kind([p], lr=0.1)
+        for size, dtype in ((1e15, torch.float32), (math.inf, torch.float32), (1e20, torch.float64)):
+            p.grad = torch.full_like(p, size)
+            optimizer.step()
+            assert optimizer.state[p][name].dtype == dtype, (kind, size)
 
 
 def test_increments_below_the_last_digit_of_bfloat16_add_up_in_the_state_also_after_loading() -> None:
