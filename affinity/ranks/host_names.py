@@ -10,12 +10,14 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks.rank import LOOPBACK, own_addresses
 from cputrain.affinity.wording import either
 
 LOCALHOST = "localhost"
+HOSTS = Path("/etc/hosts")
 LOOPBACKS = (LOOPBACK, "::1")
 NUMBERS = re.compile("[0-9]+")
 MAX_CANDIDATES = 4  # named in a message
@@ -62,6 +64,29 @@ def repeated_host(hosts: Iterable[str]) -> tuple[str, str] | None:
             return seen[key], host
         seen[key] = host
     return None
+
+
+def repeated_this_host(hosts: Sequence[str]) -> tuple[str, str] | None:
+    """The first two names or addresses of this host in a list; None where it is there once, or not.
+
+    Asks no name service. Loopback addresses but 127.0.0.1 and ::1 are hosts of their own: people test with them.
+    """
+    if len(hosts) < 2:
+        return None
+    found = _candidates(socket.gethostname(), hosts)
+    short = {hosts[place] for place in found if len(found) == 1 and _is_short_for(socket.gethostname(), hosts[place])}
+    keys = _own_keys() | {host_key(name) for name in short}
+    own = [name for name in hosts if host_key(name) in keys or (not is_loopback(name) and _is_own(name))]
+    return (own[0], own[1]) if len(own) > 1 else None
+
+
+def _own_keys() -> set[str]:
+    """localhost, this host's name, and those that /etc/hosts has for it or for one of its addresses."""
+    keys = {LOCALHOST, host_key(socket.gethostname())}
+    lines = HOSTS.read_text(encoding="utf-8", errors="replace").splitlines() if HOSTS.exists() else ()
+    words = [line.partition("#")[0].split() for line in lines]
+    own = keys | {host_key(address) for address in own_addresses()}
+    return keys.union(*(map(host_key, line[1:]) for line in words if not own.isdisjoint(map(host_key, line))))
 
 
 def find_host(host: str, listed: Sequence[str]) -> int | None:

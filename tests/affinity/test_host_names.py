@@ -99,7 +99,13 @@ def test_spellings_of_one_host() -> None:
 FIND = "import sys; from cputrain.affinity.ranks.host_names import find_this_host; print(find_this_host(sys.argv[1:]))"
 
 
-def found_here(name: str, hosts: str, listed: list[str], folder: Path) -> str:
+TWICE = (
+    "import sys; from cputrain.affinity.ranks.host_names import repeated_this_host; "
+    "print(repeated_this_host(sys.argv[1:]))"
+)
+
+
+def found_here(name: str, hosts: str, listed: list[str], folder: Path, code: str = FIND) -> str:
     """What a host of that name, with these lines in its /etc/hosts, finds of itself in a list; "" and a line if it is
     refused."""
     need("util-linux", "unshare")
@@ -110,7 +116,7 @@ def found_here(name: str, hosts: str, listed: list[str], folder: Path) -> str:
     mounts = f"mount --bind {folder}/hosts /etc/hosts && mount --bind {folder}/nsswitch /etc/nsswitch.conf"
     network = "ip link set lo up && ip addr add 10.7.0.1/32 dev lo"
     script = f'hostname {name} && {mounts} && {network} && exec "$@"'
-    argv = ["unshare", "--uts", "--mount", "--net", "sh", "-c", script, "sh", sys.executable, "-c", FIND, *listed]
+    argv = ["unshare", "--uts", "--mount", "--net", "sh", "-c", script, "sh", sys.executable, "-c", code, *listed]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
@@ -139,3 +145,24 @@ def test_this_host_is_known_by_its_names_and_addresses(
 ) -> None:
     output = found_here(name, hosts, listed, tmp_path)
     assert output == found or (" " in found and found in output)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "listed", "twice"),
+    [
+        ("vm", "", ["vm", "localhost"], "('vm', 'localhost')"),
+        ("vm", "", ["ana@VM.", "n1", "127.0.0.1"], "('ana@VM.', '127.0.0.1')"),
+        ("vm.a.org", "", ["n1", "vm", "10.7.0.1"], "('vm', '10.7.0.1')"),
+        ("vm", "", ["vm.a.org", "localhost"], "('vm.a.org', 'localhost')"),
+        ("vm", "127.0.1.1 vm.a.org vm\n", ["vm", "vm.a.org"], "('vm', 'vm.a.org')"),
+        ("vm", "10.7.0.1 vm worker-3 # mine\n", ["worker-3", "10.7.0.1"], "('worker-3', '10.7.0.1')"),
+        ("vm", "10.7.0.9 other\n", ["vm", "other", "10.7.0.9"], "None"),
+        ("worker", "", ["worker.1.a", "worker.2.a", "localhost"], "None"),  # one of the two, or neither
+        ("vm", "", ["127.0.0.2", "127.0.0.3", "vm"], "None"),
+        ("vm", "", ["vm"], "None"),
+    ],
+)
+def test_names_and_addresses_of_this_host_are_one_host(
+    name: str, hosts: str, listed: list[str], twice: str, tmp_path: Path
+) -> None:
+    assert found_here(name, hosts, listed, tmp_path, TWICE) == twice

@@ -1,4 +1,6 @@
 import json
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -34,10 +36,17 @@ def test_a_host_in_two_groups_is_refused() -> None:
         plan_cluster([(("n1", "n2"), machine), (("ana@N2.",), machine)], Request())
 
 
-def test_a_host_is_listed_once_however_it_is_written() -> None:
+def test_a_host_is_listed_once_however_it_is_written(tmp_path: Path) -> None:
     plan = ("plan", "--machine", "skx-8160-2s", "--hosts")
     assert "n1 and N1 are the same host" in refused(here(*plan, "n1:2,N1:3"))
     assert "N1 and n1, the same host" in refused(here(*plan, "N1,n1"))
+    own = socket.gethostname()
+    assert f"--hosts: {own} and localhost are both this host: name it once" in refused(here(*plan, f"{own},localhost"))
+    (tmp_path / "hosts").write_text(f"{own}\nn1\n127.0.0.1\n")
+    line = refused(here(*plan[:-1], "--hostfile", str(tmp_path / "hosts")))
+    assert f"/hosts: {own} and 127.0.0.1 are both this host" in line
+    groups = (f"--host-group={own}=skx-8160-2s", "--host-group=localhost=skx-8160-2s")
+    assert f"{own} and localhost are both this host" in refused(here("plan", *groups))
 
 
 def test_on_the_command_line() -> None:
