@@ -9,10 +9,10 @@
 worker to this process, and `python -m cputrain.affinity.bind` to any command. Never imports torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing is not imported before isolate() of start.py
 if TYPE_CHECKING:
+    from typing import Any
+
     from cputrain.affinity.errors import InputError, RunError
     from cputrain.affinity.kernel.binding import bind_process
     from cputrain.affinity.planner.openmp import Runtime, find_runtime, target_of
@@ -57,7 +57,9 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    from importlib import import_module
+
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)

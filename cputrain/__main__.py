@@ -1,12 +1,12 @@
 """The command `cputrain`, also as `python -m cputrain`."""
 
-import os
-import runpy
 import sys
 
-# By its path: importing the package would already look for modules in the working folder and on PYTHONPATH.
-HERE = os.path.dirname(os.path.abspath(__file__))
-runpy.run_path(f"{HERE}/affinity/start.py")["isolate"]()
+# Neither this module nor the packages above it import more than Python itself has imported: in a folder on PYTHONPATH
+# may be any module's name.
+from cputrain.affinity.start import isolate
+
+isolate()
 
 from cputrain.cli import main
 

@@ -62,6 +62,29 @@ def test_commands_import_nothing_of_pythonpath(folder: Path, command: tuple[str,
     assert command == ("doctor",) or done.returncode == 0, done.stderr
 
 
+SCRIPTS = {  # of installers; older pip's imports re, and so what that needs, before anything of ours
+    "uv, pip 25": "import sys\nfrom cputrain.__main__ import main\nsys.exit(main())\n",
+    "pip 24": "import re\nimport sys\nfrom cputrain.__main__ import main\nsys.exit(main())\n",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_command_starts_beside_files_of_the_names_of_the_whole_standard_library(
+    script: str, tmp_path: Path
+) -> None:
+    """All but those that Python, or the script, has imported before our first line."""
+    (tmp_path / "cputrain").write_text(SCRIPTS[script])
+    first = SCRIPTS[script].partition("from cputrain")[0]
+    loaded = run_well(tmp_path, sys.executable, "-c", f"{first}print(*sys.modules)").split()
+    names = sys.stdlib_module_names - set(sys.builtin_module_names) - set(loaded) - {"sitecustomize", "usercustomize"}
+    assert {"typing", "contextlib", "importlib", "random", "runpy", "pathlib"} < names
+    (tmp_path / "user").mkdir()
+    for name in names:
+        (tmp_path / "user" / f"{name}.py").write_text(f"raise SystemExit('the {name}.py of the user was imported')\n")
+    words = (sys.executable, f"{tmp_path}/cputrain", "plan", "--machine", "pack:1 core:4 pu:1")
+    assert "4 cores" in run_well(tmp_path, *words, PYTHONPATH=str(tmp_path / "user"))
+
+
 @pytest.mark.parametrize("launcher", ["intelmpi", "mpich", "openmpi", "openmpi4"])
 def test_ranks_start_by_every_launcher_in_such_a_folder(folder: Path, launcher: str) -> None:
     name = "openmpi" if launcher == "openmpi4" else launcher
