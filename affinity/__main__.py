@@ -20,9 +20,10 @@ from cputrain.affinity.errors import InputError, RequestError, as_option
 from cputrain.affinity.kernel.running import NOT_SHARED, comparison, plan_beside, running_processes
 from cputrain.affinity.planner.plan import Plan, Request, plan_machine
 from cputrain.affinity.planner.plan_file import plan_to_json, read_plan
-from cputrain.affinity.planner.request import ALLOCATOR, BALANCES, OPENMP, PROFILES
+from cputrain.affinity.planner.request import CHOICE, CPUS, FLAG, OPTIONS, SPEED, SWITCH, Option
 from cputrain.affinity.terminal import exit_status, shows_color, status_of_signal, use_utf8
 from cputrain.affinity.topology.catalog import find_machine
+from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 
 FORMATS = ("text", "json", "svg")
@@ -60,29 +61,27 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--machine", default="this", help="this, a name, a folder, a tarball, FILE.xml, 'pack:2 core:24 pu:2'"
         )
-    planner.add_argument("--ppn", type=int, help="workers per host")
-    planner.add_argument("--threads", type=int, help="intra-op threads per worker")
-    planner.add_argument("--inter-op", type=int, help="inter-op threads per worker")
-    planner.add_argument("--comm-cores", type=int, help="cores per worker reserved for communication")
-    planner.add_argument("--loader-cores", type=int, help="cores per worker reserved for loading images")
-    planner.add_argument("--local-batch", type=int, help="images per step of a worker, on average")
-    planner.add_argument("--smt", action="store_true", help="second hardware threads compute, too")
     planner.add_argument("--nodes", type=int, default=1, help="hosts of the job")
-    planner.add_argument("--link-gbit", type=float, default=100.0, help="speed of a host's link in Gbit/s")
-    planner.add_argument("--profile", choices=tuple(PROFILES), default="auto", help="published practice to follow")
-    planner.add_argument("--balance", choices=BALANCES, default="equal", help="batch: batches in proportion to cores")
-    planner.add_argument("--openmp", choices=OPENMP, default="auto", help="OpenMP runtime; auto: the loaded one")
-    planner.add_argument(
-        "--allocator", choices=ALLOCATOR, default="auto", help="memory allocator; auto: the best found"
-    )
-    planner.add_argument("--oversubscribe", action="store_true", help="allow more workers than cores: they share cores")
-    planner.add_argument("--share", action="store_true", help="leave cores to running processes of other plans")
+    for option in OPTIONS:
+        default = getattr(Request(), option.name, False)
+        planner.add_argument(option.flag, default=default, help=option.help, **_kind(option))
     planner.add_argument("--explain", action="store_true", help="add other numbers of workers, and assumed figures")
     planner.add_argument("--format", choices=FORMATS, default="text")
     shower.add_argument("plans", nargs="*", type=Path, metavar="PLAN.json", help="one or two; none: running processes")
     shower.add_argument("--pid", type=int, action="append", help="a running process; default: all bound by a plan")
     shower.add_argument("--format", choices=FORMATS, default="text")
     return parser
+
+
+def _kind(option: Option) -> dict[str, Any]:
+    """What argparse reads an option's value by."""
+    if option.kind in (FLAG, SWITCH):
+        return {"action": "store_true"}
+    if option.kind == CHOICE:
+        return {"choices": option.choices}
+    if option.kind == SPEED:
+        return {"type": float, "metavar": "GBIT/S"}
+    return {"type": parse_list if option.kind == CPUS else int}
 
 
 def _read(options: dict[str, Any], _env: Mapping[str, str]) -> int:

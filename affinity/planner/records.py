@@ -17,7 +17,7 @@ from cputrain.affinity.errors import RunError
 from cputrain.affinity.filesystem import cache_folder, installed_version
 from cputrain.affinity.planner.openmp import find_runtime, installed_allocators, target_of
 from cputrain.affinity.planner.plan import Plan, plan_machine
-from cputrain.affinity.planner.request import ALLOCATOR, Measured, Rate, Request, Tuned, tuning_name, with_defaults
+from cputrain.affinity.planner.request import OPTION_OF, Measured, Rate, Request, Tuned, tuning_name, with_defaults
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, counted
@@ -188,7 +188,7 @@ def tuned_of(record: Record) -> Tuned:
     counts = {key: values.get(key) for key in ("ppn", "comm_cores", "loader_cores")}
     if not all(type(count) is int and count >= (name == "ppn") for name, count in counts.items()):
         raise ValueError("ppn, comm_cores and loader_cores are not counts")
-    if values.get("allocator") not in ALLOCATOR or not isinstance(values.get("why"), str):
+    if values.get("allocator") not in OPTION_OF["allocator"].choices or not isinstance(values.get("why"), str):
         raise ValueError("allocator or why are missing")
     return Tuned(**counts, allocator=values["allocator"], why=values["why"], date=record.date)  # type: ignore[arg-type]
 

@@ -7,7 +7,8 @@ from math import isfinite
 from typing import Any
 
 from cputrain.affinity.errors import RequestError
-from cputrain.affinity.topology.machine import MOST_IDS, Machine
+from cputrain.affinity.topology.machine import MOST_IDS, Machine, parse_list
+from cputrain.affinity.wording import either
 
 SET = "set by the recipe or an option"  # the reason for a value that neither a profile, a tuned plan nor a rule chose
 
@@ -242,22 +243,166 @@ def training_name(workload: str, precision: str) -> str:
     return f"training {workload}, {precision}"
 
 
+# Kinds of options: a number that the planner may choose, a number, Gbit/s, CPUs as taskset numbers them, one of several
+# words, auto|on|off for a field that is true or false, and what is on or off.
+NUMBER, COUNT, SPEED, CPUS, CHOICE, SWITCH, FLAG = "number", "count", "speed", "CPUs", "choice", "switch", "flag"
+# Sections of --help.
+WORKERS, RUNTIME, NETWORK = "Workers and cores", "OpenMP and memory", "Network and launcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A planning option, from which the command lines' options, the recipe's key and the references are made.
+
+    `help` stands in `section` of --help; `manual` describes the recipe's key plan.NAME, "" where there is none. `least`
+    is the smallest number; `choices` are words, the recipe's default first.
+    """
+
+    name: str
+    kind: str
+    help: str
+    manual: str = ""
+    section: str = WORKERS
+    least: float = 1
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """Its name on a command line: "--comm-cores"."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def default(self) -> str | bool:
+        """The value of the recipe's key that is not set."""
+        if self.choices:
+            return self.choices[0]
+        return {NUMBER: "auto", CPUS: "all"}.get(self.kind, False)
+
+    def requested(self, value: Any) -> Any:
+        """The value of the field of `Request` for a value on a command line or in a recipe."""
+        if self.kind == NUMBER:
+            return None if value == "auto" else value
+        if self.kind == CPUS and isinstance(value, str):
+            return () if value == "all" else parse_list(value)
+        return value == "on" if self.kind == SWITCH else value
+
+
+OPTIONS = (
+    Option(
+        name="ppn",
+        kind=NUMBER,
+        help="workers per host",
+        manual="Number of workers per host (processes per node).",
+    ),
+    Option(
+        name="threads",
+        kind=NUMBER,
+        help="intra-op threads per worker",
+        manual="Number of intra-op threads per worker: the OpenMP threads that compute.",
+    ),
+    Option(
+        name="inter_op",
+        kind=NUMBER,
+        help="inter-op threads per worker",
+        manual="Number of inter-op threads per worker, for operators that torch runs at the same time.",
+    ),
+    Option(
+        name="comm_cores",
+        kind=NUMBER,
+        least=0,
+        help="cores per worker reserved for communication",
+        manual="Number of cores per worker reserved for communication threads; 0 reserves none.",
+    ),
+    Option(
+        name="loader_cores",
+        kind=NUMBER,
+        least=0,
+        help="cores per worker reserved for loading images",
+        manual="Number of cores per worker reserved for decoding images; 0 decodes on the compute cores.",
+    ),
+    Option(
+        name="smt",
+        kind=SWITCH,
+        choices=("auto", "on", "off"),
+        help="compute on the second hardware thread of each core, too",
+        manual="Whether to compute on the second hardware thread of each core too; auto: off.",
+    ),
+    Option(name="local_batch", kind=COUNT, help="images per step of a worker, on average"),
+    Option(
+        name="cores",
+        kind=CPUS,
+        help="plan with these CPUs alone, numbered as in taskset: 0-15,32; hyper-threads only where listed too",
+        manual="CPUs to plan with, as taskset numbers them: all, or a list such as 0-15,32. Their hyper-threads are "
+        "used only where they are listed too.",
+    ),
+    Option(
+        name="e_cores",
+        kind=CHOICE,
+        choices=("auto", "off"),
+        help="slower cores; auto: they compute where that is faster",
+        manual="Whether slower types of cores (efficiency cores) compute: auto uses them where that is faster; off "
+        "leaves them out.",
+    ),
+    Option(
+        name="balance",
+        kind=CHOICE,
+        choices=("equal", "batch"),
+        help="equal local batches, or (batch) in proportion to each worker's cores",
+        manual="How a host's images are divided among its workers. equal: the same number each; batch: in proportion "
+        "to each worker's cores, with batch.local as the average.",
+    ),
+    Option(
+        name="oversubscribe",
+        kind=FLAG,
+        help="allow more workers than cores; they share cores",
+        manual="Whether ppn may exceed the number of cores, so that workers share them. For trials only: timings mean "
+        "nothing.",
+    ),
+    Option(
+        name="share",
+        kind=FLAG,
+        help="avoid cores that are used by running processes of other plans",
+        manual="Whether to leave out cores to which other plans have bound running processes, to share the host with "
+        "them.",
+    ),
+    Option(
+        name="profile",
+        kind=CHOICE,
+        choices=tuple(PROFILES),
+        help="published settings for everything left at auto",
+        manual="Published set of choices to use wherever this section has auto. bkm-2018: SURFsara and Intel's "
+        "best-known methods; mlperf-spr: Intel's MLPerf v2.1 submission; auto: the planner's own rules.",
+    ),
+    Option(
+        name="openmp",
+        kind=CHOICE,
+        section=RUNTIME,
+        choices=("auto", "libgomp", "libiomp5"),
+        help="OpenMP runtime; auto: the profile's, or the one that is loaded",
+        manual="OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto takes the profile's, or else the "
+        "one that this Python loads.",
+    ),
+    Option(
+        name="allocator",
+        kind=CHOICE,
+        section=RUNTIME,
+        choices=("auto", "glibc", "tcmalloc", "jemalloc"),
+        help="memory allocator; auto: tcmalloc or jemalloc where found",
+        manual="Memory allocator of the workers. auto takes tcmalloc, or else jemalloc, where this host has it, or "
+        "else glibc's own.",
+    ),
+    Option(name="link_gbit", kind=SPEED, section=NETWORK, least=0.001, help="link speed of a host"),
+)
+"""The planning options in the order of --help. All but share, which depends on running processes, are fields of
+`Request`."""
+OPTION_OF = {option.name: option for option in OPTIONS}
+RECIPE_OPTIONS = tuple(option for option in OPTIONS if option.manual)
+# Those that a job's hosts take from the command line that made the job.
+JOB_OPTIONS = tuple(option for option in RECIPE_OPTIONS if option.kind != FLAG and option.name != "ppn")
 SMALLEST = {
-    "ppn": 1,
-    "threads": 1,
-    "inter_op": 1,
-    "comm_cores": 0,
-    "loader_cores": 0,
-    "nodes": 1,
-    "local_batch": 1,
-    "global_batch": 1,
-    "most_workers": 1,
-    "link_gbit": 0.001,
+    **{option.name: option.least for option in OPTIONS if option.kind in (NUMBER, COUNT, SPEED)},
+    **{"nodes": 1, "global_batch": 1, "most_workers": 1},
 }
-BALANCES = ("equal", "batch")
-OPENMP = ("auto", "libgomp", "libiomp5")
-ALLOCATOR = ("auto", "glibc", "tcmalloc", "jemalloc")
-E_CORES = ("auto", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,14 +475,9 @@ def check_request(request: Request) -> None:
         raise RequestError(
             f"{{profile={request.profile}}}: did you mean {near}? The profiles are {', '.join(PROFILES)}"
         )
-    if request.balance not in BALANCES:
-        raise RequestError(f"{{balance={request.balance}}}: must be {' or '.join(BALANCES)}")
-    if request.openmp not in OPENMP:
-        raise RequestError(f"{{openmp={request.openmp}}}: must be {', '.join(OPENMP[:-1])} or {OPENMP[-1]}")
-    if request.allocator not in ALLOCATOR:
-        raise RequestError(f"{{allocator={request.allocator}}}: must be {', '.join(ALLOCATOR[:-1])} or {ALLOCATOR[-1]}")
-    if request.e_cores not in E_CORES:
-        raise RequestError(f"{{e_cores={request.e_cores}}}: must be {' or '.join(E_CORES)}")
+    for option in OPTIONS:
+        if option.kind == CHOICE and (value := getattr(request, option.name)) not in option.choices:
+            raise RequestError(f"{{{option.name}={value}}}: must be {either(option.choices)}")
     if request.balance == "batch" and request.local_batch is None:
         raise RequestError("{balance=batch} has no batch to balance: train a recipe, or set {local_batch}")
 

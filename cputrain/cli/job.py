@@ -262,9 +262,9 @@ def _check(options: PlanningOptions, scheduler: str, given: dict[str, Any]) -> N
             raise InputError(f"--{option} is not for {scheduler}: {instead}")
     if options.real_hosts:
         raise InputError("--hosts and --hostfile: the scheduler chooses a job's hosts: give --nodes N")
-    if options.share:
+    if options.given["share"]:
         raise InputError("--share: a job has its hosts to itself: remove it")
-    if options.oversubscribe:
+    if options.given["oversubscribe"]:
         raise InputError("--oversubscribe is for trying plans on one host: remove it for a job")
     if options.bind == "launcher":
         raise InputError("--bind launcher: in a job each rank binds itself, by the plan that is made there: remove it")
@@ -447,17 +447,17 @@ def _check_kubernetes(options: PlanningOptions, recipe: str | None, cmd: tuple[s
     """Raise InputError for what a job in pods cannot follow."""
     if (recipe is None) == (not cmd):
         raise InputError("a job runs one thing: name a RECIPE, or give -- CMD...")
-    if options.real_hosts or options.machine != "this" or options.share or options.oversubscribe:
+    if options.real_hosts or options.machine != "this" or options.given["share"] or options.given["oversubscribe"]:
         raise InputError(
             "pods have the CPUs that --cpus says, on hosts that Kubernetes chooses: remove --hosts, --hostfile, "
             "--machine, --share and --oversubscribe"
         )
-    if options.cores is not None:
+    if options.given["cores"] is not None:
         raise InputError("--cores: the kubelet chooses a pod's CPUs: give their number with --cpus")
     if options.bind == "launcher":
         raise InputError("--bind launcher: in a pod each rank binds itself, by the plan that is made there: remove it")
     if recipe is not None:
-        check_local_batch(options.local_batch)
+        check_local_batch(options.given["local_batch"])
     if len(options.hosts) > MOST_PODS:
         raise InputError(f"--nodes {len(options.hosts)} is more than {MOST_PODS:,} pods: correct it")
 

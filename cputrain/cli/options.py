@@ -9,11 +9,22 @@ from typing import Any, TypeVar
 import click
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.request import ALLOCATOR, BALANCES, E_CORES, OPENMP, PROFILES
+from cputrain.affinity.planner.request import (
+    COUNT,
+    CPUS,
+    FLAG,
+    NETWORK,
+    NUMBER,
+    OPTIONS,
+    RUNTIME,
+    SPEED,
+    WORKERS,
+    Option,
+)
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.cli.output import FiniteRange
 from cputrain.launch.hosts import requested_hosts, workers_per_host
-from cputrain.launch.options import LATENCY, NUMBERS_OR_AUTO, REQUEST_FIELDS, THROUGHPUT, PlanningOptions
+from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions
 from cputrain.mpi.fabric import FABRICS
 from cputrain.mpi.hosts.schedulers import allocation
 from cputrain.mpi.launchers.programs import LAUNCHERS
@@ -21,17 +32,11 @@ from cputrain.mpi.launchers.programs import LAUNCHERS
 OTHER = "Other options"
 # Of the planning options, by the names of their parameters.
 HOST_FIELDS = ("machine", "hosts", "hostfile", "nodes", "host_groups")
-CORES = (
-    *("ppn", "threads", "inter_op", "comm_cores", "loader_cores", "smt", "local_batch"),
-    *("cores", "e_cores", "balance", "oversubscribe", "share", "profile"),
-)
-RUNTIME = ("openmp", "allocator", "pin_threads", "keep_env")
-NETWORK = ("launcher", "bind", "fabric", "link_gbit")
 PLANNING = {
     "Hosts": HOST_FIELDS,
-    "Workers and cores": CORES,
-    "OpenMP and memory": RUNTIME,
-    "Network and launcher": NETWORK,
+    WORKERS: tuple(option.name for option in OPTIONS if option.section == WORKERS),
+    RUNTIME: (*(option.name for option in OPTIONS if option.section == RUNTIME), "pin_threads", "keep_env"),
+    NETWORK: ("launcher", "bind", "fabric", *(option.name for option in OPTIONS if option.section == NETWORK)),
 }
 
 
@@ -73,10 +78,9 @@ class SectionedCommand(click.Command):
                 formatter.write("".join(f"{' ' * formatter.current_indent}{line}\n" for line in self.examples))
 
 
-NUMBER = re.compile("[0-9]{1,6}")
+DIGITS = re.compile("[0-9]{1,6}")
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHER_NAMES = ["auto", "local", *LAUNCHERS]
-OTHER_OPTIONS = ("machine", "smt", "share", "launcher", "bind", "fabric")
 
 
 class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
@@ -91,7 +95,7 @@ class AutoInt(click.ParamType):  # type: ignore[type-arg]  # generic in the newe
         """The number, or "auto" unchanged."""
         if value == "auto" or isinstance(value, int):
             return value  # type: ignore[no-any-return]
-        if not NUMBER.fullmatch(value) or int(value) < self.least:
+        if not DIGITS.fullmatch(value) or int(value) < self.least:
             self.fail(f"{value[:30]!r} is neither auto nor a number from {self.least} to 999,999", param, ctx)
         return int(value)
 
@@ -121,16 +125,30 @@ class Instances(click.ParamType):  # type: ignore[type-arg]  # generic in the ne
         """The number, or LATENCY or THROUGHPUT unchanged."""
         if isinstance(value, int) or value in (LATENCY, THROUGHPUT):
             return value  # type: ignore[no-any-return]
-        if not NUMBER.fullmatch(value) or int(value) < 1:
+        if not DIGITS.fullmatch(value) or int(value) < 1:
             self.fail(f"{value[:30]!r} is neither {LATENCY}, {THROUGHPUT} nor a number from 1", param, ctx)
         return int(value)
 
 
-def _auto_int(name: str, help_text: str, least: int = 1) -> Callable[[F], F]:
-    return click.option(name, type=AutoInt(least), metavar="auto|N", help=help_text)
+def _click_option(option: Option) -> Callable[[F], F]:
+    kind: dict[str, Any]
+    if option.kind == NUMBER:
+        kind = {"type": AutoInt(int(option.least)), "metavar": "auto|N"}
+    elif option.kind == COUNT:
+        kind = {"type": click.IntRange(int(option.least)), "metavar": "N"}
+    elif option.kind == SPEED:
+        kind = {"type": FiniteRange(option.least), "metavar": "GBIT/S"}
+    elif option.kind == CPUS:
+        kind = {"type": CpuList(), "metavar": "CPUS"}
+    elif option.kind == FLAG:
+        kind = {"is_flag": True, "default": None}
+    else:
+        kind = {"type": click.Choice(option.choices)}
+    default = "  [default: the fabric's]" if option.kind == SPEED else ""
+    return click.option(option.flag, help=f"{option.help}{default}", **kind)
 
 
-OPTIONS: tuple[Callable[[Any], Any], ...] = (
+CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--machine",
         default="this",
@@ -148,44 +166,7 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--nodes", type=click.IntRange(1), metavar="N", help="number of hosts, if their names are not known yet"
     ),
-    _auto_int("--ppn", "workers per host"),
-    _auto_int("--threads", "intra-op threads per worker"),
-    _auto_int("--inter-op", "inter-op threads per worker"),
-    _auto_int("--comm-cores", "cores per worker reserved for communication", least=0),
-    _auto_int("--loader-cores", "cores per worker reserved for loading images", least=0),
-    click.option(
-        "--smt",
-        type=click.Choice(["auto", "on", "off"]),
-        help="compute on the second hardware thread of each core, too",
-    ),
-    click.option("--profile", type=click.Choice(list(PROFILES)), help="published settings for everything left at auto"),
-    click.option(
-        "--openmp", type=click.Choice(OPENMP), help="OpenMP runtime; auto: the profile's, or the one that is loaded"
-    ),
-    click.option(
-        "--allocator", type=click.Choice(ALLOCATOR), help="memory allocator; auto: tcmalloc or jemalloc where found"
-    ),
-    click.option(
-        "--cores",
-        type=CpuList(),
-        metavar="CPUS",
-        help="plan with these CPUs alone, numbered as in taskset: 0-15,32; hyper-threads only where listed too",
-    ),
-    click.option("--e-cores", type=click.Choice(E_CORES), help="slower cores; auto: they compute where that is faster"),
-    click.option("--oversubscribe", is_flag=True, default=None, help="allow more workers than cores; they share cores"),
-    click.option("--share", is_flag=True, help="avoid cores that are used by running processes of other plans"),
-    click.option(
-        "--balance",
-        type=click.Choice(BALANCES),
-        help="equal local batches, or (batch) in proportion to each worker's cores",
-    ),
-    click.option("--local-batch", type=click.IntRange(1), metavar="N", help="images per step of a worker, on average"),
-    click.option(
-        "--link-gbit",
-        type=FiniteRange(0.001),
-        metavar="GBIT/S",
-        help="link speed of a host  [default: the fabric's]",
-    ),
+    *map(_click_option, OPTIONS),
     click.option(
         "--launcher",
         type=click.Choice(LAUNCHER_NAMES),
@@ -213,21 +194,22 @@ def planning_options(command: F) -> F:
     def gathered(
         hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
     ) -> Any:  # click passes options by name
-        given = {key: rest.pop(key) for key in (*OTHER_OPTIONS, *NUMBERS_OR_AUTO, *REQUEST_FIELDS)}
+        given = {option.name: rest.pop(option.name) for option in OPTIONS}
         listed = requested_hosts(hosts, hostfile, nodes)
         given["ppn"] = workers_per_host(listed.hosts, given["ppn"])
         options = PlanningOptions(
             hosts=tuple(host.name for host in listed.hosts),
             real_hosts=hosts is not None or hostfile is not None,
             hostfile_format=listed.format,
-            **given,
+            given=given,
+            **{name: rest.pop(name) for name in ("machine", "launcher", "bind", "fabric")},
         )
         return command(options=options, **rest)
 
     gathered.__doc__ = command.__doc__
     gathered.__name__ = command.__name__
     decorated: Any = gathered
-    for option in reversed(OPTIONS):
+    for option in reversed(CLICK_OPTIONS):
         decorated = option(decorated)
     return decorated  # type: ignore[no-any-return]
 

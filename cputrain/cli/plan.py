@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +100,7 @@ def plan_command(
     base, training = Request(local_batch=USUAL_BATCH, workload=RESNET50), None
     if recipe is not None:
         base, training = _recipe_request(options, recipe, settings)
-        options = replace(options, share=options.share or training.plan.share)
+        options = options.with_given(share=options.given["share"] or training.plan.share)
     if machines is not None:
         return _show_machines(machines, options, base, alone=output_format == "text" and not write and not host_groups)
     env = os.environ
@@ -133,7 +132,7 @@ def _show_machines(folder: Path, options: PlanningOptions, base: Request, *, alo
     """Print the table of a folder's machines; 1 where one could not be planned."""
     from cputrain.cli.machines import machine_table, plan_folder
 
-    if not alone or options.machine != "this" or options.share:
+    if not alone or options.machine != "this" or options.given["share"]:
         raise InputError(
             "--machines prints a table of other machines: remove --machine, --share, --host-group, --write and --format"
         )
@@ -146,7 +145,7 @@ def _recipe_request(options: PlanningOptions, recipe: str, settings: tuple[str, 
     from cputrain.launch.recipe_request import check_local_batch, request_of  # pydantic: only where there is a recipe
     from cputrain.recipe.loading import load_recipe
 
-    check_local_batch(options.local_batch)
+    check_local_batch(options.given["local_batch"])
     training = load_recipe(recipe, settings)
     return request_of(training), training
 

@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.plan import Request
+from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, Request
 from cputrain.affinity.ranks.launcher_variables import ENV, PBS, PREFIXES, SLURM
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.launch.options import (
-    NUMBERS_OR_AUTO,
-    REQUEST_FIELDS,
     THIS_MACHINE,
     PlanningOptions,
     plan_host,
@@ -338,12 +336,6 @@ def _after(job_id: str, scheduler: str) -> tuple[str, str]:
     return "-W", f"depend=afterany:{job_id}"
 
 
-PLANNED = (
-    *("threads", "inter_op", "comm_cores", "loader_cores"),
-    *("smt", "profile", "openmp", "allocator", "e_cores", "balance"),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedWork:
     """What a job runs, its default name, and the tasks and CPUs of each host; None: known only when the job runs."""
@@ -358,7 +350,7 @@ def recipe_work(
     options: PlanningOptions, words: tuple[str, ...], array: str | None, stage: str | None, env: Mapping[str, str]
 ) -> SizedWork:
     """The training of the recipe words[0] with the settings words[1:]."""
-    check_local_batch(options.local_batch)
+    check_local_batch(options.given["local_batch"])
     recipe = load_recipe(words[0], words[1:])
     if recipe.plan.share or recipe.plan.oversubscribe:
         raise InputError(
@@ -369,7 +361,7 @@ def recipe_work(
             "--stage copies the recipe's data.path, which is not a folder: set it to one, or remove --stage"
         )
     ppn, cpus = _tasks_and_cpus(options, request_of(recipe), env)
-    fixed_ppn = ppn if options.machine != THIS_MACHINE else options.ppn
+    fixed_ppn = ppn if options.machine != THIS_MACHINE else options.given["ppn"]
     work = Training(
         recipe=dump_recipe(recipe.model_copy(update={"output": ""})),
         settings=options.recipe_settings,
@@ -377,7 +369,7 @@ def recipe_work(
         plan_options=(
             *("--nodes", str(len(options.hosts)), "--fabric", options.fabric),
             *(("--ppn", str(fixed_ppn)) if fixed_ppn is not None else ()),
-            *(("--link-gbit", f"{options.link_gbit:g}") if options.link_gbit is not None else ()),
+            *_link_words(options),
         ),
         data=None if recipe.data.generated else recipe.data.path,
         stage=stage,
@@ -389,7 +381,7 @@ def recipe_work(
 
 def preparation_work(options: PlanningOptions, arguments: tuple[str, ...]) -> SizedWork:
     """An image preparation; `arguments` are KIND, SRC, OUT and the options of `cputrain prepare`."""
-    given = [name for name in (*NUMBERS_OR_AUTO, *REQUEST_FIELDS, "smt") if getattr(options, name) is not None]
+    given = [name for name, value in options.given.items() if value is not None]
     given += [name for name in ("fabric", "launcher") if getattr(options, name) != "auto"]
     if given or len(options.hosts) > 1:
         option = given[0].replace("_", "-") if given else "nodes"
@@ -417,8 +409,8 @@ def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[s
     default = asdict(Request())
     requested = {**asdict(request_of_options(options, base)), "ppn": ppn}
     fields = {name: value for name, value in requested.items() if value != default[name] and name != "link_gbit"}
-    if options.link_gbit is not None:  # else the first host's network decides
-        fields["link_gbit"] = options.link_gbit
+    if options.given["link_gbit"] is not None:  # else the first host's network decides
+        fields["link_gbit"] = options.given["link_gbit"]
     scripts = (word for word in argv if word.endswith((".py", ".sh")) and len(word.split()) == 1)  # not sh -c's
     name = Path(next(scripts, argv[0])).stem
     return SizedWork(work=Command(argv=argv, request=json.dumps(fields)), name=name, ppn=ppn, cpus=cpus)
@@ -427,22 +419,26 @@ def command_work(options: PlanningOptions, argv: tuple[str, ...], env: Mapping[s
 def planning_words(options: PlanningOptions, recipe: Recipe | None) -> tuple[str, ...]:
     """The options, and a recipe's plan where they say nothing, as options of `cputrain launch`; without --ppn."""
     found = []
-    for name in PLANNED:
-        value = getattr(options, name)
+    for option in JOB_OPTIONS:
+        value = options.given[option.name]
         if value is None and recipe is not None:
-            value = getattr(recipe.plan, name)
-        if value not in (None, "auto", "equal"):
-            found += [f"--{name.replace('_', '-')}", str(value)]
-    batch = options.local_batch
+            value = getattr(recipe.plan, option.name)
+        if option.kind != CPUS and value not in (None, option.default):
+            found += [option.flag, str(value)]
+    batch = options.given["local_batch"]
     if recipe is not None and recipe.plan.balance == "batch":
         batch = recipe.batch.local  # that is divided in proportion to cores
     if batch is not None:
         found += ["--local-batch", str(batch)]
-    if options.link_gbit is not None:
-        found += ["--link-gbit", f"{options.link_gbit:g}"]
+    found += _link_words(options)
     if options.fabric != "auto":
         found += ["--fabric", options.fabric]
     return tuple(found)
+
+
+def _link_words(options: PlanningOptions) -> tuple[str, ...]:
+    gbit = options.given["link_gbit"]
+    return () if gbit is None else ("--link-gbit", f"{gbit:g}")
 
 
 def _tasks_and_cpus(options: PlanningOptions, base: Request, env: Mapping[str, str]) -> tuple[int | None, int | None]:

@@ -14,8 +14,6 @@ from .local import plan_recipe as plan_recipe
 from .local import plan_training as plan_training
 from .local import train_here as train_here
 from .options import LATENCY as LATENCY
-from .options import NUMBERS_OR_AUTO as NUMBERS_OR_AUTO
-from .options import REQUEST_FIELDS as REQUEST_FIELDS
 from .options import THIS_MACHINE as THIS_MACHINE
 from .options import THROUGHPUT as THROUGHPUT
 from .options import PlanningOptions as PlanningOptions

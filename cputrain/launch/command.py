@@ -121,9 +121,9 @@ def check_launch(options: PlanningOptions, *, plan_on_host: bool) -> None:
             "launcher"
         )
     check_binder(options)
-    if plan_on_host and options.share:
+    if plan_on_host and options.given["share"]:
         raise InputError("--share and --plan-on-host cannot be combined: give one")
-    if plan_on_host and (not isinstance(options.ppn, int) or options.bind == "launcher"):
+    if plan_on_host and (not isinstance(options.given["ppn"], int) or options.bind == "launcher"):
         raise InputError("--plan-on-host needs the same --ppn N on every host, and excludes --bind launcher")
 
 

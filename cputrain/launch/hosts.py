@@ -203,7 +203,7 @@ logger = logging.getLogger(__name__)
 def with_pods(options: PlanningOptions, env: Mapping[str, str]) -> PlanningOptions:
     """The options for one of several pods, which are the job's hosts. Raises InputError where they contradict that."""
     pods = pods_of(env)
-    if pods.count > 1 and (not options.on_this_host or not isinstance(options.ppn, int)):
+    if pods.count > 1 and (not options.on_this_host or not isinstance(options.given["ppn"], int)):
         raise InputError(
             f"{COUNT}={pods.count}: this is one of {pods.count} pods, which all need the same --ppn N, and no --hosts, "
             "--hostfile and --nodes"

@@ -10,7 +10,7 @@ from cputrain.affinity.planner.domains import uniform_groups, usable_cores
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, plan_machine
 from cputrain.affinity.planner.records import plan_this_machine, read_measured
-from cputrain.affinity.planner.request import Request
+from cputrain.affinity.planner.request import CPUS, JOB_OPTIONS, OPTIONS, Request
 from cputrain.affinity.ranks.host_names import LOCALHOST
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.topology.machine import Machine, format_list, parse_list
@@ -20,41 +20,22 @@ from cputrain.mpi.launchers.detect import find_launcher, newest_version, without
 from cputrain.mpi.launchers.launcher import InstalledLauncher
 from cputrain.mpi.launchers.programs import INTEL_MPI
 
-NUMBERS_OR_AUTO = ("ppn", "threads", "inter_op", "comm_cores", "loader_cores")
-REQUEST_FIELDS = (
-    *("profile", "openmp", "allocator", "cores", "e_cores", "oversubscribe", "balance"),
-    *("local_batch", "link_gbit"),
-)
 THIS_MACHINE, THIS_HOST = "this", (LOCALHOST,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
-    """What a user requests of a plan; None: the recipe or the planner's rules decide.
+    """What a user requests of a plan.
 
-    `real_hosts`: the hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list
-    was written. `groups`: the hosts and the machine of each group, where hosts differ. `components`: the hosts of each
-    component of the heterogeneous Slurm job around this process. `pods`: this host is one of so many.
+    `given`: the value of each of OPTIONS by its name; None: the recipe or the planner's rules decide. `real_hosts`: the
+    hosts' names are real, not placeholders for a number of hosts. `hostfile_format`: how their list was written.
+    `groups`: the hosts and the machine of each group, where hosts differ. `components`: the hosts of each component of
+    the heterogeneous Slurm job around this process. `pods`: this host is one of so many.
     """
 
     machine: str
     hosts: tuple[str, ...]
-    ppn: int | str | None
-    threads: int | str | None
-    inter_op: int | str | None
-    comm_cores: int | str | None
-    loader_cores: int | str | None
-    smt: str | None
-    profile: str | None
-    openmp: str | None
-    allocator: str | None
-    cores: tuple[int, ...] | None
-    e_cores: str | None
-    oversubscribe: bool | None
-    share: bool
-    balance: str | None
-    local_batch: int | None
-    link_gbit: float | None
+    given: Mapping[str, Any]
     launcher: str
     bind: str
     fabric: str
@@ -72,10 +53,16 @@ class PlanningOptions:
     @property
     def recipe_settings(self) -> tuple[str, ...]:
         """The options as settings of a recipe, for a plan that is made later: "plan.threads=4"."""
-        numbers = ("threads", "inter_op", "comm_cores", "loader_cores")
-        names = (*numbers, "smt", "profile", "openmp", "allocator", "e_cores", "balance")
-        given = tuple(f"plan.{name}={value}" for name in names if (value := getattr(self, name)) is not None)
-        return given if self.cores is None else (*given, f"plan.cores={format_list(self.cores)}")
+        given = ((option, self.given[option.name]) for option in JOB_OPTIONS)
+        return tuple(
+            f"plan.{option.name}={format_list(value) if option.kind == CPUS else value}"
+            for option, value in given
+            if value is not None
+        )
+
+    def with_given(self, **values: Any) -> "PlanningOptions":
+        """The same with these values of OPTIONS."""
+        return replace(self, given={**self.given, **values})
 
 
 def network_of(options: PlanningOptions) -> Fabric:
@@ -92,13 +79,8 @@ def network_settings(options: PlanningOptions) -> tuple[Setting, ...]:
 def request_of_options(options: PlanningOptions, base: Request) -> Request:
     """The options over `base`, which is a recipe's request or the default one."""
     changes: dict[str, Any] = {"nodes": len(options.hosts) * options.pods, "link_gbit": network_of(options).link_gbit}
-    changes |= {name: value for name in REQUEST_FIELDS if (value := getattr(options, name)) is not None}
-    for name in NUMBERS_OR_AUTO:
-        value = getattr(options, name)
-        if value is not None:
-            changes[name] = None if value == "auto" else value
-    if options.smt is not None:
-        changes["smt"] = options.smt == "on"
+    given = ((option, options.given[option.name]) for option in OPTIONS if hasattr(base, option.name))
+    changes |= {option.name: option.requested(value) for option, value in given if value is not None}
     return replace(base, **changes)
 
 
@@ -109,8 +91,8 @@ def plan_host(options: PlanningOptions, base: Request, env: Mapping[str, str], c
     """
     request = request_of_options(options, base)
     if options.machine == THIS_MACHINE and options.on_this_host:
-        return plan_beside(request, env, command, share=options.share)
-    if options.share:
+        return plan_beside(request, env, command, share=bool(options.given["share"]))
+    if options.given["share"]:
         raise RequestError(NOT_SHARED)
     if options.machine == THIS_MACHINE:
         return plan_this_machine(request, env, command)
@@ -130,7 +112,7 @@ def plan_hosts(
         return Cluster(
             groups=tuple(HostGroup(hosts=hosts, plan=plan) for hosts in options.components if hosts), warnings=()
         )
-    if options.share:
+    if options.given["share"]:
         raise RequestError(NOT_SHARED)
     groups = [(hosts, find_machine(machine)) for hosts, machine in options.groups]
     return plan_cluster(groups, request_of_options(options, base))
@@ -180,16 +162,16 @@ def with_instances(options: PlanningOptions, wanted: int | str, machine: Machine
     """
     if not options.on_this_host:
         raise InputError("--instances starts independent programs on this host: remove --hosts, --hostfile and --nodes")
-    if options.ppn is not None or options.launcher not in ("auto", "local"):
+    if options.given["ppn"] is not None or options.launcher not in ("auto", "local"):
         raise InputError("--instances is a number of workers itself: remove --ppn and --launcher")
-    options = replace(options, comm_cores=options.comm_cores or 0, loader_cores=options.loader_cores or 0)
+    options = options.with_given(**{name: options.given[name] or 0 for name in ("comm_cores", "loader_cores")})
     groups = uniform_groups(usable_cores(machine, request_of_options(options, Request())).machine.allowed_cores)
     if wanted == THROUGHPUT:
-        return replace(options, ppn=len({group[0].numa_node for group in groups}))
+        return options.with_given(ppn=len({group[0].numa_node for group in groups}))
     if wanted == LATENCY:
         threads = min(LATENCY_CORES, max(map(len, groups)))
-        return replace(options, ppn=max(1, sum(len(group) // threads for group in groups)), threads=threads)
-    return replace(options, ppn=wanted)
+        return options.with_given(ppn=max(1, sum(len(group) // threads for group in groups)), threads=threads)
+    return options.with_given(ppn=wanted)
 
 
 def chosen(numbers: str | None, count: int) -> tuple[int, ...]:

@@ -1,34 +1,21 @@
 """Recipe -> the planner's request; never torch."""
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.planner.plan import Request
-from cputrain.affinity.topology.machine import parse_list
+from cputrain.affinity.planner.request import RECIPE_OPTIONS, Request
 from cputrain.models.sizes import workload_of
 from cputrain.recipe.schema import BatchSection, Recipe
 
 
 def request_of(recipe: Recipe, nodes: int = 1, images: int | None = None) -> Request:
     """What a recipe requests of the planner, as one of `nodes` hosts, with this number of training images if known."""
-    section = recipe.plan
-
-    def number(value: int | str) -> int | None:
-        return value if isinstance(value, int) else None
-
+    fields = {
+        option.name: option.requested(getattr(recipe.plan, option.name))
+        for option in RECIPE_OPTIONS
+        if option.name in Request.__slots__
+    }
     return Request(
-        ppn=number(section.ppn),
-        threads=number(section.threads),
-        inter_op=number(section.inter_op),
-        comm_cores=number(section.comm_cores),
-        loader_cores=number(section.loader_cores),
-        smt=section.smt == "on",
+        **fields,
         nodes=nodes,
-        profile=section.profile,
-        openmp=section.openmp,
-        allocator=section.allocator,
-        cores=() if section.cores == "all" else parse_list(section.cores),
-        e_cores=section.e_cores,
-        oversubscribe=section.oversubscribe,
-        balance=section.balance,
         local_batch=recipe.batch.local,
         global_batch=recipe.batch.global_,
         most_workers=_most_workers(recipe, images),

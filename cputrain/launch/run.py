@@ -190,9 +190,10 @@ def become_rank(
 
 def request_of_rank(options: PlanningOptions, base: Request, rank: Rank) -> Request:
     """The request of the host that a rank shares. Raises InputError for another number of workers than it has."""
-    if options.ppn not in (None, "auto", rank.local_world_size):
+    ppn = options.given["ppn"]
+    if ppn not in (None, "auto", rank.local_world_size):
         raise InputError(
-            f"--ppn {options.ppn}, but {rank.local_world_size} ranks were started on this host: remove --ppn, or "
+            f"--ppn {ppn}, but {rank.local_world_size} ranks were started on this host: remove --ppn, or "
             f"set it to {rank.local_world_size}"
         )
     return request_of_options(options, base)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.request import CPUS, NUMBER, OPTIONS, SWITCH
 
 # A command as far as its first operator outside quotes: a redirection, a pipe, "&&", ";", "&"; or as far as a comment.
 COMMAND = re.compile(
@@ -85,19 +86,14 @@ def unmarked(text: str) -> str:
     return text
 
 
+PLACES = {NUMBER: "N", CPUS: "CPUS", SWITCH: "on"}
 # What an option sets in `Wanted` -> how `cputrain launch` has it.
 LAUNCH_OPTIONS = {
+    **{option.name: f"{option.flag} {PLACES.get(option.kind, '')}".rstrip() for option in OPTIONS},
     "nodes": "--nodes N",
-    "ppn": "--ppn N",
     "ranks": "--ppn N",
     "hosts": "--hosts LIST",
     "hostfile": "--hostfile FILE",
-    "threads": "--threads N",
-    "comm_cores": "--comm-cores N",
-    "smt": "--smt on",
-    "cores": "--cores CPUS",
-    "openmp": "--openmp",
-    "allocator": "--allocator",
     "instances": "--instances",
     "instance": "--instance LIST",
     "distributed": "the default: without --instances",
@@ -179,7 +175,7 @@ def without(why: str, *names: str, takes: int = 1) -> Option:
     return Option(names=names, takes=takes, why=why)
 
 
-NUMBER = re.compile("[0-9]{1,6}")
+DIGITS = re.compile("[0-9]{1,6}")
 HOSTS_OR_RANGE = re.compile("(?:[0-9]{1,6}[:-])?([0-9]{1,6})")
 UNDERSTOOD = ("nodes", "ppn", "ranks", "threads", "restarts", "comm_cores", "hosts", "cores", "instances")
 PLANNED = ("auto", "cpu", "gpu", "xpu", "", "-1", "0")  # values that leave a number to the launcher
@@ -250,7 +246,7 @@ def _true(given: Given) -> bool:
 def _number(given: Given) -> int | None:
     if given.value in PLANNED:
         return None
-    if not NUMBER.fullmatch(given.value):
+    if not DIGITS.fullmatch(given.value):
         raise InputError(f"{given.written}: {given.value[:30]!r} is not a number of at most 6 digits: correct it")
     return int(given.value)
 

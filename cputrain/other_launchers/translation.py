@@ -9,6 +9,8 @@ from pathlib import PurePath
 from typing import Any
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.request import OPTIONS, SWITCH
+from cputrain.affinity.planner.request import Option as PlanningOption
 from cputrain.affinity.ranks.host_names import is_loopback
 from cputrain.affinity.wording import counted
 from cputrain.mpi.hosts.hostfile import expand, fold, split_slots
@@ -385,17 +387,16 @@ def _words_of(options: Wanted) -> tuple[str, ...]:
         ("--hosts", options.hosts),
         ("--hostfile", options.hostfile),
         ("--nodes", options.nodes),
-        ("--ppn", options.ppn),
-        ("--threads", options.threads),
-        ("--comm-cores", options.comm_cores),
-        ("--smt", "on" if options.smt else None),
-        ("--openmp", options.openmp),
-        ("--allocator", options.allocator),
-        ("--cores", options.cores),
+        *((option.flag, _value(options, option)) for option in OPTIONS),
         ("--restarts", options.restarts),
     )
     given = tuple(word for option, value in pairs if value is not None for word in (option, str(value)))
     return (*given, "--dry-run") if options.dry_run else given
+
+
+def _value(options: Wanted, option: PlanningOption) -> Any:
+    value = getattr(options, option.name, None)
+    return value if option.kind != SWITCH else "on" if value else None
 
 
 def _command(options: Wanted, *, starts_python: bool) -> tuple[str, ...]:

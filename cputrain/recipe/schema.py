@@ -4,11 +4,21 @@ import re
 from difflib import get_close_matches
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Option
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import either
 
@@ -435,50 +445,39 @@ class CommSection(Section):
     to the next step's gradients; none sends them as they are."""
 
 
-class PlanSection(Section):
-    """Requests to the planner of workers, threads and cores; auto leaves a choice to the planner."""
+def _cpus(value: str) -> str:
+    if value != "all" and not parse_list(value):
+        raise ValueError("give all, or a list of CPUs as in 0-15,32")
+    return value
 
-    ppn: Positive | Auto = "auto"
-    """Number of workers per host (processes per node)."""
-    threads: Positive | Auto = "auto"
-    """Number of intra-op threads per worker: the OpenMP threads that compute."""
-    inter_op: Positive | Auto = "auto"
-    """Number of inter-op threads per worker, for operators that torch runs at the same time."""
-    comm_cores: NotNegative | Auto = "auto"
-    """Number of cores per worker reserved for communication threads; 0 reserves none."""
-    loader_cores: NotNegative | Auto = "auto"
-    """Number of cores per worker reserved for decoding images; 0 decodes on the compute cores."""
-    smt: Literal["auto", "on", "off"] = "auto"
-    """Whether to compute on the second hardware thread of each core too; auto: off."""
-    profile: Literal["auto", "bkm-2018", "mlperf-spr"] = "auto"
-    """Published set of choices to use wherever this section has auto. bkm-2018: SURFsara and Intel's best-known
-    methods; mlperf-spr: Intel's MLPerf v2.1 submission; auto: the planner's own rules."""
-    openmp: Literal["auto", "libgomp", "libiomp5"] = "auto"
-    """OpenMP runtime to plan for: libgomp (GNU) or libiomp5 (Intel). auto takes the profile's, or else the one that
-    this Python loads."""
-    allocator: Literal["auto", "glibc", "tcmalloc", "jemalloc"] = "auto"
-    """Memory allocator of the workers. auto takes tcmalloc, or else jemalloc, where this host has it, or else glibc's
-    own."""
-    cores: str = "all"
-    """CPUs to plan with, as taskset numbers them: all, or a list such as 0-15,32. Their hyper-threads are used only
-    where they are listed too."""
-    e_cores: Literal["auto", "off"] = "auto"
-    """Whether slower types of cores (efficiency cores) compute: auto uses them where that is faster; off leaves them
-    out."""
-    oversubscribe: bool = False
-    """Whether ppn may exceed the number of cores, so that workers share them. For trials only: timings mean nothing."""
-    share: bool = False
-    """Whether to leave out cores to which other plans have bound running processes, to share the host with them."""
-    balance: Literal["equal", "batch"] = "equal"
-    """How a host's images are divided among its workers. equal: the same number each; batch: in proportion to each
-    worker's cores, with batch.local as the average."""
 
-    @field_validator("cores")
-    @classmethod
-    def _is_list_of_cpus(cls, value: str) -> str:
-        if value != "all" and not parse_list(value):
-            raise ValueError("give all, or a list of CPUs as in 0-15,32")
-        return value
+def _plan_key(option: Option) -> tuple[Any, Any]:
+    """The type and the field of a planning option."""
+    values: Any = Literal.__getitem__(option.choices) if option.choices else bool
+    if option.kind == NUMBER:
+        values = Annotated[int, Field(ge=option.least, le=MOST)] | Auto
+    elif option.kind == CPUS:
+        values = Annotated[str, AfterValidator(_cpus)]
+    return values, Field(default=option.default, description=option.manual)
+
+
+if TYPE_CHECKING:
+
+    class PlanSection(Section):
+        """The keys of the planning options."""
+
+        def __init__(self, **keys: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    PlanSection = create_model(
+        "PlanSection",
+        __base__=Section,
+        __module__=__name__,
+        __doc__="Requests to the planner of workers, threads and cores; auto leaves a choice to the planner.",
+        **{option.name: _plan_key(option) for option in RECIPE_OPTIONS},
+    )
 
 
 class ScheduleSection(Section):

@@ -154,7 +154,7 @@ def _with_implied(experiment: Experiment, derived: dict[str, float]) -> dict[str
 def _ppn(recipe: Recipe) -> int:
     """Workers per host; every recipe of a published experiment names them."""
     assert recipe.plan.ppn != "auto"
-    return recipe.plan.ppn
+    return int(recipe.plan.ppn)
 
 
 def _derived(recipe: Recipe, hosts: int) -> dict[str, float]:

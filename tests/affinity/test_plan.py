@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import (
-    BALANCES,
+    OPTION_OF,
+    OPTIONS,
     PROFILES,
     RESNET50,
     Request,
@@ -46,7 +47,7 @@ def machines_and_requests(draw: st.DrawFn, *, packages: int = 4, cores: int = 30
         smt=draw(st.booleans()),
         nodes=draw(st.sampled_from([1, 4])),
         link_gbit=draw(st.sampled_from([1.0, 100.0, 800.0])),
-        balance=draw(st.sampled_from(BALANCES)),
+        balance=draw(st.sampled_from(OPTION_OF["balance"].choices)),
         local_batch=draw(st.integers(1, 100)),
         workload=draw(st.sampled_from([None, RESNET50])),
         profile=draw(st.sampled_from(list(PROFILES))),
@@ -146,6 +147,14 @@ def test_more_workers_than_cores_share_them_evenly(drawn, more: int) -> None:
     assert any("share" in text for text in plan.warnings)
     assert plan_to_dict(plan)["oversubscribed"] is True
     assert dict(plan.workers[0].env)["I_MPI_WAIT_MODE"] == "1"
+
+
+def test_each_planning_option_is_a_field_of_the_request_with_the_same_default() -> None:
+    blank = Request()
+    for option in OPTIONS:
+        assert option.name == "share" or hasattr(blank, option.name), option
+        if option.manual and option.name != "share":
+            assert option.requested(option.default) == getattr(blank, option.name), option
 
 
 @given(machines_and_requests())
