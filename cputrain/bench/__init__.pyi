@@ -19,13 +19,13 @@ from .memory import bench_optimizer as bench_optimizer
 from .memory import host_place as host_place
 from .memory import places as places
 from .memory import thread_counts as thread_counts
+from .model import Spec as Spec
 from .model import layer_seconds as layer_seconds
 from .model import measure_model as measure_model
 from .model import measure_training as measure_training
 from .model import model_records as model_records
 from .model import model_report as model_report
-from .model_rank import Spec as Spec
-from .model_rank import precisions as precisions
+from .model import precisions as precisions
 from .pictures import report_svg as report_svg
 from .recorder import LayerRecorder as LayerRecorder
 from .recorder import trace_json as trace_json

@@ -1,28 +1,29 @@
 """All-reduces between two ranks of this host, a core each: time and bandwidth by size, for each backend."""
 
-import json
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.planner.records import Record, plan_this_machine
 from cputrain.affinity.planner.request import ALL_REDUCE
-from cputrain.affinity.start import own_program
 from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
-from cputrain.bench.model import run_ranks
 from cputrain.comm.bucket_sizes import fit_alpha_beta
+from cputrain.launch.task import TaskRank, run_on_ranks
 from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
-from cputrain.runs.folder import PLAN, write_plan
 
 BACKENDS = ("gloo", "ccl")
 SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
 TEST_SIZES = (1 << 10, 1 << 16, 1 << 20)
 LARGE = 16 << 20  # from here on the bytes take all the time: gradient buckets are as large
 RANKS = 2
+TIMEOUT_S = 300.0
+FLOAT = 4
 GB, US = 1e9, 1e6
 COMMAND = "cputrain bench comm"
 
@@ -77,14 +78,48 @@ def _bucket_times(transports: Mapping[str, tuple[float, float, float]]) -> Table
 
 
 def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: Mapping[str, str]) -> Times:
+    asked = {"backend": backend, "rounds": repeats, "sizes": sizes}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_plan(folder / PLAN, plan)
-        file = folder / "times.json"
-        program = own_program("cputrain.bench.all_reduce_rank")
-        command = (*program, backend, str(repeats), str(file), *map(str, sizes))
-        run_ranks(plan, command, folder, env, what=f"the all-reduce over {backend}")
-        return {int(size): times for size, times in json.loads(file.read_text(encoding="utf-8")).items()}
+        what = f"the all-reduce over {backend}"
+        first, *_ = run_on_ranks(plan, f"{__name__}:time_all_reduces", asked, Path(name), env, what=what)
+    return {int(size): times for size, times in first.items()}
+
+
+def time_all_reduces(asked: dict[str, Any], place: TaskRank) -> Times:
+    """Time all-reduces and copies of float32 values of each size, as one of the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from cputrain.comm.group import end_group, start_group
+
+    torch.set_num_threads(1)
+    group = start_group(place.rank, place.worker, asked["backend"], TIMEOUT_S, place.env)
+    found: Times = {}
+    for size in asked["sizes"]:
+        values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
+
+        def all_reduce(values: torch.Tensor = values) -> None:
+            dist.all_reduce(values)
+
+        def copy(values: torch.Tensor = values, copied: torch.Tensor = copied) -> None:
+            copied.copy_(values)
+
+        found[size] = {"all-reduce": _timed(all_reduce, asked["rounds"]), "copy": _timed(copy, asked["rounds"])}
+    end_group(group)
+    return found
+
+
+def _timed(act: Callable[[], None], rounds: int) -> list[float]:
+    """Seconds of each round, which all ranks begin together; one more before them does not count."""
+    import torch.distributed as dist
+
+    seconds = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
 
 
 def bus_bytes_per_s(size: int, seconds: float) -> float:

@@ -1,57 +1,42 @@
 """Steps per second of a network on planned ranks."""
 
-import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
-from cputrain.affinity.start import own_program
 from cputrain.affinity.wording import counted, spread
 from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
-from cputrain.bench.model_rank import PARTS, SPEC, Spec, result_file
-from cputrain.launch.local import PlannedTraining, local_job, plan_training
+from cputrain.launch.local import PlannedTraining, plan_training
+from cputrain.launch.task import run_on_ranks
 from cputrain.measurements import rate_record
-from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
-from cputrain.runs.folder import LOGS, RECIPE, make_folder
+from cputrain.runs.folder import RECIPE, make_folder
 from cputrain.simulate.network import NETWORKS, LayerSeconds, Measurement, setup_of, training_record
 
-SIGNALED = 128
+PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
+"""Of a step, in their order; "other" is what lies between them."""
 
 
-def run_ranks(plan: Plan, command: tuple[str, ...], folder: Path, env: Mapping[str, str], *, what: str) -> None:
-    """Run a command as each worker of the plan in `folder`, to its end; `what` names it in messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What a rank measures: steps before those that count, steps that count, steps with a record of every layer, and
+    the precisions of the processor's limits, which are measured after them."""
 
-    Raises InputError where the ranks refuse their input, RunError where one fails, KeyboardInterrupt where SIGINT or
-    SIGTERM has stopped them.
-    """
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        try:
-            status = run_local(local_job(plan, command, folder), env, nowhere, nowhere)
-        except RunError as error:
-            raise RunError(f"{what} failed: {_cause(str(error).splitlines())}") from None
-    if status >= SIGNALED:
-        raise KeyboardInterrupt
-    if status:
-        log = folder / LOGS / "rank-0.log"
-        raise InputError(
-            f"{what} cannot run: {_cause(log.read_text(encoding='utf-8', errors='backslashreplace').splitlines()[-1:])}"
-        )
+    warm_up: int
+    steps: int
+    profiled: int
+    limits: tuple[str, ...]
+    quick: bool
 
 
-def _cause(lines: list[str]) -> str:
-    """The line that a rank has printed about its failure, else the launcher's own."""
-    texts = [line.strip().removeprefix("| ") for line in lines]
-    printed = [text.removeprefix("cputrain: ") for text in texts if text.startswith("cputrain: ")]
-    return (printed or texts or ["no message"])[0]
+def precisions(isa: tuple[str, ...]) -> tuple[str, ...]:
+    """The precisions that a processor has instructions for: without them oneDNN converts bfloat16, which is slow."""
+    return ("float32", "bf16") if any("bf16" in flag for flag in isa) else ("float32",)
 
 
 def measure_training(
@@ -59,14 +44,12 @@ def measure_training(
 ) -> list[dict[str, Any]]:
     """Train a few steps of a recipe in its planned workers; what each rank has measured, by rank.
 
-    Replaces the run in its folder. Raises as `run_ranks` does.
+    Replaces the run in its folder. Raises as `run_on_ranks` does; `what` names the training in messages.
     """
     folder = planned.recipe.folder
-    make_folder(planned.recipe, planned.plan, overwrite=True)
-    (folder / SPEC).write_text(json.dumps(asdict(spec)), encoding="utf-8")
-    command = (*own_program("cputrain.bench.model_rank"), str(folder / RECIPE))
-    run_ranks(planned.plan, command, folder, env, what=what)
-    return [json.loads(result_file(folder, rank).read_text(encoding="utf-8")) for rank in range(planned.ppn)]
+    make_folder(planned.recipe, None, overwrite=True)
+    asked = {"recipe": str(folder / RECIPE), "spec": asdict(spec)}
+    return run_on_ranks(planned.plan, "cputrain.bench.recorder:measure", asked, folder, env, what=what)
 
 
 GIGA = 1e9
@@ -75,7 +58,7 @@ FORWARD, BACKWARD = "3 x 3 convolution forward", "3 x 3 convolution backward"
 MATRIX = "matrix product"
 
 Ranks = Sequence[dict[str, Any]]
-"""What each rank has measured: see model_rank.measure."""
+"""What each rank has measured: see recorder.measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,17 @@
-"""Times of layers and buckets in a step, the limit of convolutions, and traces.
+"""A rank that trains a few steps: times of layers and buckets, the limit of convolutions, and traces.
 
 The trainer's code is not changed: hooks of torch tell when the forward pass, the optimizer and each layer begin and
 end, the communication hook when the backward pass waits.
 """
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,9 +22,19 @@ from torch.futures import Future
 from torch.nn import functional
 
 from cputrain.affinity.topology.machine import format_list
-from cputrain.comm.buckets import AllReduceHook
+from cputrain.bench.model import PARTS, Spec
+from cputrain.comm.buckets import HOOKS, AllReduceHook
+from cputrain.comm.group import end_group
+from cputrain.data.loader import Batch
+from cputrain.launch.task import TaskRank
+from cputrain.optim.build import build_optimizer
+from cputrain.optim.schedules import lr_at
+from cputrain.recipe.loading import load_recipe
+from cputrain.training.engine import optimize_training, prepare_model
+from cputrain.training.feed import feed_of, training_batches
 from cputrain.training.metrics import StepResult
-from cputrain.training.step import TrainState
+from cputrain.training.session import Session, start_session, with_measured_engine
+from cputrain.training.step import StepSettings, TrainState, make_train_state, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
 MATRIX, TEST_MATRIX = 2048, 256
@@ -317,3 +330,122 @@ def _bucket(rank: int, name: str, bucket: tuple[int, float, float], first: float
         {**about, "ph": "b", "ts": MICRO * (start - first), "args": {"bytes": size}},
         {**about, "ph": "e", "ts": MICRO * (end - first)},
     ]
+
+
+LIMIT_ROUNDS = 5
+
+
+def measure(asked: dict[str, Any], place: TaskRank) -> dict[str, Any]:
+    """Train a few steps as one rank of the recipe in the file asked["recipe"], and measure what asked["spec"] says."""
+    recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
+
+    session = start_session(
+        recipe, place.rank, place.worker, place.observed, place.env, check=True, phase=lambda _what: None
+    )
+    session = with_measured_engine(session, place.env)
+    state = _state(session)
+    recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), _batches(session)
+    gc.freeze()  # as in a training
+    for _ in range(spec.warm_up):
+        _step(session, state, batches, recorder)
+    steps = [_step(session, state, batches, recorder) for _ in range(spec.steps)]
+    profiled = []
+    for _ in range(spec.profiled):
+        with layers.attached(state.network):
+            profiled.append(_profiled_step(session, state, batches, recorder, layers))
+    found = {
+        "rank": place.rank.rank,
+        "pus": list(place.worker.pus),
+        "backend": session.ranks.group.backend,
+        "engine": session.engine.name,
+        "images": session.sizes.global_batch,
+        "local_batch": max(session.ranks.local_batches),
+        "bucket_mib": state.bucket_mib,
+        "steps": steps,
+        "profiled": profiled,
+        "limits": _limits(session, spec),
+    }
+    end_group(session.ranks.group)
+    return found
+
+
+def _state(session: Session) -> TrainState:
+    """The training as `cputrain train` begins it."""
+
+    recipe, network = session.recipe, session.task.build()
+    prepare_model(network, session.engine, recipe.precision)
+    observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
+    optimizer = build_optimizer(network, recipe.optim)
+    network, optimizer = optimize_training(network, optimizer, session.engine)
+    return make_train_state(recipe, network, optimizer, all_reduce=observed)
+
+
+def _batches(session: Session) -> Iterator[Batch]:
+    """This rank's batches, epoch after epoch."""
+
+    feed, steps = feed_of(session), session.sizes.steps_per_epoch
+    for epoch in count():
+        yield from training_batches(feed, epoch % session.recipe.epochs, 0, steps)
+
+
+def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorder: StepRecorder) -> dict[str, Any]:
+    """Train one step; its seconds and those of its parts."""
+
+    recorder.clear()
+    recipe, sizes = session.recipe, session.sizes
+    settings = StepSettings(
+        images=sizes.global_batch,
+        passes=sizes.accumulation_steps,
+        lr=lr_at(0, recipe, sizes),
+        weight_decay=recipe.optim.weight_decay,
+    )
+    start = time.perf_counter()
+    result = train_step(state, batches, settings, recipe, session.task)
+    end = time.perf_counter()
+    spans = recorder.parts(result, start, end, alone=session.ranks.this.world_size == 1)
+    parts = dict.fromkeys(PARTS, 0.0)
+    for name, began, done in spans:
+        parts[name] += done - began
+    parts["other"] = end - start - sum(parts.values())
+    return {"seconds": end - start, "start": start, "end": end, "parts": parts, "spans": spans}
+
+
+def _profiled_step(
+    session: Session,
+    state: TrainState,
+    batches: Iterator[Batch],
+    recorder: StepRecorder,
+    layers: LayerRecorder,
+) -> dict[str, Any]:
+    """Train one step with a record of its layers and gradient buckets."""
+
+    observed = state.all_reduce
+    assert isinstance(observed, ObservedAllReduce)
+    layers.clear()
+    observed.buckets.clear()
+    step = _step(session, state, batches, recorder)
+    end = observed.last_ready_s
+    backwards = layers.backwards(end)
+    return {
+        **step,
+        "layers": [asdict(layer) for layer in layers.times(end)],
+        "layer_spans": [[name, "forward", *span] for name, *span in layers.forwards]
+        + [[name, "backward", *span] for name, *span in backwards],
+        # a backend's thread may have added the last bucket of the step before after the clearing
+        "buckets": [[size, ready, done] for size, ready, done in observed.buckets if ready >= step["start"]],
+    }
+
+
+def _limits(session: Session, spec: Spec) -> list[dict[str, Any]]:
+    """FLOP/s of this worker in each kernel and precision, while all ranks compute the same."""
+
+    found = []
+    for precision in spec.limits:
+        for kernel in kernels(precision, session.recipe.batch.local, quick=spec.quick):
+            kernel.flops()
+            values = []
+            for _ in range(LIMIT_ROUNDS):
+                dist.barrier()
+                values.append(kernel.flops())
+            found.append({"name": kernel.name, "precision": precision, "flops": values, "median": median(values)})
+    return found

@@ -78,8 +78,7 @@ def model(
     Images are generated, unless data.path=DIR is given; measurements with other images are not kept. The limits are
     oneDNN's convolutions and matrix products in the precisions that the processor has instructions for.
     """
-    from cputrain.bench.model import measure_model, model_records, model_report
-    from cputrain.bench.model_rank import Spec, precisions
+    from cputrain.bench.model import Spec, measure_model, model_records, model_report, precisions
     from cputrain.bench.recorder import trace_json
 
     counted = steps or (2 if quick else 10)

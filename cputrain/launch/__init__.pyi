@@ -43,6 +43,8 @@ from .run import request_of_rank as request_of_rank
 from .run import run_launch as run_launch
 from .shortage import remedy as remedy
 from .shortage import with_remedy as with_remedy
+from .task import TaskRank as TaskRank
+from .task import run_on_ranks as run_on_ranks
 from .training_command import HostsLeft as HostsLeft
 from .training_command import is_training as is_training
 from .training_command import keep_logs as keep_logs

@@ -30,11 +30,17 @@ def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool
     if worker is None:
         _bind_and_restart(recipe, rank, env, check=check)
     assert worker is not None
+    return worker, confirm_binding(worker, check=check)
+
+
+def confirm_binding(worker: WorkerPlan, *, check: bool) -> Observed:
+    """The binding of this process as read back from the kernel. Raises RunError where `check` finds that it is not that
+    of its worker."""
     if check:
         verify(worker)
     # Where a connection is lost, torch warns with stacks of its C++, several for each rank; the error is reported, too.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
-    return worker, observe()
+    return observe()
 
 
 def run_rank(rank: Rank, work: Callable[[], object]) -> None:

@@ -3,21 +3,28 @@
 import json
 import logging
 import os
+import resource
 import shutil
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.planner.request import footprint, largest_batch
-from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import csv_table, markdown_table
 from cputrain.affinity.wording import GIB, counted
 from cputrain.files import write_text
-from cputrain.launch.local import PlannedTraining, local_job, plan_training
-from cputrain.mpi.supervise.run import run_local
+from cputrain.launch.local import PlannedTraining, plan_training
+from cputrain.launch.rank_process import Startup
+from cputrain.launch.task import TaskRank, run_on_ranks
+from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
+from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
 from cputrain.sweep.results import DOES_NOT_FIT, FAILED, INVALID, outcome_of
 
@@ -39,7 +46,7 @@ def next_batch(tried: Mapping[int, bool], start: int, most: int | None) -> int |
     return None if bad - good <= max(1, good // CLOSE) else (good + bad) // 2
 
 
-STEPS = 3
+STEPS, EVERY_S = 3, 0.1
 TRAINS = "trains"
 
 
@@ -66,22 +73,18 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
     Raises KeyboardInterrupt where SIGINT or SIGTERM has stopped it.
     """
     recipe, folder = planned.recipe, planned.recipe.folder
-    make_folder(recipe, planned.plan, overwrite=True)
+    make_folder(recipe, None, overwrite=True)
     for old in folder.glob(peak_file(folder, "*").name):
         old.unlink()
     share = 0 if memory_bytes is None else memory_bytes // planned.ppn
-    command = (*own_program("cputrain.sweep.trial_rank"), str(folder / RECIPE), str(share))
-    job = local_job(planned.plan, command, folder)
+    asked = {"recipe": str(folder / RECIPE), "bytes": share}
     status, why = TRAINS, ""
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        try:
-            code = run_local(job, env, nowhere, nowhere)
-            if code >= 128:
-                raise KeyboardInterrupt
-            if code:
-                status, why = FAILED, f"exited with status {code}; logs {folder / LOGS}"
-        except RunError as error:
-            status, why = outcome_of(str(error))
+    try:
+        run_on_ranks(planned.plan, f"{__name__}:train_steps", asked, folder, env)
+    except InputError as error:
+        status, why = FAILED, f"{error}; logs {folder / LOGS}"
+    except RunError as error:
+        status, why = outcome_of(str(error))
     workload = planned.plan.request.workload
     known = workload is not None and not workload.assumed
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -98,8 +101,57 @@ def run_trial(planned: PlannedTraining, memory_bytes: int | None, env: Mapping[s
 
 
 def peak_file(folder: Path, rank: int | str) -> Path:
-    """The file of a rank's peak memory, in bytes."""
+    """The file of a rank's peak memory, in bytes: it is there also after the rank was killed."""
     return folder / f"peak-rank-{rank}.json"
+
+
+def train_steps(asked: dict[str, Any], place: TaskRank) -> None:
+    """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
+    0: no limit). The peak of its memory is recorded in a file."""
+    from cputrain.training.entry import train_rank  # torch: after the binding is read back
+
+    recipe, limit = load_recipe(asked["recipe"]), asked["bytes"]
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with suppress(OSError):  # some containers' /proc is read-only
+        # Short of memory, the kernel kills this process first.
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
+    threading.Thread(target=_watch, args=(recipe.folder, place.rank.rank), daemon=True).start()
+    train_rank(
+        recipe,
+        place.rank,
+        place.worker,
+        place.observed,
+        place.env,
+        resume=False,
+        overwrite=False,
+        prepared=True,
+        check=True,
+        quiet=False,
+        startup=Startup(shown=False),
+    )
+    _write_peak(peak_file(recipe.folder, place.rank.rank))
+
+
+def _watch(folder: Path, rank: int) -> None:
+    """Record the peak as it grows; rank 0 sends itself the preemption signal once enough steps are done."""
+    while True:
+        time.sleep(EVERY_S)
+        _write_peak(peak_file(folder, rank))
+        events = folder / EVENTS
+        if rank == 0 and events.is_file() and events.read_text(encoding="utf-8").count('"event": "step"') >= STEPS:
+            os.kill(os.getpid(), PREEMPTION_SIGNAL)
+            return
+
+
+def _write_peak(path: Path) -> None:
+    """Write the peak of this process's resident memory so that a reader finds a whole file; never synced, as only a
+    crash of the host would lose it."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(peak), encoding="utf-8")
+    beside.replace(path)
 
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from cputrain.affinity.planner.openmp import installed_allocators, target_of
 from cputrain.affinity.planner.records import ENGINE, Record
 from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.wording import counted
-from cputrain.bench.model import measure_training
-from cputrain.bench.model_rank import Spec, precisions
+from cputrain.bench.model import Spec, measure_training, precisions
 from cputrain.launch.local import PlannedTraining
 from cputrain.measurements import new_record
 from cputrain.native_build import compiler

@@ -21,12 +21,9 @@ MAY_USE_THE_ENVIRONMENT = {
     "mpi/first_host.py",
     "mpi/preflight/checks.py",
     "mpi/supervise/agent.py",
-    "cputrain/bench/all_reduce_rank.py",
-    "cputrain/bench/model_rank.py",
     "cputrain/comm/ccl/check.py",
-    "cputrain/comm/ccl/check_rank.py",
     "cputrain/doctor/probe.py",
-    "cputrain/sweep/trial_rank.py",
+    "cputrain/launch/task.py",
     # Called by torch, which hands nothing over, or by a user's own script.
     "cputrain/comm/ccl/__init__.py",
     "cputrain/data/loader.py",

@@ -1,6 +1,8 @@
 """Two ranks of this host over each transport of oneCCL: what they verify and time is kept for later starts.
 
 `python -m cputrain.comm.ccl.check` does that before the first job of a host; cputrain doctor and bench, when asked.
+With the word "rank" it is one of the two. No plan starts them, as it starts the ranks of tasks: for MPI, they need the
+mpirun that is installed with oneCCL, and what is measured is not to depend on the plan that is being made.
 """
 
 import json
@@ -9,21 +11,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.records import Record
 from cputrain.affinity.ranks.launcher_variables import ENV, PREFIXES
-from cputrain.affinity.ranks.rank import LOOPBACK, Rank, rendezvous
+from cputrain.affinity.ranks.rank import LOOPBACK, Rank, discover, rendezvous, with_rank
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import ExitStatus, status_of, use_utf8
+from cputrain.affinity.topology.sysfs import this_machine
+from cputrain.comm.ccl import BACKEND
 from cputrain.comm.ccl.build import ensure_built
 from cputrain.comm.ccl.environment import Libraries, find_libraries
 from cputrain.measurements import BUCKET_BYTES, MPI, TITLES, VARIABLE, comparison, keep, transport_records
 from cputrain.mpi.supervise.run import free_port
 
-PROGRAM = own_program("cputrain.comm.ccl.check_rank")
+RANK = "rank"
+PROGRAM = (*own_program("cputrain.comm.ccl.check"), RANK)
+SIZES = (1 << 10, 1 << 20, BUCKET_BYTES)
+ROUNDS = 9
 MPIRUN = "bin/mpiexec.hydra"
 TIMEOUT_S, END_S = 120.0, 5.0
 # Of a job around this process, which the two ranks are no part of.
@@ -122,9 +133,44 @@ def records_of(found: Mapping[str, Times], *, command: str) -> tuple[Record, ...
     )
 
 
+def be_rank(env: MutableMapping[str, str]) -> int:
+    """Verify and time all-reduces on a core, as one of two ranks; rank 0 prints a JSON object: bytes -> seconds of each
+    round."""
+    rank = discover(env)
+    if rank is None:
+        raise InputError("this is one rank of two: run cputrain doctor ccl")
+    env.update(with_rank(rank, env))  # torch reads them there
+    cores = this_machine().allowed_cores
+    os.sched_setaffinity(0, cores[rank.rank * len(cores) // rank.world_size].pus)
+    torch.set_num_threads(1)
+    dist.init_process_group(BACKEND)
+    found = {size: _timed(size) for size in SIZES}
+    if rank.rank == 0:
+        os.write(1, json.dumps(found).encode() + b"\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    return ExitStatus.DONE
+
+
+def _timed(size: int) -> list[float]:
+    """Seconds of each round; one more before them does not count."""
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        values = torch.full((size // 4,), float(dist.get_rank() + 1))
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(values)
+        seconds.append(time.perf_counter() - started)
+        if not bool((values == 3.0).all()):
+            raise RunError(f"an all-reduce of {size} bytes returned a wrong sum")
+    return seconds[1:]
+
+
 def main() -> int:
-    """Measure the transports, keep the figures, and print a line about them, or why there are none."""
+    """Measure the transports, keep the figures, and print a line about them, or why there are none; or be a rank."""
     env = os.environ
+    if sys.argv[1:] == [RANK]:
+        return be_rank(env)
     try:
         libraries = find_libraries(env)
         ensure_built(libraries, env)
