@@ -13,6 +13,7 @@ from .figures import Figure as Figure
 from .figures import Report as Report
 from .figures import Table as Table
 from .figures import report_json as report_json
+from .figures import report_svg as report_svg
 from .figures import report_text as report_text
 from .memory import bench_memory as bench_memory
 from .memory import bench_optimizer as bench_optimizer
@@ -26,6 +27,5 @@ from .model import measure_training as measure_training
 from .model import model_records as model_records
 from .model import model_report as model_report
 from .model import precisions as precisions
-from .pictures import report_svg as report_svg
 from .recorder import LayerRecorder as LayerRecorder
 from .recorder import trace_json as trace_json

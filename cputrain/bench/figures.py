@@ -1,12 +1,16 @@
-"""Figures with their spread and their limit, tables, and reports of them as text and JSON."""
+"""Figures with their spread and their limit, tables, and reports of them as text, JSON and SVG."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
-from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import counted
+from cputrain.rows import Column, Rows, columns_of, figure_svg, subplots
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Cell = str | float | None
 NOISY = 0.3  # of the median: a range that says that something else runs
@@ -103,30 +107,28 @@ def noise_note(figures: Sequence[Figure]) -> list[str]:
 
 def figures_text(figures: Sequence[Figure]) -> str:
     """One line for each figure: median, range, limit and share of it."""
-    noted = any(figure.note for figure in figures)
-    head = ("", "median", "range", "", *(("",) if noted else ()), "limit", "of it", "limited by")
-    rows = [
-        (
-            figure.name,
-            number(figure.value),
-            f"{number(figure.low)}-{number(figure.high)}",
-            figure.unit,
-            *((figure.note,) if noted else ()),
-            "" if figure.limit is None else number(figure.limit),
-            "" if figure.limit is None else f"{100 * figure.value / figure.limit:.0f} %",
-            figure.limited_by,
-        )
-        for figure in figures
-    ]
-    return align_columns([head, *rows])
+    columns = (
+        Column("", "name"),
+        Column("median", "value", number),
+        Column("range", lambda each: f"{number(each.low)}-{number(each.high)}"),
+        Column("", "unit"),
+        *((Column("", "note"),) if any(each.note for each in figures) else ()),
+        Column("limit", "limit", number),
+        Column("of it", lambda each: None if each.limit is None else 100 * each.value / each.limit, "{:.0f} %".format),
+        Column("limited by", "limited_by"),
+    )
+    return Rows(columns, figures).text(numbers=False)
 
 
 def _table_text(table: Table) -> str:
-    rows = [tuple(number(cell) if isinstance(cell, float) else str(cell or "") for cell in row) for row in table.rows]
-    kept = rows if table.shown is None else rows[: table.shown]
-    rest = len(rows) - len(kept)
+    kept = table.rows if table.shown is None else table.rows[: table.shown]
+    rest = len(table.rows) - len(kept)
     more = f"\n({rest} more: --format json)" if rest else ""
-    return f"{table.title}\n{align_columns([table.head, *kept], numbers=True)}{more}"
+    return f"{table.title}\n{Rows(columns_of(table.head, _cell), kept).text()}{more}"
+
+
+def _cell(value: str | float) -> str:
+    return number(value) if isinstance(value, float) else str(value or "")
 
 
 def number(value: float) -> str:
@@ -136,7 +138,7 @@ def number(value: float) -> str:
 
 def report_json(report: Report, *, machine: str, versions: Sequence[str]) -> str:
     """The report with the machine and the versions that it depends on; every row of a table is an object."""
-    tables = {table.title: [dict(zip(table.head, row, strict=True)) for row in table.rows] for table in report.tables}
+    tables = {table.title: Rows(columns_of(table.head), table.rows).json() for table in report.tables}
     return json.dumps(
         {
             "title": report.title,
@@ -148,3 +150,55 @@ def report_json(report: Report, *, machine: str, versions: Sequence[str]) -> str
         },
         indent=1,
     )
+
+
+BAR_INCHES, MARGIN_INCHES = 0.28, 1.1
+
+
+def report_svg(report: Report) -> str:
+    """A bar for each figure with its range, its limit a line; a panel for each unit and each table with a column to
+    draw."""
+    units = list(dict.fromkeys(figure.unit for figure in report.figures))
+    panels = [[figure for figure in report.figures if figure.unit == unit] for unit in units]
+    tables = [table for table in report.tables if table.drawn is not None]
+    counts = [*map(len, panels), *(len(table.rows[: table.shown]) for table in tables)]
+    heights = [BAR_INCHES * count + MARGIN_INCHES for count in counts]
+    figure, axes = subplots(len(counts), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False)
+    for place, panel in zip(axes[:, 0], panels, strict=False):
+        _draw(place, panel)
+    for place, table in zip(axes[len(panels) :, 0], tables, strict=True):
+        _draw_table(place, table)
+    figure.suptitle(report.title, fontsize="medium")
+    return figure_svg(figure)
+
+
+def _draw(axes: "Axes", figures: Sequence[Figure]) -> None:
+    places = range(len(figures))
+    values = [each.value for each in figures]
+    errors = [[each.value - each.low for each in figures], [each.high - each.value for each in figures]]
+    axes.barh(places, values, xerr=errors, color="C0", height=0.7, label="median and range", error_kw={"linewidth": 1})
+    limits = [(each.limit, at) for at, each in enumerate(figures) if each.limit is not None]
+    if limits:
+        axes.vlines(
+            [limit for limit, _ in limits],
+            [at - 0.4 for _, at in limits],
+            [at + 0.4 for _, at in limits],
+            color="C3",
+            linewidth=2,
+            label="limit",
+        )
+    axes.set_yticks(places, [each.name for each in figures], fontsize="small")
+    axes.invert_yaxis()
+    axes.set(xlabel=figures[0].unit, xlim=(0, None))
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_table(axes: "Axes", table: Table) -> None:
+    """A bar for each printed row of a table."""
+    rows, column = table.rows[: table.shown], table.drawn or 0
+    axes.barh(range(len(rows)), [float(row[column] or 0.0) for row in rows], color="C2", height=0.7)
+    axes.set_yticks(range(len(rows)), [str(row[0]) for row in rows], fontsize="small")
+    axes.invert_yaxis()
+    axes.set(xlabel=table.head[column], xlim=(0, None), title=table.title)
+    axes.grid(alpha=0.3, axis="x")

@@ -173,13 +173,11 @@ def _repeats(requested: int | None, quick: bool) -> int:
 def _show(report: Report, output_format: str) -> None:
     """Print a report."""
     from cputrain.affinity.planner.records import current_versions, machine_name
-    from cputrain.bench.figures import report_json, report_text
+    from cputrain.bench.figures import report_json, report_svg, report_text
 
     if output_format == "json":
         click.echo(report_json(report, machine=machine_name(this_machine()), versions=current_versions()))
     elif output_format == "svg":
-        from cputrain.bench.pictures import report_svg  # matplotlib: only for pictures
-
         click.echo(report_svg(report))
     else:
         click.echo(report_text(report))

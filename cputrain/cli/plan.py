@@ -168,7 +168,7 @@ def _show(
         click.echo(f"\nfabric {network_of(options).name}\n{align_columns(rows)}")
     if recipe is not None and len(cluster.groups) == 1:  # its rules count equal hosts
         from cputrain.cli.derived import derivation, precision_lines
-        from cputrain.simulate.planned_job import predicted
+        from cputrain.simulate.output import predicted
 
         click.echo("\n" + derivation(recipe, ppn=job.ppn, nodes=len(job.hosts), with_curve=with_curve))
         for line in predicted(recipe, cluster.groups[0].plan, options, env):

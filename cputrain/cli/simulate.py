@@ -158,12 +158,12 @@ def _check_best(watts: float | None, output_format: str, *, explained: bool) -> 
 
 
 def _show_rows(scenario: Scenario, rows: tuple[Row, ...], output_format: str, *, explained: bool) -> None:
-    from cputrain.simulate.tables import assumptions_text, rows_json, rows_text
+    from cputrain.simulate.output import assumptions_text, rows_json, rows_text
 
     if output_format == "json":
         click.echo(rows_json(scenario, rows))
     elif output_format == "svg":
-        from cputrain.simulate.pictures import scaling_svg  # matplotlib: only for pictures
+        from cputrain.simulate.output import scaling_svg  # matplotlib: only for pictures
 
         click.echo(scaling_svg(scenario, rows))
     else:
@@ -231,8 +231,8 @@ def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tup
 
 
 def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_format: str) -> None:
+    from cputrain.simulate.output import candidates_json, candidates_text
     from cputrain.simulate.scaling import best_plan
-    from cputrain.simulate.tables import candidates_json, candidates_text
 
     found = best_plan(scenario, hosts, batch_limit)
     if output_format == "json":
@@ -243,7 +243,7 @@ def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_f
 
 
 def _show_timeline(scenario: Scenario, hosts: int) -> None:
-    from cputrain.simulate.pictures import timeline_svg
+    from cputrain.simulate.output import timeline_svg
     from cputrain.simulate.predict import scenario_setup
     from cputrain.simulate.scaling import model_of
 

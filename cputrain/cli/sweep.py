@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
-from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, counted
 from cputrain.cli.options import settings_argument
@@ -22,13 +21,34 @@ from cputrain.recipe.schema import SweepSection
 from cputrain.reproduce.large_batch import LARGE_BATCH_PICTURE, large_batch_table, large_batch_verdict, run_large_batch
 from cputrain.reproduce.tables import DOCUMENTS, published_tables, tables_markdown, tables_text
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
+from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
-from cputrain.sweep.find_batch import BatchSearch, find_batch
-from cputrain.sweep.results import DOES_NOT_FIT, DONE, INVALID, RunResult, group_by_seed
+from cputrain.sweep.results import (
+    DOES_NOT_FIT,
+    DONE,
+    INVALID,
+    WORKERS,
+    RunResult,
+    Variant,
+    group_by_seed,
+    parse_workers,
+    variants,
+)
 from cputrain.sweep.run import InvalidTraining, parse_clock, train_all
-from cputrain.sweep.tables import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, table, write_results
-from cputrain.sweep.variants import WORKERS, Variant, parse_workers, variants
-from cputrain.sweep.workers import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows
+from cputrain.sweep.tables import (
+    CSV,
+    FEWEST,
+    MARKDOWN,
+    OVERSUBSCRIBE,
+    PICTURE,
+    RESULTS,
+    RULE,
+    compare,
+    comparison_rows,
+    results_as_json,
+    table,
+    write_results,
+)
 
 
 @click.command("sweep")
@@ -124,7 +144,7 @@ def _show_results(results: Sequence[RunResult], folder: Path) -> None:
     click.echo("\n" + table(group_by_seed(results)))
     compared = compare(results)
     if compared:
-        click.echo(f"\n{align_columns(comparison_rows(compared), numbers=True)}\n{RULE}\n{FEWEST}")
+        click.echo(f"\n{comparison_rows(compared).text()}\n{RULE}\n{FEWEST}")
     click.echo(f"\n{folder / MARKDOWN}, {folder / CSV}, {folder / RESULTS}, {folder / PICTURE}")
 
 
@@ -193,7 +213,7 @@ def _find_batch(
     limit = None if memory_gib is None else round(memory_gib * GIB)
     with only_results_on_stdout(output_format):
         found = find_batch(BatchSearch(recipe=recipe, settings=settings, folder=folder, limit=limit, env=env))
-        click.echo("\n" + align_columns([row[:-1] for row in found.rows], numbers=True) + "\n")
+        click.echo("\n" + found.table.without(ENDED_BY).text() + "\n")
     best, larger = found.best, found.next_larger
     cause = f"{larger.local_batch}: {larger.status}: {larger.ended_by}"
     if best is None:
@@ -245,7 +265,7 @@ def large_batch(settings: tuple[str, ...], scale: str, seeds: int, output: Path 
     """
     folder = output or Path(f"runs/large-batch-{scale}")
     found = run_large_batch(scale, settings, seeds, folder, os.environ, click.echo)
-    click.echo("\n" + align_columns(large_batch_table(found), numbers=True))
+    click.echo("\n" + large_batch_table(found).text())
     click.echo(f"\n{large_batch_verdict(found)}\n{folder / LARGE_BATCH_PICTURE}")
     return 0
 

@@ -349,8 +349,7 @@ def _be_rank_of_find_lr(
     worker, observed = bind_rank(recipe, rank, env, check=check)
     startup = startup_of(rank, env, shown=not as_json)
     startup.phase("importing PyTorch")
-    from cputrain.rate_finder.curve import suggest  # torch: after the binding is read back
-    from cputrain.rate_finder.rank import range_test
+    from cputrain.rate_finder import range_test, range_test_svg, suggest  # torch: after the binding is read back
 
     def work() -> None:
         test, batch = range_test(
@@ -370,7 +369,6 @@ def _be_rank_of_find_lr(
         found = suggest(test)
         if picture is not None:
             from cputrain.files import write_text
-            from cputrain.rate_finder.picture import range_test_svg
 
             title = f"{recipe.name}: {recipe.optim.name}, global batch {batch:,}"
             write_text(picture, SVG_HEAD + range_test_svg(title, test, found))

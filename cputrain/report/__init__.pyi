@@ -17,7 +17,6 @@ from .eval_page import confusion_heat as confusion_heat
 from .eval_page import confusion_text as confusion_text
 from .eval_page import most_wrong as most_wrong
 from .eval_page import write_eval_page as write_eval_page
-from .figure import figure_svg as figure_svg
 from .page import rank_times as rank_times
 from .page import render as render
 from .page import report_html as report_html

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.wording import counted
@@ -11,10 +12,13 @@ from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
-from cputrain.sweep.results import RunResult, finished_top1s
+from cputrain.rows import Column, Rows, figure
+from cputrain.sweep.results import SEED, RunResult, Variant, finished_top1s, variants
 from cputrain.sweep.run import train_all
 from cputrain.sweep.tables import spread, write_results
-from cputrain.sweep.variants import SEED, Variant, variants
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HOLDS, LOSES = 1.0, 3.0  # points of top-1 below the baseline: at most for LARS, more than for momentum
 
@@ -82,20 +86,26 @@ def with_all_seeds(entry: BatchResults, others: Sequence[RunResult]) -> BatchRes
     return replace(entry, results=(entry.best, *others))
 
 
-def large_batch_table(found: Sequence[BatchResults]) -> list[tuple[str, ...]]:
-    """Headings and rows: batch, its multiple of the smallest, optimizer, rate, top-1, points, other rates."""
+def large_batch_table(found: Sequence[BatchResults]) -> Rows:
+    """A row for each optimizer and batch: its multiple of the smallest batch, rate, top-1, points, other rates."""
     base = found[0]
-    rows: list[tuple[str, ...]] = [
-        ("global batch", "x", "optimizer", "rate", "top-1 %", "points", "other rates, first seed")
-    ]
-    for entry in found:
-        points = f"{mean(entry.top1s) - mean(base.top1s):+.2f}" if entry.top1s and entry is not base else ""
-        others = ", ".join(_rate_and_top1(result) for result in entry.tried if result is not entry.best)
-        top1 = spread(entry.top1s) or "diverged"
-        rows.append(
-            (f"{entry.batch:,}", f"{entry.batch // base.batch}", entry.optimizer, entry.rate, top1, points, others)
-        )
-    return rows
+
+    def points(entry: BatchResults) -> float | None:
+        return mean(entry.top1s) - mean(base.top1s) if entry.top1s and entry is not base else None
+
+    columns = (
+        Column("global batch", "batch", ","),
+        Column("x", lambda entry: entry.batch // base.batch),
+        Column("optimizer", "optimizer"),
+        Column("rate", "rate"),
+        Column("top-1 %", lambda entry: spread(entry.top1s) or "diverged"),
+        Column("points", points, "+.2f"),
+        Column(
+            "other rates, first seed",
+            lambda entry: ", ".join(_rate_and_top1(result) for result in entry.tried if result is not entry.best),
+        ),
+    )
+    return Rows(columns, found)
 
 
 def _rate_and_top1(result: RunResult) -> str:
@@ -120,34 +130,31 @@ def large_batch_verdict(found: Sequence[BatchResults]) -> str:
     return f"does not hold here (LARS within {HOLDS:g} point where momentum loses more than {LOSES:g}): {figures}"
 
 
-MARKS = {"momentum": "o", "lars": "s"}
+MARKS = {"momentum": ("o", "momentum, best rate"), "lars": ("s", "LARS, best rate")}
 
 
 def large_batch_chart(title: str, found: Sequence[BatchResults]) -> str:
     """SVG: top-1 of each optimizer over the global batch, mean and range of the seeds, and the baseline."""
-    from matplotlib import pyplot as plt  # a second, at the end only
 
-    from cputrain.report.figure import figure_svg
+    def draw(axes: "Axes") -> None:
+        base = mean(found[0].top1s)
+        for below, style in ((0.0, "-"), (HOLDS, "--"), (LOSES, ":")):
+            label = (
+                f"baseline {base:.2f} %" if below == 0 else f"{below:g} {'point' if below == 1 else 'points'} below it"
+            )
+            axes.axhline(base - below, color="gray", linewidth=0.8, linestyle=style, label=label)
+        for optimizer, (mark, name) in MARKS.items():
+            finished = [entry for entry in found if entry.top1s and (entry.optimizer == optimizer or entry is found[0])]
+            means = [mean(entry.top1s) for entry in finished]
+            low = [m - min(entry.top1s) for m, entry in zip(means, finished, strict=True)]
+            high = [max(entry.top1s) - m for m, entry in zip(means, finished, strict=True)]
+            axes.errorbar([entry.batch for entry in finished], means, (low, high), marker=mark, capsize=3, label=name)
+        axes.set_xscale("log", base=2)
+        batches = sorted({entry.batch for entry in found})
+        axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
+        axes.legend(fontsize="small", loc="lower left")
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    base = mean(found[0].top1s)
-    for below, style in ((0.0, "-"), (HOLDS, "--"), (LOSES, ":")):
-        label = f"baseline {base:.2f} %" if below == 0 else f"{below:g} {'point' if below == 1 else 'points'} below it"
-        axes.axhline(base - below, color="gray", linewidth=0.8, linestyle=style, label=label)
-    for optimizer, mark in MARKS.items():
-        finished = [entry for entry in found if entry.top1s and (entry.optimizer == optimizer or entry is found[0])]
-        means = [mean(entry.top1s) for entry in finished]
-        low = [m - min(entry.top1s) for m, entry in zip(means, finished, strict=True)]
-        high = [max(entry.top1s) - m for m, entry in zip(means, finished, strict=True)]
-        name = {"momentum": "momentum, best rate", "lars": "LARS, best rate"}[optimizer]
-        axes.errorbar([entry.batch for entry in finished], means, (low, high), marker=mark, capsize=3, label=name)
-    axes.set_xscale("log", base=2)
-    batches = sorted({entry.batch for entry in found})
-    axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
-    axes.set(xlabel="global batch, same number of epochs", ylabel="top-1, percent", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="lower left")
-    return figure_svg(figure)
+    return figure(draw, (7, 4.5), xlabel="global batch, same number of epochs", ylabel="top-1, percent", title=title)
 
 
 LARGE_BATCH_PICTURE = "large-batch.svg"

@@ -2,7 +2,7 @@
 
 network.py has the layers of networks and the simulated host, assumptions.py every constant with its source, step.py one
 step (compute, all-reduce, how they overlap), predict.py and scaling.py predict a job on one and on many hosts,
-tables.py and pictures.py show it.
+output.py shows it.
 """
 
 from cputrain.affinity.lazy import front

@@ -25,9 +25,14 @@ from .network import optimizer_passes as optimizer_passes
 from .network import setup_of as setup_of
 from .network import training_record as training_record
 from .network import unreadable as unreadable
-from .pictures import scaling_svg as scaling_svg
-from .pictures import timeline_svg as timeline_svg
-from .planned_job import predicted as predicted
+from .output import assumptions_text as assumptions_text
+from .output import candidates_json as candidates_json
+from .output import candidates_text as candidates_text
+from .output import predicted as predicted
+from .output import rows_json as rows_json
+from .output import rows_text as rows_text
+from .output import scaling_svg as scaling_svg
+from .output import timeline_svg as timeline_svg
 from .predict import Reference as Reference
 from .predict import Scenario as Scenario
 from .predict import core_flops_of as core_flops_of
@@ -57,8 +62,3 @@ from .step import slowest as slowest
 from .step import step_of as step_of
 from .step import weight_tensors as weight_tensors
 from .step import work_of as work_of
-from .tables import assumptions_text as assumptions_text
-from .tables import candidates_json as candidates_json
-from .tables import candidates_text as candidates_text
-from .tables import rows_json as rows_json
-from .tables import rows_text as rows_text

@@ -38,9 +38,9 @@ class Row:
     efficiency: float
     step_s: float
     exposed_s: float
+    time_to_train_s: float | None
     straggler_s: float
     global_batch: int
-    time_to_train_s: float | None
     node_hours: float | None
     energy_kwh: float | None
 

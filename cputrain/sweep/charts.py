@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from statistics import mean
 
-from matplotlib import pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from cputrain.affinity.wording import counted
-from cputrain.report.figure import figure_svg
+from cputrain.rows import figure_svg, subplots
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, has_diverged
-from cputrain.sweep.workers import WorkerComparison
+from cputrain.sweep.tables import WorkerComparison
 
 MOST_NAMED = 24  # lines in a legend; with more, one entry for each optimizer
 DECADE = 10.0
@@ -33,7 +32,7 @@ def sweep_chart(title: str, groups: Sequence[SeedGroup]) -> str:
     trained = [group for group in groups if any(result.losses for result in group.results)]
     panels = [draw for draw, those in ((_accuracies, scored), (_losses, trained)) if those]
     count = max(len(panels), 1)
-    figure, axes = plt.subplots(1, count, figsize=(6.5 * count + 2.5, 4.8), layout="constrained", squeeze=False)
+    figure, axes = subplots(1, count, figsize=(6.5 * count + 2.5, 4.8), squeeze=False)
     for draw, place in zip(panels, axes[0], strict=False):
         draw(place, groups, styles)
         place.set_xlabel("step")
@@ -142,7 +141,7 @@ def _legend(axes: Axes, groups: Sequence[SeedGroup]) -> tuple[list[Artist], list
 def workers_chart(title: str, results: Sequence[RunResult], compared: Sequence[WorkerComparison]) -> str:
     """SVG of validation top-1 over epochs, with a line for each training and its stable maximum marked, and of the
     epochs to that maximum over the number of workers."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(3, 2))
+    figure, (left, right) = subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2))
     trainings = list(dict.fromkeys(row.training for row in compared))
     for number, training in enumerate(trainings):
         rows = [row for row in compared if row.training == training]

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.terminal import csv_table, markdown_table
 from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.recipe.derivation import derive
@@ -17,12 +17,11 @@ from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import Chart, Line, Table, charts_data, drawn, rows_per_run, thin
 from cputrain.report.page import rank_times, render, training_tables
 from cputrain.report.run import Run, read_run, unit_of
+from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import RECIPE, REPORT, describe_value, values_by_key
-from cputrain.sweep.results import STOPPED, RunResult, TrainingSetup, result_in
-from cputrain.sweep.tables import COLUMNS, ENDED_BY, FOLDER
-from cputrain.sweep.variants import Variant, label_of
-from cputrain.sweep.workers import FEWEST, RULE, compare, comparison_rows
+from cputrain.sweep.results import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in
+from cputrain.sweep.tables import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
 
 NOT_COMPARED = ("name", "sweep")  # keys and sections that do not change a training
 
@@ -132,14 +131,13 @@ def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Pa
     """Write the page to `out`, and beside it the tables as .md and .csv; returns their paths. Raises InputError."""
     runs = compare_runs(folders, rows_per_run(len(folders)))
     names = names_of(runs)
-    heads, rows = result_table(runs, names)
-    worker_rows = comparison_rows(compare([run.result for run in runs]))
+    table = result_table(runs, names)
+    workers = comparison_rows(compare([run.result for run in runs]))
+    heads, *rows = table.cells
+    html = _html(runs, names, out, title=title, heads=heads, rows=rows, workers=workers.cells)
+    study = f"\n## Workers\n\n{workers.markdown()}\n{RULE}; {FEWEST}\n" if workers.rows else ""
     paths = out, out.with_suffix(".md"), out.with_suffix(".csv")
-    html = _html(runs, names, out, title=title, heads=heads, rows=rows, workers=worker_rows)
-    study = f"\n## Workers\n\n{markdown_table(worker_rows)}\n{RULE}; {FEWEST}\n" if len(worker_rows) > 1 else ""
-    for path, text in zip(
-        paths, (html, f"# {title}\n\n{markdown_table([heads, *rows])}{study}", csv_table([heads, *rows])), strict=True
-    ):
+    for path, text in zip(paths, (html, f"# {title}\n\n{table.markdown()}{study}", table.csv()), strict=True):
         write_text(path, text)
     return paths
 
@@ -154,30 +152,31 @@ def names_of(runs: Sequence[ComparedRun]) -> tuple[str, ...]:
     return tuple(folders if len(set(folders)) == len(folders) else (str(run.folder) for run in runs))
 
 
-def result_table(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and a row for each run: its name, its results, the settings in which the runs differ; without empty
-    columns."""
-    keys = tuple(dict.fromkeys(key for run in runs for key, _ in run.result.settings))
-    columns = [column for column in COLUMNS if not column.requested and column.head != FOLDER]
-    heads = ("run", "workers", "global batch", *(column.head for column in columns), *SHARES, *keys)
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        settings, result = dict(run.result.settings), run.result
-        values = [column.value(result) for column in columns]
-        rows.append(
-            (
-                name,
-                *(f"{size:,}" if size else "" for size in (result.setup.workers, result.setup.global_batch)),
-                *("" if v is None else column.text(v) for column, v in zip(columns, values, strict=True)),
-                *(f"{share:.1f}" for share in run.shares or ()),
-                *("" for _ in SHARES[len(run.shares) :]),
-                *(settings.get(key, "") for key in keys),
-            )
-        )
-    filled = [i for i in range(len(heads)) if i == 0 or any(row[i] for row in rows)]
-    ended = heads.index(ENDED_BY)
-    order = [i for i in filled if i != ended] + [i for i in filled if i == ended]
-    return tuple(heads[i] for i in order), [tuple(row[i] for i in order) for row in rows]
+def result_table(runs: Sequence[ComparedRun], names: Sequence[str]) -> Rows:
+    """A row for each run: its name, its results, the settings in which the runs differ; without empty columns."""
+    keys = dict.fromkeys(key for run in runs for key, _ in run.result.settings)
+    columns = (
+        Column("run", "name"),
+        Column("workers", lambda row: row.result.setup.workers or None, ","),
+        Column("global batch", lambda row: row.result.setup.global_batch or None, ","),
+        *(_of_result(column) for column in ACHIEVED if column.name not in (ENDED_BY, FOLDER)),
+        *(Column(head, partial(_share, i), ".1f") for i, head in enumerate(SHARES)),
+        *(Column(key, partial(_setting, key)) for key in keys),
+        *(_of_result(column) for column in ACHIEVED if column.name == ENDED_BY),
+    )
+    return Rows(columns, [replace(run, name=name) for run, name in zip(runs, names, strict=True)]).filled()
+
+
+def _of_result(column: Column) -> Column:
+    return replace(column, value=lambda run: column.of(run.result))
+
+
+def _share(i: int, run: ComparedRun) -> float | None:
+    return run.shares[i] if i < len(run.shares) else None
+
+
+def _setting(key: str, run: ComparedRun) -> str:
+    return dict(run.result.settings).get(key, "")
 
 
 def comparison_charts(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Chart, ...]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.planner.request import footprint, largest_batch
-from cputrain.affinity.terminal import csv_table, markdown_table
 from cputrain.affinity.wording import GIB, counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
@@ -24,6 +23,7 @@ from cputrain.launch.task import TaskRank, run_on_ranks
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
+from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
 from cputrain.sweep.results import DOES_NOT_FIT, FAILED, INVALID, outcome_of
@@ -155,7 +155,16 @@ def _write_peak(path: Path) -> None:
 
 
 logger = logging.getLogger(__name__)
-HEADINGS = ("local batch", "global batch", "memory", "estimate GiB", "peak RSS GiB", "result", "ended by")
+ENDED_BY = "ended by"
+COLUMNS = (
+    Column("local batch", "local_batch"),
+    Column("global batch", "global_batch"),
+    Column("memory", "memory"),
+    Column("estimate GiB", "estimate_bytes", lambda size: f"{size / GIB:.2f}"),
+    Column("peak RSS GiB", "peak_bytes", lambda size: f"{size / GIB:.2f}"),
+    Column("result", "status"),
+    Column(ENDED_BY, "ended_by"),
+)
 TRIAL_SETTINGS = ("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "max_steps=10")
 CSV, MARKDOWN = "find-batch.csv", "find-batch.md"
 
@@ -170,9 +179,9 @@ class SearchResult:
     next_larger: Trial
 
     @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """The headings and one row for each batch; the last column is the cause where a batch does not train."""
-        return [HEADINGS, *map(_row, self.trials)]
+    def table(self) -> Rows:
+        """A row for each batch; the last column is the cause where a batch does not train."""
+        return Rows(COLUMNS, self.trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,14 +227,16 @@ def find_batch(search: BatchSearch) -> SearchResult:
             continue
         trials.append(run_trial(planned, search.limit, search.env))
         peak = trials[-1].peak_bytes
-        logger.info("batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {_gib(peak)} GiB" if peak else "")
+        logger.info(
+            "batch.local=%d: %s%s", batch, trials[-1].status, f", peak RSS {peak / GIB:.2f} GiB" if peak else ""
+        )
     best = max((one for one in trials if one.status == TRAINS), key=_size, default=None)
     next_larger = min((one for one in trials if one.status != TRAINS), key=_size, default=rejected)
     assert next_larger is not None, "the search ends at a batch that does not train"
     found = SearchResult(trials=tuple(sorted({*trials, next_larger}, key=_size)), best=best, next_larger=next_larger)
     title = f"# {start.name}: largest batch\n\n"
-    write_text(search.folder / CSV, csv_table(found.rows))
-    write_text(search.folder / MARKDOWN, title + markdown_table(found.rows))
+    write_text(search.folder / CSV, found.table.csv())
+    write_text(search.folder / MARKDOWN, title + found.table.markdown())
     return found
 
 
@@ -277,19 +288,3 @@ def _room(planned: PlannedTraining, limit: int | None) -> str:
     workload = plan.request.workload
     known = "" if workload is None or not workload.assumed else f"; the planner has no estimate for {workload.name}"
     return f"{counted(planned.ppn, 'worker')}, {', '.join(limits)}{known}"
-
-
-def _gib(value: int | None) -> str:
-    return "" if value is None else f"{value / GIB:.2f}"
-
-
-def _row(trial: Trial) -> tuple[str, ...]:
-    return (
-        f"{trial.local_batch}",
-        f"{trial.global_batch}",
-        trial.memory,
-        _gib(trial.estimate_bytes),
-        _gib(trial.peak_bytes),
-        trial.status,
-        trial.ended_by,
-    )

@@ -25,13 +25,13 @@ from cputrain.sweep.results import (
     TIME_LIMIT,
     RunResult,
     TrialRecord,
+    Variant,
     invalid_result,
     outcome_of,
     result_of,
     setup_of,
     write_record,
 )
-from cputrain.sweep.variants import Variant
 
 AGAIN_S = 5.0  # the signal is repeated, as one sent while the workers are being started reaches none of them
 CLOCK = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")

@@ -18,6 +18,7 @@ from cputrain.sweep import (
     RunResult,
     TrainingSetup,
     Variant,
+    by_group,
     clock,
     compare,
     comparison_rows,
@@ -25,15 +26,14 @@ from cputrain.sweep import (
     diverged_from,
     group_by_seed,
     loss_curve,
-    markdown,
     next_batch,
     outcome_of,
     parse_clock,
     parse_workers,
     stable_maximum,
     table,
+    variants,
 )
-from cputrain.sweep.variants import variants
 
 
 def test_a_sweep_is_every_run_with_every_combination_of_the_grid() -> None:
@@ -111,7 +111,7 @@ def test_the_table_shows_settings_results_and_the_cause_of_each_end() -> None:
         "lars peak_rate 9: diverged: rank 0: loss nan at step 4",
         "lars peak_rate 8: does not fit: needs 66.0 GiB | has 11.0 GiB",
     ]
-    expected = markdown(groups).splitlines()
+    expected = by_group(groups).markdown().splitlines()
     assert expected[1] == "|" + "---|" * (expected[0].count("|") - 1) and len(expected) == 5
     assert "needs 66.0 GiB \\| has 11.0 GiB" in expected[4]
     rows = list(csv.DictReader(io.StringIO(csv_text([best, other, lost, big]))))
@@ -226,7 +226,7 @@ def test_worker_counts_are_compared_with_the_smallest_of_the_same_training() -> 
         (4, None, None),
     ]
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.0, 1.0), (1.8, 0.9), (3.0, 0.75)]
-    shown = comparison_rows(rows)
+    shown = comparison_rows(rows).cells
     assert shown[0][0] == "workers" and shown[2][:4] == ("2", "100", "0:00:50", "15")
     assert compare(results[2:]) == (), "a count alone is compared with nothing"
 
@@ -280,7 +280,7 @@ def test_each_optimizer_is_judged_at_its_best_rate_of_each_batch() -> None:
     chosen = [(64, "momentum", "0.2"), (4096, "momentum", "0.04"), (4096, "lars", "10")]
     assert [(c.batch, c.optimizer, c.rate) for c in found] == chosen
     assert with_seed(found[0].best.settings, 3).arguments == ("optim.name=momentum", "schedule.peak_rate=0.2", "seed=3")
-    rows = large_batch_table([with_all_seeds(c, []) for c in found])
+    rows = large_batch_table([with_all_seeds(c, []) for c in found]).cells
     assert rows[1][:6] == ("64", "1", "momentum", "0.2", "99.20", "")
     assert rows[2] == ("4,096", "64", "momentum", "0.04", "94.00", "-5.20", "0.6: diverged")
 

@@ -1,0 +1,154 @@
+"""The learning-rate range test (Smith 2017, arXiv:1506.01186, 3.3): loss over an exponentially growing rate.
+
+The suggestion is the rate at which the smoothed loss falls fastest over the logarithm of the rate, as fastai and
+Lightning have it.
+"""
+
+import gc
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, count
+from typing import TYPE_CHECKING
+
+from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.ranks.rank import Rank
+from cputrain.comm.group import all_reduce_sum, end_group
+from cputrain.data.loader import Batch
+from cputrain.launch.rank_process import Startup
+from cputrain.recipe.derivation import settings_at
+from cputrain.recipe.schema import Recipe
+from cputrain.rows import figure
+from cputrain.training.entry import build_state
+from cputrain.training.feed import feed_of, training_batches
+from cputrain.training.session import Session, start_session
+from cputrain.training.step import StepSettings, train_step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SMOOTHING = 0.9  # of earlier losses in the moving average
+DIVERGED = 4.0  # times the lowest smoothed loss, from which on the test ends (fastai)
+LEAST_FALL = 0.02  # of the first smoothed loss, that is more than noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeTest:
+    """The rates of a test and the loss of each step; the last loss may be NaN or infinite, where the test has ended."""
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def smoothed(self) -> tuple[float, ...]:
+        """The moving average of the losses, corrected for its start (Kingma and Ba 2015, 3)."""
+        sums = accumulate(self.losses, lambda mean, loss: SMOOTHING * mean + (1 - SMOOTHING) * loss, initial=0.0)
+        return tuple(mean / (1 - SMOOTHING**step) for step, mean in enumerate(sums) if step > 0)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is not finite, or far above its lowest."""
+        smoothed = self.smoothed
+        return not math.isfinite(smoothed[-1]) or smoothed[-1] > DIVERGED * min(smoothed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A learning rate, None where the test shows none, and the reason."""
+
+    rate: float | None
+    why: str
+
+
+def rate_at(step: int, steps: int, low: float, high: float) -> float:
+    """The rate of a step, from 0: from `low` to `high` by equal factors."""
+    return float(low * (high / low) ** (step / (steps - 1)))
+
+
+def suggest(test: RangeTest) -> Suggestion:
+    """The rate at which the smoothed loss falls fastest, before it is lowest."""
+    smoothed = [loss for loss in test.smoothed if math.isfinite(loss)]
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__) if smoothed else 0
+    if lowest < 2 or smoothed[0] - smoothed[lowest] < LEAST_FALL * abs(smoothed[0]):
+        why = "the loss does not fall: begin with a lower rate (--from), or take more steps (--steps)"
+        if not test.diverged and lowest >= 2:
+            why = "the loss hardly falls up to the highest rate: raise --to, or take more steps (--steps)"
+        return Suggestion(rate=None, why=why)
+    logs = [math.log(rate) for rate in test.rates[: lowest + 1]]
+    slopes = [
+        (smoothed[step + 1] - smoothed[step - 1]) / (logs[step + 1] - logs[step - 1]) for step in range(1, lowest)
+    ]
+    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
+    end = "diverges after that" if test.diverged else "does not diverge up to the highest rate"
+    return Suggestion(
+        rate=test.rates[steepest],
+        why=f"the loss falls fastest here; it is lowest at {test.rates[lowest]:.3g}, and {end}",
+    )
+
+
+def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
+    """SVG: the loss of each step and its moving average over the rate, and the suggested rate."""
+
+    def draw(axes: "Axes") -> None:
+        points = [(rate, loss) for rate, loss in zip(test.rates, test.losses, strict=True) if math.isfinite(loss)]
+        smoothed = [(rate, loss) for rate, loss in zip(test.rates, test.smoothed, strict=True) if math.isfinite(loss)]
+        axes.plot(*zip(*points, strict=True), ".", color="0.7", label="loss of a step")
+        axes.plot(*zip(*smoothed, strict=True), color="C0", label="moving average")
+        if suggestion.rate is not None:
+            axes.axvline(suggestion.rate, color="C3", linestyle="--", label=f"suggested: {suggestion.rate:.3g}")
+        axes.set_xscale("log")
+        later = [loss for _, loss in smoothed[: max(2, len(smoothed) // 2)]]
+        axes.set_ylim(top=max(1.3 * smoothed[0][1], 1.05 * max(later)))
+
+    return figure(draw, (7, 4.5), xlabel="learning rate", ylabel="training loss", title=title)
+
+
+def range_test(
+    recipe: Recipe,
+    rank: Rank,
+    worker: WorkerPlan,
+    observed: Observed,
+    env: Mapping[str, str],
+    *,
+    steps: int,
+    low: float,
+    high: float,
+    check: bool,
+    startup: Startup,
+) -> tuple[RangeTest, int]:
+    """Train up to `steps` steps with rates from `low` to `high`; ends where the loss diverges. The mean losses of all
+    ranks, and the global batch; the same on all ranks. Raises InputError where the recipe does not fit."""
+    session = start_session(recipe, rank, worker, observed, env, check=check, phase=startup.phase)
+    startup.phase("building the network and the optimizer")
+    state, _ = build_state(session, None)
+    startup.done()
+    gc.freeze()
+    batches, sizes = _batches(session), session.sizes
+    rates: list[float] = []
+    losses: list[float] = []
+    for step in range(steps):
+        images = sizes.images_until(step + 1) - sizes.images_until(step)
+        settings = StepSettings(
+            images=images,
+            passes=sizes.accumulation_steps,
+            lr=rate_at(step, steps, low, high),
+            weight_decay=settings_at(recipe, 0).weight_decay,
+            key=(step, rank.rank),
+        )
+        result = train_step(state, batches, settings, recipe, session.task)
+        share = session.ranks.local_batches[rank.rank] / sum(session.ranks.local_batches)
+        (loss,) = all_reduce_sum(result.loss * share)
+        rates.append(settings.lr)
+        losses.append(loss if result.finite else math.nan)
+        if RangeTest(rates=tuple(rates), losses=tuple(losses)).diverged:
+            break
+    end_group(session.ranks.group)
+    return RangeTest(rates=tuple(rates), losses=tuple(losses)), sizes.global_batch
+
+
+def _batches(session: Session) -> Iterator[Batch]:
+    """This rank's batches, epoch after epoch."""
+    feed, steps = feed_of(session), session.sizes.steps_per_epoch
+    for epoch in count():
+        yield from training_batches(feed, epoch % session.recipe.epochs, 0, steps)

@@ -1,0 +1,252 @@
+"""Predictions as text, JSON and pictures, and that of a planned job in one line."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.records import read_records
+from cputrain.affinity.wording import MIB, counted
+from cputrain.launch.options import PlanningOptions, network_of
+from cputrain.recipe.schema import Recipe
+from cputrain.rows import Column, Rows, figure, figure_svg, subplots
+from cputrain.simulate.assumptions import LINKED, RUNS, link_of, starting_run
+from cputrain.simulate.network import NETWORKS, Setup, find, unreadable
+from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
+from cputrain.simulate.scaling import Candidate, Row, check_global_batch, model_of, rows_of
+from cputrain.simulate.step import NOT_MEASURED, Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINT = ("nodes", "workers", "images_per_s", "efficiency", "step_s", "exposed_comm_s", "time_to_train_s")
+MINUTE, HOUR = 60, 3600
+
+
+def rough_duration(seconds: float) -> str:
+    """Seconds of an estimate as "35 s", "12.4 min", "3.2 h" or "4.1 days"."""
+    if seconds < 2 * MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < 3 * HOUR:
+        return f"{seconds / MINUTE:.1f} min"
+    return f"{seconds / HOUR:.1f} h" if seconds < 48 * HOUR else f"{seconds / 24 / HOUR:.1f} days"
+
+
+COLUMNS = (
+    Column("nodes", "nodes", ","),
+    Column("workers", "workers", ","),
+    Column("img/s", "images_per_s", lambda rate: f"{rate:,.4g}" if rate < 1000 else f"{rate:,.0f}"),
+    Column("range", lambda row: f"{row.low:,.0f}-{row.high:,.0f}"),
+    Column("efficiency", lambda row: 100 * row.efficiency, "{:.0f} %".format),
+    Column("step", "step_s", "{:.3f} s".format),
+    Column("exposed", lambda row: 1e3 * row.exposed_s, "{:.0f} ms".format),
+    Column("stragglers", lambda row: 1e3 * row.straggler_s, "{:.0f} ms".format),
+    Column("time to train", "time_to_train_s", rough_duration, empty="-"),
+    Column("node-hours", "node_hours", ",.1f", empty="-"),
+    Column("kWh", "energy_kwh", ",.1f", empty="-"),
+)
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """The table of a prediction, with node-hours, and with energy where watts are known."""
+    table = Rows(COLUMNS, rows)
+    return (table if any(row.energy_kwh is not None for row in rows) else table.without("kWh")).text()
+
+
+def candidates_text(candidates: Sequence[Candidate]) -> str:
+    """The plans of a search, the recipe's own first and the best last; the last columns compare them with both."""
+    first, best = candidates[0].time_to_train_s, candidates[-1].time_to_train_s
+    columns = (
+        Column("plan", "name"),
+        Column("workers x threads", lambda each: f"{each.setup.workers} x {each.setup.threads}"),
+        Column("comm + loader cores", lambda each: f"{each.setup.comm_cores} + {each.setup.loader_cores}"),
+        Column("local", lambda each: each.setup.local_batch),
+        Column("global batch", lambda each: each.setup.global_batch, ","),
+        Column("all-reduce", lambda each: each.setup.algorithm),
+        Column("img/s", "images_per_s", ",.0f"),
+        Column("time to train", "time_to_train_s", rough_duration),
+        Column("speed-up", lambda each: first / each.time_to_train_s, ".2f"),
+        Column("longer than best", lambda each: 100 * (each.time_to_train_s / best - 1), "{:+.1f} %".format),
+    )
+    return Rows(columns, candidates).text(numbers=False)
+
+
+SETUP = ("workers", "threads", "comm_cores", "loader_cores", "local_batch", "global_batch", "algorithm")
+
+
+def candidates_json(scenario: Scenario, candidates: Sequence[Candidate]) -> str:
+    """{"plans": [...], "assumptions": [...]}: the plans of a search, the recipe's own first and the best last."""
+    setups = tuple(Column(name, attrgetter(f"setup.{name}")) for name in SETUP)
+    speeds = tuple(Column(name, name) for name in ("images_per_s", "time_to_train_s"))
+    plans = Rows((Column("name", "name"), *setups, *speeds), candidates).json()
+    return json.dumps({"plans": plans, "assumptions": assumption_values(scenario)}, indent=1)
+
+
+def rows_json(scenario: Scenario, rows: Sequence[Row]) -> str:
+    """{"rows": [...], "points": [...], "assumptions": [{"name", "value", "source", ...}]}, times in seconds.
+
+    A point has what curves are drawn of, and calls exposed communication "exposed_comm_s".
+    """
+    points = Rows(tuple(Column(name, name.replace("exposed_comm_s", "exposed_s")) for name in POINT), rows).json()
+    values = {"rows": list(map(asdict, rows)), "points": points, "assumptions": assumption_values(scenario)}
+    return json.dumps(values, indent=1)
+
+
+def assumption_values(scenario: Scenario) -> list[dict[str, Any]]:
+    """The rate, the link and every constant: name, value, range, source."""
+    reference, link = scenario.reference, scenario.link
+    setup = reference.setup
+    layers = scenario_setup(scenario, 1).layers
+    measured = sum(layer.slowness != NOT_MEASURED for layer in layers)
+    workers = f"{setup.hosts} x {setup.workers} workers with {setup.local_batch} images"
+    known: list[dict[str, Any]] = [
+        {
+            "name": "reference_images_per_s",
+            "value": reference.images_per_s,
+            "low": reference.bounds[0],
+            "high": reference.bounds[1],
+            "source": f"{workers} each: {reference.source}",
+        },
+        {
+            "name": "measured_layers",
+            "value": measured,
+            "source": f"of {len(layers)}; the time of others follows from their operations and bytes and the images/s",
+        },
+        {"name": "link_bytes_per_s", "value": link.bytes_per_s, "source": f"{link.name}: {link.source}"},
+        {
+            "name": "link_latency_s",
+            "value": link.latency_s,
+            "low": link.latency_range_s[0],
+            "high": link.latency_range_s[1],
+            "source": f"{link.name}: {link.source}",
+        },
+        {"name": "link_taper", "value": link.taper, "source": f"{link.name}: {link.source}"},
+    ]
+    return known + [asdict(assumption) for assumption in scenario.assumptions]
+
+
+def assumptions_text(scenario: Scenario) -> str:
+    """Every assumption with its range and source."""
+    lines = []
+    for item in assumption_values(scenario):
+        span = f" ({item['low']:.4g} to {item['high']:.4g})" if "low" in item else ""
+        lines.append(f"  {item['name']} {item['value']:.4g}{span}: {item['source']}")
+    return "\n".join(lines)
+
+
+MS = 1e3
+COLORS = {"forward": "C0", "backward": "C1", "optimizer": "C2", "all-reduce": "C3", "waiting": "0.85"}
+
+
+def scaling_svg(scenario: Scenario, rows: Sequence[Row]) -> str:
+    """Images/s over hosts with its range, the ideal line, and published runs of this processor and network."""
+    nodes = [row.nodes for row in rows]
+    published = [
+        run
+        for run in RUNS
+        if run.processor in scenario.machine.model
+        and run.network == scenario.recipe.model.name
+        and run.precision == scenario.recipe.precision
+    ]
+
+    def draw(axes: "Axes") -> None:
+        ideal = [row.images_per_s / row.efficiency for row in rows]
+        lows, highs = [max(row.low, 0.0) for row in rows], [row.high for row in rows]
+        axes.plot(nodes, ideal, "--", color="0.5", label="ideal: as many single hosts")
+        axes.plot(nodes, [row.images_per_s for row in rows], "o-", color="C0", label="predicted")
+        axes.fill_between(nodes, lows, highs, color="C0", alpha=0.2, label="range")
+        for number, family in enumerate(dict.fromkeys(run.family for run in published)):
+            points = [(run.hosts, run.images_per_s) for run in published if run.family == family]
+            mark, color = "sDv^"[number % 4], f"C{number + 1}"
+            axes.plot(*zip(*points, strict=True), mark, color=color, label=f"published: {family}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(nodes, [f"{count:,}" for count in nodes])
+        axes.minorticks_off()
+
+    title = f"{scenario.recipe.name} on {scenario.machine.name}, {scenario.link.name}"
+    return figure(draw, (7.5, 5), xlabel="hosts", ylabel="images/s", title=title)
+
+
+def timeline_svg(scenario: Scenario, setup: Setup, step: Step) -> str:
+    """A step of the slowest worker: computing above, all-reduces below, each layer and each bucket a bar."""
+    made, axes = subplots(figsize=(11, 2.8))
+    starts = (step.forward_end_s, *step.layer_ends_s)
+    layers = [(MS * begin, MS * (end - begin)) for begin, end in zip(starts, step.layer_ends_s, strict=False)]
+    updated = step.step_s - step.optimizer_s
+    axes.broken_barh([(0, MS * step.forward_end_s)], (1.1, 0.8), color=COLORS["forward"], label="forward")
+    axes.broken_barh(layers, (1.1, 0.8), color=COLORS["backward"], edgecolor="white", linewidth=0.2, label="backward")
+    axes.broken_barh(
+        [(MS * step.backward_end_s, MS * max(updated - step.backward_end_s, 0.0))],
+        (1.1, 0.8),
+        color=COLORS["waiting"],
+        label="waiting",
+    )
+    axes.broken_barh([(MS * updated, MS * step.optimizer_s)], (1.1, 0.8), color=COLORS["optimizer"], label="optimizer")
+    buckets = [(MS * each.start_s, MS * (each.end_s - each.start_s)) for each in step.buckets]
+    if buckets:
+        sizes = [each.size / MIB for each in step.buckets]
+        label = f"all-reduce: {len(buckets)} buckets of {min(sizes):.1f}-{max(sizes):.1f} MiB"
+        axes.broken_barh(buckets, (0.1, 0.8), color=COLORS["all-reduce"], edgecolor="white", linewidth=0.4, label=label)
+    axes.set_yticks([0.5, 1.5], ["network", "cores"])
+    axes.set(
+        xlim=(0, MS * step.step_s),
+        xlabel="ms",
+        title=f"{scenario.recipe.name}: a step on {setup.hosts} x {setup.workers} workers, "
+        f"{setup.local_batch} images each",
+    )
+    axes.legend(fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    return figure_svg(made)
+
+
+WORTHWHILE = 0.5  # of a host: what one more should add at least
+
+
+def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping[str, str]) -> list[str]:
+    """Images/s, efficiency and time to train of a job of several equal hosts, and a warning where one more host would
+    add less than half of its own speed; or why there is no prediction, and what to do."""
+    fabric, hosts = network_of(options).name, plan.request.nodes
+    if hosts == 1 or fabric not in LINKED:
+        return []
+    if recipe.model.name not in NETWORKS:
+        return [f"no prediction: the layers of {recipe.model.name} are not known to `cputrain simulate`"]
+    records = read_records(plan.machine, env)
+    measured, notes = find(records, recipe), [f"warning: {note}" for note in unreadable(records)]
+    if measured is None and starting_run(plan.machine.model, recipe.precision) is None:
+        unknown = f"no training rate of {plan.machine.name} is known in {recipe.precision}"
+        return [*notes, f"no prediction: {unknown}: run `cputrain bench model precision={recipe.precision}` there"]
+    try:
+        reference = reference_of(plan.machine, recipe, measured=measured, rates=plan.measured)
+    except InputError as error:  # another network's rate that does not compare
+        return [*notes, f"no prediction: {error}"]
+    scenario = Scenario(
+        recipe=recipe,
+        machine=plan.machine,
+        link=link_of(fabric, gbit=plan.request.link_gbit),
+        reference=reference,
+        request=plan.request,
+        measured=plan.measured,
+    )
+    try:
+        check_global_batch(scenario, (hosts,))
+    except InputError as error:  # a training may share it out unequally, a prediction is of equal workers
+        return [*notes, f"no prediction: {error}"]
+    (row,) = rows_of(scenario, (hosts,))
+    model = model_of(scenario)
+    single, more = (model.images_per_s(scenario_setup(scenario, count)) for count in (1, hosts + 1))
+    lines = [*notes, _line(row, recipe.epochs)]
+    if more - row.images_per_s < WORTHWHILE * single:
+        gained = max(0.0, (more - row.images_per_s) / single)
+        lines.append(f"warning: one more host would add {100 * gained:.0f} % of its speed: see `cputrain simulate`")
+    return lines
+
+
+def _line(row: Row, epochs: int) -> str:
+    time = "" if row.time_to_train_s is None else f"; {epochs} epochs in {rough_duration(row.time_to_train_s)}"
+    return (
+        f"predicted: {row.images_per_s:,.0f} images/s ({row.low:,.0f} to {row.high:,.0f}), "
+        f"{100 * row.efficiency:.0f} % of {counted(row.nodes, 'single host')}{time} (cputrain simulate)"
+    )
