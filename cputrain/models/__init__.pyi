@@ -29,3 +29,8 @@ from .weights import load_initial_weights as load_initial_weights
 from .weights import read_state as read_state
 from .weights import read_weights as read_weights
 from .weights import shapes as shapes
+from .winograd import WinogradConv2d as WinogradConv2d
+from .winograd import WinogradKernels as WinogradKernels
+from .winograd import covers as covers
+from .winograd import load_winograd as load_winograd
+from .winograd import use_winograd as use_winograd

@@ -155,14 +155,15 @@ def _load(path: Path) -> Kernels:
 
 def command_line(cxx: str, output: Path) -> tuple[str, ...]:
     """The tokens that compile the kernels."""
-    return (cxx, *_options(), str(SOURCES[0]), "-o", str(output))
+    # No contraction: the backward pass repeats the forward pass's sums to the bit, in another loop.
+    return (cxx, *library_options(), "-ffp-contract=off", str(SOURCES[0]), "-o", str(output))
 
 
-def _options() -> tuple[str, ...]:
-    # No contraction: the backward pass repeats the forward pass's sums to the bit, in another loop. Compilers prefer
-    # half of AVX-512's registers, with which bfloat16 is computed 0.8 to 0.9 times as fast.
+def library_options() -> tuple[str, ...]:
+    """What all kernels of networks are compiled with, for the CPU at hand."""
+    # Compilers prefer half of AVX-512's registers, with which bfloat16 is computed 0.8 to 0.9 times as fast.
     wide = ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
-    return ("-std=c++20", "-O3", "-march=native", *wide, "-ffp-contract=off", "-fPIC", "-shared")
+    return ("-std=c++20", "-O3", "-march=native", *wide, "-fPIC", "-shared")
 
 
 EXTENSION = NativeExtension(
@@ -174,11 +175,15 @@ EXTENSION = NativeExtension(
 
 
 def built_path(env: Mapping[str, str]) -> Path:
-    """Where the compiled library lies: the name depends on the sources, the command and the CPU's instructions."""
-    sources = (path.read_text(encoding="utf-8") for path in SOURCES)
-    parts = (*sources, *_options(), platform.machine(), _cpu_flags())
+    """Where the compiled library lies."""
+    return library_path("batchnorm", SOURCES, command_line("", Path()), env)
+
+
+def library_path(name: str, sources: tuple[Path, ...], command: tuple[str, ...], env: Mapping[str, str]) -> Path:
+    """Where a compiled library lies: its folder depends on the sources, the command and the CPU's instructions."""
+    parts = (*(path.read_text(encoding="utf-8") for path in sources), *command, platform.machine(), _cpu_flags())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    return cache_folder(env) / f"batchnorm-{platform.machine()}-{key}" / "batchnorm.so"
+    return cache_folder(env) / f"{name}-{platform.machine()}-{key}" / f"{name}.so"
 
 
 def _cpu_flags() -> str:

@@ -60,6 +60,9 @@ void share(size_t chunks, size_t values, int threads, const Work& work) {
       &region, static_cast<unsigned>(threads), 0);
 }
 
+// The number of the calling thread in its team, 0 outside one.
+inline size_t thread_number() { return omp_get_thread_num == nullptr ? 0 : static_cast<size_t>(omp_get_thread_num()); }
+
 // Memory that a thread keeps between calls, at least `count` values of it.
 template <typename Value, int kPurpose>
 Value* kept(size_t count) {

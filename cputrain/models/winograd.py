@@ -1,0 +1,277 @@
+"""3 x 3 convolutions by Winograd's F(4x4, 3x3), with native kernels, and the check of the kernels.
+
+Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016, arXiv:1509.09308), section 4. A tile of 4 x 4
+outputs takes 36 products instead of 144. Sums are float32; errors are 1e-5 of the largest value, where the direct
+algorithm has 1e-6 and TF32 1e-3.
+"""
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cputrain.affinity.errors import RunError
+from cputrain.models.batchnorm_relu import NATIVE, library_options, library_path
+from cputrain.native_build import NativeExtension, ensure_compiled, loading
+
+SOURCES = tuple(NATIVE / name for name in ("winograd.cpp", "winograd.hpp", "rows.hpp", "values.hpp"))
+DTYPES = (torch.float32, torch.bfloat16)
+CHANNELS = 16  # of which the kernels compute multiples
+LARGE = 4 << 20  # bytes of transformed weights, which no second-level cache holds
+
+
+class _Layer(ctypes.Structure):
+    """`Convolution` of winograd.cpp: sizes of the input, channels, padding, and how it is computed."""
+
+    _fields_ = (
+        *((name, c_size_t) for name in ("images", "height", "width", "in_channels", "out_channels", "padding")),
+        ("bfloat16", c_int),
+        ("threads", c_int),
+        ("tiles", c_size_t),
+    )
+
+
+class WinogradKernels:
+    """The compiled functions. Images are (N, C, H, W), channels-last in memory, float32 or bfloat16; weights
+    (K, C, 3, 3) are channels-last and float32.
+
+    Each thread that calls keeps scratch memory of the size that its largest layer needs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with loading(path, EXTENSION.requested_by, EXTENSION.alternative):
+            native = ctypes.CDLL(str(path))
+        layer, pointer = POINTER(_Layer), c_void_p
+
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(native, f"winograd_{name}")
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        self._scratch = function("scratch", c_size_t, layer, c_int)
+        self._weights = function("weights", None, pointer, c_size_t, c_size_t, c_int, c_int, pointer)
+        self._weights_size = function("weights_size", c_size_t, c_size_t, c_size_t)
+        self._forward = function("forward", None, layer, *(pointer,) * 3, c_int, *(pointer,) * 2)
+        self._weight_gradient = function("weight_gradient", None, layer, *(pointer,) * 4)
+        self._kept = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load, (self.path,)  # copies of networks share the library
+
+    def transform(self, weight: Tensor, *, mirrored: bool = False, out: Tensor | None = None) -> Tensor:
+        """The transformed weights for `convolve`, which are 4 times as large; `mirrored`: for the input's gradient."""
+        outputs, inputs = weight.shape[:2]
+        size = self._weights_size(outputs, inputs)
+        made = torch.empty(size) if out is None else out
+        threads = torch.get_num_threads()
+        self._weights(weight.data_ptr(), outputs, inputs, mirrored, threads, made.data_ptr())
+        return made
+
+    def convolve(
+        self, images: Tensor, transformed: Tensor, channels: int, padding: int, bias: Tensor | None, *, relu: bool
+    ) -> Tensor:
+        """(N, C, H, W) -> (N, `channels`, H', W'), plus bias (`channels`,) float32 if there is one, through ReLU if
+        `relu`."""
+        layer = _layer(images, channels, padding)
+        count, _, height, width = images.shape
+        shape = count, channels, height + 2 * padding - 2, width + 2 * padding - 2
+        made = torch.empty(shape, dtype=images.dtype, memory_format=torch.channels_last)
+        scratch = self._memory("scratch", self._scratch(byref(layer), 0) // 4)
+        added = None if bias is None else bias.data_ptr()
+        at = images.data_ptr(), transformed.data_ptr(), added
+        self._forward(byref(layer), *at, relu, made.data_ptr(), scratch.data_ptr())
+        return made
+
+    def output(self, images: Tensor, weight: Tensor, padding: int, bias: Tensor | None = None) -> Tensor:
+        """The convolution of images (N, C, H, W) and weight (K, C, 3, 3)."""
+        channels = weight.shape[0]
+        return self.convolve(images, self._for_once(weight, mirrored=False), channels, padding, bias, relu=False)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor, padding: int) -> Tensor:
+        """The gradient of the images from that of the outputs: a convolution with the mirrored weights."""
+        channels = weight.shape[1]
+        return self.convolve(gradient, self._for_once(weight, mirrored=True), channels, 2 - padding, None, relu=False)
+
+    def weight_gradient(self, images: Tensor, gradient: Tensor, padding: int) -> Tensor:
+        """The gradient (K, C, 3, 3) float32 of the weights from images and the gradient of the outputs."""
+        layer = _layer(images, gradient.shape[1], padding, gradient=True)
+        made = torch.empty((layer.out_channels, layer.in_channels, 3, 3), memory_format=torch.channels_last)
+        scratch = self._memory("scratch", self._scratch(byref(layer), 1) // 4)
+        at = images.data_ptr(), gradient.data_ptr(), made.data_ptr(), scratch.data_ptr()
+        self._weight_gradient(byref(layer), *at)
+        return made
+
+    def _for_once(self, weight: Tensor, *, mirrored: bool) -> Tensor:
+        """Transformed weights in memory that the next call overwrites."""
+        size = self._weights_size(*weight.shape[:2])
+        return self.transform(weight, mirrored=mirrored, out=self._memory("weights", size))
+
+    def _memory(self, name: str, floats: int) -> Tensor:
+        """Memory of the calling thread, which stays: the kernel takes a quarter of a microsecond for each new page."""
+        found: Tensor | None = getattr(self._kept, name, None)
+        if found is None or found.numel() < floats:
+            found = torch.empty(floats)
+            setattr(self._kept, name, found)
+        return found
+
+
+def _layer(images: Tensor, channels: int, padding: int, *, gradient: bool = False) -> _Layer:
+    count, inputs, height, width = images.shape
+    sizes = count, height, width, inputs, channels, padding
+    return _Layer(
+        *sizes, images.dtype == torch.bfloat16, torch.get_num_threads(), _tiles(inputs * channels, gradient=gradient)
+    )
+
+
+def _tiles(products: int, *, gradient: bool) -> int:
+    """How many tiles are computed at once, of layers with so many products of channels.
+
+    Few, so that the transformed tiles stay in a core's cache; more where the weights do not, as they are read for each
+    block; and more for sums over tiles, which are read and written for each.
+    """
+    transformed = 36 * 4 * products
+    if gradient:
+        return 48 if transformed <= LARGE else 192
+    return 12 if transformed <= LARGE else 48 if transformed <= 4 * LARGE else 192
+
+
+def command_line(cxx: str, output: Path) -> tuple[str, ...]:
+    """The tokens that compile the kernels."""
+    return (cxx, *library_options(), "-ffp-contract=fast", str(SOURCES[0]), "-o", str(output))
+
+
+EXTENSION = NativeExtension(
+    title="the Winograd kernels",
+    requested_by="engine=native",
+    alternative="set engine=eager",
+    argv=command_line,
+)
+
+
+def load_winograd(env: Mapping[str, str]) -> WinogradKernels:
+    """The kernels, compiled if that is not done, once they have computed what they should.
+
+    Raises InputError where there is no compiler, RunError where it fails, or where a value differs by more than
+    rounding: compiled by a broken compiler, or for another CPU.
+    """
+    path = library_path("winograd", SOURCES, command_line("", Path()), env)
+    kernels = _load(ensure_compiled(EXTENSION, path, env))
+    if wrong := _difference(kernels):
+        raise RunError(
+            f"engine=native: the Winograd kernels compute wrongly ({wrong}): remove {path.parent} and set CXX to "
+            "another compiler"
+        )
+    return kernels
+
+
+@cache
+def _load(path: Path) -> WinogradKernels:
+    return WinogradKernels(path)
+
+
+SHAPE = (2, 16, 9, 6)  # tiles that hang over two edges
+OUTPUTS = 80  # a whole panel of columns and a narrower one
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest value; 10 and 5 times rounding
+
+
+@cache
+def _difference(kernels: WinogradKernels) -> str:
+    """The first result that is wrong, "" where none is."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(SHAPE, generator=generator).to(memory_format=torch.channels_last)
+    weight = torch.randn((OUTPUTS, SHAPE[1], 3, 3), generator=generator).to(memory_format=torch.channels_last)
+    gradient = torch.randn((SHAPE[0], OUTPUTS, *SHAPE[2:]), generator=generator).to(memory_format=torch.channels_last)
+    for dtype in DTYPES:
+        x, g = images.to(dtype), gradient.to(dtype)
+        expected = _by_formula(x.double(), weight.double(), g.double())
+        got = kernels.output(x, weight, 1), kernels.input_gradient(g, weight, 1), kernels.weight_gradient(x, g, 1)
+        for name, own, value in zip(("output", "gradient", "gradient of the weight"), got, expected, strict=True):
+            off = float((own.double() - value).abs().max() / value.abs().max())
+            if not off <= ALLOWED[dtype]:  # NaN neither
+                return f"{name} in {str(dtype).removeprefix('torch.')} is {off:.1g} off"
+    return ""
+
+
+def _by_formula(images: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients in float64, by matrix products over the nine taps: torch's convolution starts threads."""
+    padded = nn.functional.pad(images, (1, 1, 1, 1))
+    height, width = images.shape[2:]
+    output = torch.zeros_like(gradient)
+    padded_gradient, weight_gradient = torch.zeros_like(padded), torch.zeros_like(weight)
+    for i in range(3):
+        for j in range(3):
+            part = padded[:, :, i : i + height, j : j + width]
+            tap = weight[:, :, i, j]
+            output += torch.einsum("nchw,kc->nkhw", part, tap)
+            padded_gradient[:, :, i : i + height, j : j + width] += torch.einsum("nkhw,kc->nchw", gradient, tap)
+            weight_gradient[:, :, i, j] = torch.einsum("nchw,nkhw->kc", part, gradient)
+    return output, padded_gradient[:, :, 1:-1, 1:-1], weight_gradient
+
+
+class WinogradConv2d(nn.Conv2d):
+    """A 3 x 3 convolution of stride 1 by Winograd's algorithm; images that the kernels do not support go to torch."""
+
+    kernels: WinogradKernels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C', H', W'), channels-last in memory."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else images.dtype
+        padding = cast(int, self.padding[0])
+        if images.dim() != 4 or dtype not in DTYPES or min(images.shape[2:]) + 2 * padding < 3 or len(images) == 0:
+            return super().forward(images)
+        apply: Any = _Winograd.apply
+        return cast(Tensor, apply(images.to(dtype), self.weight, self.bias, padding, self.kernels))
+
+
+def covers(layer: nn.Module) -> bool:
+    """Whether the kernels can compute this layer."""
+    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or layer.weight.dtype != torch.float32:
+        return False
+    same = layer.kernel_size == (3, 3) and layer.stride == layer.dilation == (1, 1) and layer.groups == 1
+    channels = layer.in_channels % CHANNELS == layer.out_channels % CHANNELS == 0
+    return same and channels and layer.padding in ((0, 0), (1, 1))
+
+
+def use_winograd(network: nn.Module, kernels: WinogradKernels) -> None:
+    """Let the convolutions that `covers` names compute by Winograd's algorithm; parameters and their names stay."""
+    for layer in network.modules():
+        if covers(layer):
+            layer.__class__ = WinogradConv2d
+            cast(WinogradConv2d, layer).kernels = kernels
+
+
+class _Winograd(torch.autograd.Function):
+    """A convolution whose three passes are the kernels'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, padding: int, kernels: WinogradKernels
+    ) -> Tensor:
+        """The outputs, in the data type of the images."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(images, weight)
+        ctx.padding, ctx.kernels = padding, kernels
+        return kernels.output(images, _dense(weight), padding, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """The gradients of images, weight and bias, where they are needed."""
+        images, weight = ctx.saved_tensors
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        for_images, for_weight, for_bias = ctx.needs_input_grad[:3]
+        found = ctx.kernels.input_gradient(gradient, _dense(weight), ctx.padding) if for_images else None
+        own = ctx.kernels.weight_gradient(images, gradient, ctx.padding) if for_weight else None
+        return found, own, gradient.float().sum((0, 2, 3)) if for_bias else None, None, None
+
+
+def _dense(weight: Tensor) -> Tensor:
+    return weight.contiguous(memory_format=torch.channels_last)
