@@ -8,6 +8,7 @@ from .batchnorm_relu import checked as checked
 from .batchnorm_relu import load as load
 from .batchnorm_relu import second_use as second_use
 from .fusion import FoldedConv2d as FoldedConv2d
+from .fusion import FoldedWinogradConv2d as FoldedWinogradConv2d
 from .fusion import PointwiseConv2d as PointwiseConv2d
 from .fusion import fold_batchnorms as fold_batchnorms
 from .fusion import fuse_batchnorms as fuse_batchnorms
@@ -29,8 +30,11 @@ from .weights import load_initial_weights as load_initial_weights
 from .weights import read_state as read_state
 from .weights import read_weights as read_weights
 from .weights import shapes as shapes
+from .winograd import ConvolutionShape as ConvolutionShape
 from .winograd import WinogradConv2d as WinogradConv2d
 from .winograd import WinogradKernels as WinogradKernels
+from .winograd import covered_shapes as covered_shapes
 from .winograd import covers as covers
 from .winograd import load_winograd as load_winograd
+from .winograd import speedup as speedup
 from .winograd import use_winograd as use_winograd

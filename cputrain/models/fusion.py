@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from cputrain.models.batchnorm_relu import FUSED, FusedBatchNorm2d, Kernels, second_use
+from cputrain.models.winograd import WinogradConv2d
 
 RESIDUAL_BLOCKS = {"BasicBlock": 2, "Bottleneck": 3}
 """Convolutions of torchvision's residual blocks, of one class or the other."""
@@ -143,7 +144,8 @@ def fold_batchnorms(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         before: Any = node.args[0] if node.args else None
         norm, conv = (layers.get(each.target) if _is_layer(each) else None for each in (node, before))
         if isinstance(norm, FusedBatchNorm2d) and _can_fold(conv) and len(before.users) == 1:
-            folded[str(node.target)] = FoldedConv2d(cast(nn.Conv2d, conv), norm, dtype)
+            kind = FoldedWinogradConv2d if isinstance(conv, WinogradConv2d) else FoldedConv2d
+            folded[str(node.target)] = kind(cast(Any, conv), norm, dtype)
             node.args = (before.args[0], *node.args[1:])
             graph.erase_node(before)
     made = fx.GraphModule(network, graph)
@@ -159,7 +161,7 @@ def _is_layer(node: Any) -> bool:
 
 
 def _can_fold(conv: nn.Module | None) -> bool:
-    if not isinstance(conv, nn.Conv2d) or type(conv) not in (nn.Conv2d, PointwiseConv2d):
+    if not isinstance(conv, nn.Conv2d) or type(conv) not in (nn.Conv2d, PointwiseConv2d, WinogradConv2d):
         return False
     return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
@@ -169,6 +171,14 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, nn.Conv2d | nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _folded(conv: nn.Conv2d, norm: FusedBatchNorm2d) -> tuple[Tensor, Tensor]:
+    """The weight and bias in float64 of a convolution that includes the scale and shift of the batch-norm after it."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+    shift = norm.bias - scale * norm.running_mean
+    return conv.weight * scale.view(-1, 1, 1, 1), shift if conv.bias is None else shift + scale * conv.bias
 
 
 class FoldedConv2d(nn.Module):
@@ -185,12 +195,9 @@ class FoldedConv2d(nn.Module):
     @torch.no_grad()
     def __init__(self, conv: nn.Conv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
         super().__init__()
-        assert norm.running_mean is not None and norm.running_var is not None
-        scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
-        shift = norm.bias - scale * norm.running_mean
-        weight = (conv.weight * scale.view(-1, 1, 1, 1)).to(dtype=dtype, memory_format=torch.channels_last)
-        self.register_buffer("weight", weight)
-        self.register_buffer("bias", (shift if conv.bias is None else shift + scale * conv.bias).to(dtype))
+        weight, bias = _folded(conv, norm)
+        self.register_buffer("weight", weight.to(dtype=dtype, memory_format=torch.channels_last))
+        self.register_buffer("bias", bias.to(dtype))
         self.options = conv.padding, conv.stride, conv.dilation, conv.groups
         self.relu = norm.relu
 
@@ -211,3 +218,30 @@ class FoldedConv2d(nn.Module):
             return cast(Tensor, operators.default(images, *layer, activation, [], ""))
         last = "relu" if self.relu else None
         return cast(Tensor, operators.binary(images, residual, *layer, "add", 1.0, last, [], None))
+
+
+class FoldedWinogradConv2d(nn.Module):
+    """FoldedConv2d by Winograd's algorithm: bias and ReLU while the outputs are written, weights transformed once."""
+
+    transformed: Tensor
+    bias: Tensor
+
+    @torch.no_grad()
+    def __init__(self, conv: WinogradConv2d, norm: FusedBatchNorm2d, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight, bias = _folded(conv, norm)
+        self.kernels, self.padding, self.channels = conv.kernels, int(conv.padding[0]), conv.out_channels
+        dense = weight.float().contiguous(memory_format=torch.channels_last)
+        self.register_buffer("transformed", self.kernels.transform(dense))
+        self.register_buffer("bias", bias.float())
+        self.relu, self.dtype = norm.relu, dtype
+
+    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(N, C, H, W) -> (N, C', H', W')."""
+        images = images.to(self.dtype).contiguous(memory_format=torch.channels_last)
+        relu = self.relu and residual is None
+        outputs = self.kernels.convolve(images, self.transformed, self.channels, self.padding, self.bias, relu=relu)
+        if residual is None:
+            return outputs
+        outputs += residual.to(self.dtype)
+        return outputs.relu_() if self.relu else outputs

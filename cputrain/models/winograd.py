@@ -6,9 +6,12 @@ algorithm has 1e-6 and TF32 1e-3.
 """
 
 import ctypes
+import math
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -275,3 +278,81 @@ class _Winograd(torch.autograd.Function):
 
 def _dense(weight: Tensor) -> Tensor:
     return weight.contiguous(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ConvolutionShape:
+    """A 3 x 3 convolution of stride 1: channels, size of the input in pixels, padding."""
+
+    inputs: int
+    outputs: int
+    height: int
+    width: int
+    padding: int
+
+
+@torch.no_grad()
+def covered_shapes(network: nn.Module, example: Tensor) -> dict[str, ConvolutionShape]:
+    """The layers of a network, by name, that the kernels can compute, as they see an example (N, C, H, W)."""
+    found: dict[str, ConvolutionShape] = {}
+    hooks = []
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Conv2d) and covers(layer):
+
+            def record(one: nn.Conv2d, inputs: tuple[Tensor], _output: Tensor, name: str = name) -> None:
+                height, width = inputs[0].shape[-2:]
+                padding = cast(int, one.padding[0])
+                found[name] = ConvolutionShape(
+                    inputs=one.in_channels, outputs=one.out_channels, height=height, width=width, padding=padding
+                )
+
+            hooks.append(layer.register_forward_hook(record))
+    training = [one for one in network.modules() if one.training]
+    try:
+        network.eval()(example)  # in training, batch-norm's statistics would change
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for one in training:
+            one.training = True
+    return found
+
+
+TURNS = 2
+WORK = 4e9  # multiplications and additions of a direct pass that is timed: some 20 ms on a core
+
+
+@torch.no_grad()
+def speedup(shape: ConvolutionShape, images: int, dtype: torch.dtype, kernels: WinogradKernels) -> float:
+    """How many times as fast as oneDNN's a layer's three passes are by Winograd's algorithm, on this thread's cores.
+
+    With fewer images where that is enough work. The shortest times of three turns: whatever else runs only lengthens
+    them.
+    """
+    pixels = shape.height * shape.width
+    count = min(images, math.ceil(WORK / (18 * shape.inputs * shape.outputs * pixels)))
+    x = torch.zeros(count, shape.inputs, shape.height, shape.width, dtype=dtype)
+    x = x.to(memory_format=torch.channels_last)
+    weight = torch.zeros(shape.outputs, shape.inputs, 3, 3).to(memory_format=torch.channels_last)
+    own, pad = weight.to(dtype), shape.padding
+    g = torch.conv2d(x, own, padding=pad)
+
+    def direct() -> None:
+        torch.conv2d(x, own, padding=pad)
+        pads = [pad, pad]
+        torch.ops.aten.convolution_backward(
+            g, x, own, None, [1, 1], pads, [1, 1], False, [0, 0], 1, [True, True, False]
+        )
+
+    def winograd() -> None:
+        kernels.output(x, weight, pad)
+        kernels.input_gradient(g, weight, pad)
+        kernels.weight_gradient(x, g, pad)
+
+    def seconds(passes: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        passes()
+        return time.perf_counter() - started
+
+    taken = [(seconds(direct), seconds(winograd)) for _ in range(TURNS + 1)][1:]  # the first is a warm-up
+    return min(one for one, _ in taken) / min(one for _, one in taken)

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cputrain.models import FoldedConv2d, build_model, fold_batchnorms, fuse_batchnorms, has_amx, load, use_products
+from cputrain.models import (
+    FoldedConv2d,
+    FoldedWinogradConv2d,
+    build_model,
+    fold_batchnorms,
+    fuse_batchnorms,
+    has_amx,
+    load,
+    load_winograd,
+    use_products,
+    use_winograd,
+)
 from cputrain.recipe import ModelSection
 from cputrain.training import autocast, choose_engine, evaluation_network, has_bf16, has_onednn
 
@@ -53,6 +64,20 @@ def test_folded_networks_have_the_same_logits_and_top_1(name: str, side: int, co
     assert torch.equal(got.argmax(1), expected.argmax(1))
     after = network.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@torch.inference_mode()
+def test_winograd_layers_are_folded_with_bias_relu_and_residual(name: str) -> None:
+    network = trained(name, 64)
+    images = torch.randn(8, 3, 64, 64).to(memory_format=torch.channels_last)
+    expected = network(images)
+    use_winograd(network, load_winograd(os.environ))
+    folded = fold_batchnorms(network, torch.float32)
+    assert sum(isinstance(layer, FoldedWinogradConv2d) for layer in folded.modules()) == 13
+    got = folded(images)
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @torch.inference_mode()

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cputrain.models import WinogradConv2d, build_model, covers, load_winograd, use_winograd
+from cputrain.models import (
+    ConvolutionShape,
+    WinogradConv2d,
+    build_model,
+    covered_shapes,
+    covers,
+    load_winograd,
+    speedup,
+    use_winograd,
+)
 from cputrain.recipe import ModelSection
 
 pytestmark = pytest.mark.slow
@@ -151,3 +160,17 @@ def test_other_layers_and_images_stay_with_torch() -> None:
     assert made(torch.zeros(0, 16, 5, 5)).shape == (0, 16, 5, 5)
     with pytest.raises(RuntimeError):
         winograd(layer_of(16, 16, padding=0))(torch.zeros(1, 16, 2, 2))
+
+
+def test_the_shapes_of_a_network_are_those_of_its_layers() -> None:
+    network = build_model(ModelSection(name="resnet50"), 10, 224)
+    before = copy.deepcopy(network.state_dict())
+    found = covered_shapes(network.train(), torch.zeros(1, 3, 224, 224))
+    assert len(found) == 13 and network.training and network.layer1.training
+    assert found["layer3.2.conv2"] == ConvolutionShape(inputs=256, outputs=256, height=14, width=14, padding=1)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_both_algorithms_are_timed() -> None:
+    shape = ConvolutionShape(inputs=64, outputs=64, height=14, width=14, padding=1)
+    assert 0.1 < speedup(shape, 4, torch.float32, load_winograd(os.environ)) < 20
