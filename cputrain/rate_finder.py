@@ -121,7 +121,7 @@ def range_test(
     ranks, and the global batch; the same on all ranks. Raises InputError where the recipe does not fit."""
     session = start_session(recipe, rank, worker, observed, env, check=check, phase=startup.phase)
     startup.phase("building the network and the optimizer")
-    state, _ = build_state(session, None)
+    state, _ = build_state(session, None, env)
     startup.done()
     gc.freeze()
     batches, sizes = _batches(session), session.sizes

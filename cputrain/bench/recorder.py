@@ -7,7 +7,7 @@ end, the communication hook when the backward pass waits.
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -31,9 +31,10 @@ from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import optimize_training, prepare_model
+from cputrain.training.environment import mean_local_batch
 from cputrain.training.feed import feed_of, training_batches
 from cputrain.training.metrics import StepResult
-from cputrain.training.session import Session, start_session, with_measured_engine
+from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.step import StepSettings, TrainState, make_train_state, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
@@ -343,7 +344,7 @@ def measure(asked: dict[str, Any], place: TaskRank) -> dict[str, Any]:
         recipe, place.rank, place.worker, place.observed, place.env, check=True, phase=lambda _what: None
     )
     session = with_measured_engine(session, place.env)
-    state = _state(session)
+    state = _state(session, place.env)
     recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), _batches(session)
     gc.freeze()  # as in a training
     for _ in range(spec.warm_up):
@@ -369,11 +370,12 @@ def measure(asked: dict[str, Any], place: TaskRank) -> dict[str, Any]:
     return found
 
 
-def _state(session: Session) -> TrainState:
+def _state(session: Session, env: Mapping[str, str]) -> TrainState:
     """The training as `cputrain train` begins it."""
 
     recipe, network = session.recipe, session.task.build()
     prepare_model(network, session.engine, recipe.precision)
+    choose_winograd(session, network, mean_local_batch(session), env)
     observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
     optimizer = build_optimizer(network, recipe.optim)
     network, optimizer = optimize_training(network, optimizer, session.engine)

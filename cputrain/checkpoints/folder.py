@@ -204,13 +204,15 @@ class TrainingRecord(_Record):
     `epoch_done`: the epoch that ends with this step has been evaluated and logged. `own_statistics`: a resumed rank has
     the batch-norm statistics of its own file; otherwise their mean, in model.safetensors. `bucket_mib` is the size of
     DDP's gradient buckets, `first_loss` and `diverged` belong to the warning of a diverging loss, `rollbacks` counts
-    those to each checkpoint.
+    those to each checkpoint. `winograd` names the layers that Winograd's algorithm computed, None where none were
+    chosen.
     """
 
     epoch_done: bool
     own_statistics: bool
     best_score: float | None
     bucket_mib: float
+    winograd: tuple[str, ...] | None = None
     first_loss: float | None
     diverged: bool
     rollbacks: dict[str, int]

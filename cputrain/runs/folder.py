@@ -181,6 +181,7 @@ MAY_CHANGE = (
     "comm.timeout_s",
     "comm.bucket_mib",
     "engine",
+    "model.winograd",
     "plan",
     "sweep",
 )

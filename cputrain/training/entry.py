@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +14,7 @@ from cputrain.affinity.kernel.observe import Observed
 from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.terminal import redraws
-from cputrain.affinity.wording import GIB
+from cputrain.affinity.wording import GIB, counted
 from cputrain.checkpoints.folder import remove_partial
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged
@@ -45,7 +46,7 @@ from cputrain.training.loop import TrainingLoop, TrainResult
 from cputrain.training.metrics import Accuracy
 from cputrain.training.preemption import Preemption, end_by, ignore_preemption
 from cputrain.training.saving.restore import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
-from cputrain.training.session import Session, start_session, with_measured_engine
+from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.startup_lines import startup_lines
 from cputrain.training.step import TrainState, make_train_state
 from cputrain.training.task import OwnTask, sum_of
@@ -101,7 +102,7 @@ def start_training(
     if ranks.is_main_rank:
         remove_partial(folder)
     found = find_newest(folder, ranks.this.rank) if resume else None
-    state, notes = build_state(session, found.loaded if found else None)
+    state, notes = build_state(session, found.loaded if found else None, env)
     check_savable(state.network)
     position = found.loaded.position if found else Position()
     progress = Progress(
@@ -129,7 +130,7 @@ def start_training(
     return loop
 
 
-def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, list[str]]:
+def build_state(session: Session, loaded: Loaded | None, env: Mapping[str, str]) -> tuple[TrainState, list[str]]:
     """The network and its optimizer, new or as in a checkpoint; and lines about where the weights are from."""
     recipe, notes = session.recipe, []
     network = session.task.build()
@@ -139,12 +140,17 @@ def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, li
         if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
             notes.append(line)
     prepare_model(network, session.engine, recipe.precision)
+    winograd = choose_winograd(
+        session, network, mean_local_batch(session), env, loaded.manifest.training.winograd if loaded else None
+    )
+    if winograd is not None:
+        notes.append(f"convolutions by Winograd's algorithm: {counted(len(winograd), 'layer')}")
     optimizer = build_optimizer(network, recipe.optim)
     network, optimizer = optimize_training(network, optimizer, session.engine)
     if loaded is None:
-        return make_train_state(recipe, network, optimizer), notes
+        return replace(make_train_state(recipe, network, optimizer), winograd=winograd), notes
     measured = loaded.manifest.training.bucket_mib if loaded.same_ranks and recipe.comm.bucket_mib == "auto" else None
-    state = make_train_state(recipe, network, optimizer, measured)
+    state = replace(make_train_state(recipe, network, optimizer, measured), winograd=winograd)
     if session.ranks.this.world_size > 2:
         _rebuild_buckets(state, session)
     put_back(loaded, state, recipe.optim.name)
@@ -233,6 +239,9 @@ def _train(
     startup.phase("building the network and the optimizer")
     with open_logs(recipe) as events:
         training = start_training(session, events, env, **switches)
+        if training.state.winograd is not None:
+            environment["winograd"] = training.state.winograd
+            write_text(recipe.folder / ENVIRONMENT, json.dumps(environment, indent=1))
         ready = startup.done()
         if not quiet:
             lines = startup_lines(**in_use, ranks=session.ranks.this.world_size, bf16_speedup=median(speedups or [1.0]))

@@ -35,7 +35,7 @@ from cputrain.training.feed import evaluation_batch, evaluation_steps, feed_of
 from cputrain.training.log import EvaluationProgress
 from cputrain.training.metrics import Accuracy
 from cputrain.training.saving.restore import load_eval_model
-from cputrain.training.session import Session, start_session
+from cputrain.training.session import Session, choose_winograd, start_session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ def eval_rank(
     startup.done()
     network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
     prepare_model(network, session.engine, recipe.precision)
+    choose_winograd(session, network, recipe.batch.local, env)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
     for path in checkpoints:

@@ -1,10 +1,13 @@
 """What all ranks share in a training: group, data, task, engine."""
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.observe import Observed
@@ -22,13 +25,27 @@ from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize
 from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
 from cputrain.launch.recipe_request import request_of
+from cputrain.measurements import keep, new_record
+from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, use_winograd
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import TrainingScale
 from cputrain.training.binding import Binding, check_comm_threads, facts_of, start_threads
 from cputrain.training.damage import check_sample
-from cputrain.training.engine import ENGINES, Engine, choose_engine, same_engine
+from cputrain.training.engine import (
+    ENGINES,
+    LEAST_GAIN,
+    WINOGRAD,
+    Engine,
+    choose_engine,
+    measured_speedups,
+    same_engine,
+    shape_key,
+    winograd_kernels,
+)
 from cputrain.training.task import OwnTask, Task, recipe_task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,3 +220,51 @@ def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
         if name is not None and record.name == name and engine in ENGINES and isinstance(why, str):
             return engine, f"{why} ({record.command}, {record.date})"
     return None
+
+
+def choose_winograd(
+    session: Session, network: nn.Module, images: int, env: Mapping[str, str], stored: tuple[str, ...] | None = None
+) -> tuple[str, ...] | None:
+    """Let the layers of a prepared network that are faster so compute by Winograd's algorithm; their names, None where
+    none are to be chosen. `images`: of one pass; `stored`: the layers that a checkpoint names, which are taken.
+
+    To be called by all ranks, which measure at the same time what no earlier start on rank 0's host has measured. What
+    rank 0 has seen counts for all.
+    """
+    recipe, problem, kernels = session.recipe, "", None
+    try:
+        kernels = winograd_kernels(recipe.model.winograd, session.engine, recipe.precision, env)
+    except (InputError, RunError) as error:
+        problem = str(error)
+    problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather(problem)) if each]
+    if problems and session.ranks.is_main_rank:
+        logger.warning("cputrain: convolutions stay direct: %s", problems[0])
+    if kernels is None or problems:
+        return None
+    shapes = covered_shapes(network, session.task.example(1))
+    if stored is None:
+        gains = _winograd_gains(session, set(shapes.values()), images, kernels, env)
+        stored = tuple(name for name, shape in shapes.items() if gains[shape_key(shape, images)] >= LEAST_GAIN)
+    chosen = tuple(name for name in all_gather(stored)[0] if name in shapes)
+    for name in chosen:
+        use_winograd(network.get_submodule(name), kernels)
+    return chosen
+
+
+def _winograd_gains(
+    session: Session, shapes: set[ConvolutionShape], images: int, kernels: WinogradKernels, env: Mapping[str, str]
+) -> dict[str, float]:
+    """Rank 0's measurements, of earlier starts and now."""
+    precision = session.recipe.precision
+    name = f"{precision}, {counted(torch.get_num_threads(), 'thread')}"
+    known: dict[str, float] = {}
+    if session.ranks.is_main_rank:
+        machine = read_machine(Path("/"))
+        records = [record for record in read_records(machine, env).of(WINOGRAD) if record.name == name]
+        known = {key: value for record in records for key, value in record.values.items() if isinstance(value, float)}
+    known = all_gather(known)[0]
+    gains = measured_speedups(shapes, images, precision, kernels, known)
+    if session.ranks.is_main_rank and gains != known:
+        with suppress(RunError):  # measured again at the next start
+            keep(new_record(machine, WINOGRAD, name, gains, command="cputrain train"), env)
+    return all_gather(gains)[0]

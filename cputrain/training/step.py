@@ -29,7 +29,8 @@ from cputrain.training.task import Task
 class TrainState:
     """A network and its DDP wrapper, the optimizer, and an exponential moving average of the weights or None.
 
-    `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets.
+    `all_reduce` is DDP's communication hook, `bucket_mib` the size of its gradient buckets. `winograd` names the layers
+    that Winograd's algorithm computes, None where none were chosen.
     """
 
     network: nn.Module
@@ -38,6 +39,7 @@ class TrainState:
     all_reduce: AllReduceHook
     bucket_mib: float
     ema_model: nn.Module | None
+    winograd: tuple[str, ...] | None = None
 
     def eval_model(self) -> nn.Module:
         """The model to evaluate: the EMA model if there is one, with the network's batch-norm statistics."""

@@ -1,12 +1,14 @@
 """A training that is stopped and resumed is, bit for bit, the one that was left alone: for every shipped network."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cputrain.models import build_model
+from cputrain.checkpoints import read_manifest
+from cputrain.models import build_model, covers
 from cputrain.recipe import ModelSection, load_recipe, recipe_names
 from cputrain.runs import read_events
 from tests.cputrain.test_training import CROPS
@@ -122,6 +124,20 @@ def test_a_resumed_training_is_the_unbroken_one_bit_for_bit(place: Path, names: 
         check_same(place / name / "whole", place / name / "parts")
         starts = [event for event in read_events(place / name / "parts") if event["event"] == "start"]
         assert [start["backend"] for start in starts] == [backend] * 2
+
+
+def test_layers_by_winograd_are_those_of_the_first_start(place: Path) -> None:
+    """Which are faster is measured once; a checkpoint names them."""
+    whole, first, second = thrice("imagefolder", 2, "model.winograd=auto engine=native data.crop=64 data.resize=64")
+    result = trained(place, PPN, whole, first, second)
+    assert result.returncode == 0, result.stderr + result.stdout
+    check_same(place / "imagefolder/whole", place / "imagefolder/parts")
+    layers = read_manifest(newest(place / "imagefolder/parts")).training.winograd
+    network = build_model(ModelSection(name="resnet50"), 3, 64)
+    assert layers and set(layers) <= {name for name, layer in network.named_modules() if covers(layer)}
+    environment = json.loads((place / "imagefolder/whole/environment.json").read_text(encoding="utf-8"))
+    assert environment["winograd"] == list(layers)
+    assert f"convolutions by Winograd's algorithm: {len(layers)} layers" in result.stderr + result.stdout
 
 
 @pytest.mark.long
