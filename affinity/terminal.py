@@ -37,6 +37,7 @@ ASCII = "ascii_with_codes"  # an encoding: click writes UTF-8 to streams whose e
 # What charts are drawn with, for streams that have no such characters.
 DRAWN = str.maketrans("│└─━·░▒▓█▁▂▃▄▅▆▇", "|+-=.:+##_.-=+*#")
 BRAILLE = range(0x2800, 0x2900)  # a curve's dots
+QUOTED_BYTE = re.compile(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])")  # of a byte that is not UTF-8, by repr()
 JOINERS = "\u200c\u200d"  # of Persian and Indic words and of emoji: formats, but nothing that a terminal obeys
 CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48, 5.4: colors, moves and the like
 # What progress bars and colored logs need: cursor up, down, right, left, to a column; erase in line; colors.
@@ -52,8 +53,8 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Each line of a text as `printable` has it."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Each line of a message as `printable` has it, and so the names that repr() has quoted in it."""
+    return "\n".join(map(printable, QUOTED_BYTE.sub(r"\1\\x\2", text).split("\n")))
 
 
 def safe_output(text: str) -> str:

@@ -1,5 +1,6 @@
 """What reaches a terminal of text that others wrote."""
 
+import os
 import re
 from io import BytesIO, TextIOWrapper
 
@@ -74,3 +75,9 @@ def test_streams_write_what_their_encoding_lacks_as_codes() -> None:
         stream.flush()
         assert stream.buffer.getvalue() == expected, encoding
     assert shown("caf\udce9 th\u00e9") == "caf\\xe9 th\u00e9" and printable("caf\udce9") == r"caf\xe9"
+
+
+def test_a_byte_that_is_not_utf_8_has_its_code_also_where_a_message_quotes_it() -> None:
+    name = os.fsdecode(b"caf\xe9\\udce9")  # a byte, and the text of a code
+    assert printable_lines(f"no class {name[:4]}") == r"no class caf\xe9"
+    assert printable_lines(f"no class {name!r}\nnor {name[:4]!r}") == "no class 'caf\\xe9\\\\udce9'\nnor 'caf\\xe9'"

@@ -131,6 +131,13 @@ def test_a_class_in_two_unicode_forms_is_one_and_that_is_said(tmp_path: Path) ->
         assert os.fsencode(opened.val.name(0)).split(b"/")[-2] == val
 
 
+def test_a_message_quotes_a_name_by_its_bytes() -> None:
+    name = os.fsdecode(b"caf\xe9")
+    for command in (("recipes", name), ("machines", name), (name,), ("prepare", name, "in", "out")):
+        line = refused(cputrain(*command))
+        assert r"'caf\xe9'" in line, line
+
+
 def test_two_folders_that_look_the_same_are_refused(tmp_path: Path) -> None:
     root = named(write_images(tmp_path / "images", classes=2), train0=COMPOSED, train1=APART)
     line = refused(cputrain("train", "imagefolder", f"data.path={root}", "--dry-run"))
