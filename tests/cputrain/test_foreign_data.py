@@ -252,12 +252,33 @@ def test_tars_that_are_no_samples_of_classes_are_named(tmp_path: Path) -> None:
     for folder, told in (
         (captions, r"train-0000.tar has n0000_x.jpg, n0000_x.txt: a sample is KEY.jpg, .* and its class in KEY.cls"),
         (packed, r"train-0.tar.gz is gzipped, .*: unpack it with gunzip"),
-        (nothing, "has no image: is the download complete"),
+        (nothing, "train-0000.tar has no image, nor have others of its split: is the download complete"),
         (archives, "has ILSVRC2012_img_train.tar: pack it with cputrain prepare imagenet "),
     ):
         with pytest.raises(InputError, match=told):
             survey(str(folder))
     assert counts(pairs) == (8, 4), "a mask beside an image has a longer suffix"
+
+
+def test_tars_without_a_sample_are_passed_over_and_named(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "in", lambda i: {"cls": str(i % 2).encode()})
+    (folder / "imagenet1k-train-0002.tar").touch()
+    with webdataset.TarWriter(str(folder / "imagenet1k-validation-0001.tar")):
+        pass  # two blocks of zeros
+    assert counts(folder) == (8, 4)
+    dataset = open_dataset(str(folder))
+    assert (
+        dataset.notes
+        == survey(str(folder)).notes
+        == (
+            f"{folder}: imagenet1k-train-0002.tar of the train split: no image in it",
+            f"{folder}: imagenet1k-validation-0001.tar of the val split: no image in it",
+        )
+    )
+    assert [dataset.train.read(i) for i in range(8)] == [jpeg(i) for i in range(8)] and dataset.val.read(3) == jpeg(53)
+    (folder / "imagenet1k-validation-0000.tar").write_bytes(b"")
+    with pytest.raises(InputError, match=r"validation-0000\.tar has no image, nor have others of its split"):
+        survey(str(folder))
 
 
 def test_a_split_without_labels_is_left_out_and_negative_classes_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import LabeledImages, OwnSplits
 from cputrain.data.formats.places import is_hidden, is_image, shard_files
 
@@ -60,12 +61,16 @@ class TarImages(LabeledImages):
         self._files = [path.open("rb") for path in paths]
         self._names: list[str] = []
         self.found: list[int | str] = []
+        self.empty: list[Path] = []
         rows: list[tuple[int, int, int]] = []
         for number, path in enumerate(paths):
+            before = len(rows)
             for name, (offset, length), label in _samples(path, self._files[number].fileno()):
                 rows.append((number, offset, length))
                 self._names.append(name)
                 self.found.append(label)
+            if len(rows) == before:
+                self.empty.append(path)
         self._rows = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
 
     def label_by(self, numbers: dict[int | str, int]) -> None:
@@ -96,6 +101,12 @@ def open_webdataset(root: Path) -> OwnSplits:
         raise InputError(f"{root} has no tar file of the training split, only of {', '.join(found) or 'none'}")
     splits = {split: TarImages(paths) for split, paths in found.items()}
     notes = []
+    for split, images in splits.items():
+        if len(images.empty) == len(images.paths):
+            raise InputError(f"{images.paths[0]} has no image, nor have others of its split: is the download complete?")
+        if images.empty:
+            named = first_named([path.name for path in images.empty])
+            notes.append(f"{root}: {named} of the {split} split: no image in it")
     for split in [split for split, images in splits.items() if split != "train" and set(images.found) == {UNLABELED}]:
         del splits[split]
         notes.append(f"{root}: the {split} split has no labels, only {UNLABELED}: it is left out")
@@ -105,8 +116,6 @@ def open_webdataset(root: Path) -> OwnSplits:
             f"{found['train'][0]} has samples of label {min(negative)}; classes are numbers from 0, or texts: leave "
             "out what has no label"
         )
-    if not labels:
-        raise InputError(f"{found['train'][0]} has no image: is the download complete?")
     names = sorted(labels, key=lambda label: (isinstance(label, str), label))
     for split, images in splits.items():
         if extra := set(images.found) - labels:
@@ -119,6 +128,8 @@ def open_webdataset(root: Path) -> OwnSplits:
 
 def _samples(path: Path, file: int) -> Iterator[tuple[str, Place, int | str]]:
     """The image's name and place, and the label, of each sample, whose members follow one another."""
+    if not path.stat().st_size:  # a writer that got no sample; tarfile takes it for no tar
+        return
     key = ""
     sample: dict[str, tuple[str, Place]] = {}
     for name, offset, length in members(path, 0):
