@@ -18,7 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
 
 from cputrain.affinity.filesystem import installed_version
 from cputrain.affinity.planner.plan import Plan
@@ -27,59 +29,69 @@ from cputrain.affinity.terminal import ExitStatus, use_utf8
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB
-from cputrain.mpi.supervise.wire import TOKEN_VARIABLE, Connection, Hello, Stop, connect, join
+from cputrain.mpi.supervise.wire import (
+    MOST_ITEMS,
+    TOKEN_VARIABLE,
+    Connection,
+    Hello,
+    Integer,
+    Message,
+    Number,
+    Stop,
+    Text,
+    connect,
+    join,
+)
 
 CLOCK_S = 2.0  # events of several hosts would be out of order; certificates and schedulers mind more
 SCRATCH_BYTES = GIB
 SLOW = 0.5  # of the median link
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostReport:
+Pairs = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MOST_ITEMS)]
+
+
+class HostReport(Message, frozen=True):
     """One host's report. `clock_s` is its clock minus the launching host's; `link_gbit` the speed at which it sent to
     its neighbor in the ring, None where that failed or there is none; `no_provider` the libfabric provider that the job
     is to use but the host's fi_info does not list."""
 
-    host: str
-    python: str
-    packages: tuple[tuple[str, str], ...]
-    files: tuple[tuple[str, str], ...]
-    clock_s: float
-    memory_bytes: int
-    scratch_bytes: int
-    allowed_pus: tuple[int, ...]
-    no_provider: str | None = None
-    link_gbit: float | None = None
+    host: Text
+    python: Text
+    packages: Pairs
+    files: Pairs
+    clock_s: Number
+    memory_bytes: Integer
+    scratch_bytes: Integer
+    allowed_pus: Annotated[tuple[Integer, ...], Meta(max_length=MOST_ITEMS)]
+    no_provider: Text | None = None
+    link_gbit: Number | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class Clock(Message, frozen=True):
     """The launching host's time (Unix)."""
 
-    now_s: float
+    now_s: Number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listening:
+class Listening(Message, frozen=True):
     """Where a host waits for the traffic of the host before it in the ring."""
 
-    address: str
-    port: int
+    address: Text
+    port: Integer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPeer:
+class LinkPeer(Message, frozen=True):
     """Where a host sends its traffic to; an empty address: nowhere."""
 
-    address: str
-    port: int
+    address: Text
+    port: Integer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpeed:
+class LinkSpeed(Message, frozen=True):
     """The speed at which a host has sent, in Gbit/s; None where it could not."""
 
-    gbit: float | None
+    gbit: Number | None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.ranks.host_names import network_name
 from cputrain.affinity.start import own_program
@@ -129,7 +131,7 @@ def _collect(
             if silent or ended or now - answered > PATIENCE_S:
                 raise JobFailedError(_no_answer(silent or waited_for), hosts=tuple(silent or waited_for))
     server.send_all(Stop(grace_s=0.0))
-    return [replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
+    return [structs.replace(answers.reports[i], host=host, link_gbit=answers.speeds[i]) for i, host in enumerate(hosts)]
 
 
 def _no_answer(hosts: list[str]) -> str:

@@ -7,9 +7,7 @@ encrypted.
 """
 
 import hmac
-import json
 import logging
-import math
 import re
 import resource
 import secrets
@@ -17,144 +15,114 @@ import select
 import selectors
 import socket
 import time
-from dataclasses import dataclass
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union
+
+from msgspec import Meta, MsgspecError, Struct, json, structs
 
 from cputrain.affinity.terminal import printable
-
-MAX_TEXT = 4096  # characters of a text: a path has no more
-MAX_ITEMS = 1 << 16  # entries of a list
-MAX_INTEGER = 1 << 60
 
 
 class ProtocolError(Exception):
     """The other end of a connection has sent something that is no message of this job."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+MOST_ITEMS = 1 << 16  # of a list
+Text = Annotated[str, Meta(max_length=4096)]  # a path has no more
+Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_ITEMS)]
+Integer = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
+Number = Annotated[float, Meta(ge=-(1 << 60), le=1 << 60)]
+
+
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=True):
+    """A message: JSON with its fields, and "type", the name of its class."""
+
+
+class Hello(Message, frozen=True):
     """A rank's first message: its number and its host's name."""
 
-    rank: int
-    host: str
+    rank: Integer
+    host: Text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(Message, frozen=True):
     """A rank's process is there: for how long it has been stopped, idle or busy without a break."""
 
-    stopped_s: float = 0.0
-    idle_s: float = 0.0
-    busy_s: float = 0.0
+    stopped_s: Number = 0.0
+    idle_s: Number = 0.0
+    busy_s: Number = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class Exit(Message, frozen=True):
     """A rank's exit: its status (negative where a signal ended it), its log and the last lines of it. `by_job`: the job
     has ended it. `shortage`: the bytes that it had and those that there are, and whose, where memory was short."""
 
-    status: int
-    tail: tuple[str, ...]
-    log: str
+    status: Integer
+    tail: Texts
+    log: Text
     by_job: bool
-    shortage: tuple[int, int, str] | None = None
+    shortage: tuple[Integer, Integer, Text] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class Stack(Message, frozen=True):
     """The lines of a rank's Python stack, innermost first; none where it has none to show."""
 
-    lines: tuple[str, ...]
+    lines: Texts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signaled:
+class Signaled(Message, frozen=True):
     """A stop signal has reached the rank's agent, which ends its rank."""
 
-    number: int
+    number: Integer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Message, frozen=True):
     """The launching host's answer to a Hello or a heartbeat; to a Hello, with the label of the rank's host."""
 
-    label: str = ""
+    label: Text = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class Stop(Message, frozen=True):
     """The job ends; the ranks have so many seconds until they are killed."""
 
-    grace_s: float
+    grace_s: Number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preempt:
+class Preempt(Message, frozen=True):
     """Each rank gets the preemption signal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowStack:
+class ShowStack(Message, frozen=True):
     """The rank's Python stack is wanted."""
 
 
-def encode(message: Any) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as JSON; "type" is the name of its class."""
-    kind: type = type(message)
-    fields = {name: getattr(message, name) for name in _hints(kind)}
-    return json.dumps({"type": kind.__name__, **fields}).encode()
+    return json.encode(_printable(message))
 
 
 def decode(data: bytes, types: tuple[type, ...]) -> Any:
     """The message of one of these types. Raises ProtocolError on anything else."""
     try:
-        fields = json.loads(data.decode())
-    except (ValueError, RecursionError):
-        raise ProtocolError("not JSON") from None
-    if not isinstance(fields, dict):
-        raise ProtocolError("no message")
-    name = fields.pop("type", None)
-    found = next((one for one in types if one.__name__ == name), None)
-    if found is None:
-        raise ProtocolError("a message of another type")
-    hints = _hints(found)
-    if fields.keys() != hints.keys():
-        raise ProtocolError(f"{name} has other fields")
-    return found(**{field: _value(fields[field], hint) for field, hint in hints.items()})
+        return _printable(_decoder(types).decode(data))
+    except (MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(str(error)) from None
 
 
 @cache
-def _hints(message_type: type) -> dict[str, Any]:
-    return get_type_hints(message_type)
+def _decoder(types: tuple[type, ...]) -> json.Decoder[Any]:
+    return json.Decoder(Union[types])  # noqa: UP007  of as many as there are
 
 
-def _value(value: Any, hint: Any) -> Any:
-    """The value as a field's type has it. Raises ProtocolError where it is of another type or too large."""
-    if hint is float and type(value) in (int, float) and abs(value) <= MAX_INTEGER and not math.isnan(value):
-        return float(value)
-    if hint is str and isinstance(value, str) and len(value) <= MAX_TEXT:
+def _printable(value: Any) -> Any:
+    """The same with texts as terminals may have them."""
+    if isinstance(value, str):
         return printable(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and type(value) is int and abs(value) <= MAX_INTEGER:
-        return value
-    if get_origin(hint) is UnionType:  # X | None
-        (inner,) = (one for one in get_args(hint) if one is not NoneType)
-        return None if value is None else _value(value, inner)
-    if get_origin(hint) is tuple:
-        return _items(value, get_args(hint))
-    raise ProtocolError("a value of another type or size")
-
-
-def _items(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise ProtocolError("no list, or too long a list")
-    each = (hints[0],) * len(value) if hints[1:] == (Ellipsis,) else hints
-    if len(each) != len(value):
-        raise ProtocolError("a list of another length")
-    return tuple(_value(item, hint) for item, hint in zip(value, each, strict=True))
+    if isinstance(value, tuple):
+        return tuple(map(_printable, value))
+    if isinstance(value, Message):
+        return structs.replace(value, **{name: _printable(field) for name, field in structs.asdict(value).items()})
+    return value
 
 
 TOKEN_VARIABLE = "CPUTRAIN_JOB_TOKEN"  # the secret that the job's own processes share

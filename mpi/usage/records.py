@@ -5,46 +5,48 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Annotated, Any, BinaryIO, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 MOST_RECORDS = 600  # of a worker or a host, however long the run
 MOST = 1 << 62  # of any number in a record
-MAX_ERROR = 100  # characters
 MOST_INTERFACES = 8  # of a host in a record, the busiest: hosts of containers have hundreds
 
-Network = dict[str, tuple[int, int]]  # interface -> bytes received, bytes sent
+Number = Annotated[float, Meta(ge=0, lt=MOST)]
+Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Network = dict[str, tuple[Count, Count]]  # interface -> bytes received, bytes sent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerUse:
+class WorkerUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The use of a rank and all processes below it in the `seconds` up to `time` (Unix).
 
     `cpu_s` is user and system time; `rss_bytes` the largest sum of their resident memory, in which pages that
     processes share count once for each; `processes` the most at a time.
     """
 
-    time: float
-    seconds: float
+    time: Number
+    seconds: Number
     host: str
-    cpu_s: float
-    rss_bytes: int
-    processes: int
+    cpu_s: Number
+    rss_bytes: Count
+    processes: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostUse:
+class HostUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The use of a whole host, by all its processes, in the `seconds` up to `time` (Unix).
 
     `cpu_s` is the time that its PUs were busy; `memory_available_bytes` the least that was left for new allocations
     without swapping; `network` the bytes received and sent by interface, the loopback ("lo") among them.
     """
 
-    time: float
-    seconds: float
-    cpu_s: float
-    memory_available_bytes: int
+    time: Number
+    seconds: Number
+    cpu_s: Number
+    memory_available_bytes: Count
     network: Network
 
 
@@ -53,7 +55,7 @@ Use = TypeVar("Use", WorkerUse, HostUse)
 
 def merged(earlier: Use, later: Use) -> Use:
     """Two successive records as one."""
-    names = (field.name for field in fields(earlier))
+    names = earlier.__struct_fields__
     return type(earlier)(**{name: MERGE[name](getattr(earlier, name), getattr(later, name)) for name in names})
 
 
@@ -121,21 +123,10 @@ def to_line(record: Use) -> bytes:
 
 def from_line(line: bytes, kind: type[Use]) -> Use:
     """The inverse of `to_line`. Raises ValueError on a line that is cut short, damaged or of another kind."""
-    values = json.loads(line)
-    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(kind)}:
-        raise ValueError(f"no record of {kind.__name__}")
-    return kind(**{name: _value(name, value) for name, value in values.items()})
-
-
-def _value(name: str, value: Any) -> Any:
-    """A field's value. Raises ValueError for one of another type, or a number that no counter reaches."""
-    if name == "network" and isinstance(value, dict):
-        return {interface: _received_and_sent(counts) for interface, counts in value.items()}
-    if name == "host" and isinstance(value, str):
-        return value
-    if name not in ("network", "host") and type(value) in (int, float) and 0 <= value < MOST:
-        return value
-    raise ValueError(f"{name} is {value!r}"[:MAX_ERROR])
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
 
 
 def _received_and_sent(counts: Any) -> tuple[int, int]:

@@ -21,6 +21,7 @@ class PyCputrain(PythonPackage):
     depends_on("py-google-crc32c@1.5:", type=("build", "run"))
     depends_on("py-jinja2@3.1:", type=("build", "run"))
     depends_on("py-matplotlib@3.8:", type=("build", "run"))
+    depends_on("py-msgspec@0.19:", type=("build", "run"))
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-pillow@10.3:", type=("build", "run"))
     depends_on("py-psutil@5.9:7", type=("build", "run"))

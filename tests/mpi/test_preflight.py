@@ -6,10 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cputrain.affinity.planner import RESNET50, Request, Runtime, plan_machine
 from cputrain.mpi.preflight import (

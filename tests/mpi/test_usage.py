@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.supervise import run_local
