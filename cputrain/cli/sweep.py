@@ -23,6 +23,7 @@ from cputrain.reproduce.tables import DOCUMENTS, published_tables, tables_markdo
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
+from cputrain.sweep.output import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, write_results
 from cputrain.sweep.results import (
     DOES_NOT_FIT,
     DONE,
@@ -35,20 +36,7 @@ from cputrain.sweep.results import (
     variants,
 )
 from cputrain.sweep.run import InvalidTraining, parse_clock, train_all
-from cputrain.sweep.tables import (
-    CSV,
-    FEWEST,
-    MARKDOWN,
-    OVERSUBSCRIBE,
-    PICTURE,
-    RESULTS,
-    RULE,
-    compare,
-    comparison_rows,
-    results_as_json,
-    table,
-    write_results,
-)
+from cputrain.sweep.tables import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows, table
 
 
 @click.command("sweep")

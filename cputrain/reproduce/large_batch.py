@@ -13,9 +13,10 @@ from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
 from cputrain.rows import Column, Rows, figure
+from cputrain.sweep.output import write_results
 from cputrain.sweep.results import SEED, RunResult, Variant, finished_top1s, variants
 from cputrain.sweep.run import train_all
-from cputrain.sweep.tables import spread, write_results
+from cputrain.sweep.tables import spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

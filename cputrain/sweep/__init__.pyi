@@ -5,6 +5,10 @@ from .comparison import runs_in as runs_in
 from .comparison import write_comparison as write_comparison
 from .find_batch import BatchSearch as BatchSearch
 from .find_batch import next_batch as next_batch
+from .output import PICTURE as PICTURE
+from .output import RESULTS as RESULTS
+from .output import results_as_json as results_as_json
+from .output import write_results as write_results
 from .results import DOES_NOT_FIT as DOES_NOT_FIT
 from .results import DONE as DONE
 from .results import INVALID as INVALID
@@ -28,15 +32,11 @@ from .run import parse_clock as parse_clock
 from .run import train_all as train_all
 from .tables import FEWEST as FEWEST
 from .tables import OVERSUBSCRIBE as OVERSUBSCRIBE
-from .tables import PICTURE as PICTURE
-from .tables import RESULTS as RESULTS
 from .tables import RULE as RULE
 from .tables import by_group as by_group
 from .tables import compare as compare
 from .tables import comparison_rows as comparison_rows
 from .tables import csv_text as csv_text
-from .tables import results_as_json as results_as_json
 from .tables import spread as spread
 from .tables import stable_maximum as stable_maximum
 from .tables import table as table
-from .tables import write_results as write_results

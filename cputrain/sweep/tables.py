@@ -1,19 +1,16 @@
 """Results of a sweep as text, CSV, JSON and Markdown; the same training with several numbers of workers, compared."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cputrain.files import write_text
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.sweep.results import DONE, IMAGES, SEED, WORKERS, RunResult, SeedGroup, group_by_seed, label_of
+from cputrain.sweep.results import DONE, IMAGES, SEED, WORKERS, RunResult, SeedGroup, label_of
 from cputrain.sweep.run import clock
 
 SHOWN_KEYS = (
@@ -237,38 +234,3 @@ def comparison_rows(compared: Sequence[WorkerComparison]) -> Rows:
         Column("status", status),
     )
     return Rows(columns[1:] if len({row.training for row in compared}) == 1 else columns, compared)
-
-
-RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep.md"
-COMPARISON = "workers"
-
-
-def results_as_json(name: str, results: Sequence[RunResult]) -> dict[str, Any]:
-    """A sweep as plain values for JSON: the recipe's name and each training's result."""
-    return {"recipe": name, "runs": [asdict(result) for result in results]}
-
-
-def write_results(folder: Path, name: str, results: Sequence[RunResult]) -> None:
-    """sweep.json and .csv for machines, sweep.md and .svg for people; workers.* where worker counts differ."""
-    from cputrain.sweep.charts import sweep_chart, workers_chart  # matplotlib: a second, at the end only
-
-    groups = group_by_seed(results)
-    write_text(folder / RESULTS, json.dumps(results_as_json(name, results), indent=1))
-    write_text(folder / CSV, csv_text(results))
-    write_text(folder / MARKDOWN, f"# {name}\n\n{by_group(groups).markdown()}\n![curves]({PICTURE})\n")
-    write_text(folder / PICTURE, sweep_chart(name, groups))
-    compared = compare(results)
-    if compared:
-        rows, picture = comparison_rows(compared), f"{COMPARISON}.svg"
-        data = {"recipe": name, "rule": RULE, "trainings": [asdict(one) for one in compared]}
-        notes = f"{RULE}; {FEWEST}"
-        write_text(folder / f"{COMPARISON}.json", json.dumps(data, indent=1))
-        write_text(
-            folder / f"{COMPARISON}.csv",
-            Rows(tuple(Column(each.name, each.name, str) for each in fields(WorkerComparison)), compared).csv(),
-        )
-        write_text(
-            folder / f"{COMPARISON}.md",
-            f"# {name}: workers compared\n\n{rows.markdown()}\n{notes}\n\n![curves]({picture})\n",
-        )
-        write_text(folder / picture, workers_chart(name, results, compared))

@@ -1,18 +1,22 @@
-"""A sweep's results -> charts as SVG."""
+"""A sweep's files: results as JSON, tables and charts."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
 from statistics import mean
-
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from cputrain.affinity.wording import counted
-from cputrain.rows import figure_svg, subplots
+from cputrain.files import write_text
+from cputrain.rows import Column, Rows, figure_svg, subplots
 from cputrain.runs.events import DIVERGENCE_FACTOR
-from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, has_diverged
-from cputrain.sweep.tables import WorkerComparison
+from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, group_by_seed, has_diverged
+from cputrain.sweep.tables import FEWEST, RULE, WorkerComparison, by_group, compare, comparison_rows, csv_text
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
 
 MOST_NAMED = 24  # lines in a legend; with more, one entry for each optimizer
 DECADE = 10.0
@@ -57,6 +61,8 @@ def optimizer_of(group: SeedGroup) -> str:
 
 def _styles(groups: Sequence[SeedGroup]) -> dict[str, Style]:
     """A color for each optimizer, or for each group where there is one optimizer only; shades and dashes within it."""
+    from matplotlib.colors import to_rgb
+
     optimizers = list(dict.fromkeys(map(optimizer_of, groups)))
     styles: dict[str, Style] = {}
     for hue, optimizer in enumerate(optimizers):
@@ -82,14 +88,14 @@ def _legend_label(group: SeedGroup) -> str:
     return f"{label} (diverged after step {at:,})"
 
 
-def _accuracies(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
+def _accuracies(axes: "Axes", groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
     for group in groups:
         _line(axes, group, styles, [tuple(zip(r.eval_steps, r.top1s, strict=True)) for r in group.results], marker=".")
     axes.set_xlim(left=0)
     axes.set_ylabel("validation top-1, percent")
 
 
-def _losses(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
+def _losses(axes: "Axes", groups: Sequence[SeedGroup], styles: dict[str, Style]) -> None:
     """Up to DIVERGENCE_FACTOR times the highest first loss; a logarithmic scale where they span more than a decade."""
     shown = []
     for group in groups:
@@ -109,7 +115,7 @@ def _losses(axes: Axes, groups: Sequence[SeedGroup], styles: dict[str, Style]) -
 
 
 def _line(
-    axes: Axes,
+    axes: "Axes",
     group: SeedGroup,
     styles: dict[str, Style],
     curves: Sequence[Sequence[tuple[int, float]]],
@@ -126,7 +132,7 @@ def _line(
         axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.2)
 
 
-def _legend(axes: Axes, groups: Sequence[SeedGroup]) -> tuple[list[Artist], list[str]]:
+def _legend(axes: "Axes", groups: Sequence[SeedGroup]) -> "tuple[list[Artist], list[str]]":
     """One entry for each group, ordered by optimizer; with more than MOST_NAMED groups one for each optimizer."""
     handles, labels = axes.get_legend_handles_labels()
     entries = [(optimizer_of(group), h, label) for group, h, label in zip(groups, handles, labels, strict=True)]
@@ -141,6 +147,8 @@ def _legend(axes: Axes, groups: Sequence[SeedGroup]) -> tuple[list[Artist], list
 def workers_chart(title: str, results: Sequence[RunResult], compared: Sequence[WorkerComparison]) -> str:
     """SVG of validation top-1 over epochs, with a line for each training and its stable maximum marked, and of the
     epochs to that maximum over the number of workers."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, (left, right) = subplots(1, 2, figsize=(12, 4.6), width_ratios=(3, 2))
     trainings = list(dict.fromkeys(row.training for row in compared))
     for number, training in enumerate(trainings):
@@ -164,7 +172,7 @@ def workers_chart(title: str, results: Sequence[RunResult], compared: Sequence[W
     return figure_svg(figure)
 
 
-def _accuracy_line(axes: Axes, row: WorkerComparison, results: Sequence[RunResult], dashes: str) -> None:
+def _accuracy_line(axes: "Axes", row: WorkerComparison, results: Sequence[RunResult], dashes: str) -> None:
     result = next((r for r in results if r.run == row.run), None)
     if result is None or not result.top1s:
         return
@@ -173,3 +181,36 @@ def _accuracy_line(axes: Axes, row: WorkerComparison, results: Sequence[RunResul
     if row.stable_epoch is not None:
         top1 = result.top1s[result.epochs.index(row.stable_epoch)]
         axes.plot(row.stable_epoch, top1, marker="o", markersize=9, fillstyle="none", color=line.get_color())
+
+
+RESULTS, PICTURE, CSV, MARKDOWN = "sweep.json", "sweep.svg", "sweep.csv", "sweep.md"
+COMPARISON = "workers"
+
+
+def results_as_json(name: str, results: Sequence[RunResult]) -> dict[str, Any]:
+    """A sweep as plain values for JSON: the recipe's name and each training's result."""
+    return {"recipe": name, "runs": [asdict(result) for result in results]}
+
+
+def write_results(folder: Path, name: str, results: Sequence[RunResult]) -> None:
+    """sweep.json and .csv for machines, sweep.md and .svg for people; workers.* where worker counts differ."""
+    groups = group_by_seed(results)
+    write_text(folder / RESULTS, json.dumps(results_as_json(name, results), indent=1))
+    write_text(folder / CSV, csv_text(results))
+    write_text(folder / MARKDOWN, f"# {name}\n\n{by_group(groups).markdown()}\n![curves]({PICTURE})\n")
+    write_text(folder / PICTURE, sweep_chart(name, groups))
+    compared = compare(results)
+    if compared:
+        rows, picture = comparison_rows(compared), f"{COMPARISON}.svg"
+        data = {"recipe": name, "rule": RULE, "trainings": [asdict(one) for one in compared]}
+        notes = f"{RULE}; {FEWEST}"
+        write_text(folder / f"{COMPARISON}.json", json.dumps(data, indent=1))
+        write_text(
+            folder / f"{COMPARISON}.csv",
+            Rows(tuple(Column(each.name, each.name, str) for each in fields(WorkerComparison)), compared).csv(),
+        )
+        write_text(
+            folder / f"{COMPARISON}.md",
+            f"# {name}: workers compared\n\n{rows.markdown()}\n{notes}\n\n![curves]({picture})\n",
+        )
+        write_text(folder / picture, workers_chart(name, results, compared))
