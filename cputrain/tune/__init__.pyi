@@ -13,6 +13,5 @@ from .result import result_json as result_json
 from .result import result_text as result_text
 from .result import run_race as run_race
 from .result import suggestions as suggestions
-from .result import t_quantile as t_quantile
 from .result import tuned_record as tuned_record
 from .run import engine_record as engine_record

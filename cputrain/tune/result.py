@@ -2,8 +2,7 @@
 
 Rounds: each candidate that may still win is measured once, in a random order, so that a disturbance meets all of them.
 Candidates are compared within rounds, by the logarithms of their costs; those that are surely slower than the best are
-dropped, mostly all but a few after two rounds. Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) whose
-cut is a confidence interval instead of a half: racing (Maron and Moore 1993, Hoeffding races).
+dropped, mostly all but a few after two rounds: racing (Maron and Moore 1993, Hoeffding races).
 """
 
 import json
@@ -11,22 +10,24 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 from cputrain.affinity.planner.records import TUNED, Record
 from cputrain.affinity.planner.request import tuning_name
-from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import counted
 from cputrain.measurements import new_record
+from cputrain.rows import Column, Rows
 from cputrain.tune.candidates import PlanCandidate, Values
 
 # The noise is the standard deviation of a measurement, relative to its value, and assumed to be the same for all
-# candidates. It counts as large, and nothing is dropped, until it is estimated with LEAST_FREEDOM degrees of freedom:
-# two rounds of 5 or more candidates, five of 2. The estimate starts from PRIOR_WEIGHT degrees of freedom of a usual
-# noise, so that a few measurements that happen to be equal do not look like no noise.
-LEAST_FREEDOM, LARGE_NOISE = 4, 0.2
+# candidates. Nothing is dropped until it is estimated with LEAST_FREEDOM degrees of freedom: two rounds of 5 or more
+# candidates, five of 2. The estimate starts from PRIOR_WEIGHT degrees of freedom of a usual noise, so that a few
+# measurements that happen to be equal do not look like no noise.
+LEAST_FREEDOM = 4
 PRIOR_NOISE, PRIOR_WEIGHT = 0.03, 2
-CONFIDENCE = 0.95
+# Standard errors of a difference: by as much a candidate is surely slower, also where it is one of a few dozen; and the
+# half of an interval that has the true ratio nine times in ten, also after a few rounds.
+SURE, LIKELY = 3.0, 2.3
 MOST_ROUNDS = 64
 
 Cost = Callable[[int], float | None]
@@ -35,7 +36,7 @@ Cost = Callable[[int], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times as fast one candidate is as another, with its confidence interval."""
+    """How many times as fast one candidate is as another, and the interval that the true ratio is likely in."""
 
     value: float
     low: float
@@ -57,8 +58,6 @@ class Race:
     costs: list[list[float]] = field(init=False)
     running: list[int] = field(init=False)
     failed: list[int] = field(default_factory=list)
-    _squares: float = PRIOR_WEIGHT * PRIOR_NOISE**2
-    _freedom: int = PRIOR_WEIGHT
 
     def __post_init__(self) -> None:
         self.costs = [[] for _ in range(self.count)]
@@ -72,17 +71,25 @@ class Race:
     @property
     def noise(self) -> float:
         """Standard deviation of a measurement, relative to its value."""
-        return math.sqrt(self._squares / self._freedom) if self.knows_noise else LARGE_NOISE
+        squares, freedom = self._contrasts()
+        weight = freedom + PRIOR_WEIGHT
+        return math.sqrt((squares + PRIOR_WEIGHT * PRIOR_NOISE**2) / weight)
 
     @property
     def knows_noise(self) -> bool:
         """Whether the measurements so far show their noise."""
-        return self._freedom - PRIOR_WEIGHT >= LEAST_FREEDOM
+        return self._contrasts()[1] >= LEAST_FREEDOM
 
-    @property
-    def leader(self) -> int:
-        """The running candidate with the least mean."""
-        return min(self.running, key=self.mean)
+    def _contrasts(self) -> tuple[float, int]:
+        """Sum of squares, and their degrees of freedom: how far each candidate is in each round from its own mean
+        before, beyond what moved all of them. These contrasts of different rounds are independent (Helmert)."""
+        squares, freedom = 0.0, 0
+        for done in range(1, max(map(len, self.costs))):
+            changes = [each[done] - fmean(each[:done]) for each in self.costs if len(each) > done]
+            common = fmean(changes)
+            squares += sum((change - common) ** 2 for change in changes) / (1 + 1 / done)
+            freedom += len(changes) - 1
+        return squares, freedom
 
     def mean(self, candidate: int) -> float:
         """The mean logarithm of a candidate's costs."""
@@ -92,81 +99,42 @@ class Race:
         """The geometric mean of a candidate's images/s."""
         return math.exp(-self.mean(candidate))
 
-    def mean_beside(self, other: int) -> Callable[[int], float]:
-        """The mean logarithm of a candidate's costs relative to another's in the same rounds."""
-        return lambda candidate: -self._gain(candidate, other)
+    def gain(self, candidate: int, other: int) -> float:
+        """How much faster a candidate is than another, over the rounds that both were in, as a logarithm."""
+        pairs = zip(self.costs[other], self.costs[candidate], strict=False)
+        return fmean(slow - fast for slow, fast in pairs)
+
+    def ratio(self, candidate: int, other: int) -> Ratio:
+        """How many times as fast a candidate is as another."""
+        gain, half = self.gain(candidate, other), LIKELY * self._error(candidate, other)
+        return Ratio(value=math.exp(gain), low=math.exp(gain - half), high=math.exp(gain + half))
+
+    def _error(self, candidate: int, other: int) -> float:
+        """The standard error of a gain."""
+        return self.noise * math.sqrt(2 / min(len(self.costs[candidate]), len(self.costs[other])))
 
     def add_round(self, measured: dict[int, float | None]) -> None:
-        """Add one cost of each running candidate, and drop those that cannot win any more."""
+        """Add one cost of each running candidate, and drop those that cannot be faster than the leader by more than the
+        resolution."""
         for candidate, cost in measured.items():
             if cost is None:
                 self.failed.append(candidate)
                 self.running.remove(candidate)
-        logs = {candidate: math.log(measured[candidate] or 1.0) for candidate in self.running}
-        self._add_noise(logs)
-        for candidate, cost in logs.items():
-            self.costs[candidate].append(cost)
+            else:
+                self.costs[candidate].append(math.log(cost))
         if self.running and self.knows_noise:
-            leader = self.leader
-            self.running = [each for each in self.running if each == leader or self.can_win(each, leader)]
-
-    def _add_noise(self, logs: dict[int, float]) -> None:
-        """What this round adds to the estimate of the noise: how far each candidate is from its own mean so far, beyond
-        what moved all of them. These contrasts are independent of those of earlier rounds (Helmert)."""
-        rounds = min((len(self.costs[each]) for each in logs), default=0)
-        if rounds == 0 or len(logs) < 2:
-            return
-        changes = [log - self.mean(each) for each, log in logs.items()]
-        common = fmean(changes)
-        self._squares += sum((change - common) ** 2 for change in changes) / (1 + 1 / rounds)
-        self._freedom += len(logs) - 1
-
-    def can_win(self, candidate: int, leader: int) -> bool:
-        """Whether a candidate may be faster than the leader by more than the resolution."""
-        return self._gain(candidate, leader) + self._half_width(candidate, leader) > self.resolution
-
-    def _gain(self, candidate: int, other: int) -> float:
-        """How much faster a candidate is than another, over the rounds that both were in, as a logarithm."""
-        rounds = min(len(self.costs[candidate]), len(self.costs[other]))
-        pairs = zip(self.costs[other][:rounds], self.costs[candidate][:rounds], strict=True)
-        return fmean(slow - fast for slow, fast in pairs)
-
-    def _half_width(self, candidate: int, other: int) -> float:
-        """Half of the confidence interval of a gain, wider the more candidates are compared."""
-        rounds = min(len(self.costs[candidate]), len(self.costs[other]))
-        return self._reach() * math.sqrt(2 / rounds)
-
-    def _reach(self) -> float:
-        """How far a measurement may be from its mean."""
-        share = 1 - (1 - CONFIDENCE) / 2 / max(len(self.running) - 1, 1)
-        return t_quantile(share, self._freedom) * self.noise
-
-    def ratio(self, candidate: int, other: int) -> Ratio:
-        """How many times as fast a candidate is as another."""
-        rounds = min(len(self.costs[candidate]), len(self.costs[other]))
-        gain = self._gain(candidate, other)
-        half = t_quantile(1 - (1 - CONFIDENCE) / 2, self._freedom) * self.noise * math.sqrt(2 / rounds)
-        return Ratio(value=math.exp(gain), low=math.exp(gain - half), high=math.exp(gain + half))
+            leader = min(self.running, key=self.mean)
+            self.running = [
+                each
+                for each in self.running
+                if each == leader or self.gain(each, leader) + SURE * self._error(each, leader) > self.resolution
+            ]
 
     def winner(self) -> int:
         """The first of those candidates that are as fast as the best one, but for the resolution."""
-        best = self.leader
+        best = min(self.running, key=self.mean)
         tried = [each for each in range(self.count) if self.costs[each] and each not in self.failed]
-        return next(each for each in tried if self._gain(best, each) <= self.resolution)
-
-    def trials_left(self) -> int:
-        """Measurements until every candidate but the leader is dropped, if their means stay as they are."""
-        if len(self.running) < 2:
-            return 0
-        leader, left, longest, reach = self.leader, 0, 0, self._reach()
-        least = 1 + math.ceil(LEAST_FREEDOM / (len(self.running) - 1))
-        for candidate in self.running:
-            if candidate != leader:
-                behind = max(self.resolution - self._gain(candidate, leader), self.resolution / 2)
-                rounds = max(least, min(math.ceil(2 * (reach / behind) ** 2), MOST_ROUNDS))
-                more = max(rounds - len(self.costs[candidate]), 1)
-                left, longest = left + more, max(longest, more)
-        return left + longest  # the leader is in all of these rounds
+        return next(each for each in tried if self.gain(best, each) <= self.resolution)
 
 
 def run_race(
@@ -196,18 +164,6 @@ def run_race(
         if len(race.running) < 2:
             break
     return race
-
-
-def t_quantile(share: float, freedom: int) -> float:
-    """The quantile of Student's t distribution, by the expansion of Fisher and Cornish 1960."""
-    z = NormalDist().inv_cdf(share)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / math.pow(freedom, power) for power, term in enumerate(terms, start=1))
 
 
 SHOWN = 20
@@ -276,16 +232,19 @@ def result_text(result: Result) -> str:
     """The candidates, the fastest first, relative to the present plan."""
     race, own = result.race, 0
     tried = [i for i in range(len(result.candidates)) if race.costs[i] and i not in race.failed]
-    tried.sort(key=race.mean_beside(own) if own in tried else race.mean)
-    rows = [("plan", "images/s", "times the present plan", "trials", "")]
-    for i in tried[:SHOWN]:
-        ratio = str(race.ratio(i, own)) if own in tried and i != own else ""
-        notes = ["the present plan" if i == own else "", "fastest" if i == race.winner() else ""]
-        rate = f"{race.images_per_s(i):,.4g}"
-        rows.append((result.candidates[i].name, rate, ratio, str(len(race.costs[i])), ", ".join(filter(None, notes))))
+    tried.sort(key=(lambda i: -race.gain(i, own)) if own in tried else race.mean)
+    notes = {own: ["the present plan"]}
+    notes.setdefault(race.winner(), []).append("fastest")
+    columns = (
+        Column("plan", lambda i: result.candidates[i].name),
+        Column("images/s", race.images_per_s, ",.4g"),
+        Column("times the present plan", lambda i: race.ratio(i, own) if own in tried and i != own else None, str),
+        Column("trials", lambda i: len(race.costs[i])),
+        Column("", lambda i: ", ".join(notes.get(i, ()))),
+    )
     more = [f"({len(tried) - SHOWN} slower ones)"] if len(tried) > SHOWN else []
     failed = [f"failed: {result.candidates[i].name}" for i in race.failed]
-    return "\n".join([align_columns(rows), *more, *failed])
+    return "\n".join([Rows(columns, tried[:SHOWN]).text(numbers=False), *more, *failed])
 
 
 def outcome_text(result: Result) -> str:

@@ -171,7 +171,7 @@ def race_here(
 
     def watch(race: Race) -> None:
         nonlocal left
-        left = race.trials_left()
+        left = len(race.running) if len(race.running) > 1 else 0  # one more round at least
         progress(done, left)
 
     race = run_race(

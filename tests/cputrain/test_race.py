@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cputrain.tune import Race, Ratio, run_race, t_quantile
+from cputrain.tune import Race, Ratio, run_race
 
 CANDIDATES = 200
 
@@ -98,21 +98,10 @@ def test_confidence_intervals_hold_the_true_ratio_nearly_always() -> None:
     assert inside >= 90
 
 
-def test_what_is_left_is_estimated_and_shrinks() -> None:
-    left: list[int] = []
-    run_race(
-        6,
-        NoisyCost([1.0, 1.05, 1.1, 1.3, 1.6, 2.0], noise=0.02, seed=1),
-        seed=1,
-        resolution=0.02,
-        watch=lambda race: left.append(race.trials_left()),
-    )
-    assert left[-1] == 0 and all(0 <= each < 6 * 64 for each in left)
-
-
-@pytest.mark.parametrize(("share", "freedom", "value"), [(0.975, 4, 2.776), (0.975, 100, 1.984), (0.9995, 12, 4.318)])
-def test_quantiles_are_student_s(share: float, freedom: int, value: float) -> None:
-    assert t_quantile(share, freedom) == pytest.approx(value, rel=0.01)
+def test_a_race_ends_soon_where_the_winner_is_far_ahead() -> None:
+    cost = NoisyCost([1.0, 1.05, 1.1, 1.3, 1.6, 2.0], noise=0.005, seed=1)
+    race = run_race(6, cost, seed=1, resolution=0.02)
+    assert race.running == [0] and len(race.costs[5]) == 2 and cost.trials < 6 * 8
 
 
 def test_a_ratio_reads_as_in_a_reason() -> None:
