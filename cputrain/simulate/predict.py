@@ -25,7 +25,7 @@ from cputrain.simulate.assumptions import (
     runs_on,
     starting_run,
 )
-from cputrain.simulate.network import Layer, MeasuredTraining, Setup, Speed, layers_of, setup_of
+from cputrain.simulate.network import Layer, MeasuredTraining, Measurement, Setup, Speed, layers_of, setup_of
 from cputrain.simulate.step import as_measured, seconds_at, slow_as, work_of
 
 SLOWEST, FASTEST = 1e7, 1e15  # FLOP/s of a core that a rate may mean
@@ -110,14 +110,7 @@ def published_reference(run: PublishedRun) -> Reference:
 def measured_reference(training: MeasuredTraining, machine: Machine, rates: Measured) -> Reference:
     """A measured rate as that of its machine; generated images needed no decoding."""
     rate = training.rate
-    recipe = Recipe(
-        model=ModelSection(name=rate.network),
-        data=DataSection(crop=rate.crop, path=SYNTHETIC),
-        batch=BatchSection(local=rate.local_batch),
-        optim=OptimSection(name=rate.optimizer),  # type: ignore[arg-type]
-        precision=rate.precision,  # type: ignore[arg-type]
-        plan=PlanSection(ppn=rate.workers),
-    )
+    recipe = run_recipe(rate, DataSection(crop=rate.crop, path=SYNTHETIC))
     setup = replace(
         setup_of(recipe, planned(recipe, machine, 1, link_of("opa")), None),
         threads=rate.threads,
@@ -189,11 +182,11 @@ def host_bytes_per_s(machine: Machine, measured: Measured = NOTHING_MEASURED) ->
     return None if usual is None else len(machine.packages) * usual
 
 
-def run_recipe(run: PublishedRun) -> Recipe:
-    """The recipe of a published run, as far as it decides the speed."""
+def run_recipe(run: PublishedRun | Measurement, data: DataSection | None = None) -> Recipe:
+    """The recipe of a run, as far as it decides the speed; its data are by default ImageNet's training images."""
     return Recipe(
         model=ModelSection(name=run.network),
-        data=DataSection(crop=run.crop, train_images=1_281_167),
+        data=data or DataSection(crop=run.crop, train_images=1_281_167),
         batch=BatchSection(local=run.local_batch),
         optim=OptimSection(name=run.optimizer),  # type: ignore[arg-type]
         precision=run.precision,  # type: ignore[arg-type]

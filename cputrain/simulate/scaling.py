@@ -179,7 +179,8 @@ def _evaluations_s(model: Model, setup: Setup, sizes: TrainingSizes, epochs: flo
     work = work_of(setup, model.speed, model.constants)
     images = sizes.images_per_epoch * IMAGENET_VAL / IMAGENET_TRAIN
     each = model.constants.evaluation_start_s + images / setup.ranks * sum(work.forward_s) / setup.local_batch
-    return each * _times(model.scenario.recipe.evaluate.every_epochs, epochs)
+    every = model.scenario.recipe.evaluate.every_epochs
+    return each * (1 if every is None else max(1, int(epochs // every)))
 
 
 def _checkpoints_s(model: Model, setup: Setup, sizes: TrainingSizes, steps: int, step_s: float) -> float:
@@ -205,10 +206,6 @@ def checkpoints_saved(recipe: Recipe, steps: int, steps_per_epoch: int, step_s: 
     ends = [0, *sorted(min(epoch * steps_per_epoch, steps) for epoch in saving)]
     within = sum(int((b - a) * step_s // (60 * section.every_minutes)) for a, b in pairwise(ends))
     return len(saving) + within
-
-
-def _times(every: int | None, epochs: float) -> int:
-    return 1 if every is None else max(1, int(epochs // every))
 
 
 def check_global_batch(scenario: Scenario, nodes: Sequence[int]) -> None:
@@ -250,7 +247,7 @@ def best_plan(scenario: Scenario, hosts: int, most_images: int | None) -> tuple[
     train is unknown.
     """
     model = model_of(scenario)
-    own = _candidate(model, scenario, hosts, "the recipe")
+    own = _timed(model, scenario, scenario_setup(scenario, hosts), "the recipe")
     others = []
     for name in PROFILES:
         changed = _with_plan(scenario, profile=name)
@@ -311,10 +308,6 @@ def _fitting(scenario: Scenario, hosts: int) -> Setup | None:
         return scenario_setup(scenario, hosts)
     except InputError:
         return None
-
-
-def _candidate(model: Model, scenario: Scenario, hosts: int, name: str) -> Candidate:
-    return _timed(model, scenario, scenario_setup(scenario, hosts), name)
 
 
 def _timed(model: Model, scenario: Scenario, setup: Setup, name: str) -> Candidate:

@@ -69,6 +69,11 @@ class Race:
         return sum(map(len, self.costs))
 
     @property
+    def tried(self) -> list[int]:
+        """The candidates that were measured and have never failed."""
+        return [i for i in range(self.count) if self.costs[i] and i not in self.failed]
+
+    @property
     def noise(self) -> float:
         """Standard deviation of a measurement, relative to its value."""
         squares, freedom = self._contrasts()
@@ -133,8 +138,7 @@ class Race:
     def winner(self) -> int:
         """The first of those candidates that are as fast as the best one, but for the resolution."""
         best = min(self.running, key=self.mean)
-        tried = [each for each in range(self.count) if self.costs[each] and each not in self.failed]
-        return next(each for each in tried if self.gain(best, each) <= self.resolution)
+        return next(each for each in self.tried if self.gain(best, each) <= self.resolution)
 
 
 def run_race(
@@ -197,8 +201,7 @@ class Result:
         number of workers, else of all other plans; None where there is none. Another engine is no other plan."""
         race, winner = self.race, self.race.winner()
         own = plan_values(self.winner)
-        tried = [i for i in range(len(self.candidates)) if race.costs[i] and i not in race.failed]
-        others = [i for i in tried if plan_values(self.candidates[i]) != own]
+        others = [i for i in race.tried if plan_values(self.candidates[i]) != own]
         if 0 in others:
             return 0
         workers = self.winner.planned.ppn
@@ -230,15 +233,14 @@ def distinct_names(name: str, other: str) -> tuple[str, str]:
 
 def result_text(result: Result) -> str:
     """The candidates, the fastest first, relative to the present plan."""
-    race, own = result.race, 0
-    tried = [i for i in range(len(result.candidates)) if race.costs[i] and i not in race.failed]
-    tried.sort(key=(lambda i: -race.gain(i, own)) if own in tried else race.mean)
+    race, own, known = result.race, 0, 0 in result.race.tried
+    tried = sorted(race.tried, key=(lambda i: -race.gain(i, own)) if known else race.mean)
     notes = {own: ["the present plan"]}
     notes.setdefault(race.winner(), []).append("fastest")
     columns = (
         Column("plan", lambda i: result.candidates[i].name),
         Column("images/s", race.images_per_s, ",.4g"),
-        Column("times the present plan", lambda i: race.ratio(i, own) if own in tried and i != own else None, str),
+        Column("times the present plan", lambda i: race.ratio(i, own) if known and i != own else None, str),
         Column("trials", lambda i: len(race.costs[i])),
         Column("", lambda i: ", ".join(notes.get(i, ()))),
     )
@@ -319,8 +321,7 @@ def _rows(result: Result) -> list[dict[str, object]]:
     """Each candidate's name, settings, speed and trials; those of failed ones are null and 0."""
     race, rows = result.race, list[dict[str, object]]()
     for i, candidate in enumerate(result.candidates):
-        ran = bool(race.costs[i]) and i not in race.failed
-        compared = ran and bool(race.costs[0]) and 0 not in race.failed
+        ran, compared = i in race.tried, {0, i} <= {*race.tried}
         rows.append(
             {
                 "name": candidate.name,

@@ -3,8 +3,7 @@
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
 from cputrain.training.ipex import has_ipex
 from cputrain.tune.candidates import CHANGING, Choices, PlanCandidate, Values, choices_of, plan_candidates, with_output
-from cputrain.tune.result import Cost, Race, Result, run_race
+from cputrain.tune.result import Cost, Race, Result, plan_values, run_race
 
 
 def engines_here(precision: str, axes: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
@@ -55,18 +54,11 @@ def engine_record(result: Result, command: str) -> Record | None:
 
 def _tried(result: Result) -> dict[str, int]:
     """The engines that were measured with the winner's plan, and their candidates."""
-
-    def other_values(values: Values) -> Values:
-        return tuple(pair for pair in values if pair[0] != "engine")
-
-    race, own = result.race, other_values(result.winner.values)
+    own = plan_values(result.winner)
     return {
-        dict(candidate.values)["engine"]: i
-        for i, candidate in enumerate(result.candidates)
-        if other_values(candidate.values) == own
-        and "engine" in dict(candidate.values)
-        and race.costs[i]
-        and i not in race.failed
+        dict(result.candidates[i].values)["engine"]: i
+        for i in result.race.tried
+        if plan_values(result.candidates[i]) == own and "engine" in dict(result.candidates[i].values)
     }
 
 
@@ -158,16 +150,21 @@ def race_here(
 
     Raises RunError where not even one round was completed, or no candidate runs.
     """
-    measured, clock = trial_cost(candidates.tried, settings.steps, env), _Clock(deadline=settings.deadline)
-    done, left = 0, len(candidates.tried)
+    measured = trial_cost(candidates.tried, settings.steps, env)
+    done, left, longest_s = 0, len(candidates.tried), 0.0
 
     def cost(index: int) -> float | None:
-        nonlocal done, left
-        with clock.trial():
-            found = measured(index)
+        nonlocal done, left, longest_s
+        started = time.monotonic()
+        found = measured(index)
+        longest_s = max(longest_s, time.monotonic() - started)
         done, left = done + 1, max(left - 1, 0)
         progress(done, left)
         return found
+
+    def is_over() -> bool:
+        """Whether another trial, as long as the longest so far, ends too late."""
+        return settings.deadline is not None and time.monotonic() + longest_s > settings.deadline
 
     def watch(race: Race) -> None:
         nonlocal left
@@ -175,37 +172,13 @@ def race_here(
         progress(done, left)
 
     race = run_race(
-        len(candidates.tried),
-        cost,
-        seed=settings.seed,
-        resolution=settings.resolution,
-        stop=clock.is_over,
-        watch=watch,
+        len(candidates.tried), cost, seed=settings.seed, resolution=settings.resolution, stop=is_over, watch=watch
     )
     if not race.running:
         raise RunError("no plan runs: the reasons are above")
     if not race.trials:
         raise RunError(
             f"the time is over before {counted(len(candidates.tried), 'plan')} were tried once: a trial takes up to "
-            f"{clock.longest_s:.0f} s; give more --time, or fewer --axes"
+            f"{longest_s:.0f} s; give more --time, or fewer --axes"
         )
     return Result(candidates=candidates.tried, race=race)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Clock:
-    """The time of a race: until `deadline`, which no trial may exceed that takes as long as the longest so far."""
-
-    deadline: float | None
-    longest_s: float = 0.0
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Time a trial."""
-        started = time.monotonic()
-        yield
-        self.longest_s = max(self.longest_s, time.monotonic() - started)
-
-    def is_over(self) -> bool:
-        """Whether another trial may end too late."""
-        return self.deadline is not None and time.monotonic() + self.longest_s > self.deadline
