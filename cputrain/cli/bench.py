@@ -22,7 +22,7 @@ from cputrain.cli.output import FiniteRange, format_option, print_json, shows_ba
 from cputrain.cli.words import WholeSummaries
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.runs.events import FILE, read_events
-from cputrain.sweep.run import parse_clock
+from cputrain.sweep.trainings import parse_clock
 from cputrain.tune.candidates import AXES, Values
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -270,27 +270,26 @@ def tune_command(
     only reported. Measure where nothing else runs.
     """
     from cputrain.measurements import keep
-    from cputrain.tune import run
-    from cputrain.tune.result import outcome_text, result_json, result_text, suggestions, tuned_record
-    from cputrain.tune.run import engine_record
+    from cputrain.tune import race
+    from cputrain.tune.race import engine_record, outcome_text, result_json, result_text, suggestions, tuned_record
 
     varied = _axes(axes)
     env = os.environ
-    own = plan_training(run.tuned_recipe(recipe, settings), env)
-    choices = run.choices_here(own, varied, env)
-    plans = run.plans(own, choices, varied, env)
+    own = plan_training(race.tuned_recipe(recipe, settings), env)
+    choices = race.choices_here(own, varied, env)
+    plans = race.plans(own, choices, varied, env)
     if dry_run:
         (_list_as_json if output_format == "json" else _list)(own, plans.tried, plans.refused)
         return
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
-    how = run.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
+    how = race.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
     with _bar("plans") as progress:
-        found = run.race_here(plans, how, env, progress)
-    changed = run.changes(found.winner, choices, varied, env)
+        found = race.race_here(plans, how, env, progress)
+    changed = race.changes(found.winner, choices, varied, env)
     others = None
     if len(changed.tried) > 1:
         with _bar("batch and precision") as progress:
-            others = run.race_here(changed, how, env, progress)
+            others = race.race_here(changed, how, env, progress)
     if output_format == "json":
         click.echo(result_json(found, others))
     else:

@@ -15,8 +15,7 @@ from cputrain.mpi.hosts.hostfile import MAX_HOSTS
 from cputrain.recipe.loading import load_recipe
 from cputrain.simulate.assumptions import LINKED, RUNS, link_of, runs_on
 from cputrain.simulate.network import find, unreadable
-from cputrain.simulate.predict import Scenario, reference_of, started_from
-from cputrain.simulate.scaling import Row, check_global_batch, rows_of
+from cputrain.simulate.predict import Row, Scenario, check_global_batch, reference_of, rows_of, started_from
 from cputrain.simulate.step import ALGORITHMS
 
 NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*(,\.\.\.,\d{1,6})?")
@@ -232,7 +231,7 @@ def _what_if_settings(settings: tuple[str, ...], what_if: dict[str, Any]) -> tup
 
 def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_format: str) -> None:
     from cputrain.simulate.output import candidates_json, candidates_text
-    from cputrain.simulate.scaling import best_plan
+    from cputrain.simulate.predict import best_plan
 
     found = best_plan(scenario, hosts, batch_limit)
     if output_format == "json":
@@ -244,8 +243,7 @@ def _show_best(scenario: Scenario, hosts: int, batch_limit: int | None, output_f
 
 def _show_timeline(scenario: Scenario, hosts: int) -> None:
     from cputrain.simulate.output import timeline_svg
-    from cputrain.simulate.predict import scenario_setup
-    from cputrain.simulate.scaling import model_of
+    from cputrain.simulate.predict import model_of, scenario_setup
 
     setup = scenario_setup(scenario, hosts)
     click.echo(timeline_svg(scenario, setup, model_of(scenario).step(setup)))

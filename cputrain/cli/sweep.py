@@ -18,25 +18,35 @@ from cputrain.cli.words import WholeSummaries
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SweepSection
-from cputrain.reproduce.large_batch import LARGE_BATCH_PICTURE, large_batch_table, large_batch_verdict, run_large_batch
-from cputrain.reproduce.tables import DOCUMENTS, published_tables, tables_markdown, tables_text
+from cputrain.reproduce import (
+    DOCUMENTS,
+    LARGE_BATCH_PICTURE,
+    large_batch_table,
+    large_batch_verdict,
+    published_tables,
+    run_large_batch,
+    tables_markdown,
+    tables_text,
+)
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
 from cputrain.sweep.output import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, write_results
-from cputrain.sweep.results import (
+from cputrain.sweep.tables import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows, table
+from cputrain.sweep.trainings import (
     DOES_NOT_FIT,
     DONE,
     INVALID,
     WORKERS,
+    InvalidTraining,
     RunResult,
     Variant,
     group_by_seed,
+    parse_clock,
     parse_workers,
+    train_all,
     variants,
 )
-from cputrain.sweep.run import InvalidTraining, parse_clock, train_all
-from cputrain.sweep.tables import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows, table
 
 
 @click.command("sweep")

@@ -15,8 +15,16 @@ from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
 from cputrain.simulate.assumptions import LINKED, RUNS, link_of, starting_run
 from cputrain.simulate.network import NETWORKS, Setup, find, unreadable
-from cputrain.simulate.predict import Scenario, reference_of, scenario_setup
-from cputrain.simulate.scaling import Candidate, Row, check_global_batch, model_of, rows_of
+from cputrain.simulate.predict import (
+    Candidate,
+    Row,
+    Scenario,
+    check_global_batch,
+    model_of,
+    reference_of,
+    rows_of,
+    scenario_setup,
+)
 from cputrain.simulate.step import NOT_MEASURED, Step
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.rows import Column, Rows, figure_svg, subplots
 from cputrain.runs.events import DIVERGENCE_FACTOR
-from cputrain.sweep.results import IMAGES, RunResult, SeedGroup, group_by_seed, has_diverged
 from cputrain.sweep.tables import FEWEST, RULE, WorkerComparison, by_group, compare, comparison_rows, csv_text
+from cputrain.sweep.trainings import IMAGES, RunResult, SeedGroup, group_by_seed, has_diverged
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

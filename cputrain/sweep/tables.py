@@ -10,8 +10,7 @@ from typing import Any
 
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.sweep.results import DONE, IMAGES, SEED, WORKERS, RunResult, SeedGroup, label_of
-from cputrain.sweep.run import clock
+from cputrain.sweep.trainings import DONE, IMAGES, SEED, WORKERS, RunResult, SeedGroup, clock, label_of
 
 SHOWN_KEYS = (
     SEED,
