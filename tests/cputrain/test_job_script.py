@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from difflib import unified_diff
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ BATCHES = {
     "prepare": PREPARED,
     "command": COMMANDED,
 }
+LIKE = {"full": "plain", "container": "plain", "command": "prepare"}  # a script that has most of its lines
 FOR = {"slurm": {"partition": "skx", "qos": "debug", "constraint": "skx&opa"}, "pbs": {"queue": "large"}}
 
 
@@ -90,7 +92,15 @@ def script_of(which: str, scheduler: str) -> str:
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 @pytest.mark.parametrize("which", BATCHES)
 def test_scripts_as_they_read(scheduler: str, which: str, golden) -> None:
-    golden(f"batch/{scheduler}-{which}.sh", script_of(which, scheduler))
+    """Two of Slurm's as a whole; of the others what differs: Slurm's from one of these, PBS's from Slurm's."""
+    script = script_of(which, scheduler)
+    like = which if scheduler == "pbs" else LIKE.get(which)
+    if like is None:
+        golden(f"batch/{scheduler}-{which}.sh", script)
+    else:
+        lines = unified_diff(script_of(like, "slurm").splitlines(), script.splitlines(), n=0, lineterm="")
+        differing = ["@@" if line.startswith("@@") else line for line in lines][2:]
+        golden(f"batch/{scheduler}-{which}.diff", "\n".join(differing))
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
