@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.input_peers import SIDE, Run, crop_of, each, installed_peers
+from benchmarks.input_peers import RANDOM, SIDE, Run, each, installed_peers
 from cputrain.bench import COUNT, generated_photos, images_per_cpu_s, last_pixel, photos_of, prepared, without_markers
 from cputrain.data import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize, decoded_batches, epoch_order
 from cputrain.data.formats import RECORD, VERSION, Shards, open_dataset
-from cputrain.data.pixels import decode_one_by_pillow, load
+from cputrain.data.pixels import decode_by_pillow, load
 from cputrain.data.prepare import Options, prepare
 
 TIMES = 4
@@ -79,20 +79,20 @@ def ours(files: list[bytes]) -> Run:
     def run() -> None:
         for first in range(0, len(files), IMAGES_PER_CALL):
             some = files[first : first + IMAGES_PER_CALL]
-            decoder.decode(some, [crop_of(first + k) for k in range(len(some))], places[: len(some)])
+            decoder.decode(some, RANDOM.crops(range(first, first + len(some)), seed=1), places[: len(some)])
 
     return run
 
 
 def ours_by_pillow(files: list[bytes]) -> Run:
-    place = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
-    return each(files, lambda data, i: decode_one_by_pillow(data, crop_of(i), place))
+    place = np.empty((1, SIDE, SIDE, 3), dtype=np.uint8)
+    return each(files, lambda data, i: decode_by_pillow([data], RANDOM.crops([i], seed=1), place))
 
 
 def entropy_only(files: list[bytes]) -> Run:
     """The last pixel alone: what lies before it is read, not transformed."""
     decoder, place = load(os.environ), np.empty((1, 1, 1, 3), dtype=np.uint8)
-    return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], [last_pixel], place))
+    return each([without_markers(data) for data in files], lambda data, _: decoder.decode([data], last_pixel, place))
 
 
 def threads_gain(files: list[bytes], rounds: int) -> list[float]:
@@ -111,7 +111,7 @@ def threads_gain(files: list[bytes], rounds: int) -> list[float]:
         images, decoder = Shards(out, "train"), load(os.environ)
 
         def decode(encoded: Sequence[bytes], numbers: Sequence[int], places: np.ndarray) -> list[str | None]:
-            assert all(decoder.decode(encoded, [crop_of(i) for i in numbers], places))
+            assert all(decoder.decode(encoded, RANDOM.crops(numbers, seed=1), places))
             return [None] * len(encoded)
 
         def seconds(threads: int) -> float:

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cputrain.data import image_rng
-from cputrain.data.pixels import CropFunction, random_resized_crop
+from cputrain.data.pixels import Transform
 from cputrain.models import import_torchvision
 
 SIDE, BATCH = 224, 32
@@ -32,8 +31,9 @@ Run = Callable[[], object]
 Contender = Callable[[list[bytes]], Run]
 
 
-def crop_of(i: int) -> CropFunction:
-    return random_resized_crop(SIDE, lambda: image_rng(1, 0, i), min_area=AREA[0], max_aspect=ASPECT[1], flip=True)
+RANDOM = Transform(
+    image_size=SIDE, short_side=SIDE, crop="random_resized", min_area=AREA[0], max_aspect=ASPECT[1], flip=True
+)
 
 
 def each(files: list[bytes], one: Callable[[bytes, int], object]) -> Run:
@@ -134,7 +134,7 @@ def by_simplejpeg(files: list[bytes]) -> Run:
 
 
 def cv2_crop(cv2: Any, image: np.ndarray, i: int) -> None:
-    left, top, width, height = crop_of(i)(image.shape[1], image.shape[0]).box
+    left, top, width, height, *_ = RANDOM.crops([i], seed=1)(0, image.shape[1], image.shape[0])
     square = cv2.resize(image[top : top + height, left : left + width], (SIDE, SIDE))
     if random.random() < 0.5:
         cv2.flip(square, 1)

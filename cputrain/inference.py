@@ -23,8 +23,8 @@ from cputrain.data.formats.dataset import ImageFiles, Images
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches
 from cputrain.data.order import SequentialSampler
-from cputrain.data.pixels.crops import center_crop
 from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
+from cputrain.data.pixels.transform import center_crop
 from cputrain.models.networks import build_model
 from cputrain.models.weights import read_state
 from cputrain.recipe.loading import recipe_of, tuples
@@ -51,8 +51,7 @@ class Classifier:
 
     def read(self, encoded: Sequence[bytes], _numbers: Sequence[int], out: Pixels) -> list[str | None]:
         """Decode and crop images; each image's error, or None."""
-        crop = center_crop(self.record.resize, self.record.crop)
-        return self.decode(encoded, [crop] * len(encoded), out)
+        return self.decode(encoded, center_crop(self.record.resize, self.record.crop), out)
 
     def logits(self, images: Tensor) -> Tensor:
         """Cropped images, (N, crop, crop, 3) uint8 -> logits, (N, outputs) float32."""

@@ -16,9 +16,8 @@ from cputrain.affinity.planner.request import DECODING
 from cputrain.affinity.topology.machine import Machine
 from cputrain.bench.figures import Figure, Report, figure_of, interleaved
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
-from cputrain.data.order import image_rng
-from cputrain.data.pixels.crops import Crop, CropFunction, center_crop, random_resized_crop
-from cputrain.data.pixels.decode import Decode, TurboDecoder, choose_decoder, decode_by_pillow, load
+from cputrain.data.pixels.decode import Crop, Decode, TurboDecoder, choose_decoder, decode_by_pillow, load
+from cputrain.data.pixels.transform import Transform, center_crop
 from cputrain.data.prepare.pack import reencode
 from cputrain.measurements import rate_record
 
@@ -69,10 +68,11 @@ def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
 
 
 def _decodes(decoder: TurboDecoder, data: bytes) -> bool:
-    return decoder.decode([data], [center_crop(8, 8)], np.empty((1, 8, 8, 3), np.uint8))[0]
+    return decoder.decode([data], center_crop(8, 8), np.empty((1, 8, 8, 3), np.uint8))[0]
 
 
 SIDE = 224
+RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
 SHORT_SIDE, QUALITY = 256, 90  # of prepared images
 TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
 UNIT = "images per CPU-second"
@@ -159,15 +159,11 @@ def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
     def once() -> None:
         for first in range(0, len(files), IMAGES_PER_CALL):
             some = files[first : first + IMAGES_PER_CALL]
-            problems = decode(some, [_crop_of(first + k) for k in range(len(some))], places[: len(some)])
+            problems = decode(some, RANDOM.crops(range(first, first + len(some)), seed=1), places[: len(some)])
             if any(problems):
                 raise InputError(f"a JPEG cannot be decoded: {next(filter(None, problems))}")
 
     return lambda: images_per_cpu_s(once, len(files))
-
-
-def _crop_of(i: int) -> CropFunction:
-    return random_resized_crop(SIDE, lambda: image_rng(1, 0, i), min_area=0.08, max_aspect=4 / 3, flip=True)
 
 
 def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], float]:
@@ -177,14 +173,14 @@ def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], floa
 
     def once() -> None:
         for data in plain:
-            decoder.decode([data], [last_pixel], place)
+            decoder.decode([data], last_pixel, place)
 
     return lambda: images_per_cpu_s(once, len(files))
 
 
-def last_pixel(width: int, height: int) -> Crop:
+def last_pixel(_place: int, width: int, height: int) -> Crop:
     """The crop of the last pixel alone."""
-    return Crop(box=(width - 1, height - 1, 1, 1), size=(1, 1), at=(0, 0), side=1)
+    return Crop(width - 1, height - 1, 1, 1, 1, 1, 0, 0, 1)
 
 
 def without_markers(data: bytes) -> bytes:

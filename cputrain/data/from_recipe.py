@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.survey import Survey, survey
+from cputrain.data.formats.open import detect
+from cputrain.data.formats.source import Source, Split, Survey
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import LINE, OWN_SAMPLES, SYNTHETIC, Recipe
 
 if TYPE_CHECKING:  # numpy: not needed to count
-    from cputrain.data.formats.dataset import Dataset
-    from cputrain.data.pixels.augment import Transform
+    from cputrain.data.formats.dataset import Dataset, Images
+    from cputrain.data.pixels.transform import Transform
 
 SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
 TRAIN_POINTS, VAL_POINTS = 100, 50
@@ -19,43 +20,56 @@ TRAIN_POINTS, VAL_POINTS = 100, 50
 
 def survey_recipe(recipe: Recipe) -> Survey:
     """Count the data of a recipe. Raises InputError that names what is missing or wrong."""
+    return _source(recipe).count(_fraction(recipe))
+
+
+def open_recipe_data(recipe: Recipe) -> "Dataset":
+    """Open or generate the data of a recipe. Raises InputError that names what is missing or wrong."""
+    return _source(recipe).open(_fraction(recipe))
+
+
+def _fraction(recipe: Recipe) -> float | None:
+    return None if recipe.data.generated else recipe.data.val_fraction
+
+
+def _source(recipe: Recipe) -> Source:
     data = recipe.data
     if data.path == OWN_SAMPLES:
         raise InputError(
             f"data.path={OWN_SAMPLES}: network and samples are those of a script that calls cputrain.train: run it"
         )
     if data.path == SYNTHETIC:
-        classes = tuple(map(str, range(recipe.model.classes or SYNTHETIC_CLASSES)))
-        return Survey(classes=classes, train=data.train_images or SYNTHETIC_IMAGES, val=0, kind=data.kind)
+        classes = recipe.model.classes or SYNTHETIC_CLASSES
+        return _generated(recipe, tuple(map(str, range(classes))), data.train_images or SYNTHETIC_IMAGES, 0)
     if data.path == LINE:
-        return Survey(classes=("y",), train=data.train_images or TRAIN_POINTS, val=VAL_POINTS, kind=data.kind)
+        return _generated(recipe, ("y",), data.train_images or TRAIN_POINTS, VAL_POINTS)
     if data.path is not None and data.prepare is not None and not Path(data.path).exists():
         command = data.prepare.replace("{path}", shlex.quote(data.path))
         raise InputError(f"data folder {data.path} does not exist: make it with `{command}`, or set data.path=DIR")
-    return survey(data.path, val_fraction=data.val_fraction, label_column=data.label_column)
+    return detect(data.path, data.label_column)
 
 
-def open_recipe_data(recipe: Recipe) -> "Dataset":
-    """Open or generate the data of a recipe. Raises InputError that names what is missing or wrong."""
-    from cputrain.data.formats.dataset import Dataset, Points, SyntheticImages
-    from cputrain.data.formats.open import open_dataset
+def _generated(recipe: Recipe, classes: tuple[str, ...], train: int, val: int) -> Source:
+    """Data that is determined by the recipe's seed: points, or images as large as its largest crop."""
 
-    if not recipe.data.generated:
-        data = recipe.data
-        return open_dataset(data.path, val_fraction=data.val_fraction, label_column=data.label_column)
-    counted, seed = survey_recipe(recipe), recipe.seed
-    classes, counts = counted.classes, (counted.train, counted.val)
-    if recipe.data.path == LINE:
-        train_points, val_points = (Points(count, seed, number) for number, count in enumerate(counts))
-        return Dataset(classes=classes, train=train_points, val=val_points)
-    largest = max([recipe.data.crop, *(phase.crop for phase in recipe.phases if phase.crop)])
-    train, val = (SyntheticImages(count, len(classes), largest, seed) for count in counts)
-    return Dataset(classes=classes, train=train, val=val)
+    def split(count: int, number: int) -> Split:
+        def images() -> "Images":
+            from cputrain.data.formats.dataset import Points, SyntheticImages
+
+            if recipe.data.path == LINE:
+                return Points(count, recipe.seed, number)
+            largest = max([recipe.data.crop, *(phase.crop for phase in recipe.phases if phase.crop)])
+            return SyntheticImages(count, len(classes), largest, recipe.seed)
+
+        return Split(images=count, load=images)
+
+    splits = {"train": split(train, 0), "val": split(val, 1)}
+    return Source(place=str(recipe.data.path), classes=classes, splits=splits, kind=recipe.data.kind)
 
 
 def training_transform(recipe: Recipe, epoch: int) -> "Transform":
     """The crops and augmentation of the training images in an epoch."""
-    from cputrain.data.pixels.augment import Augmentation, Transform
+    from cputrain.data.pixels.transform import Augmentation, Transform
 
     data, now = recipe.data, settings_at(recipe, epoch)
     return Transform(

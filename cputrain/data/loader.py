@@ -30,7 +30,6 @@ from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
 from itertools import count as count_up
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -45,10 +44,10 @@ from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import Dataset, Images, OwnSamples, PiecewiseImages, Points, causes, check_labels
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import BlockReader, images_per_block
-from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler, image_rng
+from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels import decode
-from cputrain.data.pixels.augment import Transform
 from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
+from cputrain.data.pixels.transform import Transform
 
 Color = tuple[float, float, float]
 """A value for each of red, green and blue."""
@@ -359,12 +358,9 @@ class ImageLoader:
         if self._sampler.block_length and isinstance(images, PiecewiseImages) and shares:
             images = BlockReader(images, self._sampler.block_length, np.concatenate(shares))
 
-        def rng(image: int, stream: int) -> Random:
-            return image_rng(self._seed, epoch, image, stream)
-
         def decode(encoded: Sequence[bytes], numbers: Sequence[int], out: Pixels) -> list[str | None]:
-            problems = self._decode(encoded, [self._transform.crop_of(image, rng) for image in numbers], out)
-            self._transform.augment(numbers, out, problems, rng)
+            problems = self._decode(encoded, self._transform.crops(numbers, self._seed, epoch), out)
+            self._transform.augment(numbers, out, problems, self._seed, epoch)
             return problems
 
         side = self._transform.image_size

@@ -9,7 +9,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.kernel.running import plan_beside
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.start import own_program
-from cputrain.data.formats.survey import Survey
+from cputrain.data.formats.source import Survey
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.options import THIS_HOST
 from cputrain.launch.recipe_request import request_of

@@ -11,8 +11,8 @@ from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, PiecewiseImages, is_too_damaged, refusal
 from cputrain.data.loader import read_and_decode
 from cputrain.data.order import Indices
-from cputrain.data.pixels.crops import center_crop
 from cputrain.data.pixels.decode import Decode, Pixels
+from cputrain.data.pixels.transform import center_crop
 from cputrain.training.metrics import Accuracy, EpochMetrics
 
 TRIED, PLACES = 32, 4  # images of a split, before the first step; in so many places where neighbors are read together
@@ -48,7 +48,7 @@ def _spread(images: Images) -> Indices:
 
 def _problems(images: Images, numbers: Indices, decode: Decode, side: int) -> list[str]:
     def middle(encoded: Sequence[bytes], _numbers: Sequence[int], out: Pixels) -> list[str | None]:
-        return decode(encoded, [center_crop(side, side)] * len(encoded), out)
+        return decode(encoded, center_crop(side, side), out)
 
     out = np.empty((len(numbers), side, side, 3), dtype=np.uint8)
     return [problem for problem in read_and_decode(images, numbers, middle, out) if problem]

@@ -21,9 +21,9 @@ from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import counted
 from cputrain.comm.group import all_gather, end_group
 from cputrain.data.formats.dataset import SyntheticImages, causes
-from cputrain.data.formats.survey import Survey
+from cputrain.data.formats.source import Survey
 from cputrain.data.loader import GRAY
-from cputrain.data.pixels.crops import center_crop
+from cputrain.data.pixels.transform import center_crop
 from cputrain.launch.rank_process import Startup
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
@@ -128,7 +128,7 @@ def _write_page(page: Path, one: EvalResult, session: Session) -> Path:
 
     def thumbnail(number: int) -> np.ndarray:
         pixels = np.full((1, recipe.data.crop, recipe.data.crop, 3), GRAY, dtype=np.uint8)
-        decode([images.read(number)], [center_crop(recipe.data.short_side, recipe.data.crop)], pixels)
+        decode([images.read(number)], center_crop(recipe.data.short_side, recipe.data.crop), pixels)
         return np.asarray(pixels[0])
 
     accuracy = one.accuracy

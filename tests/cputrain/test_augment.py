@@ -9,8 +9,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from cputrain.data import image_rng
-from cputrain.data.pixels import Augmentation, random_crop
-from cputrain.data.pixels.augment import augment
+from cputrain.data.pixels import Augmentation, Transform, augment
 
 SIDE = 64
 CHANGES = [field.name for field in fields(Augmentation)]
@@ -97,9 +96,10 @@ def test_colors_change_by_no_more_than_requested() -> None:
 
 
 def test_plain_parts_lie_anywhere_in_the_scaled_image() -> None:
-    crops = [random_crop(64, 56, lambda i=i: image_rng(1, 0, i), flip=True)(300, 200) for i in range(300)]
-    assert {crop.size for crop in crops} == {(96, 64)}
-    assert {crop.at[0] for crop in crops} == set(range(41)) and {crop.at[1] for crop in crops} == set(range(9))
+    crop_of = Transform(image_size=56, short_side=64, crop="random").crops(range(300), seed=1)
+    crops = [crop_of(i, 300, 200) for i in range(300)]
+    assert {(crop.scaled_width, crop.scaled_height) for crop in crops} == {(96, 64)}
+    assert {crop.x for crop in crops} == set(range(41)) and {crop.y for crop in crops} == set(range(9))
     assert 100 < sum(crop.flip for crop in crops) < 200
 
 

@@ -10,8 +10,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
 from cputrain.data.formats import Dataset, Images, open_dataset
-from cputrain.data.formats.survey import survey
-from tests.support.images import write_images
+from tests.support.images import survey, write_images
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Folders, shards, order, decoding and loading, on real files."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +25,9 @@ from cputrain.data import (
     rank_share,
 )
 from cputrain.data.formats import Images, Shards, open_dataset
-from cputrain.data.formats.survey import survey
 from cputrain.data.pixels import Pixels, center_crop, decode_by_pillow
 from cputrain.data.prepare import Options, prepare, write_digits
-from tests.support.images import write_images
+from tests.support.images import survey, write_images
 
 
 @pytest.fixture
@@ -46,6 +47,19 @@ def test_a_folder_is_opened_and_surveyed(folder: Path) -> None:
     assert (len(dataset.train), len(dataset.val)) == (found.train, found.val) == (36, 15)
     assert dataset.train.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
     assert dataset.train.read(12) == (folder / "train/class1/000.jpg").read_bytes()
+
+
+def test_image_files_and_shards_are_counted_without_numpy(folder: Path, tmp_path: Path) -> None:
+    """Planning a training takes no longer for its data."""
+    pack(folder, tmp_path / "shards")
+    code = (
+        "import sys; from cputrain.data.formats import detect; print([detect(each).count().train for each in "
+        "sys.argv[1:]]); sys.exit('numpy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder, tmp_path / "shards"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[36, 36]\n"
 
 
 def test_bad_folders_are_refused(tmp_path: Path, folder: Path) -> None:
@@ -180,7 +194,7 @@ def test_evaluation_sees_each_image_once(images: int, workers: int) -> None:
 
 
 def small(encoded: Sequence[bytes], _numbers: Sequence[int], places: Pixels) -> list[str | None]:
-    return decode_by_pillow(encoded, [center_crop(16, 16)] * len(encoded), places)
+    return decode_by_pillow(encoded, center_crop(16, 16), places)
 
 
 def alone(images: Images, i: int) -> np.ndarray:

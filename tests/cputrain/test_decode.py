@@ -20,14 +20,14 @@ from PIL import Image
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.data.pixels import (
     Crop,
-    CropFunction,
+    Crops,
     Decode,
     ImageError,
+    Transform,
     center_crop,
     choose_decoder,
     decode_by_pillow,
     random_box,
-    random_resized_crop,
 )
 from cputrain.data.pixels import decode as decoding
 from cputrain.models import import_torchvision
@@ -43,11 +43,16 @@ def decode(request: pytest.FixtureRequest) -> Decode:
     return choose_decoder(request.param, os.environ)[0]
 
 
-def cropped(decode: Decode, data: bytes, crop: CropFunction, side: int) -> np.ndarray:
+def cropped(decode: Decode, data: bytes, crop: Crops, side: int) -> np.ndarray:
     out = np.zeros((1, side, side, 3), dtype=np.uint8)
-    if problem := decode([data], [crop], out)[0]:
+    if problem := decode([data], crop, out)[0]:
         raise ImageError(problem)
     return out[0]
+
+
+def random_crops(side: int, seed: int, *, min_area: float = 0.08, flip: bool = True) -> Crops:
+    transform = Transform(image_size=side, short_side=side, crop="random_resized", min_area=min_area, flip=flip)
+    return transform.crops([0], seed)
 
 
 def encoded(pixels: np.ndarray, kind: str = "png", **how: object) -> bytes:
@@ -86,7 +91,7 @@ def test_evaluation_is_torchvision_s_resize_and_center_crop(decode: Decode, kind
 
 def test_training_parts_are_cut_out_then_scaled(decode: Decode) -> None:
     data = encoded(noise(60, 90))
-    crop = Crop(box=(11, 7, 40, 30), size=(32, 32), at=(0, 0), side=32)
+    crop = Crop(11, 7, 40, 30, 32, 32, 0, 0, 32)
     theirs = Image.open(io.BytesIO(data)).crop((11, 7, 51, 37)).resize((32, 32), Image.Resampling.BILINEAR)
     assert np.array_equal(cropped(decode, data, lambda *_: crop, 32), np.asarray(theirs))
 
@@ -95,7 +100,7 @@ def test_training_parts_are_seeded_and_mirrored(decode: Decode) -> None:
     data = encoded(noise(60, 90), "jpeg")
 
     def crop(seed: int, flip: bool = True) -> np.ndarray:
-        crop = random_resized_crop(32, lambda: Random(seed), min_area=0.3, max_aspect=4 / 3, flip=flip)
+        crop = random_crops(32, seed, min_area=0.3, flip=flip)
         return cropped(decode, data, crop, 32)
 
     assert np.array_equal(crop(1), crop(1)) and not np.array_equal(crop(1), crop(2))
@@ -116,7 +121,7 @@ def test_damage_is_an_image_error(decode: Decode) -> None:
     for data in (b"", b"<html>404</html>", whole[: len(whole) // 2], whole[:30]):
         for crop in (
             center_crop(32, 32),
-            random_resized_crop(32, lambda: Random(0), min_area=0.5, max_aspect=1.3, flip=True),
+            random_crops(32, 0, min_area=0.5),
         ):
             with pytest.raises(ImageError):
                 cropped(decode, data, crop, 32)
@@ -163,10 +168,10 @@ def test_parts_of_a_jpeg_are_pillow_s_bit_for_bit(
     """Though no more than the part is decoded: rounding and the chroma beside its edges are as in the whole."""
     data = encoded(noise(*size, seed), "jpeg", **how)
 
-    def crop() -> CropFunction:
+    def crop() -> Crops:
         if evaluated:
             return center_crop(side + seed % 9, side)
-        return random_resized_crop(side, lambda: Random(seed), min_area=0.08, max_aspect=4 / 3, flip=True)
+        return random_crops(side, seed)
 
     ours, theirs = cropped(FAST, data, crop(), side), cropped(decode_by_pillow, data, crop(), side)
     assert np.abs(ours.astype(int) - theirs).max() <= (0 if SAME_ORDER else 1)
@@ -187,19 +192,14 @@ def test_a_jpeg_with_a_changed_byte_is_decoded_or_refused(
     data[where % len(data)] = value
     del data[len(data) - short % 7 : len(data) - 2]
     with suppress(ImageError):
-        cropped(
-            FAST,
-            bytes(data),
-            random_resized_crop(32, lambda: Random(where), min_area=0.1, max_aspect=1.3, flip=True),
-            32,
-        )
+        cropped(FAST, bytes(data), random_crops(32, where, min_area=0.1), 32)
 
 
 @NEEDS_TURBO
 def test_rows_above_and_below_a_part_are_not_decoded() -> None:
     """What is damaged there does not matter, where restart markers stand between the rows."""
     whole = encoded(noise(160, 160), "jpeg", restart_marker_rows=1)
-    crop = Crop(box=(20, 64, 32, 32), size=(32, 32), at=(0, 0), side=32)
+    crop = Crop(20, 64, 32, 32, 32, 32, 0, 0, 32)
     rows = whole.split(b"\xff\xd2")  # the third marker
     damaged = rows[0][:-40] + bytes(40) + b"\xff\xd2" + rows[1][:-42] + bytes(40) + b"\xff\xd9"
     assert len(rows) == 2 and len(damaged) == len(whole)
@@ -224,7 +224,7 @@ def test_processors_without_avx2_make_the_same(tmp_path: Path, monkeypatch: pyte
 def test_a_damaged_file_does_not_hinder_the_next() -> None:
     """libjpeg-turbo itself goes on to decode whole ones after any kind of damage, at any byte."""
     decoder = decoding.load(os.environ)
-    whole, crops = encoded(noise(90, 120), "jpeg"), [center_crop(40, 32)] * 2
+    whole, crops = encoded(noise(90, 120), "jpeg"), center_crop(40, 32)
     out = np.zeros((2, 32, 32, 3), dtype=np.uint8)
     assert decoder.decode([whole, whole], crops, out) == [True, True]
     bad = [path.read_bytes() for path in (DATA / "odd-jpegs").glob("*.*")]

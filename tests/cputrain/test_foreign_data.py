@@ -15,15 +15,13 @@ import webdataset
 from pyarrow import parquet
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats import open_dataset
-from cputrain.data.formats.survey import survey
-from cputrain.data.formats.webdataset import open_webdataset
+from cputrain.data.formats import detect, open_dataset
 from tests.cputrain.test_image_files import counts
 from tests.cputrain.test_prepare import jpeg
 from tests.cputrain.test_tables import png
 from tests.cputrain.test_tfrecord import field, record, varint
-from tests.support.commands import cputrain
-from tests.support.images import write_images
+from tests.support.commands import here
+from tests.support.images import survey, write_images
 
 SYNSETS = ("n01440764", "n01443537", "n02086240")
 
@@ -59,7 +57,7 @@ def test_kaggle_s_imagenet_is_read_from_any_of_its_folders(tmp_path: Path, below
     assert note.endswith(
         "test has no folder of a class of " + str(folder.rglob("train").__next__()) + ": it is not used"
     )
-    packed = cputrain("prepare", "imagenet", str(folder), "out", cwd=tmp_path)
+    packed = here("prepare", "imagenet", str(folder), "out", cwd=tmp_path)
     assert packed.returncode == 0, packed.stderr
     assert open_dataset(str(tmp_path / "out")).classes == SYNSETS
 
@@ -283,14 +281,14 @@ def test_tars_without_a_sample_are_passed_over_and_named(tmp_path: Path) -> None
 
 def test_a_split_without_labels_is_left_out_and_negative_classes_are_refused(tmp_path: Path) -> None:
     blind = write_tars(tmp_path / "blind", lambda i: {"cls": b"-1" if i >= 50 else str(i % 2).encode()})
-    assert open_webdataset(blind).val is None
-    assert open_webdataset(blind).notes == (f"{blind}: the val split has no labels, only -1: it is left out",)
+    assert detect(blind).splits.keys() == {"train"}
+    assert detect(blind).notes == (f"{blind}: the val split has no labels, only -1: it is left out",)
     for label in (-1, -7):
         mixed = write_tars(
             tmp_path / f"mixed{label}", lambda i, n=label: {"json": json.dumps({"label": (0, n)[i % 2]}).encode()}
         )
         with pytest.raises(InputError, match=rf"has samples of label {label}; classes are numbers from 0, or texts"):
-            open_webdataset(mixed)
+            detect(mixed)
 
 
 @pytest.mark.parametrize("label", [None, [1, 2], True, 1.5, ""])
@@ -302,7 +300,7 @@ def test_a_label_in_json_is_a_number_or_a_text(tmp_path: Path, label: object) ->
 
 def test_prepared_shards_without_their_manifest_are_webdataset_s(tmp_path: Path) -> None:
     write_images(tmp_path / "images", train=4, val=2)
-    assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
+    assert here("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
     whole = open_dataset(str(tmp_path / "out"))
     (tmp_path / "out/manifest.json").unlink()
     again = open_dataset(str(tmp_path / "out"))

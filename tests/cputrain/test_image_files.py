@@ -13,13 +13,12 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import IMAGE_SUFFIXES, image_files, is_hidden, is_image, open_dataset, read_folder
-from cputrain.data.formats.survey import survey
-from cputrain.data.pixels import Decode, ImageError, center_crop, choose_decoder, decode_by_pillow, decode_one_by_pillow
-from cputrain.data.prepare import Options, encode, open_caltech256, prepare
+from cputrain.data.pixels import Decode, ImageError, center_crop, choose_decoder, decode_by_pillow
+from cputrain.data.prepare import Options, encode, prepare, read_caltech256
 from tests.cputrain.test_prepare import jpeg
 from tests.cputrain.test_sources import archive
-from tests.support.commands import cputrain
-from tests.support.images import write_images
+from tests.support.commands import here
+from tests.support.images import survey, write_images
 
 # AppleDouble (RFC 1740, appendix B): magic, version, filler, no entries.
 APPLE_DOUBLE = struct.pack(">II16sH", 0x00051607, 0x00020000, b"Mac OS X        ", 0)
@@ -57,7 +56,7 @@ def test_hidden_members_of_archives_are_no_images(tmp_path: Path) -> None:
     mac = {f"__MACOSX/{name}": APPLE_DOUBLE for name in files}
     archive(tmp_path / "256_ObjectCategories.tar", files | hidden | mac)
     for source in (tmp_path, tmp_path / "256_ObjectCategories.tar"):
-        assert len(open_caltech256(source).train) == 10
+        assert read_caltech256(source).splits["train"].images == 10
 
 
 def test_every_format_that_pillow_reads_by_itself_is_read_by_its_suffix() -> None:
@@ -84,7 +83,7 @@ def test_an_image_of_any_format_is_listed_decoded_and_packed(tmp_path: Path, suf
     assert counts(tmp_path / "in") == (2, 2)
     dataset = open_dataset(str(tmp_path / "in"))
     out = np.empty((1, 16, 16, 3), np.uint8)
-    assert choose_decoder("auto", {})[0]([dataset.train.read(0)], [center_crop(16, 16)], out) == [None]
+    assert choose_decoder("auto", {})[0]([dataset.train.read(0)], center_crop(16, 16), out) == [None]
     gray = round(0.299 * 200 + 0.587 * 60 + 0.114 * 90)  # ITU-R 601-2, as Pillow has it
     assert np.abs(out.astype(int) - ((gray,) * 3 if suffix == ".pgm" else (200, 60, 90))).max() <= 6
     made = prepare(dataset, tmp_path / "out", Options(kind="imagefolder", source="in"))
@@ -101,7 +100,7 @@ def test_files_of_formats_that_are_not_read_are_named_and_counted(tmp_path: Path
     assert f"{folder}/train: 5 files of formats that are not read: 2 .heic, " in others
     assert "1 without a suffix" in others and "1 .eps" in others
     assert outside == f"{folder}/train: 1 image outside the class folders: not used"
-    result = cputrain("data", "info", "images", cwd=tmp_path)
+    result = here("data", "info", "images", cwd=tmp_path)
     assert result.returncode == 0 and "5 files of formats that are not read: 2 .heic" in result.stdout
     for image in (folder / "train/class1").glob("*.jpg"):
         image.unlink()
@@ -119,8 +118,8 @@ def test_images_in_folders_of_a_class_are_its_images_and_a_link_back_ends(tmp_pa
         (folder / "train" / name / "again").symlink_to("..", target_is_directory=True)
     (folder / "train/class0/gone.jpg").symlink_to("nowhere")
     assert counts(folder) == (7, 4), "a link to an image that is gone is an image, and damaged"
-    listing = read_folder(folder).splits["train"]
-    assert Counter(listing.labels) == {0: 4, 1: 3} and not listing.others
+    found = read_folder(folder)
+    assert Counter(found.splits["train"].labels or ()) == {0: 4, 1: 3} and not found.notes
 
 
 RAMP = (np.arange(64 * 64, dtype=np.uint32).reshape(64, 64) * 16).astype(np.uint16)  # 0 to 65,520
@@ -162,7 +161,7 @@ DEEP: dict[str, tuple[bytes, NDArray[np.uint8]]] = {
 def test_deeper_gray_is_scaled_to_8_bits(name: str, decode: Decode, tmp_path: Path) -> None:
     data, expected = DEEP[name]
     out = np.empty((1, 64, 64, 3), np.uint8)
-    assert decode([data], [center_crop(64, 64)], out) == [None]
+    assert decode([data], center_crop(64, 64), out) == [None]
     assert np.array_equal(out[0], np.repeat(expected[..., None], 3, axis=2))
     packed = encode(data, short_side=None, quality=95, jpeg_only=False)
     again = np.asarray(Image.open(io.BytesIO(packed.data))).astype(int)
@@ -183,9 +182,8 @@ def test_deeper_gray_is_scaled_to_8_bits(name: str, decode: Decode, tmp_path: Pa
     ids=["float", "32 bits", "signed", "pfm"],
 )
 def test_gray_without_a_known_white_is_refused_by_name(data: bytes) -> None:
-    out = np.empty((32, 32, 3), np.uint8)
-    with pytest.raises(ImageError, match="gray in 32-bit, signed or floating-point numbers has no known white"):
-        decode_one_by_pillow(data, center_crop(32, 32), out)
+    (problem,) = decode_by_pillow([data], center_crop(32, 32), np.empty((1, 32, 32, 3), np.uint8))
+    assert problem and problem.startswith("gray in 32-bit, signed or floating-point numbers has no known white")
     for quality in (None, 90):
         with pytest.raises(ImageError, match="has no known white: convert it to 8 bits"):
             encode(data, short_side=None, quality=quality, jpeg_only=False)
@@ -199,7 +197,7 @@ def test_16_bit_colors_keep_their_upper_bits() -> None:
     for kind, data in parts.items():
         png += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     out = np.empty((1, 64, 64, 3), np.uint8)
-    assert decode_by_pillow([png], [center_crop(64, 64)], out) == [None]
+    assert decode_by_pillow([png], center_crop(64, 64), out) == [None]
     assert np.array_equal(out[0], np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, axis=2))
 
 
@@ -211,8 +209,8 @@ def test_a_jpeg_is_one_by_its_bytes_whatever_stands_behind_it(tmp_path: Path) ->
     kept = encode(data, short_side=None, quality=None, jpeg_only=True)
     assert kept.suffix == ".jpg" and "no jpeg" not in kept.unusual and kept.data == data, "byte for byte, TFRecords too"
     fast, slow = (np.empty((1, 32, 32, 3), np.uint8) for _ in range(2))
-    assert choose_decoder("auto", {})[0]([data], [center_crop(32, 32)], fast) == [None]
-    assert decode_by_pillow([data], [center_crop(32, 32)], slow) == [None] and np.array_equal(fast, slow)
+    assert choose_decoder("auto", {})[0]([data], center_crop(32, 32), fast) == [None]
+    assert decode_by_pillow([data], center_crop(32, 32), slow) == [None] and np.array_equal(fast, slow)
 
 
 @pytest.mark.parametrize(
@@ -236,5 +234,5 @@ def test_classes_of_numbers_in_text_order_are_said(tmp_path: Path, classes: list
     assert found.classes == tuple(sorted(classes)) and len(found.notes) == (told is not None)
     if told:
         assert told in found.notes[0]
-        result = cputrain("prepare", "imagefolder", "in", "out", cwd=tmp_path)
+        result = here("prepare", "imagefolder", "in", "out", cwd=tmp_path)
         assert result.returncode == 0 and told in result.stdout

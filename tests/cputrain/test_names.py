@@ -11,9 +11,8 @@ import pytest
 
 from cputrain.cli import main
 from cputrain.data.formats import open_dataset
-from cputrain.data.formats.survey import survey
-from tests.support.commands import cputrain, need, refused
-from tests.support.images import write_images
+from tests.support.commands import cputrain, here, need, refused
+from tests.support.images import survey, write_images
 
 LATIN_1, UTF_8 = b"caf\xe9", "thé".encode()
 NFC, NFD = "caf\u00e9", "cafe\u0301"
@@ -140,7 +139,7 @@ def test_a_message_quotes_a_name_by_its_bytes() -> None:
 
 def test_two_folders_that_look_the_same_are_refused(tmp_path: Path) -> None:
     root = named(write_images(tmp_path / "images", classes=2), train0=COMPOSED, train1=APART)
-    line = refused(cputrain("train", "imagefolder", f"data.path={root}", "--dry-run"))
+    line = refused(here("train", "imagefolder", f"data.path={root}", "--dry-run"))
     assert "twice, in two Unicode forms, as 'cafe\\u0301' and 'caf\\xe9': move the images" in line
 
 

@@ -20,11 +20,10 @@ from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.formats import RECORD, Shards, apportioned, check_labels, open_dataset
-from cputrain.data.formats.survey import survey
 from cputrain.data.prepare import Options, inspect, open_source, prepare
 from cputrain.data.prepare import pack as preparing
-from tests.support.commands import cputrain
-from tests.support.images import write_images, write_mnist
+from tests.support.commands import here
+from tests.support.images import survey, write_images, write_mnist
 
 
 def options(source: Path, kind: str = "imagefolder", **how: object) -> Options:
@@ -71,12 +70,12 @@ def test_a_source_s_own_validation_images_become_the_test_split(tmp_path: Path) 
     whole = open_source("mnist", tmp_path / "mnist", val_fraction=None, seed=1)
     assert whole.test is None and dataset.test is not None
     assert [dataset.test.read(i) for i in range(10)] == [whole.val.read(i) for i in range(10)]
-    made = cputrain("prepare", "mnist", "mnist", "out", "--val-fraction", "1/6", cwd=tmp_path)
+    made = here("prepare", "mnist", "mnist", "out", "--val-fraction", "1/6", cwd=tmp_path)
     assert made.returncode == 0 and "out: test 10 images" in made.stdout, made.stderr
-    info = cputrain("data", "info", "out", cwd=tmp_path)
+    info = here("data", "info", "out", cwd=tmp_path)
     assert "test: 10 images" in info.stdout and survey(str(tmp_path / "out")).test == 10
-    assert cputrain("data", "show", "out", "--split", "test", cwd=tmp_path).returncode == 0
-    assert "0 of 70 samples damaged" in cputrain("data", "verify", "out", cwd=tmp_path).stdout
+    assert here("data", "show", "out", "--split", "test", cwd=tmp_path).returncode == 0
+    assert "0 of 70 samples damaged" in here("data", "verify", "out", cwd=tmp_path).stdout
 
 
 def test_validation_and_test_images_are_drawn_from_a_source_without_them(tmp_path: Path) -> None:
@@ -161,7 +160,7 @@ def test_odd_images_are_counted_and_damaged_ones_left_out(tmp_path: Path, anew: 
     assert not any(" at 0x" in line for line in made["damaged"]), "an address differs from run to run"
     shards = Shards(tmp_path / "out", "train")
     assert [shards.name(i).rsplit(":", 1)[1] for i in range(5)] == [f"{i:08d}" for i in range(5)]
-    result = cputrain("data", "verify", str(tmp_path / "out"), cwd=tmp_path)
+    result = here("data", "verify", str(tmp_path / "out"), cwd=tmp_path)
     assert result.returncode == 0 and "0 of 10 samples damaged" in result.stdout, result.stdout
 
 
@@ -183,14 +182,14 @@ def test_killed_and_started_again_it_goes_on(tmp_path: Path, form: str) -> None:
             break
     done = {path.name: path.stat().st_mtime_ns for path in shards_done(beside)}
     assert done and not (tmp_path / "out").exists()
-    assert cputrain(*command, cwd=tmp_path).returncode == 0
+    assert here(*command, cwd=tmp_path).returncode == 0
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in done} == done, "whole shards are kept"
     assert not beside.exists() and not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"][1:]
     whole = prepare(open_dataset(str(folder)), tmp_path / "again", options(folder, shards=24, quality=90, format=form))
     assert json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == whole
-    again = cputrain(*command, cwd=tmp_path)
+    again = here(*command, cwd=tmp_path)
     assert again.returncode == 0 and "out: train" in again.stdout, "what is there already is left as it is"
-    other = cputrain(*command, "--seed", "2", cwd=tmp_path)
+    other = here(*command, "--seed", "2", cwd=tmp_path)
     assert other.returncode == 2 and "already exists, and was not made with this source" in other.stderr
 
 
@@ -238,7 +237,7 @@ def test_names_that_a_terminal_would_obey_are_shown_as_codes(tmp_path: Path) -> 
         Image.new("L", (20, 20), 7).save(folder / "gray.jpg")
         (folder / "page\x1b[2J.jpg").write_bytes(b"<html>404</html>")
     outputs = [
-        cputrain(*words, cwd=tmp_path)
+        here(*words, cwd=tmp_path)
         for words in (("data", "info", "images"), ("prepare", "imagefolder", "images", "out"), ("data", "info", "out"))
     ]
     for result in outputs:
@@ -250,14 +249,14 @@ def test_a_failing_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path)
     folder = write_images(tmp_path / "images")
     (folder / "train/class2/004.jpg").unlink()
     (folder / "train/class2/004.jpg").symlink_to("/proc/self/mem")  # opens, and cannot be read
-    result = cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path)
+    result = here("prepare", "imagefolder", "images", "out", cwd=tmp_path)
     assert result.returncode == 0 and "1 unreadable image skipped" in result.stdout, result.stderr
     (tmp_path / ".second.partial").write_text("a file in the way")
-    result = cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path)
+    result = here("prepare", "imagefolder", "images", "second", cwd=tmp_path)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
     assert "finished shards are kept; repair this and give the same command again" in result.stderr
     (tmp_path / ".second.partial").unlink()
-    assert cputrain("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
+    assert here("prepare", "imagefolder", "images", "second", cwd=tmp_path).returncode == 0
 
 
 def test_empty_classes_and_labels_out_of_range_are_refused(tmp_path: Path) -> None:
@@ -305,13 +304,13 @@ def test_verify_names_every_damaged_sample(tmp_path: Path) -> None:
     records[20]["label"] = 7
     with index.open("wb") as file:
         np.save(file, records)
-    result = cputrain("data", "verify", "out", cwd=tmp_path)
+    result = here("data", "verify", "out", cwd=tmp_path)
     assert result.returncode == 1
     assert f"00000004, byte {int(records[4]['offset']):,}: the image's checksum differs from the index" in result.stdout
     assert "00000009" in result.stdout and "the archive is damaged before it" in result.stdout
     assert "00000020" in result.stdout and "label 7, but there are 3 classes" in result.stdout
     assert "3 of 51 samples damaged" in result.stdout
-    plain = cputrain("data", "verify", "images", cwd=tmp_path)
+    plain = here("data", "verify", "images", cwd=tmp_path)
     assert plain.returncode == 2 and "only the output of cputrain prepare" in plain.stderr
 
 
@@ -337,10 +336,10 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
     (folder / "train/class1/000.jpg").write_bytes(b"junk")
     for place in ("images", "out"):
         if place == "out":
-            assert cputrain("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
-        info = cputrain("data", "info", place, cwd=tmp_path)
+            assert here("prepare", "imagefolder", "images", "out", cwd=tmp_path).returncode == 0
+        info = here("data", "info", place, cwd=tmp_path)
         assert info.returncode == 0 and "3 classes: class0, class1, class2" in info.stdout
-        shown = cputrain("data", "show", place, "--count", "10", "--overwrite", cwd=tmp_path)
+        shown = here("data", "show", place, "--count", "10", "--overwrite", cwd=tmp_path)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.startswith("sheet.png: 10 of ")
         with Image.open(tmp_path / "sheet.png") as sheet:
@@ -355,7 +354,7 @@ def test_data_is_described_and_shown(tmp_path: Path) -> None:
     assert main(["data", "show", str(folder), "--output", "sheet.pdf"]) == 2
     assert main(["data", "show", str(folder), "data.crop=40"]) == 2
     assert "1 damaged image not packed" in info.stdout and "prepared with kind=imagefolder" in info.stdout
-    wrong = cputrain("prepare", "imagefolders", "images", "x", cwd=tmp_path)
+    wrong = here("prepare", "imagefolders", "images", "x", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "is not one of imagefolder, digits, imagenet, mnist, tfrecord, caltech256" in wrong.stderr
 

@@ -13,8 +13,8 @@ from PIL import Image
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import ImageLoader
-from cputrain.data.formats import open_dataset, table_files, tables
-from cputrain.data.formats.survey import survey
+from cputrain.data.formats import TABLES, TableImages, detect, open_dataset, table_files, tables
+from tests.support.images import survey
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -77,7 +77,7 @@ def test_large_files_are_read_in_blocks_of_neighbors_and_never_as_a_whole(
     small = epoch(None)
     monkeypatch.setattr(tables, "CACHE_BYTES", 1)
     images = open_dataset(str(hub)).train
-    assert isinstance(images, tables.TableImages) and images.usual_block == 6
+    assert isinstance(images, TableImages) and images.usual_block == 6
     large = epoch(None)
     assert sorted(label for _, label in small) == sorted(label for _, label in large) and small != large
     assert [label for _, label in large] == [value % 3 for value, _ in large], "each image has its own label"
@@ -121,7 +121,7 @@ def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) 
     (tmp_path / "alone").mkdir()
     (tmp_path / "only.parquet").rename(tmp_path / "alone/only.parquet")
     (tmp_path / "a.png").rename(tmp_path / "alone/a.png")
-    train = tables.open_tables(tmp_path / "alone").train
+    train = detect(tmp_path / "alone").splits["train"].load()
     assert train.read(0) == png(99)
     for i, problem in ((1, "the image is a file outside "), (2, "the row has no image")):
         with pytest.raises(OSError, match=problem):
@@ -165,7 +165,7 @@ def test_a_file_or_a_folder_above_the_files_is_answered_with_the_folder(hub: Pat
     with pytest.raises(InputError, match=f"data folder {file} is a file: give its folder"):
         open_dataset(str(file))
     with pytest.raises(InputError, match="is not a folder: give the folder of the Parquet"):
-        tables.open_tables(file)
+        TABLES.source(file)
     above = tmp_path / "above"
     for name in ("fine", "coarse"):
         (above / name / "train").mkdir(parents=True)

@@ -14,13 +14,12 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import Shards, crc32c, masked, open_dataset
-from cputrain.data.formats.survey import survey
 from cputrain.data.prepare import Options, open_source, prepare, problems
 from cputrain.runs import read_events
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.checkpoints import content
-from tests.support.commands import cputrain
-from tests.support.images import write_images, write_mnist
+from tests.support.commands import cputrain, here
+from tests.support.images import survey, write_images, write_mnist
 
 
 def varint(value: int) -> bytes:
@@ -169,7 +168,7 @@ def test_tfrecords_of_ours_are_what_tensorflow_s_scripts_write(tmp_path: Path) -
     (folder / "val/class1").rename(folder / "val/n01440764")
     Image.new("CMYK", (20, 30)).save(folder / "train/class2/cmyk.jpg")
     Image.new("L", (20, 30), 99).save(folder / "train/class2/gray.png")
-    made = cputrain("prepare", "imagefolder", "images", "out", "--format", "tfrecord", "--shards", "3", cwd=tmp_path)
+    made = here("prepare", "imagefolder", "images", "out", "--format", "tfrecord", "--shards", "3", cwd=tmp_path)
     assert made.returncode == 0 and "labels 1 (class0) to 3 (n01440764); 0 is not used" in made.stdout, made.stderr
     out, example = tmp_path / "out", example_class()
     shards = {split: [out / f"{split}-{k:05d}-of-00003" for k in range(3)] for split in ("train", "validation")}
@@ -236,7 +235,7 @@ def test_a_training_on_tfrecords_looks_at_their_test_images_once_at_its_end(tmp_
 
     write_mnist(tmp_path / "mnist", train=600, val=90, zipped=False)
     prepared = ("mnist", "mnist", "data", "--val-fraction", "1/6", "--format", "tfrecord", "--shards", "2")
-    assert cputrain("prepare", *prepared, cwd=tmp_path).returncode == 0
+    assert here("prepare", *prepared, cwd=tmp_path).returncode == 0
     settings = ("data.path=data", "epochs=6", "plan.ppn=1", "comm.backend=gloo", "output=run")
     result = cputrain("train", "mnist-adam", *settings, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

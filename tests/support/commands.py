@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -49,13 +49,16 @@ def cputrain(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
-def here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts nothing in this process, which takes milliseconds."""
+def here(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts no ranks in this process, which takes milliseconds where `cputrain` takes a second."""
     from cputrain.cli import _run
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True)
-    with redirect_stdout(out), redirect_stderr(io.StringIO()) as err:
-        status = _run([*arguments])
+    with pytest.MonkeyPatch.context() as patch, chdir(cwd or "."), redirect_stdout(out):
+        for name, value in env.items():
+            patch.setenv(name, value)
+        with redirect_stderr(io.StringIO()) as err:
+            status = _run([*arguments])
     return subprocess.CompletedProcess(
         arguments, status, out.buffer.getvalue().decode(errors="surrogateescape"), err.getvalue()
     )

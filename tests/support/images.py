@@ -7,6 +7,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from cputrain.data.formats import Survey, detect
+
+
+def survey(path: str, *, val_fraction: float | None = None, label_column: str | None = None) -> Survey:
+    """The counts of a data folder, as a recipe with these keys has them."""
+    return detect(path, label_column).count(val_fraction)
+
 
 def write_images(root: Path, *, classes: int = 3, train: int = 12, val: int = 5, size: int = 40) -> Path:
     """An image folder of JPEGs whose color depends on the class; `train` and `val` images of each class."""

@@ -1,6 +1,7 @@
-"""Encoded images on disk, by number: image folders, shards, TFRecords, archives, MNIST's files, generated data.
+"""Encoded images on disk, by number: image folders, shards, TFRecords, tables, tar files, generated data.
 
-`open.open_dataset` recognizes what a folder contains; `survey` counts it without torch. Each format is one module.
+`open.detect` recognizes what a folder contains; the Source that it returns is counted or opened. Each format is one
+module and a line of `open.FORMATS`.
 """
 
 from cputrain.affinity.lazy import front

@@ -6,17 +6,17 @@ Generated data is determined by its seed, the same on every worker.
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
-from cputrain.data.pixels.crops import CropFunction
+from cputrain.data.order import Indices, epoch_order
 
 NUMBERS = re.compile(r"[\d,]+")  # bytes and offsets differ from file to file, and the cause is one
 CAUSES = 3  # that a line names
@@ -100,18 +100,6 @@ class PiecewiseImages(Images):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSplits:
-    """What a source has: classes and training images, and perhaps validation and test images of its own; `notes` are
-    lines that the user should see."""
-
-    classes: tuple[str, ...]
-    train: Images
-    val: Images | None = None
-    test: Images | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """Training, validation and perhaps test images with the same classes; a label is a class's place in `classes`.
 
@@ -177,36 +165,103 @@ class ImageFiles(LabeledImages):
         return self._paths[i]
 
 
-class ArchiveMembers(LabeledImages):
-    """Images that are members of an uncompressed archive, each `length` bytes from `offset` on."""
+class FileParts(LabeledImages):
+    """Images that are parts of uncompressed files, such as members of tar files."""
 
-    def __init__(
-        self,
-        path: Path,
-        offset: Sequence[int],
-        length: Sequence[int],
-        labels: Sequence[int],
-        names: Sequence[str],
-    ) -> None:
-        self._file = path.open("rb")
-        self._offset, self._length = offset, length
-        self._names = names
+    def __init__(self, paths: Sequence[Path], places: ArrayLike, labels: ArrayLike, names: Sequence[str]) -> None:
+        """`places`, shape (n, 3), are each image's file by its place in `paths`, its offset and its length in bytes."""
+        self.paths, self._names = paths, names
+        self._files = [path.open("rb") for path in paths]
+        self._places = np.array(places, dtype=np.int64).reshape(-1, 3)
         self._labels = np.array(labels, dtype=np.int64)
 
     def read(self, i: int) -> bytes:
-        """The member's bytes. Raises OSError where the archive ends before them."""
-        data = os.pread(self._file.fileno(), self._length[i], self._offset[i])
-        if len(data) < self._length[i]:
-            raise OSError(f"{self._file.name} ends within it")
+        """The part's bytes. Raises OSError where the file ends before them."""
+        file, offset, length = self._places[i].tolist()
+        data = os.pread(self._files[file].fileno(), length, offset)
+        if len(data) < length:
+            raise OSError(f"{self.paths[file]} ends within it")
         return data
 
     def size(self, i: int) -> int:
-        """The member's length."""
-        return self._length[i]
+        """The part's length."""
+        return int(self._places[i, 2])
 
     def name(self, i: int) -> str:
-        """The archive's path and the member's name."""
-        return f"{self._file.name}:{self._names[i]}"
+        """The file's path and the part's name."""
+        return f"{self.paths[int(self._places[i, 0])]}:{self._names[i]}"
+
+
+class Subset:
+    """Some of the images of a split."""
+
+    def __init__(self, images: Images, indices: Indices) -> None:
+        self._images, self._indices = images, indices
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each image, shape (n,)."""
+        return self._images.labels[self._indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, i: int) -> bytes:
+        """The encoded image, read by the whole split."""
+        return self._images.read(int(self._indices[i]))
+
+    def size(self, i: int) -> int:
+        """The image's bytes, from the whole split."""
+        return self._images.size(int(self._indices[i]))
+
+    def name(self, i: int) -> str:
+        """The image's name in the whole split."""
+        return self._images.name(int(self._indices[i]))
+
+
+class PiecewiseSubset(Subset, PiecewiseImages):
+    """Some of the images of a split whose neighbors are read together; the indices are sorted."""
+
+    def __init__(self, images: PiecewiseImages, indices: Indices) -> None:
+        super().__init__(images, indices)
+        self._whole = images
+
+    @property
+    def bytes_per_image(self) -> float:
+        """The mean size of an image of the whole split in bytes."""
+        return self._whole.bytes_per_image
+
+    @property
+    def usual_block(self) -> int:
+        """That of the whole split."""
+        return self._whole.usual_block
+
+    def read(self, i: int, pieces: Any = None) -> bytes:
+        """The encoded image, from pieces of the whole split or by itself."""
+        return self._whole.read(int(self._indices[i]), pieces)
+
+    def read_pieces(self, first: int, last: int) -> Any:
+        """The pieces of the whole split that contain the images [first, last)."""
+        return self._whole.read_pieces(int(self._indices[first]), int(self._indices[last - 1]) + 1)
+
+
+def subset_of(images: Images, indices: Indices) -> Subset:
+    """The images with these numbers, in sorted order."""
+    return PiecewiseSubset(images, indices) if isinstance(images, PiecewiseImages) else Subset(images, indices)
+
+
+def draw(images: Images, drawn: Mapping[str, Sequence[int]], seed: int) -> dict[str, Images]:
+    """Draw so many images of each class for each split at random; the rest is "train". Each keeps the images' order."""
+    order = epoch_order(len(images), seed, 0)
+    labels = images.labels[order]
+    parts: dict[str, list[Indices]] = {split: [] for split in ("train", *drawn)}
+    for label, counts in enumerate(zip(*drawn.values(), strict=True)):
+        rest = order[labels == label]
+        for split, count in zip(drawn, counts, strict=True):
+            parts[split].append(rest[:count])
+            rest = rest[count:]
+        parts["train"].append(rest)
+    return {split: subset_of(images, np.sort(np.concatenate(each))) for split, each in parts.items()}
 
 
 Collate = Callable[[list[Any]], tuple[Any, Any]]
@@ -285,9 +340,7 @@ class SyntheticImages(LabeledImages):
         """The image's number, for messages."""
         return f"synthetic image {i}"
 
-    def decode(
-        self, encoded: Sequence[bytes], _crops: Sequence[CropFunction], out: NDArray[np.uint8]
-    ) -> list[str | None]:
+    def decode(self, encoded: Sequence[bytes], _crops: object, out: NDArray[np.uint8]) -> list[str | None]:
         """Copy the images' pixels to `out`, shape (n, crop, crop, 3), like a decoder that never fails."""
         crop = out.shape[1]
         for data, square in zip(encoded, out, strict=True):

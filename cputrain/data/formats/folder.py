@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form, text_of
 from cputrain.affinity.wording import counted, first_named
 from cputrain.data.formats.places import NAMES, SPLITS, TEST, TRAIN, VAL, is_hidden, is_image, suffix_of, visible
+from cputrain.data.formats.source import Source, Split
+
+if TYPE_CHECKING:  # numpy: not needed to count
+    from cputrain.data.formats.dataset import Images
 
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 SYNSETS = ("imagenet_2012_validation_synset_labels.txt", "synset_labels.txt", "val_synsets.txt")
@@ -98,17 +103,19 @@ class Listing:
     labels: list[int]
     others: Counter[str]
 
+    @property
+    def split(self) -> Split:
+        """The split of these images."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFolder:
-    """The classes of an image folder, sorted, its splits, and lines that the user should see."""
+        def images() -> "Images":
+            from cputrain.data.formats.dataset import ImageFiles  # numpy
 
-    classes: tuple[str, ...]
-    splits: dict[str, Listing]
-    notes: tuple[str, ...]
+            return ImageFiles(self.paths, self.labels)
+
+        return Split(images=len(self.paths), labels=self.labels, load=images)
 
 
-def read_folder(root: Path) -> ImageFolder:
+def read_folder(root: Path) -> Source:
     """List the images of train/CLASS/* and perhaps val/CLASS/* and test/CLASS/*, or of CLASS/* for training.
 
     Raises InputError that names what is missing or wrong.
@@ -118,10 +125,11 @@ def read_folder(root: Path) -> ImageFolder:
     if TEST in folders and not _has_any(folders[TEST], classes):  # as in competitions
         notes.append(f"{folders[TEST]} has no folder of a class of {folders[TRAIN]}: it is not used")
         del folders[TEST]
-    splits = {split: _list_split(folder, classes, training=folders[TRAIN]) for split, folder in folders.items()}
-    notes += [note for split, folder in folders.items() for note in notes_of(folder, splits[split])]
+    listings = {split: _list_split(folder, classes, training=folders[TRAIN]) for split, folder in folders.items()}
+    notes += [note for split, folder in folders.items() for note in notes_of(folder, listings[split])]
     notes += other_forms(folders, classes)
-    return ImageFolder(classes=classes, splits=splits, notes=tuple(notes))
+    splits = {split: listing.split for split, listing in listings.items()}
+    return Source(place=str(root), classes=classes, splits=splits, notes=tuple(notes))
 
 
 def split_folders(root: Path) -> dict[str, Path]:

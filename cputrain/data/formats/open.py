@@ -1,61 +1,151 @@
-"""Opening a data folder, whichever format it has."""
+"""The formats of data folders: adding one is a line here and its module."""
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
-from cputrain.data.formats.dataset import Dataset, ImageFiles, OwnSplits
+from cputrain.affinity.wording import either
 from cputrain.data.formats.folder import read_folder
 from cputrain.data.formats.places import (
-    ALREADY_PREPARED,
-    FOLDER,
-    PREPARED,
-    RECORDS,
-    SPLIT_SEED,
-    TABLES,
-    TARS,
-    data_root,
-    kind_of,
+    MANIFEST,
+    SPLIT_OF,
+    TEST,
+    TRAIN,
+    VAL,
+    files_by_split,
     read_manifest,
+    visible,
 )
-from cputrain.data.formats.shards import Shards
-from cputrain.data.formats.subset import with_validation
-from cputrain.data.formats.tables import open_tables
-from cputrain.data.formats.tfrecord import open_tfrecords
-from cputrain.data.formats.webdataset import open_webdataset
+from cputrain.data.formats.source import Source, Split
+
+if TYPE_CHECKING:  # numpy: only where records must be read to be counted
+    from cputrain.data.formats.dataset import Dataset, Images
+
+Files = dict[str, list[Path]]
+"""The files of each split."""
+
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
+ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
+TFDS_VERSION = re.compile(r"\d+\.\d+\.\d+")  # the folders in which tensorflow_datasets keeps a data set
+MOST_FOLDERS = 100  # an image folder may have thousands of classes
 
 
-def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> Dataset:
-    """Open a prepared folder, an image folder, Parquet files, TFRecords or the tar files of webdataset.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format of files: its name in the plural, a function that finds the files of each split in a folder, and one
+    that reads what they contain; the column of labels is only for tables."""
 
-    `val_fraction` is the share of the training images that is drawn for validation, the same in every run; None: the
-    data's own validation images, or a share of VAL_FRACTION where there are none. `label_column` names the column of
-    Parquet files with the labels. Raises InputError that names what is missing or wrong.
+    title: str
+    find: Callable[[Path], Files]
+    read: Callable[[Path, Files, str | None], Source]
+
+    def source(self, root: Path, label_column: str | None = None) -> Source:
+        """What a folder of these files has; without validation images its test images are for validation. Raises
+        InputError."""
+        found = self.read(root, self.find(root), label_column)
+        if VAL in found.splits or TEST not in found.splits:
+            return found
+        return replace(found, splits={TRAIN: found.splits[TRAIN], VAL: found.splits[TEST]})
+
+
+def table_files(root: Path) -> Files:
+    """The Parquet and Arrow files of each split: as on the Hugging Face Hub, or as `save_to_disk` writes them."""
+    return files_by_split(root, lambda name: name.lower().endswith(TABLE_SUFFIXES))
+
+
+def record_files(root: Path) -> Files:
+    """The TFRecord files of each split: train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-00001, x.tfrec."""
+    return files_by_split(root, lambda name: RECORD_NAME.search(name) is not None)
+
+
+def tar_files(root: Path) -> Files:
+    """The tar files of each split; none of a folder whose split folders have folders of classes."""
+    files = files_by_split(root, lambda name: name.lower().endswith(TAR_SUFFIXES))
+    has_classes = any(path.is_dir() for name in SPLIT_OF for path in visible(root / name))
+    return {} if has_classes else files
+
+
+def _read_tables(root: Path, files: Files, label_column: str | None) -> Source:
+    from cputrain.data.formats.tables import read_tables
+
+    return read_tables(root, files, label_column)
+
+
+def _read_records(root: Path, files: Files, _label_column: str | None) -> Source:
+    from cputrain.data.formats.tfrecord import read_tfrecords
+
+    return read_tfrecords(root, files)
+
+
+def _read_tars(root: Path, files: Files, _label_column: str | None) -> Source:
+    from cputrain.data.formats.webdataset import read_tars
+
+    return read_tars(root, files)
+
+
+TABLES = Format(title="Parquet or Arrow files", find=table_files, read=_read_tables)
+RECORDS = Format(title="TFRecords", find=record_files, read=_read_records)
+TARS = Format(title="tar files", find=tar_files, read=_read_tars)
+FORMATS = (TABLES, RECORDS, TARS)
+
+
+def detect(path: str | Path | None, label_column: str | None = None) -> Source:
+    """What a data folder has: shards of cputrain prepare, files of one of FORMATS, or an image folder.
+
+    `label_column` names the column of tables with the labels. Raises InputError that names what is missing or wrong,
+    for one that has archives to prepare, or data in folders below it.
     """
-    root = data_root(path)
-    kind = kind_of(root)
-    if kind == PREPARED and val_fraction is not None:
-        raise InputError(f"{root}{ALREADY_PREPARED}")
-    own = open_tables(root, label_column) if kind == TABLES else READERS[kind](root)
-    return with_validation(str(root), own, val_fraction, seed=SPLIT_SEED)
+    if path is None:
+        raise InputError("the recipe has no data.path: set data.path=DIR to a folder of images")
+    root = Path(path)
+    if (root / MANIFEST).is_file():
+        return _prepared(root)
+    for archive, kind in ARCHIVES.items():
+        if (root / archive).is_file() and not (root / TRAIN).is_dir():
+            raise InputError(f"{root} has {archive}: pack it with cputrain prepare {kind} {root} OUT, and name OUT")
+    for each in FORMATS:
+        if each.find(root):
+            return each.source(root, label_column)
+    for each in FORMATS:
+        if below := _folders_below(root, each.find):
+            raise InputError(f"{root} has {each.title} only in folders below it: give {either(below)}")
+    return read_folder(root)
 
 
-def _prepared_splits(root: Path) -> OwnSplits:
+def open_dataset(path: str | None, *, val_fraction: float | None = None, label_column: str | None = None) -> "Dataset":
+    """Open a data folder of any format that `detect` knows, with validation images as `Source.open` has them.
+
+    Raises InputError that names what is missing or wrong.
+    """
+    return detect(path, label_column).open(val_fraction)
+
+
+def _prepared(root: Path) -> Source:
+    """The splits of a prepared folder, counted by its manifest."""
     manifest = read_manifest(root)
-    splits = {split: Shards(root, split) for split in manifest["splits"]}
-    return OwnSplits(classes=tuple(manifest["classes"]), notes=(), **splits)
+
+    def shards(split: str) -> "Images":
+        from cputrain.data.formats.shards import Shards
+
+        return Shards(root, split)
+
+    splits = {
+        split: Split(images=entry["images"], load=partial(shards, split)) for split, entry in manifest["splits"].items()
+    }
+    return Source(place=str(root), classes=tuple(manifest["classes"]), splits=splits, prepared=True)
 
 
-def folder_splits(root: Path) -> OwnSplits:
-    """The splits of an image folder, as `read_folder` finds them. Raises InputError."""
-    found = read_folder(root)
-    splits = {split: ImageFiles(listing.paths, listing.labels) for split, listing in found.splits.items()}
-    return OwnSplits(classes=found.classes, notes=found.notes, **splits)
-
-
-READERS: dict[str, Callable[[Path], OwnSplits]] = {
-    PREPARED: _prepared_splits,
-    RECORDS: open_tfrecords,
-    TARS: open_webdataset,
-    FOLDER: folder_splits,
-}
+def _folders_below(root: Path, contains: Callable[[Path], object]) -> list[str]:
+    """The folders of a folder of which `contains` is true, as the configurations of a data set on the Hub; [] where it
+    is an image folder itself."""
+    if (root / TRAIN).is_dir():
+        return []
+    folders = [path for path in visible(root) if path.is_dir()][:MOST_FOLDERS]
+    versions = [path for folder in folders for path in visible(folder) if TFDS_VERSION.fullmatch(path.name)]
+    return [str(path) for path in (*folders, *versions) if contains(path)]

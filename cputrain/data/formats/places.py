@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.wording import counted, either
 from cputrain.files import write_text
 
 VERSION = 3
@@ -112,13 +111,6 @@ NAMES = {
     TEST: ("test", "testing", "eval", "evaluation"),
 }
 SPLIT_OF = {name: split for split, names in NAMES.items() for name in names}
-TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
-ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
-PREPARED, TABLES, RECORDS, TARS, FOLDER = "shards", "Parquet or Arrow files", "TFRecords", "tar files", "image folder"
-TFDS_VERSION = re.compile(r"\d+\.\d+\.\d+")  # the folders in which tensorflow_datasets keeps a data set
-MOST_FOLDERS = 100  # an image folder may have thousands of classes
 
 
 def is_hidden(name: str) -> bool:
@@ -136,30 +128,6 @@ def suffix_of(name: str) -> str:
     and there may be a million files.)"""
     _, dot, last = name.rpartition(".")
     return f".{last.lower()}" if dot else ""
-
-
-def data_root(path: str | None) -> Path:
-    """The folder that data.path names. Raises InputError when it names none."""
-    if path is None:
-        raise InputError("the recipe has no data.path: set data.path=DIR to a folder of images")
-    return Path(path)
-
-
-def record_files(root: Path) -> dict[str, list[Path]]:
-    """The TFRecord files of each split: train-00000-of-01024, imagenet2012-train.tfrecord-00000-of-00001, x.tfrec."""
-    return files_by_split(root, lambda name: RECORD_NAME.search(name) is not None)
-
-
-def table_files(root: Path) -> dict[str, list[Path]]:
-    """The Parquet and Arrow files of each split: as on the Hugging Face Hub, or as `save_to_disk` writes them."""
-    return files_by_split(root, lambda name: name.lower().endswith(TABLE_SUFFIXES))
-
-
-def shard_files(root: Path) -> dict[str, list[Path]]:
-    """The tar files of each split; none of a folder whose split folders have folders of classes."""
-    files = files_by_split(root, lambda name: name.lower().endswith(TAR_SUFFIXES))
-    has_classes = any(path.is_dir() for name in SPLIT_OF for path in visible(root / name))
-    return {} if has_classes else files
 
 
 def files_by_split(root: Path, is_wanted: Callable[[str], bool]) -> dict[str, list[Path]]:
@@ -183,97 +151,9 @@ def split_of(parts: Sequence[str]) -> str:
     return next((SPLIT_OF[word] for word in reversed(words) if word in SPLIT_OF), TRAIN)
 
 
-def folders_below(root: Path, contains: Callable[[Path], object]) -> list[str]:
-    """The folders of a folder of which `contains` is true, as the configurations of a data set on the Hub; [] where it
-    is an image folder itself."""
-    if (root / TRAIN).is_dir():
-        return []
-    folders = [path for path in visible(root) if path.is_dir()][:MOST_FOLDERS]
-    versions = [path for folder in folders for path in visible(folder) if TFDS_VERSION.fullmatch(path.name)]
-    return [str(path) for path in (*folders, *versions) if contains(path)]
-
-
 def visible(folder: Path) -> list[Path]:
     """What is in a folder, sorted, without hidden names; [] where it is no folder. Raises InputError."""
     try:
         return sorted(path for path in folder.iterdir() if not is_hidden(path.name)) if folder.is_dir() else []
     except OSError as error:
         raise InputError(f"cannot read {folder}: {error.strerror}") from None
-
-
-FILES_OF = {TABLES: table_files, RECORDS: record_files, TARS: shard_files}
-
-
-def kind_of(root: Path) -> str:
-    """What a data folder has: PREPARED, TABLES, RECORDS, TARS or FOLDER.
-
-    Raises InputError for one that has archives to prepare, or data in folders below it.
-    """
-    if (root / MANIFEST).is_file():
-        return PREPARED
-    for archive, kind in ARCHIVES.items():
-        if (root / archive).is_file() and not (root / TRAIN).is_dir():
-            raise InputError(f"{root} has {archive}: pack it with cputrain prepare {kind} {root} OUT, and name OUT")
-    for kind, files in FILES_OF.items():
-        if files(root):
-            return kind
-    for kind, files in FILES_OF.items():
-        if below := folders_below(root, files):
-            raise InputError(f"{root} has {kind} only in folders below it: give {either(below)}")
-    return FOLDER
-
-
-VAL_FRACTION = 0.2  # of a source without validation images, unless another is requested
-SPLIT_SEED = 1  # of a training, and of cputrain prepare unless it gets another: both draw the same images
-ALREADY_PREPARED = " is prepared: remove data.val_fraction, or prepare again with --val-fraction"
-BOTH_SPLITS = " has validation and test images of its own: remove data.val_fraction"
-
-
-def counts_to_draw(
-    classes: Sequence[str], sizes: Sequence[int], fractions: Mapping[str, float]
-) -> dict[str, list[int]]:
-    """For each split in `fractions`, the images to draw from each class, of which there are `sizes`.
-
-    Raises InputError where a class would keep no image to train on.
-    """
-    drawn = {split: apportioned(fraction, sizes) for split, fraction in fractions.items()}
-    for name, size, *counts in zip(classes, sizes, *drawn.values(), strict=True):
-        if sum(counts) >= size:
-            requested = " and ".join(f"{fraction:g}" for fraction in fractions.values())
-            raise InputError(
-                f"class {name} has {counted(size, 'image')}: too few to split off {requested} of them for validation: "
-                "add images to it, or name a folder that has validation images of its own in val/CLASS/"
-            )
-    return drawn
-
-
-def apportioned(fraction: float, sizes: Sequence[int]) -> list[int]:
-    """How many images of each class make that fraction of all: largest remainders (Hamilton), at least 1 each."""
-    exact = [fraction * size for size in sizes]
-    counts = [max(1, int(share)) for share in exact]
-    missing = round(fraction * sum(sizes)) - sum(counts)
-    by_remainder = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
-    for i in by_remainder[: max(0, missing)]:
-        counts[i] += 1
-    return counts
-
-
-def describe_drawn(source: str, images: int, fraction: float) -> str:
-    """A line about validation images that were drawn from a source."""
-    return (
-        f"{source} has no validation images of its own: {counted(images, 'image')} drawn from its classes in "
-        f"proportion, a share of {fraction:g}, are for validation"
-    )
-
-
-def order_notes(classes: Sequence[str]) -> tuple[str, ...]:
-    """A line where the classes are numbers, and their order as texts, which makes the labels, is another one."""
-    if not all(name.isdecimal() for name in classes):
-        return ()
-    first = next((label for label, name in enumerate(sorted(classes, key=int)) if name != classes[label]), None)
-    if first is None:
-        return ()
-    return (
-        f"the classes are numbers in the order of texts, as torchvision's ImageFolder has them: label {first} is class "
-        f'"{classes[first]}"',
-    )

@@ -8,7 +8,7 @@ read a row group at a time; Arrow files are mapped into memory.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
 from cputrain.affinity.wording import counted
-from cputrain.data.formats.dataset import Images, LabeledImages, OwnSplits, PiecewiseImages
-from cputrain.data.formats.places import table_files
-from cputrain.data.formats.subset import subset_of
+from cputrain.data.formats.dataset import LabeledImages, PiecewiseImages, subset_of
+from cputrain.data.formats.source import Source, Split, opened
 
 IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png", "picture", "photo")
 UNLABELED = -1
@@ -250,15 +249,14 @@ class TableImages(LabeledImages, PiecewiseImages):
         return bytes(data)
 
 
-def open_tables(root: Path, label: str | None = None) -> OwnSplits:
-    """Open the Parquet or Arrow files of a folder, splits by the files' names; rows and splits without labels are left
-    out.
+def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | None = None) -> Source:
+    """Open the Parquet or Arrow files of a folder; rows and splits without labels are left out.
 
     `label` names the column with the labels; None: the only one. Raises InputError that names what is missing or wrong.
     """
     if not root.is_dir():
         raise InputError(f"{root} is not a folder: give the folder of the Parquet or Arrow files")
-    tables = {split: [_open(path) for path in paths] for split, paths in table_files(root).items()}
+    tables = {split: [_open(path) for path in paths] for split, paths in files.items()}
     if "train" not in tables:
         raise InputError(f"{root} has no files with train in their names, only of {', '.join(tables)}")
     first = tables["train"][0]
@@ -273,7 +271,7 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
     classes = class_names_of(first.schema, label, columns["train"])
     if not classes.names:
         raise InputError(f"{first.path}: column {label} has no label in any row")
-    splits: dict[str, Images] = {}
+    splits: dict[str, Split] = {}
     notes: list[str] = []
     for split, each in tables.items():
         labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes)
@@ -283,12 +281,10 @@ def open_tables(root: Path, label: str | None = None) -> OwnSplits:
             notes.append(f"{each[0].path.parent}: {without} of the split {split} without a {label}: not used")
         if len(labeled):
             images = TableImages(root, [group for table in each for group in table.groups(image)], labels)
-            splits[split] = images if len(labeled) == len(labels) else subset_of(images, labeled)
+            splits[split] = opened(images if len(labeled) == len(labels) else subset_of(images, labeled))
     if "train" not in splits:
         raise InputError(f"{first.path}: column {label} has no label in any row")
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits.pop("test")
-    return OwnSplits(classes=tuple(classes.names), notes=tuple(notes), **splits)
+    return Source(place=str(root), classes=classes.names, splits=splits, notes=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ in label.labels.txt.
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
-from cputrain.data.formats.dataset import Images, OwnSplits
-from cputrain.data.formats.places import record_files
+from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.shards import crc32c
-from cputrain.data.formats.subset import subset_of
+from cputrain.data.formats.source import Source, Split, opened
 
 HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
@@ -37,92 +36,77 @@ VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 Span = tuple[int, int]
 
 
-class RecordImages:
-    """The images of one split's TFRecord files."""
+class RecordImages(FileParts):
+    """The images of one split's TFRecord files.
 
-    def __init__(self, paths: list[Path]) -> None:
-        """Find the images in one pass over all records. Raises InputError where a file is damaged or not of images."""
-        self.paths = paths
-        self._files = [path.open("rb") for path in paths]
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        self.names: dict[int, str] = {}
-        for number, path in enumerate(paths):
-            for record, (begin, end), label, name in examples(path):
-                rows.append((number, *record, begin - record[0], end - begin, label))
-                self.names.setdefault(label, name or str(label))
-        self._rows = np.array(rows, dtype=np.int64).reshape(len(rows), 6)
-        self._labels = self._rows[:, 5].copy()
+    `rows`, shape (n, 6), are each image's file, offset and length, its record's offset and length, and its class.
+    """
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each image, shape (n,)."""
-        return self._labels
-
-    def relabel(self, labels: dict[int, int]) -> None:
-        """Replace the labels of the records; `labels` maps each to a class number from 0."""
-        self._labels = np.array([labels[label] for label in self._rows[:, 5].tolist()], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    def __init__(self, paths: Sequence[Path], rows: NDArray[np.int64]) -> None:
+        super().__init__(paths, rows[:, :3], rows[:, 5], ())
+        self._records = rows[:, 3:5]
 
     def read(self, i: int) -> bytes:
         """The image's bytes. Raises OSError where the record's checksum is wrong."""
-        file, start, length, begin, size, _ = self._rows[i].tolist()
+        (file, offset, size), (start, length) = self._places[i].tolist(), self._records[i].tolist()
         record = os.pread(self._files[file].fileno(), length + TAIL, start)
         if len(record) < length + TAIL or masked(record[:-TAIL]) != int.from_bytes(record[-TAIL:], "little"):
             raise OSError(f"checksum differs: the record at byte {start - HEAD:,} is damaged")
-        return record[begin : begin + size]
-
-    def size(self, i: int) -> int:
-        """The bytes of image i."""
-        return int(self._rows[i, 4])
+        return record[offset - start : offset - start + size]
 
     def name(self, i: int) -> str:
         """The record's file and offset."""
-        return f"{self.paths[int(self._rows[i, 0])]}:{int(self._rows[i, 1]) - HEAD}"
+        return f"{self.paths[int(self._places[i, 0])]}:{int(self._records[i, 0]) - HEAD}"
 
 
-def open_tfrecords(source: Path) -> OwnSplits:
-    """Open the TFRecord files of a folder, splits by the files' names; records without a label are left out.
+def read_tfrecords(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
+    """Find the images in a folder's TFRecord files in one pass over all records; those without a label are left out.
 
-    Raises InputError that names what is missing or wrong.
+    Raises InputError that names what is missing, wrong or damaged.
     """
-    found = record_files(source)
-    if "train" not in found:
+    if "train" not in files:
         raise InputError(
-            f"{source} has no TFRecords of the training split (train-*-of-*, *-train.tfrecord-*): name the folder that "
+            f"{root} has no TFRecords of the training split (train-*-of-*, *-train.tfrecord-*): name the folder that "
             "contains them"
         )
-    names, notes = _class_names(source), []
-    records: dict[str, RecordImages] = {}
-    for split, paths in found.items():
-        filled = [path for path in paths if path.stat().st_size]
-        if not filled:
+    notes: list[str] = []
+    filled: dict[str, list[Path]] = {}
+    for split, paths in files.items():
+        filled[split] = [path for path in paths if path.stat().st_size]
+        if not filled[split]:
             raise InputError(f"{paths[0]} is empty, as are all files of its split: is the download complete?")
-        if len(filled) < len(paths):
-            notes.append(f"{source}: {counted(len(paths) - len(filled), 'empty file')} of the split {split}")
-        records[split] = RecordImages(filled)
-    names = names or {label: name for label, name in records["train"].names.items() if label != UNLABELED}
-    numbers = {label: number for number, label in enumerate(sorted(names))}
-    splits: dict[str, Images] = {}
-    for split, images in records.items():
-        if extra := sorted(set(images.names) - set(names) - {UNLABELED}):
-            raise InputError(f"{found[split][0]}: label {extra[0]} is not a class of the training files")
-        images.relabel({**numbers, UNLABELED: UNLABELED})
-        labeled = np.flatnonzero(images.labels != UNLABELED)
-        if len(labeled) == len(images):
-            splits[split] = images
-            continue
-        notes.append(f"{source}: {counted(len(images) - len(labeled), 'image')} of the split {split} without a label")
+        if empty := len(paths) - len(filled[split]):
+            notes.append(f"{root}: {counted(empty, 'empty file')} of the split {split}")
+    found = {split: _rows(paths) for split, paths in filled.items()}
+    names = _class_names(root) or {label: name for label, name in found["train"][1].items() if label != UNLABELED}
+    labels = np.array(sorted(names), dtype=np.int64)
+    splits: dict[str, Split] = {}
+    for split, (rows, of_split) in found.items():
+        if extra := sorted(of_split.keys() - names.keys() - {UNLABELED}):
+            raise InputError(f"{files[split][0]}: label {extra[0]} is not a class of the training files")
+        labeled = rows[rows[:, 5] != UNLABELED]
+        if len(labeled) < len(rows):
+            without = counted(len(rows) - len(labeled), "image")
+            notes.append(f"{root}: {without} of the split {split} without a label")
         if len(labeled):
-            splits[split] = subset_of(images, labeled)
+            labeled[:, 5] = np.searchsorted(labels, labeled[:, 5])
+            splits[split] = opened(RecordImages(filled[split], labeled))
     if "train" not in splits:
         keys = b" or ".join(LABELS).decode()
-        raise InputError(f"{found['train'][0]}: not one record has a label, {keys}")
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits.pop("test")
+        raise InputError(f"{files['train'][0]}: not one record has a label, {keys}")
     classes = tuple(names[label] for label in sorted(names))
-    return OwnSplits(classes=classes, notes=tuple(notes), **splits)
+    return Source(place=str(root), classes=classes, splits=splits, notes=tuple(notes))
+
+
+def _rows(paths: Sequence[Path]) -> tuple[NDArray[np.int64], dict[int, str]]:
+    """The rows of RecordImages, with the labels of the records for classes; and the name of each label."""
+    rows: list[tuple[int, ...]] = []
+    names: dict[int, str] = {}
+    for number, path in enumerate(paths):
+        for record, (begin, end), label, name in examples(path):
+            rows.append((number, begin, end - begin, *record, label))
+            names.setdefault(label, name or str(label))
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 6), names
 
 
 def _class_names(source: Path) -> dict[int, str]:

@@ -7,15 +7,15 @@ text in KEY.cls, else what KEY.json has as "label". Nothing is unpacked.
 import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import first_named
-from cputrain.data.formats.dataset import LabeledImages, OwnSplits
-from cputrain.data.formats.places import is_hidden, is_image, shard_files
+from cputrain.data.formats.dataset import FileParts
+from cputrain.data.formats.places import is_hidden, is_image
+from cputrain.data.formats.source import Source, opened
 
 GZIP = b"\x1f\x8b"
 
@@ -52,78 +52,62 @@ Place = tuple[int, int]
 """Offset and length of a member."""
 
 
-class TarImages(LabeledImages):
-    """The images of one split's tar files."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Samples:
+    """The samples of one split: name, place (number of the file, offset, length) and label of each."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        """Find images and labels in one pass over all headers. Raises InputError where a sample lacks one of them."""
-        self.paths = paths
-        self._files = [path.open("rb") for path in paths]
-        self._names: list[str] = []
-        self.found: list[int | str] = []
-        self.empty: list[Path] = []
-        rows: list[tuple[int, int, int]] = []
-        for number, path in enumerate(paths):
-            before = len(rows)
-            for name, (offset, length), label in _samples(path, self._files[number].fileno()):
-                rows.append((number, offset, length))
-                self._names.append(name)
-                self.found.append(label)
-            if len(rows) == before:
-                self.empty.append(path)
-        self._rows = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
-
-    def label_by(self, numbers: dict[int | str, int]) -> None:
-        """Set the labels; `numbers` maps each label that was found to a class number from 0."""
-        self._labels = np.array([numbers[label] for label in self.found], dtype=np.int64)
-
-    def read(self, i: int) -> bytes:
-        """The member's bytes. Raises OSError where the file ends before them."""
-        file, offset, length = self._rows[i].tolist()
-        data = os.pread(self._files[file].fileno(), length, offset)
-        if len(data) < length:
-            raise OSError(f"{self.paths[file]} ends within it")
-        return data
-
-    def size(self, i: int) -> int:
-        """The member's length."""
-        return int(self._rows[i, 2])
-
-    def name(self, i: int) -> str:
-        """The tar file's path and the member's name."""
-        return f"{self.paths[int(self._rows[i, 0])]}:{self._names[i]}"
+    names: list[str]
+    places: list[tuple[int, int, int]]
+    labels: list[int | str]
 
 
-def open_webdataset(root: Path) -> OwnSplits:
-    """Open the tar files of a folder, splits by the files' names. Raises InputError that names what is wrong."""
-    found = shard_files(root)
-    if "train" not in found:
-        raise InputError(f"{root} has no tar file of the training split, only of {', '.join(found) or 'none'}")
-    splits = {split: TarImages(paths) for split, paths in found.items()}
+def read_tars(root: Path, files: Mapping[str, Sequence[Path]]) -> Source:
+    """Find the images and labels in the tar files of a folder, in one pass over all headers.
+
+    Raises InputError that names what is wrong.
+    """
+    if "train" not in files:
+        raise InputError(f"{root} has no tar file of the training split, only of {', '.join(files) or 'none'}")
+    found = {split: _samples_of(paths) for split, paths in files.items()}
     notes = []
-    for split, images in splits.items():
-        if len(images.empty) == len(images.paths):
-            raise InputError(f"{images.paths[0]} has no image, nor have others of its split: is the download complete?")
-        if images.empty:
-            named = first_named([path.name for path in images.empty])
-            notes.append(f"{root}: {named} of the {split} split: no image in it")
-    for split in [split for split, images in splits.items() if split != "train" and set(images.found) == {UNLABELED}]:
-        del splits[split]
+    for split, each in found.items():
+        paths = files[split]
+        with_images = {number for number, _, _ in each.places}
+        if not with_images:
+            raise InputError(f"{paths[0]} has no image, nor have others of its split: is the download complete?")
+        if empty := [path.name for number, path in enumerate(paths) if number not in with_images]:
+            notes.append(f"{root}: {first_named(empty)} of the {split} split: no image in it")
+    for split in [split for split, each in found.items() if split != "train" and set(each.labels) == {UNLABELED}]:
+        del found[split]
         notes.append(f"{root}: the {split} split has no labels, only {UNLABELED}: it is left out")
-    labels = set(splits["train"].found)
+    labels = set(found["train"].labels)
     if negative := [label for label in labels if isinstance(label, int) and label < 0]:
         raise InputError(
-            f"{found['train'][0]} has samples of label {min(negative)}; classes are numbers from 0, or texts: leave "
+            f"{files['train'][0]} has samples of label {min(negative)}; classes are numbers from 0, or texts: leave "
             "out what has no label"
         )
     names = sorted(labels, key=lambda label: (isinstance(label, str), label))
-    for split, images in splits.items():
-        if extra := set(images.found) - labels:
-            raise InputError(f"{found[split][0]}: label {min(extra, key=str)!r} is not in the training files")
-        images.label_by({label: number for number, label in enumerate(names)})
-    if "val" not in splits and "test" in splits:
-        splits["val"] = splits.pop("test")
-    return OwnSplits(classes=tuple(map(str, names)), notes=tuple(notes), **splits)
+    number = {label: number for number, label in enumerate(names)}
+    splits = {}
+    for split, each in found.items():
+        if extra := set(each.labels) - labels:
+            raise InputError(f"{files[split][0]}: label {min(extra, key=str)!r} is not in the training files")
+        splits[split] = opened(
+            FileParts(files[split], each.places, [number[label] for label in each.labels], each.names)
+        )
+    return Source(place=str(root), classes=tuple(map(str, names)), splits=splits, notes=tuple(notes))
+
+
+def _samples_of(paths: Sequence[Path]) -> _Samples:
+    """The samples of tar files. Raises InputError where one lacks its image or label."""
+    found = _Samples(names=[], places=[], labels=[])
+    for number, path in enumerate(paths):
+        with path.open("rb") as file:
+            for name, place, label in _samples(path, file.fileno()):
+                found.names.append(name)
+                found.places.append((number, *place))
+                found.labels.append(label)
+    return found
 
 
 def _samples(path: Path, file: int) -> Iterator[tuple[str, Place, int | str]]:

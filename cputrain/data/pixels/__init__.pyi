@@ -1,12 +1,6 @@
-from .augment import Augmentation as Augmentation
-from .augment import Transform as Transform
-from .crops import Crop as Crop
-from .crops import CropFunction as CropFunction
-from .crops import center_crop as center_crop
-from .crops import random_box as random_box
-from .crops import random_crop as random_crop
-from .crops import random_resized_crop as random_resized_crop
 from .decode import DAMAGE as DAMAGE
+from .decode import Crop as Crop
+from .decode import Crops as Crops
 from .decode import Decode as Decode
 from .decode import ImageError as ImageError
 from .decode import Pixels as Pixels
@@ -14,6 +8,10 @@ from .decode import TurboDecoder as TurboDecoder
 from .decode import bytes_of_pixels as bytes_of_pixels
 from .decode import choose_decoder as choose_decoder
 from .decode import decode_by_pillow as decode_by_pillow
-from .decode import decode_one_by_pillow as decode_one_by_pillow
 from .decode import find_library as find_library
 from .decode import load as load
+from .transform import Augmentation as Augmentation
+from .transform import Transform as Transform
+from .transform import augment as augment
+from .transform import center_crop as center_crop
+from .transform import random_box as random_box

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_void_p
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,6 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.filesystem import cache_folder
-from cputrain.data.pixels.crops import CropFunction
 from cputrain.native_build import NativeExtension, ensure_compiled, loading
 
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("pixels.cpp", "jpeg_rows.hpp", "scale.hpp"))
@@ -34,7 +34,31 @@ FUNCTIONS = (
     "tj3Decompress8",
     "tj3GetErrorStr",
 )
-NO_CROP = (0,) * 10  # as many numbers as pixels.cpp's Crop has
+
+
+class Crop(NamedTuple):
+    """A square to take from an image, all in pixels: a row of the table that pixels.cpp has, whose Crop it is.
+
+    The part of the image of `width` x `height` at (left, top) is scaled to (scaled_width, scaled_height). The crop is
+    the square of `side` pixels in it whose upper left corner is (x, y), mirrored left to right with `flip`.
+    """
+
+    left: int
+    top: int
+    width: int
+    height: int
+    scaled_width: int
+    scaled_height: int
+    x: int
+    y: int
+    side: int
+    flip: bool = False
+
+
+Crops = Callable[[int, int, int], Crop]
+"""An image's place in a batch, its width and height -> the crop to take from it."""
+
+NO_CROP = (0,) * len(Crop._fields)
 
 
 class TurboDecoder:
@@ -50,7 +74,7 @@ class TurboDecoder:
         self._sizes = ctypes.PyDLL(str(native)).pixels_sizes  # keeps the GIL: releasing it takes longer than the call
         self._local = threading.local()
 
-    def decode(self, encoded: Sequence[bytes], crops: Sequence[CropFunction], out: NDArray[np.uint8]) -> list[bool]:
+    def decode(self, encoded: Sequence[bytes], crops: Crops, out: NDArray[np.uint8]) -> list[bool]:
         """Decode a crop of each JPEG into its place of `out`, shape (n, side, side, 3).
 
         Returns False for each image that is no JPEG, damaged, or of a kind that this decoder does not support. The GIL
@@ -61,16 +85,15 @@ class TurboDecoder:
         data, lengths = (c_char_p * count)(*encoded), (c_size_t * count)(*map(len, encoded))
         sizes = (c_int * (2 * count))()
         self._sizes(count, data, lengths, sizes)
-        packed: list[int] = []
-        for crop_of, width, height in zip(crops, sizes[::2], sizes[1::2], strict=True):
-            crop = crop_of(width, height) if width else None
-            packed += (*crop.box, *crop.size, *crop.at, crop.side, crop.flip) if crop else NO_CROP
+        table: list[int] = []
+        for place, (width, height) in enumerate(zip(sizes[::2], sizes[1::2], strict=True)):
+            table += crops(place, width, height) if width else NO_CROP
         done = (c_ubyte * count)()
         local = self._local.__dict__
         handle = local.get("handle") or local.setdefault("handle", _Handle(self._native, self._table))
         self._native.pixels_decode(
             *(handle.pointer, count, data, lengths),
-            *((c_int * len(packed))(*packed), side, c_void_p(out.ctypes.data), done),
+            *((c_int * len(table))(*table), side, c_void_p(out.ctypes.data), done),
         )
         return [bool(each) for each in done]
 
@@ -155,8 +178,8 @@ def built_path(env: Mapping[str, str]) -> Path:
 Pixels = NDArray[np.uint8]
 """RGB values, shape (side, side, 3), or (n, side, side, 3) of several crops."""
 
-Decode = Callable[[Sequence[bytes], Sequence[CropFunction], Pixels], list[str | None]]
-"""Encoded images, their crop functions and an (n, side, side, 3) output; returns each image's error, or None."""
+Decode = Callable[[Sequence[bytes], Crops, Pixels], list[str | None]]
+"""Encoded images, their crops and an (n, side, side, 3) output; returns each image's error, or None."""
 
 MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # Pillow's name for the bytes of a file
 # All that Pillow raises on files that are no image, or damaged.
@@ -185,41 +208,32 @@ def choose_decoder(requested: str, env: Mapping[str, str]) -> tuple[Decode, str]
             raise
         return decode_by_pillow, f"Pillow: {error}"
 
-    def decode(encoded: Sequence[bytes], crops: Sequence[CropFunction], out: Pixels) -> list[str | None]:
+    def decode(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> list[str | None]:
         done = fast.decode(encoded, crops, out)
-        each = zip(done, encoded, crops, out, strict=True)
         # What libjpeg-turbo leaves is another format, a rare kind of JPEG, or damaged: Pillow decides.
-        return [None if ok else _error_of(data, crop, square) for ok, data, crop, square in each]
+        return [None if ok else _error_of(encoded, place, crops, out) for place, ok in enumerate(done)]
 
     return decode, f"libjpeg-turbo: {fast.path}"
 
 
-def decode_by_pillow(encoded: Sequence[bytes], crops: Sequence[CropFunction], out: Pixels) -> list[str | None]:
-    """Decode all images with Pillow."""
-    return [_error_of(data, crop, square) for data, crop, square in zip(encoded, crops, out, strict=True)]
+def decode_by_pillow(encoded: Sequence[bytes], crops: Crops, out: Pixels) -> list[str | None]:
+    """Decode all images, of any format, with Pillow."""
+    return [_error_of(encoded, place, crops, out) for place in range(len(encoded))]
 
 
-def _error_of(data: bytes, crop_of: CropFunction, out: Pixels) -> str | None:
+def _error_of(encoded: Sequence[bytes], place: int, crops: Crops, out: Pixels) -> str | None:
+    """Decode one of the images with Pillow into its place; its error, or None."""
     try:
-        decode_one_by_pillow(data, crop_of, out)
-    except ImageError as error:
-        return str(error)
-    return None
-
-
-def decode_one_by_pillow(data: bytes, crop_of: CropFunction, out: Pixels) -> None:
-    """Decode an image of any format into its (side, side, 3) output. Raises ImageError."""
-    try:
-        with _open(data) as image:
-            crop = crop_of(image.width, image.height)
-            left, top, width, height = crop.box
-            scaled = image.crop((left, top, left + width, top + height)).resize(crop.size, Image.Resampling.BILINEAR)
-            x, y = crop.at
-            square = scaled.crop((x, y, x + crop.side, y + crop.side)).convert("RGB")
+        with _open(encoded[place]) as image:
+            crop = crops(place, image.width, image.height)
+            part = image.crop((crop.left, crop.top, crop.left + crop.width, crop.top + crop.height))
+            scaled = part.resize((crop.scaled_width, crop.scaled_height), Image.Resampling.BILINEAR)
+            square = scaled.crop((crop.x, crop.y, crop.x + crop.side, crop.y + crop.side)).convert("RGB")
     except DAMAGE as error:
-        raise ImageError(str(error)) from None
+        return MEMORY.sub("", str(error))
     pixels = np.asarray(square)
-    out[:] = pixels[:, ::-1] if crop.flip else pixels
+    out[place] = pixels[:, ::-1] if crop.flip else pixels
+    return None
 
 
 def _open(data: bytes) -> Image.Image:

@@ -9,8 +9,8 @@ from .sources import KINDS as KINDS
 from .sources import TORCHVISION as TORCHVISION
 from .sources import TRAIN as TRAIN
 from .sources import VAL as VAL
-from .sources import open_caltech256 as open_caltech256
 from .sources import open_source as open_source
+from .sources import read_caltech256 as read_caltech256
 from .sources import read_idx as read_idx
 from .sources import write_digits as write_digits
 from .verify import PLAIN as PLAIN

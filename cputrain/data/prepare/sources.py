@@ -1,4 +1,4 @@
-"""Raw data sets that prepare reads: ImageNet's tars, MNIST's idx files, Caltech-256, tables, folders."""
+"""Raw data sets that prepare reads: ImageNet's tars, MNIST's idx files, Caltech-256, torchvision's, folders, tables."""
 
 import gzip
 import io
@@ -7,8 +7,11 @@ import re
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,22 +20,19 @@ from PIL import Image
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import text_of
 from cputrain.affinity.wording import counted
-from cputrain.data.formats.dataset import ArchiveMembers, Dataset, ImageFiles, Images, OwnSplits
-from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of
-from cputrain.data.formats.open import folder_splits
+from cputrain.data.formats.dataset import Dataset, FileParts, Images, LabeledImages
+from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of, read_folder
+from cputrain.data.formats.open import RECORDS, TABLES
 from cputrain.data.formats.places import is_image
-from cputrain.data.formats.subset import with_validation
-from cputrain.data.formats.tables import open_tables
-from cputrain.data.formats.tfrecord import open_tfrecords
+from cputrain.data.formats.source import Source, opened
 from cputrain.data.formats.webdataset import members
 
 ARCHIVE = "256_ObjectCategories.tar"
 
 
-def open_caltech256(source: Path) -> OwnSplits:
+def read_caltech256(root: Path) -> Source:
     """Classes and images of 001.ak47/001_0001.jpg, ..., without splits. Raises InputError."""
-    if (source / ARCHIVE).is_file():
-        source = source / ARCHIVE
+    source = root / ARCHIVE if (root / ARCHIVE).is_file() else root
     if not source.is_file():
         inner = source / Path(ARCHIVE).stem
         folder = inner if inner.is_dir() else source
@@ -40,22 +40,23 @@ def open_caltech256(source: Path) -> OwnSplits:
             raise InputError(f"{folder} does not exist: name a folder with a folder for each class")
         names = tuple(sorted(map(text_of, class_folders(folder).values())))
         listing = list_images(folder, names, every_class=True)
-        train = ImageFiles(listing.paths, listing.labels)
-        return OwnSplits(classes=names, train=train, notes=tuple(notes_of(folder, listing)))
-    found = [row for row in members(source, 0) if is_image(row[0])]
-    by_class = [(Path(name).parent.name, name, offset, length) for name, offset, length in sorted(found)]
-    classes = tuple(sorted({row[0] for row in by_class}))
-    if not by_class:
+        notes = tuple(notes_of(folder, listing))
+        return Source(place=str(root), classes=names, splits={"train": listing.split}, notes=notes)
+    found = sorted(row for row in members(source, 0) if is_image(row[0]))
+    if not found:
         raise InputError(f"{source} contains no image: is it {ARCHIVE}?")
+    classes = tuple(sorted({Path(name).parent.name for name, _, _ in found}))
+    train = _members(source, found, [Path(name).parent.name for name, _, _ in found], classes)
+    return Source(place=str(root), classes=classes, splits={"train": opened(train)})
+
+
+def _members(
+    archive: Path, found: Sequence[tuple[str, int, int]], named: Sequence[str], classes: Sequence[str]
+) -> FileParts:
+    """The images of an archive: name, offset and length of each member, and its class."""
     label = {name: number for number, name in enumerate(classes)}
-    images = ArchiveMembers(
-        source,
-        [offset for _, _, offset, _ in by_class],
-        [length for _, _, _, length in by_class],
-        [label[name] for name, *_ in by_class],
-        [name for _, name, _, _ in by_class],
-    )
-    return OwnSplits(classes=classes, train=images)
+    places = [(0, offset, length) for _, offset, length in found]
+    return FileParts([archive], places, [label[name] for name in named], [name for name, _, _ in found])
 
 
 FILES = {"train": ("train-images", "train-labels"), "val": ("t10k-images", "t10k-labels")}
@@ -63,26 +64,16 @@ UNSIGNED_BYTES = 8
 MAX_VALUES = 1 << 32
 
 
-class ArrayImages:
+class ArrayImages(LabeledImages):
     """Gray images in an array, (n, height, width) uint8, encoded as PNGs when they are read."""
 
     def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.uint8], path: Path) -> None:
         self._pixels, self._path = pixels, path
         self._labels = labels.astype(np.int64)
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each image, shape (n,)."""
-        return self._labels
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
     def read(self, i: int) -> bytes:
         """Image i as a gray PNG."""
-        out = io.BytesIO()
-        Image.fromarray(self._pixels[i]).save(out, "PNG")
-        return out.getvalue()
+        return _png(Image.fromarray(self._pixels[i]))
 
     def size(self, i: int) -> int:
         """The image's pixels, one byte each."""
@@ -93,7 +84,13 @@ class ArrayImages:
         return f"{self._path}:{i}"
 
 
-def open_mnist(source: Path) -> OwnSplits:
+def _png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def read_mnist(source: Path) -> Source:
     """Open a folder with the four files. Raises InputError that names the one that is missing or wrong."""
     splits = {}
     for split, (images, labels) in FILES.items():
@@ -103,7 +100,8 @@ def open_mnist(source: Path) -> OwnSplits:
             raise InputError(f"{path} has {len(pixels):,} images, but there are {len(numbers):,} labels")
         splits[split] = ArrayImages(pixels, numbers, path)
     count = 1 + max(int(split.labels.max()) for split in splits.values())
-    return OwnSplits(classes=tuple(str(number) for number in range(count)), notes=(), **splits)
+    found = {split: opened(images) for split, images in splits.items()}
+    return Source(place=str(source), classes=tuple(map(str, range(count))), splits=found)
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -146,56 +144,105 @@ TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 SYNSET = re.compile(r"n\d{8}")
 
 
-def open_imagenet(source: Path) -> Dataset:
-    """Open a folder that contains both archives and the labels of the validation images.
+def read_imagenet(source: Path) -> Source:
+    """A folder that contains both archives and the labels of the validation images, where `flat_labels` finds them; or
+    the image folder that they are usually unpacked to.
 
-    The labels are where `flat_labels` finds them. Raises InputError that names what is missing or wrong.
+    Raises InputError that names what is missing or wrong.
     """
-    for name in (TRAIN, VAL):
-        if not (source / name).is_file():
-            raise InputError(f"{source} has no {name}: name the folder that contains ImageNet's archives")
+    if not (source / TRAIN).exists():
+        return read_folder(source)
+    if not (source / VAL).is_file():
+        raise InputError(f"{source} has no {VAL}: name the folder that contains ImageNet's archives")
     classes, train = _training(source / TRAIN)
-    return Dataset(classes=classes, train=train, val=_validation(source, classes))
+    found = sorted(members(source / VAL, 0))
+    named, origin = flat_labels([source], [Path(name).name for name, _, _ in found], source / VAL)
+    check_classes(named, classes, origin, source / TRAIN)
+    val = _members(source / VAL, found, named, classes)
+    return Source(place=str(source), classes=classes, splits={"train": opened(train), "val": opened(val)})
 
 
 def _training(archive: Path) -> tuple[tuple[str, ...], Images]:
     """Classes and images of the training archive: members n01440764.tar, ..., one for each class."""
-    found: list[tuple[str, int, int, str]] = []
+    found: list[tuple[str, int, int]] = []
     for inner, start, _ in members(archive, 0):
         synset = Path(inner).stem
         if not SYNSET.fullmatch(synset):
             raise InputError(f"{archive}: member {inner!r} is not SYNSET.tar: is it ImageNet's training archive?")
-        images = [(synset, offset, length, name) for name, offset, length in members(archive, start)]
+        images = [(f"{synset}/{name}", offset, length) for name, offset, length in members(archive, start)]
         if not images:
             raise InputError(f"{archive}: {inner} contains no image: is the download complete?")
         found += images
     if not found:
         raise InputError(f"{archive} contains no image")
-    classes = tuple(sorted({synset for synset, *_ in found}))
-    label = {synset: number for number, synset in enumerate(classes)}
-    train = ArchiveMembers(
-        archive,
-        [at for _, at, _, _ in found],
-        [size for _, _, size, _ in found],
-        [label[synset] for synset, *_ in found],
-        [f"{synset}/{name}" for synset, _, _, name in found],
-    )
-    return classes, train
+    named = [name.partition("/")[0] for name, _, _ in found]
+    classes = tuple(sorted(set(named)))
+    return classes, _members(archive, found, named, classes)
 
 
-def _validation(source: Path, classes: tuple[str, ...]) -> Images:
-    archive = source / VAL
-    found = sorted(members(archive, 0))
-    named, origin = flat_labels([source], [Path(name).name for name, _, _ in found], archive)
-    check_classes(named, classes, origin, source / TRAIN)
-    label = {synset: number for number, synset in enumerate(classes)}
-    return ArchiveMembers(
-        archive,
-        [at for _, at, _ in found],
-        [size for _, _, size in found],
-        [label[synset] for synset in named],
-        [name for name, _, _ in found],
-    )
+class TorchvisionImages(LabeledImages):
+    """A torchvision data set, whose images are encoded as PNGs when they are read."""
+
+    def __init__(self, items: Any, name: str) -> None:
+        self._items, self._name = items, name
+        targets = next((getattr(items, key) for key in ("targets", "labels", "_labels") if hasattr(items, key)), None)
+        found = [items[i][1] for i in range(len(items))] if targets is None else targets
+        self._labels = np.asarray(found, dtype=np.int64)
+        self._typical = len(self.read(0))
+
+    def read(self, i: int) -> bytes:
+        """Image i as a PNG."""
+        return _png(self._items[i][0])
+
+    def size(self, i: int) -> int:
+        """The first image's size: the others' are known only when they are encoded."""
+        return self._typical
+
+    def name(self, i: int) -> str:
+        """The data set and the image's number in it."""
+        return f"{self._name}:{i}"
+
+
+def read_torchvision(name: str, root: Path) -> Source:
+    """Open torchvision.datasets.NAME, whose files are in `root`, or are downloaded to it.
+
+    Raises InputError where there is no such data set for classification, or it cannot be opened.
+    """
+    from cputrain.models.vision import import_torchvision  # torch: only where it is needed
+
+    datasets = import_torchvision("datasets")
+    known = [key for key in datasets.__all__ if _splits(getattr(datasets, key))]
+    if name not in known:
+        near = ", ".join(get_close_matches(name, known, n=3, cutoff=0.4) or known[:5])
+        raise InputError(f"torchvision has no data set {name!r} with a training split: nearest are {near}")
+    kind = getattr(datasets, name)
+    try:
+        train, val = (TorchvisionImages(_open(kind, root, how), f"{name}/{how}") for how in _splits(kind))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise InputError(f"torchvision's {name} in {root}: {error}") from None
+    classes = getattr(train._items, "classes", None) or range(1 + int(train.labels.max()))
+    splits = {"train": opened(train), "val": opened(val)}
+    return Source(place=str(root), classes=tuple(map(str, classes)), splits=splits)
+
+
+def _open(kind: Callable[..., Any], root: Path, how: dict[str, Any]) -> Any:
+    """The data set; downloaded where torchvision reports that it is missing."""
+    try:
+        return kind(root, **how)
+    except RuntimeError:
+        if "download" not in signature(kind).parameters:
+            raise
+        return kind(root, download=True, **how)
+
+
+def _splits(kind: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The arguments that select training and validation images; empty where a data set has no such arguments."""
+    parameters = signature(kind).parameters
+    if "train" in parameters:
+        return [{"train": True}, {"train": False}]
+    if "split" in parameters and parameters["split"].default == "train":
+        return [{"split": "train"}, {"split": "test"}]
+    return []
 
 
 VAL_EVERY = 5  # every fifth image of a class is for validation
@@ -244,37 +291,30 @@ def open_source(
     become the test images. Of a source without validation images they are drawn in any case, and test images by
     `test_fraction`. `label_column` names the column of Parquet files with the labels.
     """
-    own = _own_splits(kind, source, label_column)
-    if own.val is not None and test_fraction is not None:
+    own = _source(kind, source, label_column)
+    if "val" in own.splits and test_fraction is not None:
         raise InputError(f"{source} has images of its own to test on: give --val-fraction alone, which keeps them")
-    if own.test is not None and val_fraction is not None:
+    if "test" in own.splits and val_fraction is not None:
         raise InputError(f"{source} has validation and test images of its own: remove --val-fraction")
-    return with_validation(str(source), own, val_fraction, test_fraction, seed=seed)
+    return own.open(val_fraction, test_fraction, seed)
 
 
-def _own_splits(kind: str, source: Path, label_column: str | None) -> OwnSplits | Dataset:
+def _source(kind: str, source: Path, label_column: str | None) -> Source:
     if kind == PARQUET:
-        return open_tables(source, label_column)
+        return TABLES.source(source, label_column)
     if label_column is not None:
         raise InputError(f"--label-column is for {PARQUET}, not for {kind}: remove it")
-    if not kind.startswith(TORCHVISION):
-        return KINDS[kind](source)
-    from cputrain.data.formats.torchvision_sets import open_torchvision  # torch: only where it is needed
-
-    return open_torchvision(kind.removeprefix(TORCHVISION), source)
+    if kind.startswith(TORCHVISION):
+        return read_torchvision(kind.removeprefix(TORCHVISION), source)
+    return KINDS[kind](source)
 
 
-def _imagenet(source: Path) -> OwnSplits | Dataset:
-    """The two archives, or the image folder that they are usually unpacked to."""
-    return open_imagenet(source) if (source / TRAIN).exists() else folder_splits(source)
-
-
-KINDS: dict[str, Callable[[Path], OwnSplits | Dataset]] = {
-    "imagefolder": folder_splits,
-    "digits": folder_splits,
-    "imagenet": _imagenet,
-    "mnist": open_mnist,
-    "tfrecord": open_tfrecords,
-    "caltech256": open_caltech256,
-    PARQUET: open_tables,
+KINDS: dict[str, Callable[[Path], Source]] = {
+    "imagefolder": read_folder,
+    "digits": read_folder,
+    "imagenet": read_imagenet,
+    "mnist": read_mnist,
+    "tfrecord": RECORDS.source,
+    "caltech256": read_caltech256,
+    PARQUET: TABLES.source,
 }

@@ -4,7 +4,6 @@ import tarfile
 from collections.abc import Callable, Iterator
 from math import ceil
 from pathlib import Path
-from random import Random
 from typing import BinaryIO
 
 import numpy as np
@@ -14,9 +13,8 @@ from cputrain.data.formats.dataset import Images
 from cputrain.data.formats.places import read_manifest
 from cputrain.data.formats.shards import Shards, crc32c, shard_format_of
 from cputrain.data.formats.tfrecord import HEAD, TAIL, masked
-from cputrain.data.order import image_rng
-from cputrain.data.pixels.augment import Transform
 from cputrain.data.pixels.decode import Decode, Pixels
+from cputrain.data.pixels.transform import Transform
 
 
 def problems(folder: Path, split: str) -> Iterator[str | None]:
@@ -90,14 +88,11 @@ def transformed(images: Images, decode: Decode, transform: Transform, *, seed: i
     def square(i: int) -> tuple[Pixels, str | None]:
         pixels = np.empty((1, transform.image_size, transform.image_size, 3), dtype=np.uint8)
 
-        def rng(image: int, stream: int) -> Random:
-            return image_rng(seed, epoch, image, stream)
-
         try:
-            problems = decode([images.read(i)], [transform.crop_of(i, rng)], pixels)
+            problems = decode([images.read(i)], transform.crops([i], seed, epoch), pixels)
         except OSError as error:
             problems = [str(error)]
-        transform.augment([i], pixels, problems, rng)
+        transform.augment([i], pixels, problems, seed, epoch)
         return pixels[0], problems[0]
 
     return square
