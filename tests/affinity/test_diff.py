@@ -4,7 +4,7 @@ from pathlib import Path
 from cputrain.affinity.errors import as_option
 from cputrain.affinity.planner import Plan, Request, Runtime, plan_machine, plan_to_json
 from cputrain.affinity.views import plan_differences
-from tests.support.commands import cputrain, refused
+from tests.support.commands import here, refused
 from tests.support.machines import build_machine
 
 
@@ -39,11 +39,11 @@ def test_machines_differ_too() -> None:
 def test_on_the_command_line(tmp_path: Path) -> None:
     for name, made in (("a", plan()), ("b", plan(threads=20))):
         (tmp_path / f"{name}.json").write_text(plan_to_json(made))
-    shown = cputrain("plan", "--diff", "a.json", "b.json", cwd=tmp_path)
+    shown = here("plan", "--diff", "a.json", "b.json", cwd=tmp_path)
     assert (shown.returncode, shown.stdout.splitlines()) == (
         0,
         plan_differences(plan(), plan(threads=20), wording=as_option),
     )
-    assert cputrain("plan", "--diff", "a.json", "a.json", cwd=tmp_path).stdout == "the plans are the same\n"
-    shown = refused(cputrain("plan", "--diff", "a.json", "absent.json", cwd=tmp_path))
+    assert here("plan", "--diff", "a.json", "a.json", cwd=tmp_path).stdout == "the plans are the same\n"
+    shown = refused(here("plan", "--diff", "a.json", "absent.json", cwd=tmp_path))
     assert "cannot read the plan absent.json" in shown

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cputrain.affinity.topology import this_machine
-from tests.support.commands import cputrain, mpi_path, refused
+from tests.support.commands import here, mpi_path, refused
 from tests.support.images import write_images
 
 CORES = len(this_machine().allowed_cores)
@@ -38,16 +38,16 @@ def test_plan_with_a_recipe_imports_no_torch() -> None:
 
 
 def test_plan_shows_this_machine() -> None:
-    result = cputrain("plan")
+    result = here("plan")
     assert result.returncode == 0
     for part in ("package 0", "compute CPUs", "environment", "OMP_NUM_THREADS=", "why", "workers per host"):
         assert part in result.stdout
-    data = json.loads(cputrain("plan", "--format", "json").stdout)
+    data = json.loads(here("plan", "--format", "json").stdout)
     assert data["machine"]["cores"] >= CORES and data["workers"] and data["reasons"]
 
 
 def test_plan_of_the_256_node_run(golden) -> None:
-    result = cputrain("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
+    result = here("plan", "resnet50-skx-256node", "--machine", "skx-8160-2s", "--nodes", "256")
     root = str(Path(__file__).parents[2])
     text = result.stdout.rstrip("\n").replace(sys.executable, "PYTHON").replace(root, "ROOT")
     golden("plan-resnet50-skx-256node.txt", text)
@@ -68,11 +68,11 @@ def test_plan_options_win_over_the_recipe() -> None:
         "--format",
         "json",
     )
-    data = json.loads(cputrain("plan", "resnet50-skx-256node", *arguments).stdout)
+    data = json.loads(here("plan", "resnet50-skx-256node", *arguments).stdout)
     assert [worker["intra_op"] for worker in data["workers"]] == [10] * 4
-    env = cputrain("plan", "--machine", "pack:1 core:4", "--format", "env").stdout
+    env = here("plan", "--machine", "pack:1 core:4", "--format", "env").stdout
     assert env.count("export OMP_NUM_THREADS=1") == 4  # no size in the text: memory limits nothing
-    command = cputrain("plan", "--machine", "skx-8160-2s", "--hosts", "a,b", "--format", "command").stdout
+    command = here("plan", "--machine", "skx-8160-2s", "--hosts", "a,b", "--format", "command").stdout
     assert "-np 4 -ppn 2" in command and "MASTER_ADDR a" in command
 
 
@@ -130,31 +130,31 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path: Path, arguments: tu
     for split in ("train", "val"):
         (tmp_path / "empty" / split).mkdir(parents=True)
     before = files(tmp_path)
-    assert expected in refused(cputrain(*arguments, cwd=tmp_path))
+    assert expected in refused(here(*arguments, cwd=tmp_path))
     assert files(tmp_path) == before
 
 
 def test_plan_and_a_dry_run_warn_of_a_rate_tuned_for_another_batch() -> None:
     lars = ("resnet50-mlperf-32768", "data.path=synthetic")
-    planned = cputrain("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
+    planned = here("plan", *lars, "--machine", "skx-8160-2s", "--nodes", "4", "--ppn", "2")
     expected = (
         "tuned for a global batch of 32,768 images, but this job's is 512: set batch.global=32768, or tune schedule"
     )
     assert planned.returncode == 0 and f"\nwarning: schedule.peak_rate=21.2 was {expected}" in planned.stdout
     small = ("model.name=resnet18", "data.crop=32", "plan.ppn=1", "batch.global=32768")
-    whole = cputrain("train", *lars, *small, "--dry-run")
+    whole = here("train", *lars, *small, "--dry-run")
     assert whole.returncode == 0 and "warning: schedule" not in whole.stdout
     assert "32768 images on 1 worker, in 512 accumulation steps of at most 64 images (batch.local=64)" in whole.stdout
 
 
 def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
-    result = cputrain("plan", "demo-digits", cwd=tmp_path)
+    result = here("plan", "demo-digits", cwd=tmp_path)
     assert result.returncode == 0 and "data/digits, which does not exist here" in result.stdout
 
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "images", classes=1, train=1, val=1)
-    expected = refused(cputrain("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
+    expected = refused(here("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
     assert "2 workers need at least 2 images, but train/ has 1" in expected or "ppn=2 needs 2 cores" in expected
 
 
@@ -163,68 +163,68 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("precious")
     arguments = ("train", "imagefolder", "data.path=images", "output=mine", "batch.local=2")
-    assert "contains other files but no run" in refused(cputrain(*arguments, "--overwrite", cwd=tmp_path))
+    assert "contains other files but no run" in refused(here(*arguments, "--overwrite", cwd=tmp_path))
     assert (tmp_path / "mine/thesis.tex").read_text() == "precious"
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     write_images(tmp_path / "images")
     before = files(tmp_path)
-    result = cputrain("train", "imagefolder", "data.path=images", "batch.local=2", "--dry-run", cwd=tmp_path)
+    result = here("train", "imagefolder", "data.path=images", "batch.local=2", "--dry-run", cwd=tmp_path)
     assert result.returncode == 0 and "steps per epoch" in result.stdout and "workers per host" in result.stdout
-    assert cputrain("launch", "--dry-run", "--", "true", cwd=tmp_path).returncode == 0
+    assert here("launch", "--dry-run", "--", "true", cwd=tmp_path).returncode == 0
     assert files(tmp_path) == before
 
 
 def test_prepare_packs_digits_through_an_image_folder(tmp_path: Path) -> None:
-    result = cputrain("prepare", "digits", "folder", "packed", cwd=tmp_path)
+    result = here("prepare", "digits", "folder", "packed", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "train 1,442 images" in result.stdout and "val 355 images" in result.stdout
     assert (tmp_path / "folder/train/7").is_dir() and (tmp_path / "packed/manifest.json").is_file()
 
 
 def test_help_names_every_command() -> None:
-    text = cputrain("--help").stdout
+    text = here("--help").stdout
     for name in ("plan", "launch", "train", "eval", "prepare", "report"):
         assert f"\n  {name} " in text
-        assert cputrain(name, "--help").returncode == 0
+        assert here(name, "--help").returncode == 0
 
 
 def test_hostfiles_of_another_launcher_are_converted_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_text("h1 slots=2\nh2 slots=2\n")
     plan = ("plan", "--machine", "skx-8160-2s", "--hostfile", "theirs")
-    written = cputrain(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
+    written = here(*plan, "--launcher", "mpich", "--write", "job", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
     assert "the hostfile is in Open MPI's format (h1 slots=4): converted for MPICH" in written.stderr
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
-    assert "ppn=4, but h1 has 2 slots" in refused(cputrain(*plan, "--ppn", "4", cwd=tmp_path))
+    assert "ppn=4, but h1 has 2 slots" in refused(here(*plan, "--ppn", "4", cwd=tmp_path))
     for text, expected in (
         ("", "contains no hosts"),
         ("h1 slots=2\nh2:2\n", "mixes two formats"),
         ("h1 slo", "'slo' is not slots=N"),
     ):
         (tmp_path / "theirs").write_text(text)
-        assert expected in refused(cputrain(*plan, cwd=tmp_path))
+        assert expected in refused(here(*plan, cwd=tmp_path))
     for names in ("a;b", "a b", "$(x)", "a,a", "-oX"):
-        refused(cputrain("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
+        refused(here("plan", "--machine", "skx-8160-2s", f"--hosts={names}", cwd=tmp_path))
 
 
 def test_what_a_written_plan_takes_for_granted_is_said_with_what_to_give(tmp_path: Path) -> None:
     plan = ("plan", "--machine", "skx-8160-2s")
-    written = cputrain(*plan, "--nodes", "4", "--write", "job", cwd=tmp_path)
+    written = here(*plan, "--nodes", "4", "--write", "job", cwd=tmp_path)
     assert written.stderr == (
         "assumed: hosts named node001 to node004 (--hosts or --hostfile gives others), Intel MPI (--launcher gives "
         "another), fabric opa (--fabric gives another)\n"
     )
-    printed = cputrain(*plan, "--hosts", "n1,n2", "--format", "command", cwd=tmp_path)
+    printed = here(*plan, "--hosts", "n1,n2", "--format", "command", cwd=tmp_path)
     assert printed.stderr.startswith("assumed: Intel MPI (--launcher gives another), fabric opa (--fabric")
-    named = cputrain(*plan, "--hosts", "n1,n2", "--launcher", "mpich", "--fabric", "ib", "--write", "two", cwd=tmp_path)
+    named = here(*plan, "--hosts", "n1,n2", "--launcher", "mpich", "--fabric", "ib", "--write", "two", cwd=tmp_path)
     assert named.returncode == 0 and named.stderr == ""
 
 
 def test_a_dry_run_needs_none_of_its_hosts(tmp_path: Path) -> None:
     launch = ("launch", "--dry-run", "--hosts", "n1.invalid,n2.invalid", "--launcher", "mpich", "--", "true")
-    shown = cputrain(*launch, cwd=tmp_path, **mpi_path("mpich"))
+    shown = here(*launch, cwd=tmp_path, **mpi_path("mpich"))
     assert shown.returncode == 0 and shown.stderr == ""
     assert "--report-to ADDRESS:PORT" in shown.stdout and "MASTER_ADDR n1.invalid" in shown.stdout
     assert [*tmp_path.iterdir()] == []
@@ -233,11 +233,11 @@ def test_a_dry_run_needs_none_of_its_hosts(tmp_path: Path) -> None:
 def test_an_exported_rendezvous_is_kept_or_rejected() -> None:
     launch = ("launch", "--dry-run", "--hosts", "127.0.0.2,127.0.0.3", "--launcher", "mpich", "--", "true")
     path = mpi_path("mpich")
-    expected = cputrain(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
+    expected = here(*launch, **path, MASTER_ADDR="n1-ib", MASTER_PORT="1234").stdout
     assert "-genv MASTER_ADDR n1-ib -genv MASTER_PORT 1234 " in expected
-    assert "MASTER_PORT=0 is not a TCP port" in refused(cputrain(*launch, **path, MASTER_PORT="0"))
+    assert "MASTER_PORT=0 is not a TCP port" in refused(here(*launch, **path, MASTER_PORT="0"))
 
 
 def test_a_rank_cannot_share_the_host() -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    assert "--share, but this launch is rank 0 of 1" in refused(cputrain("launch", "--share", "--", "true", **rank))
+    assert "--share, but this launch is rank 0 of 1" in refused(here("launch", "--share", "--", "true", **rank))

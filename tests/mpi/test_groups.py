@@ -8,7 +8,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner import Request, plan_from_dict
 from cputrain.affinity.topology import find_machine
 from cputrain.mpi.hosts import cluster_to_dict, expand, plan_cluster
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import here, refused
 
 GROUPS = (
     ("n[0001-4000]", "skx-8160-2s"),
@@ -51,13 +51,13 @@ def test_a_host_is_listed_once_however_it_is_written(tmp_path: Path) -> None:
 
 def test_on_the_command_line() -> None:
     options = [word for hosts, name in GROUPS for word in ("--host-group", f"{hosts}={name}")]
-    text = cputrain("plan", *options, "--fabric", "ethernet")
+    text = here("plan", *options, "--fabric", "ethernet")
     assert text.returncode == 0, text.stderr
     assert "4,000 hosts: n[0001-4000]" in text.stdout and "knl-7250-quad-cache" in text.stdout
     fabric = text.stdout.partition("fabric ")[2]
     assert fabric.startswith("ethernet") and "I_MPI_FABRICS=shm:ofi" in fabric  # several hosts, not one
-    data = json.loads(cputrain("plan", *options, "--format", "json").stdout)
+    data = json.loads(here("plan", *options, "--format", "json").stdout)
     assert [group["count"] for group in data["host_groups"]] == [4000, 3000, 3000]
-    assert "HOSTS=MACHINE" in refused(cputrain("plan", "--host-group", "n1"))
-    assert "--host-group" in refused(cputrain("plan", "--host-group", "n1=skx-8160-2s", "--nodes", "2"))
-    assert "--format" in refused(cputrain("plan", *options, "--format", "env"))
+    assert "HOSTS=MACHINE" in refused(here("plan", "--host-group", "n1"))
+    assert "--host-group" in refused(here("plan", "--host-group", "n1=skx-8160-2s", "--nodes", "2"))
+    assert "--format" in refused(here("plan", *options, "--format", "env"))

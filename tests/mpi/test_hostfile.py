@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
 from cputrain.mpi.hosts import MAX_SLOTS, Host, format_hosts, parse_hosts, read_hostfile
-from tests.support.commands import cputrain, mpi_path
+from tests.support.commands import here, mpi_path
 
 
 def parsed(text: str) -> list[tuple[str, int | None]]:
@@ -163,7 +163,7 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfh1 slots=2\r\nh2 slots=2\r\n")
     assert read_hostfile(tmp_path / "hosts").hosts == (Host(name="h1", slots=2), Host(name="h2", slots=2))
     options = ("--machine", "skx-8160-2s", "--hostfile", "hosts", "--launcher", "mpich", "--write", "job")
-    assert cputrain("plan", *options, cwd=tmp_path).returncode == 0
+    assert here("plan", *options, cwd=tmp_path).returncode == 0
     assert (tmp_path / "job/hosts").read_text() == "h1:2\nh2:2\n"
 
 
