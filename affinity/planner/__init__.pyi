@@ -26,6 +26,7 @@ from .plan_file import dumps as dumps
 from .plan_file import plan_from_dict as plan_from_dict
 from .plan_file import plan_of_host as plan_of_host
 from .plan_file import plan_of_this_host as plan_of_this_host
+from .plan_file import plan_schema as plan_schema
 from .plan_file import plan_to_dict as plan_to_dict
 from .plan_file import plan_to_json as plan_to_json
 from .plan_file import read_json as read_json

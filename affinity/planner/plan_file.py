@@ -13,7 +13,22 @@ from typing import Any
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.openmp import Runtime
 from cputrain.affinity.planner.plan import Plan, Request, WorkerPlan
-from cputrain.affinity.planner.request import Measured, Rate, Reason, Tuned, Unused, Workload
+from cputrain.affinity.planner.request import (
+    COUNT,
+    CPUS,
+    FLAG,
+    NUMBER,
+    OPTIONS,
+    SPEED,
+    SWITCH,
+    Measured,
+    Option,
+    Rate,
+    Reason,
+    Tuned,
+    Unused,
+    Workload,
+)
 from cputrain.affinity.ranks.host_names import find_host, find_this_host
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 
@@ -26,6 +41,15 @@ TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "boolean": (bool,),
     "null": (type(None),),
+}
+# Kinds of options -> the schema of their fields in a request; a choice has its words.
+VALUES: dict[str, dict[str, Any]] = {
+    NUMBER: {"$ref": "#/$defs/count"},
+    COUNT: {"$ref": "#/$defs/count"},
+    SPEED: {"type": "number"},
+    CPUS: {"$ref": "#/$defs/ids"},
+    SWITCH: {"type": "boolean"},
+    FLAG: {"type": "boolean"},
 }
 LIMITS: dict[str, Callable[[Any, Any], bool]] = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt}
 MOST = 1 << 63
@@ -43,11 +67,20 @@ def check_plan(data: Any) -> None:
 
 @cache
 def plan_schema() -> dict[str, Any]:
-    """The schema: inside the package once installed, in docs/ in a checkout."""
+    """The schema: inside the package once installed, in docs/ in a checkout. A request has the fields of OPTIONS."""
     inside = Path(__file__).with_name(SCHEMA_FILE)
     path = inside if inside.is_file() else Path(__file__).parents[3] / "docs" / SCHEMA_FILE
     schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    request = schema["properties"]["request"]["properties"]
+    request.update((option.name, _field_of(option)) for option in OPTIONS if option.name in Request.__slots__)
     return schema
+
+
+def _field_of(option: Option) -> dict[str, Any]:
+    """The schema of an option's field in a request."""
+    unit = ", Gbit/s" if option.kind == SPEED else ""
+    values = VALUES.get(option.kind) or {"enum": [*option.choices]}
+    return {"description": f"{option.help[0].upper()}{option.help[1:]}{unit}.", **values}
 
 
 def _problems(value: Any, schema: dict[str, Any], place: str) -> Iterator[str]:

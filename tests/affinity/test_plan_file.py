@@ -18,6 +18,7 @@ from cputrain.affinity.planner import (
     dumps,
     plan_from_dict,
     plan_machine,
+    plan_schema,
     plan_to_dict,
     plan_to_json,
     read_plan,
@@ -26,7 +27,8 @@ from cputrain.affinity.planner import (
 from cputrain.affinity.topology import find_machine
 from tests.affinity.test_plan import RUNTIME, machines_and_requests
 
-SCHEMA = Draft202012Validator(json.loads((Path(__file__).parents[2] / "docs/plan.schema.json").read_text()))
+SCHEMA_FILE = Path(__file__).parents[2] / "docs/plan.schema.json"
+SCHEMA = Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
 
 EXAMPLE = plan_to_json(plan_machine(find_machine("skx-8160-2s"), Request(ppn=2), Runtime()))
 
@@ -47,6 +49,13 @@ def test_a_plan_survives_json(drawn) -> None:
 def test_plans_of_big_hosts_follow_the_schema(name: str, profile: str) -> None:
     request = Request(profile=profile, nodes=16, workload=RESNET50, local_batch=32, balance="batch")
     SCHEMA.validate(json.loads(plan_to_json(plan_machine(find_machine(name), request, Runtime()))))
+
+
+def test_the_schema_s_file_has_the_planning_options(pytestconfig: pytest.Config) -> None:
+    """`pytest --update-golden` writes them into it."""
+    if pytestconfig.getoption("update_golden"):
+        SCHEMA_FILE.write_text(f"{dumps(plan_schema())}\n")
+    assert json.loads(SCHEMA_FILE.read_text()) == plan_schema()
 
 
 def test_the_schema_refuses_what_is_no_plan() -> None:
