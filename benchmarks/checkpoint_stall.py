@@ -31,8 +31,17 @@ from cputrain.comm import SignedKeys
 from cputrain.models import build_model
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import CommSection, Recipe
-from cputrain.training import CoreUsage, TrainState, choose_engine, make_train_state, prepare_model
-from cputrain.training.saving import CheckpointWriter, Position, load, take_snapshot
+from cputrain.training import (
+    CheckpointWriter,
+    CoreUsage,
+    Position,
+    TrainState,
+    choose_engine,
+    load,
+    make_train_state,
+    prepare_model,
+    take_snapshot,
+)
 
 INTERVAL_S = 300.0
 CLASSES = 1000

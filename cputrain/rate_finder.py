@@ -6,23 +6,18 @@ Lightning have it.
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from cputrain.affinity.kernel.observe import Observed
-from cputrain.affinity.planner.plan import WorkerPlan
-from cputrain.affinity.ranks.rank import Rank
 from cputrain.comm.group import all_reduce_sum, end_group
-from cputrain.data.loader import Batch
-from cputrain.launch.rank_process import Startup
+from cputrain.launch.rank_process import RankContext
 from cputrain.recipe.derivation import settings_at
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import figure
 from cputrain.training.entry import build_state
-from cputrain.training.feed import feed_of, training_batches
-from cputrain.training.session import Session, start_session
+from cputrain.training.feed import endless_batches
+from cputrain.training.session import start_session
 from cputrain.training.step import StepSettings, train_step
 
 if TYPE_CHECKING:
@@ -104,27 +99,15 @@ def range_test_svg(title: str, test: RangeTest, suggestion: Suggestion) -> str:
     return figure(draw, (7, 4.5), xlabel="learning rate", ylabel="training loss", title=title)
 
 
-def range_test(
-    recipe: Recipe,
-    rank: Rank,
-    worker: WorkerPlan,
-    observed: Observed,
-    env: Mapping[str, str],
-    *,
-    steps: int,
-    low: float,
-    high: float,
-    check: bool,
-    startup: Startup,
-) -> tuple[RangeTest, int]:
+def range_test(context: RankContext, recipe: Recipe, *, steps: int, low: float, high: float) -> tuple[RangeTest, int]:
     """Train up to `steps` steps with rates from `low` to `high`; ends where the loss diverges. The mean losses of all
     ranks, and the global batch; the same on all ranks. Raises InputError where the recipe does not fit."""
-    session = start_session(recipe, rank, worker, observed, env, check=check, phase=startup.phase)
-    startup.phase("building the network and the optimizer")
-    state, _ = build_state(session, None, env)
-    startup.done()
+    session, rank = start_session(context, recipe), context.rank
+    context.startup.phase("building the network and the optimizer")
+    state, _ = build_state(session, None)
+    context.startup.done()
     gc.freeze()
-    batches, sizes = _batches(session), session.sizes
+    batches, sizes = endless_batches(session), session.sizes
     rates: list[float] = []
     losses: list[float] = []
     for step in range(steps):
@@ -137,18 +120,11 @@ def range_test(
             key=(step, rank.rank),
         )
         result = train_step(state, batches, settings, recipe, session.task)
-        share = session.ranks.local_batches[rank.rank] / sum(session.ranks.local_batches)
+        share = session.local_batches[rank.rank] / sum(session.local_batches)
         (loss,) = all_reduce_sum(result.loss * share)
         rates.append(settings.lr)
         losses.append(loss if result.finite else math.nan)
         if RangeTest(rates=tuple(rates), losses=tuple(losses)).diverged:
             break
-    end_group(session.ranks.group)
+    end_group(session.group)
     return RangeTest(rates=tuple(rates), losses=tuple(losses)), sizes.global_batch
-
-
-def _batches(session: Session) -> Iterator[Batch]:
-    """This rank's batches, epoch after epoch."""
-    feed, steps = feed_of(session), session.sizes.steps_per_epoch
-    for epoch in count():
-        yield from training_batches(feed, epoch % session.recipe.epochs, 0, steps)

@@ -14,7 +14,8 @@ from cputrain.affinity.topology.machine import Machine
 from cputrain.affinity.wording import counted
 from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
 from cputrain.comm.bucket_sizes import fit_alpha_beta
-from cputrain.launch.task import TaskRank, run_on_ranks
+from cputrain.launch.rank_process import RankContext
+from cputrain.launch.task import run_on_ranks
 from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
 
 BACKENDS = ("gloo", "ccl")
@@ -85,7 +86,7 @@ def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: 
     return {int(size): times for size, times in first.items()}
 
 
-def time_all_reduces(asked: dict[str, Any], place: TaskRank) -> Times:
+def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
     """Time all-reduces and copies of float32 values of each size, as one of the ranks."""
     import torch
     import torch.distributed as dist
@@ -93,7 +94,7 @@ def time_all_reduces(asked: dict[str, Any], place: TaskRank) -> Times:
     from cputrain.comm.group import end_group, start_group
 
     torch.set_num_threads(1)
-    group = start_group(place.rank, place.worker, asked["backend"], TIMEOUT_S, place.env)
+    group = start_group(context.rank, context.worker, asked["backend"], TIMEOUT_S, context.env)
     found: Times = {}
     for size in asked["sizes"]:
         values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)

@@ -7,10 +7,9 @@ end, the communication hook when the backward pass waits.
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from statistics import median
 from typing import Any
 
@@ -26,16 +25,14 @@ from cputrain.bench.model import PARTS, Spec
 from cputrain.comm.buckets import HOOKS, AllReduceHook
 from cputrain.comm.group import end_group
 from cputrain.data.loader import Batch
-from cputrain.launch.task import TaskRank
+from cputrain.launch.rank_process import RankContext
 from cputrain.optim.build import build_optimizer
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.loading import load_recipe
 from cputrain.training.engine import optimize_training, prepare_model
-from cputrain.training.environment import mean_local_batch
-from cputrain.training.feed import feed_of, training_batches
-from cputrain.training.metrics import StepResult
+from cputrain.training.feed import endless_batches
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
-from cputrain.training.step import StepSettings, TrainState, make_train_state, train_step
+from cputrain.training.step import StepResult, StepSettings, TrainState, make_train_state, train_step
 
 CHANNELS, SIDE, KERNEL = 128, 28, 3  # the 3 x 3 convolutions of ResNet-50's second stage
 MATRIX, TEST_MATRIX = 2048, 256
@@ -336,16 +333,13 @@ def _bucket(rank: int, name: str, bucket: tuple[int, float, float], first: float
 LIMIT_ROUNDS = 5
 
 
-def measure(asked: dict[str, Any], place: TaskRank) -> dict[str, Any]:
+def measure(asked: dict[str, Any], context: RankContext) -> dict[str, Any]:
     """Train a few steps as one rank of the recipe in the file asked["recipe"], and measure what asked["spec"] says."""
     recipe, spec = load_recipe(asked["recipe"]), Spec(**asked["spec"])
 
-    session = start_session(
-        recipe, place.rank, place.worker, place.observed, place.env, check=True, phase=lambda _what: None
-    )
-    session = with_measured_engine(session, place.env)
-    state = _state(session, place.env)
-    recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), _batches(session)
+    session = with_measured_engine(start_session(context, recipe))
+    state = _state(session)
+    recorder, layers, batches = StepRecorder(state=state), LayerRecorder(), endless_batches(session)
     gc.freeze()  # as in a training
     for _ in range(spec.warm_up):
         _step(session, state, batches, recorder)
@@ -355,39 +349,31 @@ def measure(asked: dict[str, Any], place: TaskRank) -> dict[str, Any]:
         with layers.attached(state.network):
             profiled.append(_profiled_step(session, state, batches, recorder, layers))
     found = {
-        "rank": place.rank.rank,
-        "pus": list(place.worker.pus),
-        "backend": session.ranks.group.backend,
+        "rank": session.rank.rank,
+        "pus": list(context.worker.pus),
+        "backend": session.group.backend,
         "engine": session.engine.name,
         "images": session.sizes.global_batch,
-        "local_batch": max(session.ranks.local_batches),
+        "local_batch": max(session.local_batches),
         "bucket_mib": state.bucket_mib,
         "steps": steps,
         "profiled": profiled,
         "limits": _limits(session, spec),
     }
-    end_group(session.ranks.group)
+    end_group(session.group)
     return found
 
 
-def _state(session: Session, env: Mapping[str, str]) -> TrainState:
+def _state(session: Session) -> TrainState:
     """The training as `cputrain train` begins it."""
 
     recipe, network = session.recipe, session.task.build()
     prepare_model(network, session.engine, recipe.precision)
-    choose_winograd(session, network, mean_local_batch(session), env)
+    choose_winograd(session, network, session.mean_local_batch)
     observed = ObservedAllReduce(inner=HOOKS[recipe.comm.compression]())
     optimizer = build_optimizer(network, recipe.optim)
     network, optimizer = optimize_training(network, optimizer, session.engine)
     return make_train_state(recipe, network, optimizer, all_reduce=observed)
-
-
-def _batches(session: Session) -> Iterator[Batch]:
-    """This rank's batches, epoch after epoch."""
-
-    feed, steps = feed_of(session), session.sizes.steps_per_epoch
-    for epoch in count():
-        yield from training_batches(feed, epoch % session.recipe.epochs, 0, steps)
 
 
 def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorder: StepRecorder) -> dict[str, Any]:
@@ -404,7 +390,7 @@ def _step(session: Session, state: TrainState, batches: Iterator[Batch], recorde
     start = time.perf_counter()
     result = train_step(state, batches, settings, recipe, session.task)
     end = time.perf_counter()
-    spans = recorder.parts(result, start, end, alone=session.ranks.this.world_size == 1)
+    spans = recorder.parts(result, start, end, alone=session.rank.world_size == 1)
     parts = dict.fromkeys(PARTS, 0.0)
     for name, began, done in spans:
         parts[name] += done - began

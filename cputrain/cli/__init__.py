@@ -19,8 +19,8 @@ from cputrain import __version__
 from cputrain.affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
 from cputrain.cli.output import finished, is_closed, is_full, open_streams
 from cputrain.cli.words import missing_argument, no_such_command, no_such_option, wording_of
-from cputrain.held_signals import signals_held
 from cputrain.mpi.supervise.signals import InterruptedBySignalError
+from cputrain.training.signals import signals_held
 from cputrain.variables import COMPLETE
 
 __all__ = ["group", "main"]

@@ -7,10 +7,10 @@ from cputrain.affinity.planner.request import BF16, Reason
 from cputrain.affinity.terminal import align_columns
 from cputrain.cli.output import curve, sampled
 from cputrain.data.from_recipe import survey_recipe
+from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.derivation import derive, explain, rate_warning
 from cputrain.recipe.schema import Recipe
-from cputrain.training.startup_lines import BF16_GAIN, bf16_line
 
 
 def precision_lines(recipe: Recipe, plan: Plan) -> list[str]:

@@ -6,8 +6,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import click
@@ -24,7 +24,7 @@ from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
 from cputrain.cli.words import as_recipe_key
 from cputrain.data.from_recipe import survey_recipe
 from cputrain.launch.local import PlannedTraining, local_job, plan_recipe, plan_training, train_here
-from cputrain.launch.rank_process import bind_rank, run_rank, startup_of
+from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
 from cputrain.launch.recipe_request import for_evaluation
 from cputrain.launch.training_command import keep_logs, with_restarts
 from cputrain.mpi.hosts.schedulers import allocation
@@ -84,14 +84,8 @@ def train_command(
     env = os.environ
     rank = discover(env)
     if rank is not None:
-        switches = {
-            "resume": resume,
-            "overwrite": overwrite,
-            "prepared": prepared,
-            "check": not no_verify,
-            "quiet": quiet,
-        }
-        return _be_rank(training, rank, env, switches)
+        options = StartOptions(resume=resume, overwrite=overwrite, prepared=prepared, quiet=quiet)
+        return _be_rank(training, rank, env, options, check=not no_verify)
     if (found := allocation(env)) is not None and (note := found.uses_one_host):
         click.echo(f"note: {note}", err=True)
     planned, name = plan_training(training, env, resume=resume), uuid4().hex
@@ -120,18 +114,17 @@ def train_command(
     return with_restarts(start, restarts)
 
 
-def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], switches: dict[str, Any]) -> int:
+def _be_rank(training: Recipe, rank: Rank, env: Mapping[str, str], options: StartOptions, *, check: bool) -> int:
     """Train as the rank that mpirun, srun, torchrun or cputrain has started: after a restart of the whole job from the
     last checkpoint, with the same global batch on whatever workers are left."""
-    if not switches["prepared"] and continues_run(training.folder, env, overwrite=switches["overwrite"]):
-        switches = {**switches, "resume": True, "overwrite": False}
+    if not options.prepared and continues_run(training.folder, env, overwrite=options.overwrite):
+        options = replace(options, resume=True, overwrite=False)
         training = with_same_global_batch(training, rank.world_size)
-    worker, observed = bind_rank(training, rank, env, check=switches["check"])
-    startup = startup_of(rank, env, shown=not switches["quiet"])
-    startup.phase("importing PyTorch")
+    context = bind_rank(training, rank, env, check=check, shown=not options.quiet)
+    context.startup.phase("importing PyTorch")
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
 
-    run_rank(rank, lambda: train_rank(training, rank, worker, observed, env, **switches, startup=startup))
+    run_rank(rank, lambda: train_rank(context, training, options))
     return 0
 
 
@@ -203,18 +196,12 @@ def eval_command(
     env = os.environ
     rank = discover(env)
     if rank is not None:
-        worker, observed = bind_rank(training, rank, env, check=not no_verify)
-        startup = startup_of(rank, env, shown=not as_json)
-        startup.phase("importing PyTorch")
-        from cputrain.training.eval_entry import eval_rank  # torch: after the binding is read back
+        context = bind_rank(training, rank, env, check=not no_verify, shown=not as_json)
+        context.startup.phase("importing PyTorch")
+        from cputrain.training.evaluation import eval_rank  # torch: after the binding is read back
 
-        switches = {"check": not no_verify, "as_json": as_json, "bar": bar or shows_bars()}
-        run_rank(
-            rank,
-            lambda: eval_rank(
-                training, rank, worker, observed, env, checkpoints, **switches, page=page, startup=startup
-            ),
-        )
+        shows = {"as_json": as_json, "bar": bar or shows_bars()}
+        run_rank(rank, lambda: eval_rank(context, training, checkpoints, **shows, page=page))
         return 0
     paths = (word for path in checkpoints for word in ("--checkpoint", str(path)))
     flags = {"--format=json": as_json, "--no-verify": no_verify, "--bar": shows_bars()}
@@ -237,7 +224,7 @@ def _evaluate_here(
 ) -> int:
     """Evaluate in the planned workers of this machine; `arguments` are those of each worker's `cputrain eval`."""
     plan = plan_recipe(training, env)
-    from cputrain.training.eval_entry import check_checkpoints  # torch: after everything that is refused without it
+    from cputrain.training.evaluation import check_checkpoints  # torch: after everything that is refused without it
 
     check_checkpoints(checkpoints, training, survey_recipe(training))
     scratch = Path(tempfile.mkdtemp(prefix="cputrain-eval-"))
@@ -346,24 +333,12 @@ def _be_rank_of_find_lr(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    worker, observed = bind_rank(recipe, rank, env, check=check)
-    startup = startup_of(rank, env, shown=not as_json)
-    startup.phase("importing PyTorch")
+    context = bind_rank(recipe, rank, env, check=check, shown=not as_json)
+    context.startup.phase("importing PyTorch")
     from cputrain.rate_finder import range_test, range_test_svg, suggest  # torch: after the binding is read back
 
     def work() -> None:
-        test, batch = range_test(
-            recipe,
-            rank,
-            worker,
-            observed,
-            env,
-            steps=int(how["steps"]),
-            low=how["low"],
-            high=how["high"],
-            check=check,
-            startup=startup,
-        )
+        test, batch = range_test(context, recipe, steps=int(how["steps"]), low=how["low"], high=how["high"])
         if rank.rank > 0:
             return
         found = suggest(test)

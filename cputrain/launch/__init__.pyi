@@ -29,6 +29,8 @@ from .plan_files import launch_text as launch_text
 from .plan_files import planned_job as planned_job
 from .plan_files import start_command as start_command
 from .plan_files import write_plan_files as write_plan_files
+from .rank_process import RankContext as RankContext
+from .rank_process import StartOptions as StartOptions
 from .rank_process import Startup as Startup
 from .rank_process import bind_rank as bind_rank
 from .rank_process import run_rank as run_rank
@@ -43,7 +45,6 @@ from .run import request_of_rank as request_of_rank
 from .run import run_launch as run_launch
 from .shortage import remedy as remedy
 from .shortage import with_remedy as with_remedy
-from .task import TaskRank as TaskRank
 from .task import run_on_ranks as run_on_ranks
 from .training_command import HostsLeft as HostsLeft
 from .training_command import is_training as is_training

@@ -20,8 +20,8 @@ from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
 from cputrain.recipe.schema import Recipe
 
 
-def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool) -> tuple[WorkerPlan, Observed]:
-    """The worker that this rank is bound as, and the binding as read back from the kernel.
+def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool, shown: bool = False) -> "RankContext":
+    """This process as a rank that is bound; rank 0 tells its start if `shown`.
 
     To be called before any library can move a thread. A rank that no plan has bound (one that mpirun, srun or torchrun
     has started directly) plans this host and starts again, bound. Raises RunError where `check` finds a difference.
@@ -30,17 +30,22 @@ def bind_rank(recipe: Recipe, rank: Rank, env: Mapping[str, str], *, check: bool
     if worker is None:
         _bind_and_restart(recipe, rank, env, check=check)
     assert worker is not None
-    return worker, confirm_binding(worker, check=check)
+    return rank_context(rank, worker, env, check=check, shown=shown)
 
 
-def confirm_binding(worker: WorkerPlan, *, check: bool) -> Observed:
-    """The binding of this process as read back from the kernel. Raises RunError where `check` finds that it is not that
-    of its worker."""
+def rank_context(
+    rank: Rank, worker: WorkerPlan, env: Mapping[str, str], *, check: bool, shown: bool = False
+) -> "RankContext":
+    """This process, which is bound as a worker of a plan, as a rank; rank 0 tells its start if `shown`.
+
+    Raises RunError where `check` finds that the kernel has bound it otherwise.
+    """
     if check:
         verify(worker)
     # Where a connection is lost, torch warns with stacks of its C++, several for each rank; the error is reported, too.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
-    return observe()
+    startup = startup_of(rank, env, shown=shown)
+    return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
 
 
 def run_rank(rank: Rank, work: Callable[[], object]) -> None:
@@ -138,3 +143,42 @@ def startup_of(rank: Rank, env: Mapping[str, str], *, shown: bool) -> Startup:
     as lines of a log where another launcher writes that."""
     redrawn = redraws(sys.stderr, env) or TOKEN_VARIABLE in env
     return Startup(shown=shown and rank.rank == 0, redrawn=redrawn, file=sys.stderr if redrawn else sys.stdout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """This process as a rank: its place in the job, its worker of the plan, and what the kernel gave it (PUs and memory
+    at its start, `observed`). With `check` its threads and memory are compared with the plan; `startup` hears what
+    happens before the first step."""
+
+    rank: Rank
+    worker: WorkerPlan
+    observed: Observed
+    env: Mapping[str, str]
+    check: bool = True
+    startup: Startup = field(default_factory=lambda: Startup(shown=False))
+
+    @property
+    def loader_pus(self) -> tuple[int, ...]:
+        """The PUs that decode images. Set even if they are the compute PUs: OpenMP has bound this thread to one PU."""
+        return self.worker.loader_pus or self.worker.compute_pus
+
+    @property
+    def loader_threads(self) -> int:
+        """The number of threads that decode images: one per loader PU, else one on the compute PUs."""
+        return len(self.worker.loader_pus) or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """How a training starts: `resume` continues from the newest checkpoint of the run in the recipe's folder, if it has
+    one, and `overwrite` deletes that run; `quiet` leaves warnings and the summary.
+
+    With `prepared`, a launcher has made the run's folder, samples the ranks' use of resources and tells them when to
+    stop; otherwise rank 0 checks and makes the folder, and each rank samples itself and handles signals.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    prepared: bool = False
+    quiet: bool = False

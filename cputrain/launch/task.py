@@ -10,19 +10,17 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.bound_plan import bound_worker
-from cputrain.affinity.kernel.observe import Observed
-from cputrain.affinity.planner.plan import Plan, WorkerPlan
-from cputrain.affinity.ranks.rank import Rank, discover
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.ranks.rank import discover
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import use_utf8
 from cputrain.launch.local import local_job
-from cputrain.launch.rank_process import confirm_binding, run_rank
+from cputrain.launch.rank_process import rank_context, run_rank
 from cputrain.mpi.supervise.run import run_local
 from cputrain.runs.folder import LOGS, PLAN, write_plan
 
@@ -30,20 +28,10 @@ SPEC = "spec.json"
 SIGNALED = 128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRank:
-    """A rank that runs a function: its place, its worker of the plan, and its binding as read back from the kernel."""
-
-    rank: Rank
-    worker: WorkerPlan
-    observed: Observed
-    env: Mapping[str, str]
-
-
 def run_on_ranks(
     plan: Plan, target: str, spec: Any, folder: Path, env: Mapping[str, str], *, what: str | None = None
 ) -> list[Any]:
-    """Call a function, "module:name", in each worker of the plan, with `spec` and its TaskRank; the results by rank.
+    """Call a function, "module:name", in each worker of the plan, with `spec` and its RankContext; the results by rank.
 
     `spec` and results are plain values, as JSON has them. `folder` gets the plan and the ranks' logs.
 
@@ -88,11 +76,11 @@ def main() -> None:
     env = os.environ
     rank, worker = discover(env), bound_worker(env)
     assert rank is not None and worker is not None, "a rank of a task is started by run_on_ranks"
-    place = TaskRank(rank=rank, worker=worker, observed=confirm_binding(worker, check=True), env=env)
+    context = rank_context(rank, worker, env, check=True)
     spec = json.loads((folder / SPEC).read_text(encoding="utf-8"))
 
     def work() -> None:
-        result = getattr(importlib.import_module(module), name)(spec, place)
+        result = getattr(importlib.import_module(module), name)(spec, context)
         result_file(folder, rank.rank).write_text(json.dumps(result), encoding="utf-8")
 
     run_rank(rank, work)

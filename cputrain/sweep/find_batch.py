@@ -18,8 +18,8 @@ from cputrain.affinity.planner.request import footprint, largest_batch
 from cputrain.affinity.wording import GIB, counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training
-from cputrain.launch.rank_process import Startup
-from cputrain.launch.task import TaskRank, run_on_ranks
+from cputrain.launch.rank_process import RankContext, StartOptions
+from cputrain.launch.task import run_on_ranks
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
@@ -105,7 +105,7 @@ def peak_file(folder: Path, rank: int | str) -> Path:
     return folder / f"peak-rank-{rank}.json"
 
 
-def train_steps(asked: dict[str, Any], place: TaskRank) -> None:
+def train_steps(asked: dict[str, Any], context: RankContext) -> None:
     """Train as one rank of a trial until STEPS steps are done. asked["bytes"] limits the process's data (RLIMIT_DATA;
     0: no limit). The peak of its memory is recorded in a file."""
     from cputrain.training.entry import train_rank  # torch: after the binding is read back
@@ -116,21 +116,9 @@ def train_steps(asked: dict[str, Any], place: TaskRank) -> None:
     with suppress(OSError):  # some containers' /proc is read-only
         # Short of memory, the kernel kills this process first.
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
-    threading.Thread(target=_watch, args=(recipe.folder, place.rank.rank), daemon=True).start()
-    train_rank(
-        recipe,
-        place.rank,
-        place.worker,
-        place.observed,
-        place.env,
-        resume=False,
-        overwrite=False,
-        prepared=True,
-        check=True,
-        quiet=False,
-        startup=Startup(shown=False),
-    )
-    _write_peak(peak_file(recipe.folder, place.rank.rank))
+    threading.Thread(target=_watch, args=(recipe.folder, context.rank.rank), daemon=True).start()
+    train_rank(context, recipe, StartOptions(prepared=True))
+    _write_peak(peak_file(recipe.folder, context.rank.rank))
 
 
 def _watch(folder: Path, rank: int) -> None:

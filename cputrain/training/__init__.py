@@ -1,9 +1,10 @@
 """Training and evaluation in one rank.
 
-entry.py and eval_entry.py are what `train` and `eval` run, own.py is `cputrain.train` for a user's own code. entry.py
-builds a training, loop.py repeats step.py, evaluation.py and saving/, and session.py is what a rank has before that:
-recipe, sizes, ranks, data, binding. task.py is what the steps compute with: network, inputs and loss. The learning rate
-with its warm-up is in cputrain/optim/schedules.py.
+entry.py is what `train` runs, evaluation.py what `eval` runs, own.py `cputrain.train` for a user's own code. session.py
+is what a rank opens first: threads, data, process group, engine. entry.py then builds a training, and loop.py repeats
+step.py, whose steps watchers.py and log.py hear of, evaluation.py and saver.py; restore.py puts back what saver.py has
+written, and signals.py stops all ranks together. task.py is what the steps compute with: network, inputs and loss. The
+learning rate with its warm-up is in cputrain/optim/schedules.py.
 """
 
 from cputrain.affinity.lazy import front

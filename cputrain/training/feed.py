@@ -1,73 +1,45 @@
 """The trainer's image pipelines: one rank's training batches step by step, and its share of an evaluation."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import count
 
 from cputrain.affinity.errors import RunError
-from cputrain.affinity.ranks.rank import Rank
 from cputrain.data.formats.dataset import OwnSamples, Points, SyntheticImages
 from cputrain.data.from_recipe import training_transform
 from cputrain.data.loader import Batch, ImageLoader, own_batches, point_batches
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
 from cputrain.data.pixels.transform import Transform
-from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.schema import Recipe
-from cputrain.training.session import Session, SessionData
+from cputrain.training.session import Session
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
-    """What a rank's batches depend on; `local_batches` are every rank's, `loader_pus` and `loader_threads` decode."""
-
-    recipe: Recipe
-    sizes: TrainingSizes
-    rank: Rank
-    local_batches: tuple[int, ...]
-    data: SessionData
-    loader_pus: tuple[int, ...]
-    loader_threads: int
-
-
-def feed_of(session: Session) -> Feed:
-    """The feed of a session's rank."""
-    return Feed(
-        recipe=session.recipe,
-        sizes=session.sizes,
-        rank=session.ranks.this,
-        local_batches=session.ranks.local_batches,
-        data=session.data,
-        loader_pus=session.binding.loader_pus,
-        loader_threads=session.binding.loader_threads,
-    )
-
-
-def training_batches(feed: Feed, epoch: int, first: int, stop: int) -> Iterator[Batch]:
+def training_batches(session: Session, epoch: int, first: int, stop: int) -> Iterator[Batch]:
     """This rank's batches for the steps from `first` to before `stop`, all of one epoch.
 
     The iterator raises RunError at a damaged image with data.on_error=raise.
     """
-    sizes = feed.sizes
+    sizes = session.sizes
     sampler = ShuffledSampler(
-        images=len(feed.data.dataset.train),
+        images=len(session.data.dataset.train),
         used=sizes.used_images_per_epoch,
         steps=sizes.steps_per_epoch,
-        seed=feed.recipe.seed,
-        shares=feed.local_batches,
-        rank=feed.rank.rank,
+        seed=session.recipe.seed,
+        shares=session.local_batches,
+        rank=session.rank.rank,
         passes=sizes.accumulation_steps,
-        block_length=feed.data.block_length,
+        block_length=session.data.block_length,
     )
     begin = first % sizes.steps_per_epoch
     steps = begin, begin + stop - first
-    if isinstance(feed.data.dataset.train, Points):
-        return point_batches(feed.data.dataset.train, sampler.batches(epoch, *steps))
-    if isinstance(feed.data.dataset.train, OwnSamples):
-        feed.data.dataset.train.set_epoch(epoch)
+    if isinstance(session.data.dataset.train, Points):
+        return point_batches(session.data.dataset.train, sampler.batches(epoch, *steps))
+    if isinstance(session.data.dataset.train, OwnSamples):
+        session.data.dataset.train.set_epoch(epoch)
         shares = sampler.batches(epoch, *steps)
-        return own_batches(feed.data.dataset.train, shares, cpus=feed.loader_pus)
-    transform = training_transform(feed.recipe, epoch)
-    batches = _loader(feed, "train", sampler, transform).raw_batches(epoch, *steps)
-    return _refuse_damaged(batches, feed.rank.rank) if feed.recipe.data.on_error == "raise" else batches
+        return own_batches(session.data.dataset.train, shares, cpus=session.context.loader_pus)
+    transform = training_transform(session.recipe, epoch)
+    batches = _loader(session, "train", sampler, transform).raw_batches(epoch, *steps)
+    return _refuse_damaged(batches, session.rank.rank) if session.recipe.data.on_error == "raise" else batches
 
 
 def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
@@ -79,52 +51,58 @@ def _refuse_damaged(batches: Iterator[Batch], rank: int) -> Iterator[Batch]:
         yield batch
 
 
+def endless_batches(session: Session) -> Iterator[Batch]:
+    """This rank's training batches, epoch after epoch: for measurements, which end where they like."""
+    for epoch in count():
+        yield from training_batches(session, epoch % session.recipe.epochs, 0, session.sizes.steps_per_epoch)
+
+
 def evaluation_batch(recipe: Recipe) -> int:
     """Images of one forward pass of an evaluation."""
     return recipe.evaluate.batch or recipe.batch.local
 
 
-def evaluation_steps(feed: Feed, split: str = "val") -> int:
+def evaluation_steps(session: Session, split: str = "val") -> int:
     """The number of batches that this rank evaluates; no rank has more than rank 0."""
-    return len(_evaluation_sampler(feed, split))
+    return len(_evaluation_sampler(session, split))
 
 
-def evaluation_shares(feed: Feed, split: str) -> list[Indices]:
+def evaluation_shares(session: Session, split: str) -> list[Indices]:
     """The numbers of the images of each of this rank's batches."""
-    return _evaluation_sampler(feed, split).batches()
+    return _evaluation_sampler(session, split).batches()
 
 
-def evaluation_batches(feed: Feed, split: str) -> Iterator[Batch]:
+def evaluation_batches(session: Session, split: str) -> Iterator[Batch]:
     """This rank's share of a split, each image on one rank, without padding."""
-    images, sampler = feed.data.dataset.splits[split], _evaluation_sampler(feed, split)
+    images, sampler = session.data.dataset.splits[split], _evaluation_sampler(session, split)
     if isinstance(images, Points):
         return point_batches(images, sampler.batches())
     if isinstance(images, OwnSamples):
-        return own_batches(images, sampler.batches(), cpus=feed.loader_pus)
-    data = feed.recipe.data
+        return own_batches(images, sampler.batches(), cpus=session.context.loader_pus)
+    data = session.recipe.data
     transform = Transform(image_size=data.crop, short_side=data.short_side, crop="center")
-    return _loader(feed, split, sampler, transform).raw_batches(epoch=0)
+    return _loader(session, split, sampler, transform).raw_batches(epoch=0)
 
 
-def _evaluation_sampler(feed: Feed, split: str) -> SequentialSampler:
+def _evaluation_sampler(session: Session, split: str) -> SequentialSampler:
     return SequentialSampler(
-        images=len(feed.data.dataset.splits[split]),
-        batch_size=evaluation_batch(feed.recipe),
-        rank=feed.rank.rank,
-        world_size=feed.rank.world_size,
+        images=len(session.data.dataset.splits[split]),
+        batch_size=evaluation_batch(session.recipe),
+        rank=session.rank.rank,
+        world_size=session.rank.world_size,
     )
 
 
-def _loader(feed: Feed, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
-    images = feed.data.dataset.splits[split]
+def _loader(session: Session, split: str, sampler: BatchSampler, transform: Transform) -> ImageLoader:
+    images = session.data.dataset.splits[split]
     return ImageLoader(
-        feed.data.dataset,
+        session.data.dataset,
         split,
         sampler=sampler,
         transform=transform,
-        decode=images.decode if isinstance(images, SyntheticImages) else feed.data.decode,
-        normalize=feed.data.normalize,
-        seed=feed.recipe.seed,
-        threads=feed.loader_threads,
-        cpus=feed.loader_pus,
+        decode=images.decode if isinstance(images, SyntheticImages) else session.data.decode,
+        normalize=session.data.normalize,
+        seed=session.recipe.seed,
+        threads=session.context.loader_threads,
+        cpus=session.context.loader_pus,
     )

@@ -1,20 +1,106 @@
-"""What a training prints and logs: progress and events."""
+"""What a training prints and logs: its environment, first lines, progress, events and summary."""
 
+import platform
+import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from tqdm import tqdm
 
+from cputrain import __version__
+from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
 from cputrain.affinity.terminal import printable_lines
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import GIB, counted
 from cputrain.checkpoints.folder import name_of
 from cputrain.data.formats.dataset import causes
+from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.events import EventLog
-from cputrain.runs.folder import CHECKPOINTS
-from cputrain.training.metrics import Accuracy, StepResult
+from cputrain.runs.events import EventLog, TimeSpent
+from cputrain.runs.folder import CHECKPOINTS, job_in
+from cputrain.training.session import Session
+from cputrain.training.step import Accuracy, StepResult, StepSettings, TrainResult, Watcher
+from cputrain.variables import shown_variables
+
+
+def describe_environment(session: Session) -> dict[str, Any]:
+    """The content of environment.json."""
+    env = session.context.env
+    return {
+        "cputrain": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "backend": session.group.backend,
+        "backend_why": session.group.why,
+        "engine": session.engine.name,
+        "engine_why": session.engine.why,
+        "decoder": session.data.decoder,
+        "allocator": planned_allocator(env),
+        "torch_build": torch.__config__.show().split("\n"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernel": platform.release(),
+        "host": socket.gethostname(),
+        "job": job_in(env),
+        "variables": shown_variables(env),
+    }
+
+
+def binding_record(session: Session) -> dict[str, Any]:
+    """This rank's entry of the start event: planned and actual PUs, threads and memory."""
+    context = session.context
+    return {
+        "rank": session.rank.rank,
+        "host": socket.gethostname(),
+        "planned_pus": list(context.worker.pus),
+        "local_batch": session.mean_local_batch,
+        **asdict(context.observed),
+        "threads": torch.get_num_threads(),
+        "thread_pus": [list(thread.pus) for thread in session.team],
+        "memory_share": session.memory_share,
+    }
+
+
+# Measured: docs/benchmarks.md. An all-reduce of 25 MiB over two ranks, and photos as they are or prepared.
+CCL_GAIN = "all-reduces of 25 MiB up to 3.2 times as fast"
+TURBO_GAIN = "2.6-3.6 times the images per CPU-second"
+ENGINE_GAIN = "evaluations 1.2 times as fast, steps up to 1.05 times"
+OWN_CHOICE = ("comm.backend=gloo", "data.decoder=pillow")
+
+
+def startup_lines(environment: Mapping[str, Any], *, ranks: int, bf16_speedup: float) -> list[str]:
+    """What rank 0 says at its start: a line of what is in use, and one for each faster part that is missing.
+
+    Of the environment's entries, `backend_why` of ccl is its transport: "over libfabric (...)", and `decoder` its name,
+    a colon, and where it lies or why it was taken. `bf16_speedup` is a convolution's, 1 where the training is not in
+    float32.
+    """
+    backend, backend_why, engine, engine_why, decoder, allocator = (
+        environment[name] for name in ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator")
+    )
+    name, _, decoder_why = decoder.partition(": ")
+    transport = f" {backend_why}" if backend == "ccl" and ranks > 1 else ""
+    lines = [f"backend {backend}{transport}, engine {engine}, decoder {name}, allocator {allocator}"]
+    if backend == "gloo" and ranks > 1 and backend_why not in OWN_CHOICE:
+        lines.append(f"faster: oneCCL ({CCL_GAIN}): {backend_why}")
+    if engine == "eager" and not engine_why.startswith(("engine=", "precision=")):
+        lines.append(f"faster: native kernels ({ENGINE_GAIN}): {engine_why}")
+    if bf16_speedup >= BF16_GAIN:
+        lines.append(bf16_line(bf16_speedup))
+    if name == "Pillow" and decoder_why not in OWN_CHOICE:
+        lines.append(f"faster: libjpeg-turbo ({TURBO_GAIN}): {decoder_why.removeprefix('data.decoder=turbo: ')}")
+    if allocator == "glibc":
+        lines.append("faster: tcmalloc, which a plan preloads where it is installed (Debian: libtcmalloc-minimal4)")
+    return lines
+
+
+def planned_allocator(env: Mapping[str, str]) -> str:
+    """The memory allocator of the plan that has bound this process."""
+    plan = read_host_plan(Path(env[PLAN_VARIABLE]))
+    return str(plan["runtime"]["allocator"])
+
 
 REDRAW_S = 0.5
 EVALUATION = "{desc} [{n_fmt}/{total_fmt}] |{bar:20}| {remaining} left"
@@ -43,25 +129,16 @@ class Progress:
             leave=False,
         )
 
-    def step(
-        self,
-        where: str,
-        images: int,
-        *,
-        loss: float,
-        lr: float,
-        seconds: float,
-        data_wait_s: float,
-        comm_wait_s: float,
-    ) -> None:
-        """Advance by one step of so many images, which took so long, of it waiting for data and for communication."""
+    def step(self, where: str, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Advance by one step, which took so long."""
         self._whole_s = DECAY * self._whole_s + seconds
-        self._data_s = DECAY * self._data_s + data_wait_s
-        self._comm_s = DECAY * self._comm_s + comm_wait_s
+        self._data_s = DECAY * self._data_s + result.data_wait_s
+        self._comm_s = DECAY * self._comm_s + result.comm_wait_s
         data, comm = (100 * part / (self._whole_s or 1.0) for part in (self._data_s, self._comm_s))
         self._bar.set_description_str(where, refresh=False)
-        self._bar.set_postfix_str(f"loss {loss:.4f}, lr {lr:.4g}, data {data:.0f} %, comm {comm:.0f} %", refresh=False)
-        self._bar.update(images)
+        figures = f"loss {result.loss:.4f}, lr {settings.lr:.4g}, data {data:.0f} %, comm {comm:.0f} %"
+        self._bar.set_postfix_str(figures, refresh=False)
+        self._bar.update(settings.images)
 
     def line(self, text: str) -> None:
         """Print a permanent line above the bar."""
@@ -106,7 +183,7 @@ MOST_IN_FULL = 1e6  # a loss that diverges has dozens of digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingLog:
+class TrainingLog(Watcher):
     """Writes to the terminal and to the event log of a run; both are silent on ranks other than 0.
 
     `last_step` is the step after which the training ends; `quiet` leaves only warnings on the terminal.
@@ -116,6 +193,7 @@ class TrainingLog:
     progress: Progress
     events: EventLog
     last_step: int
+    steps_per_epoch: int
     quiet: bool = False
 
     def warn(self, step: int, message: str) -> None:
@@ -134,37 +212,28 @@ class TrainingLog:
         self.progress.line(f"warning: {what}")
         self.events.write("warning", step=step, what=what, rank=rank, host=host, factor=factor, cause=cause)
 
-    def checkpoint(self, step: int, steps_per_epoch: int, *, best: bool) -> None:
+    def checkpoint(self, step: int, *, best: bool) -> None:
         """Report a checkpoint that has been written; its path is relative, so that a run's folder can be moved."""
         path = f"{CHECKPOINTS}/{name_of(step)}"
-        self.events.write("checkpoint", step=step, epoch=step / steps_per_epoch, path=path, best=best)
+        self.events.write("checkpoint", step=step, epoch=step / self.steps_per_epoch, path=path, best=best)
 
-    def step(
-        self, result: StepResult, *, step: int, steps_per_epoch: int, lr: float, images: int, seconds: float
-    ) -> None:
-        """Report a step: `step` counts those done, `images` are those of all ranks."""
-        epoch = (step - 1) // steps_per_epoch + 1
-        self.progress.step(
-            f"epoch {epoch}/{self.recipe.epochs} step {step:,}/{self.last_step:,}",
-            images,
-            loss=result.loss,
-            lr=lr,
-            seconds=seconds,
-            data_wait_s=result.data_wait_s,
-            comm_wait_s=result.comm_wait_s,
-        )
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Report a step."""
+        epoch = (step - 1) // self.steps_per_epoch + 1
+        where = f"epoch {epoch}/{self.recipe.epochs} step {step:,}/{self.last_step:,}"
+        self.progress.step(where, settings, result, seconds)
         self.events.write(
             "step",
             step=step,
-            epoch=step / steps_per_epoch,
+            epoch=step / self.steps_per_epoch,
             loss=result.loss,
-            rate=lr,
-            images_per_s=images / seconds,
+            rate=settings.lr,
+            images_per_s=settings.images / seconds,
             data_wait_s=result.data_wait_s,
             comm_wait_s=result.comm_wait_s,
         )
         if result.layer_ratios:
-            self.events.write("ratios", step=step, rate=lr, layers=result.layer_ratios)
+            self.events.write("ratios", step=step, rate=settings.lr, layers=result.layer_ratios)
 
     def rank_times(self, step: int, steps: int, times: Sequence[Sequence[float]]) -> None:
         """Report the mean of the last steps on each rank: seconds, of these waiting for communication and for data."""
@@ -216,3 +285,42 @@ def _speed(kind: str, per_s: float) -> str:
     """Samples per second, with their kind where they are not images that were read."""
     unit = {"images": "img/s", "points": "points/s", "samples": "samples/s"}.get(kind, f"img/s, {kind}")
     return f"{per_s:.1f} {unit}"
+
+
+def summary_lines(
+    result: TrainResult, steps: int, spent: TimeSpent, kind: str, peak_bytes: int, estimate_bytes: int | None
+) -> list[str]:
+    """Times, accuracies and memory of a training that has `steps` in all its epochs; `kind` is the recipe's data.kind,
+    the bytes are of one worker."""
+    accuracy = result.accuracy
+    if accuracy is None:
+        return [f"stopped by a signal  after step {result.step:,}, checkpoint saved: continue with --resume"]
+    resumed = spent.starts > 1
+    of_last = ", of the last start" if resumed else ""
+    starts = f" over {spent.starts} starts" if resumed else ""
+    lines = [f"ended by max_steps   after step {result.step:,} of {steps:,}"] if result.step < steps else []
+    lines += [
+        f"total training time  {result.trained_s:.1f} s (updates only{of_last})",
+        f"time to train        {spent.training_s:.1f} s{starts} (with evaluations and checkpoints)",
+    ]
+    if resumed:
+        lines.append(f"wall time            {spent.wall_s:.1f} s (from the first start to the end, waits included)")
+    lines += _accuracy_lines(accuracy, kind)
+    if (test := result.test) and test.top1 is not None:
+        lines += [
+            f"test top-1           {test.top1:.2f} %",
+            f"test top-5           {test.top5:.2f} %  ({test.images} {kind}, each once, with the last weights)",
+        ]
+    estimated = f" (estimated {estimate_bytes / GIB:.2f})" if estimate_bytes else ""
+    return [*lines, f"peak memory          {peak_bytes / GIB:.2f} GiB per worker{estimated}"]
+
+
+def _accuracy_lines(accuracy: Accuracy, kind: str) -> list[str]:
+    if accuracy.top1 is not None:
+        return [
+            f"top-1                {accuracy.top1:.2f} %",
+            f"top-5                {accuracy.top5:.2f} %  ({accuracy.images} {kind}, each once)",
+        ]
+    if accuracy.images:
+        return [f"validation loss      {accuracy.loss:.4f}  ({accuracy.images} {kind}, each once)"]
+    return [f"data                 {kind}: nothing to evaluate"]

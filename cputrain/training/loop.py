@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -13,34 +13,31 @@ from cputrain.data.loader import Batch
 from cputrain.optim.schedules import lr_at
 from cputrain.recipe.derivation import rate_warning, settings_at
 from cputrain.runs.events import moment
-from cputrain.training.damage import DamageCheck
 from cputrain.training.engine import bf16_speedup
-from cputrain.training.evaluation import average_batchnorm, evaluate
-from cputrain.training.feed import feed_of, training_batches
+from cputrain.training.evaluation import evaluate
+from cputrain.training.feed import training_batches
 from cputrain.training.log import TrainingLog
-from cputrain.training.metrics import Accuracy
-from cputrain.training.preemption import Preemption
-from cputrain.training.saving.restore import Position
-from cputrain.training.saving.saver import Saver
+from cputrain.training.restore import Position
+from cputrain.training.saver import Saver
 from cputrain.training.session import Session
-from cputrain.training.step import StepSettings, TrainState, train_step
-from cputrain.training.watchers import DivergenceCheck, NonFiniteHandler, RankTimes, ReplicaCheck, StragglerWatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """The end of a training: steps done, and accuracies on validation and test images.
-
-    `accuracy` is None after a preemption, `test` also without test images. `trained_s` are the seconds of steps since
-    this start; `ended` is the moment before the test images were evaluated. `ends_by`: as in Preemption.
-    """
-
-    accuracy: Accuracy | None
-    test: Accuracy | None
-    step: int
-    trained_s: float
-    ended: dict[str, float]
-    ends_by: int = 0
+from cputrain.training.signals import Preemption
+from cputrain.training.step import (
+    Accuracy,
+    StepSettings,
+    TrainResult,
+    TrainState,
+    Watcher,
+    average_batchnorm,
+    train_step,
+)
+from cputrain.training.watchers import (
+    DamageCheck,
+    DivergenceCheck,
+    NonFiniteHandler,
+    RankTimes,
+    ReplicaCheck,
+    StragglerWatch,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,39 +51,52 @@ class TrainingLoop:
     position: Position
     preempted: bool = False
     saver: Saver = field(init=False)
-    non_finite: NonFiniteHandler = field(init=False)
-    replicas: ReplicaCheck = field(init=False)
-    stragglers: StragglerWatch = field(init=False)
-    divergence: DivergenceCheck = field(init=False)
     damage: DamageCheck = field(init=False)
-    rank_times: RankTimes = field(init=False)
+    _after_step: list[Callable[..., None]] = field(init=False)
+    _before_save: list[Callable[..., None]] = field(init=False)
+    _after_last_step: list[Callable[..., None]] = field(init=False)
 
     def __post_init__(self) -> None:
-        session, position = self.session, self.position
+        session = self.session
         self.saver = Saver(session=session, state=self.state, log=self.log)
-        self.non_finite = NonFiniteHandler(
-            recipe=session.recipe,
-            rank=session.ranks.this.rank,
-            state=self.state,
-            warn=self.log.warn,
-            position=position,
-            wait=self.saver.wait,
-        )
-        self.divergence = DivergenceCheck(warn=self.log.warn, position=position)
-        self.replicas = ReplicaCheck(
-            network=self.state.network,
-            optimizer=self.state.optimizer,
-            every=session.recipe.compare_weights_every_steps,
-            warn=self.log.warn,
-            wait=self.saver.wait,
+        splits, share = session.data.dataset.splits, session.recipe.data.max_damaged
+        self.damage = DamageCheck(splits=splits, share=share, wait=self.saver.wait)
+        watchers = self._watchers()
+        self._after_step = [each.after_step for each in watchers if _defines(each, Watcher.after_step)]
+        self._before_save = [each.before_save for each in watchers if _defines(each, Watcher.before_save)]
+        self._after_last_step = [each.after_last_step for each in watchers if _defines(each, Watcher.after_last_step)]
+
+    def _watchers(self) -> list[Watcher]:
+        """What goes on beside the steps, in the order in which it hears of each."""
+        session, state, position, warn, wait = self.session, self.state, self.position, self.log.warn, self.saver.wait
+        recipe, rank = session.recipe, session.rank.rank
+        replicas = ReplicaCheck(
+            network=state.network,
+            optimizer=state.optimizer,
+            every=recipe.compare_weights_every_steps,
+            warn=warn,
+            wait=wait,
             same_after=position.step,
         )
-        pus = session.binding.worker.pus
-        self.stragglers = StragglerWatch(hosts=self.replicas.hosts, log=self.log, pus=pus)
-        recipe, splits = session.recipe, session.data.dataset.splits
-        self.damage = DamageCheck(splits=splits, share=recipe.data.max_damaged, wait=self.saver.wait)
-        rank = session.ranks.this.rank
-        self.rank_times = RankTimes(log=self.log, rank=rank, position=position, damage=self.damage)
+        return [
+            NonFiniteHandler(recipe=recipe, rank=rank, state=state, warn=warn, position=position, wait=wait),
+            self.log,
+            RankTimes(
+                log=self.log,
+                rank=rank,
+                position=position,
+                damage=self.damage,
+                set_pace=self.preemption.set_pace,
+            ),
+            DivergenceCheck(warn=warn, position=position),
+            replicas,
+            StragglerWatch(
+                hosts=replicas.hosts,
+                log=self.log,
+                pus=session.context.worker.pus,
+                read_s=lambda: replicas.read_s,
+            ),
+        ]
 
     @property
     def step(self) -> int:
@@ -103,7 +113,8 @@ class TrainingLoop:
         gc.freeze()  # objects of the libraries stay: scanning them at every collection takes time from the loader
         with closing(self.log.progress):
             accuracy, trained_s = self._run_epochs()
-        self.rank_times.record(self.step)
+        for after_last_step in self._after_last_step:
+            after_last_step(self.step)
         self.saver.wait()
         dist.barrier()  # no rank leaves before the last checkpoint is complete
         if self.preempted:
@@ -122,7 +133,7 @@ class TrainingLoop:
         recipe = self.session.recipe
         if warning := rate_warning(recipe, global_batch=self.session.sizes.global_batch):
             self.log.warn(self.step, warning)
-        if recipe.precision == "bf16" and self.session.ranks.is_main_rank and (speedup := bf16_speedup()) < 1:
+        if recipe.precision == "bf16" and self.session.is_main_rank and (speedup := bf16_speedup()) < 1:
             slower = f"a convolution takes {1 / speedup:.1f} times as long in bf16 as in float32 on this CPU"
             self.log.warn(self.step, f"{slower}: set precision=float32")
 
@@ -174,7 +185,7 @@ class TrainingLoop:
         """Train until step `stop` of this epoch or a preemption; the seconds that it took."""
         recipe, position = self.session.recipe, self.position
         weight_decay = settings_at(recipe, epoch).weight_decay
-        batches = training_batches(feed_of(self.session), epoch, self.step, stop)
+        batches = training_batches(self.session, epoch, self.step, stop)
         begun, before = time.perf_counter(), position.epoch_s
         while self.step < stop and not self.preempted:
             self._run_step(batches, weight_decay)
@@ -187,36 +198,29 @@ class TrainingLoop:
         return time.perf_counter() - begun
 
     def _run_step(self, batches: Iterator[Batch], weight_decay: float) -> None:
-        """Train and log one step."""
+        """Train one step, of which the watchers hear."""
         session, sizes, position = self.session, self.session.sizes, self.position
         started = time.perf_counter()
-        lr = lr_at(self.step, session.recipe, sizes)
-        images = sizes.images_until(self.step + 1) - sizes.images_until(self.step)
         settings = StepSettings(
-            images=images,
+            images=sizes.images_until(self.step + 1) - sizes.images_until(self.step),
             passes=sizes.accumulation_steps,
-            lr=lr,
+            lr=lr_at(self.step, session.recipe, sizes),
             weight_decay=weight_decay,
-            measure_layers=session.ranks.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
-            key=(self.step, session.ranks.this.rank),
+            measure_layers=session.is_main_rank and is_due(self.step, session.recipe.log_norms_every_steps),
+            key=(self.step, session.rank.rank),
         )
         result = train_step(self.state, batches, settings, session.recipe, session.task)
         position.epoch.add(result.metrics)
-        if not result.finite:
-            self.non_finite.handle(result, step=self.step, lr=lr)
         position.step += 1
         position.epoch_done = False
-        seconds, per_epoch = time.perf_counter() - started, sizes.steps_per_epoch
-        self.log.step(result, step=self.step, steps_per_epoch=per_epoch, lr=lr, images=images, seconds=seconds)
-        self.rank_times.add(result, seconds, self.step)
-        self.preemption.set_pace(self.rank_times.slowest_s)
-        self.divergence.check(result.loss, step=self.step, lr=lr)
-        self.replicas.after_step(self.step)
-        self.stragglers.add(result, seconds, self.step, self.replicas.read_s)
+        seconds = time.perf_counter() - started
+        for after_step in self._after_step:
+            after_step(position.step, settings, result, seconds)
 
     def _save(self) -> None:
         """Save the state after this step, which must be the same on all ranks."""
-        self.replicas.compare(self.step)
+        for before_save in self._before_save:
+            before_save(self.step)
         self.saver.save(self.position)
 
     def _saves_after_step(self) -> bool:
@@ -266,3 +270,8 @@ class TrainingLoop:
 def is_due(number: int, every: int | None) -> bool:
     """Whether something that happens after every so many steps or epochs happens after this one, counted from 0."""
     return every is not None and (number + 1) % every == 0
+
+
+def _defines(watcher: Watcher, method: Callable[..., None]) -> bool:
+    """Whether a watcher has a method of its own in place of Watcher's, which does nothing."""
+    return getattr(type(watcher), method.__name__) is not method

@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -26,20 +25,19 @@ from cputrain.affinity.kernel.bound_plan import (
     plan_for_rank,
     plan_in_memory,
 )
-from cputrain.affinity.kernel.observe import Observed, observe, verify
-from cputrain.affinity.planner.plan import WorkerPlan
+from cputrain.affinity.kernel.observe import observe, verify
 from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.terminal import CODES
 from cputrain.data.formats.dataset import Collate, Dataset, OwnSamples
-from cputrain.launch.rank_process import run_rank, startup_of
+from cputrain.launch.rank_process import RankContext, StartOptions, run_rank, startup_of
 from cputrain.launch.recipe_request import request_of
 from cputrain.mpi.supervise.run import free_port
-from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
 from cputrain.recipe.loading import load_recipe, recipe_of
 from cputrain.recipe.schema import OWN_SAMPLES, DataSection, ModelSection, Recipe
 from cputrain.runs.folder import continues_run, with_same_global_batch
 from cputrain.training.entry import train_rank
-from cputrain.training.loop import TrainResult
+from cputrain.training.signals import handlers_restored
+from cputrain.training.step import TrainResult
 from cputrain.training.task import Loss, OwnTask
 
 ALONE = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="alone")
@@ -98,8 +96,8 @@ def train(
         classifies=classes is not None,
     )
     env = os.environ  # of the launcher for this rank; torch reads there, too, what is set for a process alone
-    with _restored(env):
-        return _train(training, own, env, resume=resume, overwrite=overwrite, quiet=quiet)
+    with handlers_restored(), _restored(env):
+        return _train(training, own, env, StartOptions(resume=resume, overwrite=overwrite, quiet=quiet))
 
 
 def _check_main_thread() -> None:
@@ -116,35 +114,20 @@ def _dataset(train: Any, val: Any, test: Any, classes: Sequence[str] | None, col
     )
 
 
-def _train(
-    training: Recipe, own: OwnTask, env: MutableMapping[str, str], *, resume: bool, overwrite: bool, quiet: bool
-) -> TrainResult:
+def _train(training: Recipe, own: OwnTask, env: MutableMapping[str, str], options: StartOptions) -> TrainResult:
     """Train as the rank that this process is, or alone."""
     rank = discover(env)
     if rank is None:
         rank = ALONE
         env["MASTER_PORT"] = str(free_port())
-    if continues_run(training.folder, env, overwrite=overwrite):
-        resume, overwrite = True, False
+    if continues_run(training.folder, env, overwrite=options.overwrite):
+        options = replace(options, resume=True, overwrite=False)
         training = with_same_global_batch(training, rank.world_size)
-    worker, observed, check = _bind(training, rank, env)
+    context = _bind(training, rank, env, shown=not options.quiet)
     found: list[TrainResult] = []
 
     def work() -> None:
-        result = train_rank(
-            training,
-            rank,
-            worker,
-            observed,
-            env,
-            resume=resume,
-            overwrite=overwrite,
-            prepared=False,
-            check=check,
-            quiet=quiet,
-            startup=startup_of(rank, env, shown=not quiet),
-            own=own,
-        )
+        result = train_rank(context, training, options, own)
         assert result is not None, "only a recipe's run is left alone when it is finished"
         found.append(result)
 
@@ -183,31 +166,32 @@ def _recipe(base: str | None, settings: Mapping[str, Any] | Sequence[str]) -> Re
     )
 
 
-def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str]) -> tuple[WorkerPlan, Observed, bool]:
-    """The worker that this process is bound as, the binding as read back, and whether threads can be checked.
+def _bind(recipe: Recipe, rank: Rank, env: MutableMapping[str, str], *, shown: bool) -> RankContext:
+    """This process as a rank that is bound; its threads can be checked where a plan had bound it.
 
     A process that no plan has bound is bound here, as one of this host's ranks. Its libraries are loaded already: the
     plan's allocator and the pinning of each thread need `cputrain launch`.
     """
     worker = bound_worker(env)
+    check = worker is not None
     if worker is not None:
         verify(worker)
-        return worker, observe(), True
-    request = replace(request_of(recipe), workload=None, allocator="glibc")
-    plan, index = plan_for_rank(request, rank, (), env)
-    worker = plan.workers[index]
-    bind_process(worker)
-    env[PLAN_VARIABLE], env[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
-    return worker, observe(), False
+    else:
+        request = replace(request_of(recipe), workload=None, allocator="glibc")
+        plan, index = plan_for_rank(request, rank, (), env)
+        worker = plan.workers[index]
+        bind_process(worker)
+        env[PLAN_VARIABLE], env[WORKER_VARIABLE] = str(plan_in_memory(plan)), str(worker.local_rank)
+    startup = startup_of(rank, env, shown=shown)
+    return RankContext(rank=rank, worker=worker, observed=observe(), env=env, check=check, startup=startup)
 
 
 @contextmanager
 def _restored(env: MutableMapping[str, str]) -> Iterator[None]:
-    """Afterwards environment, signal handlers and streams are as before, and the process may go on for as long as it
+    """Afterwards environment and streams are as before, and the process may go on for as long as it
     likes."""
     variables = dict(env)
     streams = [(each, each.errors) for each in (sys.stdout, sys.stderr) if isinstance(each, TextIOWrapper)]
-    handlers = {number: signal.getsignal(number) for number in (PREEMPTION_SIGNAL, *stop_signals())}
     for stream, _ in streams:
         stream.reconfigure(errors=CODES)  # a name that the locale cannot show is no reason to end
     try:
@@ -218,6 +202,3 @@ def _restored(env: MutableMapping[str, str]) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         env.clear()
         env.update(variables)
-        for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)

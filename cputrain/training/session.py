@@ -1,37 +1,64 @@
-"""What all ranks share in a training: group, data, task, engine."""
+"""A rank's session, which trainings, evaluations and measurements open: its threads as planned, data, process group,
+task and engine; and the facts in which ranks must agree."""
 
+import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
+from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.kernel.observe import Observed
+from cputrain.affinity.kernel.observe import (
+    Thread,
+    memory_share,
+    misallocated,
+    misplaced,
+    refuse,
+    team_of,
+    threads_of,
+)
 from cputrain.affinity.planner.plan import WorkerPlan
 from cputrain.affinity.planner.records import ENGINE, Records, read_records
 from cputrain.affinity.planner.request import tuning_name
 from cputrain.affinity.ranks.rank import Rank
+from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.topology.sysfs import read_machine
 from cputrain.affinity.wording import counted
+from cputrain.comm import ccl
 from cputrain.comm.group import CommGroup, all_gather, start_group
-from cputrain.data.formats.dataset import Dataset, OwnSamples, Points, check_labels
+from cputrain.data.formats.dataset import (
+    Dataset,
+    Images,
+    OwnSamples,
+    PiecewiseImages,
+    Points,
+    check_labels,
+    is_too_damaged,
+    refusal,
+)
 from cputrain.data.formats.places import SPLITS
-from cputrain.data.formats.shards import images_per_block
+from cputrain.data.formats.shards import crc32c, images_per_block, split_checksum
 from cputrain.data.from_recipe import open_recipe_data
-from cputrain.data.loader import choose_normalize
-from cputrain.data.pixels.decode import Decode, choose_decoder, decode_by_pillow
+from cputrain.data.loader import choose_normalize, read_and_decode
+from cputrain.data.order import Indices
+from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder, decode_by_pillow
+from cputrain.data.pixels.transform import center_crop
+from cputrain.launch.rank_process import RankContext
 from cputrain.launch.recipe_request import request_of
 from cputrain.measurements import keep, new_record
 from cputrain.models.winograd import ConvolutionShape, WinogradKernels, covered_shapes, use_winograd
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import TrainingScale
-from cputrain.training.binding import Binding, check_comm_threads, facts_of, start_threads
-from cputrain.training.damage import check_sample
+from cputrain.runs.folder import TrainingScale, flat
 from cputrain.training.engine import (
     ENGINES,
     LEAST_GAIN,
@@ -47,23 +74,7 @@ from cputrain.training.task import OwnTask, Task, recipe_task
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The ranks of the job: this one, the process group, and every rank's local batch.
-
-    A local batch is the most images of one backward pass, recipe.batch.local on average; the images of a step are split
-    over the ranks in proportion.
-    """
-
-    this: Rank
-    group: CommGroup
-    local_batches: tuple[int, ...]
-
-    @property
-    def is_main_rank(self) -> bool:
-        """Whether this is rank 0, the only rank that prints and writes the run's folder."""
-        return self.this.rank == 0
+FIRST_ALLOCATION = 16 << 20  # float32 values: 64 MiB, far larger than any page or a thread's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +98,39 @@ class SessionData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A rank that is bound, has its data open and has joined the process group."""
+    """A rank that is bound, has its data open and has joined the process group.
 
+    `local_batches` are every rank's: the most images of one backward pass, recipe.batch.local on average; the images of
+    a step are split over the ranks in proportion. `team` are the threads of the first parallel region; `memory_share`
+    is the share of each NUMA node in the first large allocation.
+    """
+
+    context: RankContext
     recipe: Recipe
     sizes: TrainingSizes
-    ranks: Ranks
+    group: CommGroup
+    local_batches: tuple[int, ...]
     data: SessionData
     task: Task
-    binding: Binding
     engine: Engine
+    team: tuple[Thread, ...]
+    memory_share: dict[int, float]
+
+    @property
+    def rank(self) -> Rank:
+        """This rank's place in the job."""
+        return self.context.rank
+
+    @property
+    def is_main_rank(self) -> bool:
+        """Whether this is rank 0, the only rank that prints and writes the run's folder."""
+        return self.rank.rank == 0
+
+    @property
+    def mean_local_batch(self) -> int:
+        """Images of one of this rank's backward passes, rounded where passes or steps differ."""
+        share = self.local_batches[self.rank.rank] / sum(self.local_batches)
+        return round(self.sizes.global_batch * share / self.sizes.accumulation_steps)
 
     @property
     def scale(self) -> TrainingScale:
@@ -103,32 +138,24 @@ class Session:
         dataset = self.data.dataset
         return TrainingScale.of(
             self.sizes,
-            workers=self.ranks.this.world_size,
+            workers=self.rank.world_size,
             train_images=len(dataset.train),
             classes=dataset.classes,
         )
 
 
 def start_session(
-    recipe: Recipe,
-    rank: Rank,
-    worker: WorkerPlan,
-    observed: Observed,
-    env: Mapping[str, str],
-    *,
-    check: bool,
-    phase: Callable[[str], None],
-    own: OwnTask | None = None,
-    splits: tuple[str, ...] = SPLITS,
+    context: RankContext, recipe: Recipe, *, own: OwnTask | None = None, splits: tuple[str, ...] = SPLITS
 ) -> Session:
-    """Set torch's threads, open the data, join the process group; `phase` hears what begins. `own` is what a user's own
-    code trains in place of the recipe's network and data; `splits` are those of which images will be read.
+    """Set torch's threads, open the data, join the process group. `own` is what a user's own code trains in place of
+    the recipe's network and data; `splits` are those of which images will be read.
 
     Raises InputError where the data or the launcher does not fit the recipe, images cannot be read, or a rank has other
-    versions, settings or images; with `check`, RunError where OpenMP's threads, the first large allocation or oneCCL's
-    threads are not where the plan puts them.
+    versions, settings or images; where the context's threads are to be checked, RunError where OpenMP's, the first
+    large allocation or oneCCL's are not where the plan puts them.
     """
-    binding = start_threads(worker, observed, check=check)
+    rank, worker, env, phase = context.rank, context.worker, context.env, context.startup.phase
+    team, share = start_threads(context)
     torch.manual_seed(recipe.seed)
     phase("opening data")
     dataset = own.dataset if own else open_recipe_data(recipe)
@@ -146,14 +173,78 @@ def start_session(
     task = own.task(recipe) if own else recipe_task(recipe, len(dataset.classes), data.features, data.normalize)
     phase(f"connecting {counted(rank.world_size, 'rank')}")
     group = start_group(rank, worker, recipe.comm.backend, recipe.comm.timeout_s, env, facts_of(recipe, dataset))
-    if check:
-        check_comm_threads(worker, rank, group.backend, env)
-    ranks = Ranks(this=rank, group=group, local_batches=_local_batches(recipe, worker, sizes))
+    if context.check and group.backend == ccl.BACKEND:
+        refuse(worker, misplaced_comm_threads(rank.local_rank, env, threads_of(os.getpid())))
+    local_batches = _local_batches(recipe, worker, sizes)
     if not recipe.data.generated:
         used = {split: images for split, images in dataset.splits.items() if split in splits}
         check_sample(used, data.decode, recipe.data.crop, recipe.data.max_damaged, rank)
-    engine = same_engine(all_gather((engine.name, engine.why)), engine)
-    return Session(recipe=recipe, sizes=sizes, ranks=ranks, data=data, task=task, binding=binding, engine=engine)
+    return Session(
+        context=context,
+        recipe=recipe,
+        sizes=sizes,
+        group=group,
+        local_batches=local_batches,
+        data=data,
+        task=task,
+        engine=same_engine(all_gather((engine.name, engine.why)), engine),
+        team=team,
+        memory_share=share,
+    )
+
+
+def start_threads(context: RankContext) -> tuple[tuple[Thread, ...], dict[int, float]]:
+    """Start torch's threads as planned: those of the first parallel region, and the share of each NUMA node in the
+    first large allocation. Raises RunError where they are to be checked and are elsewhere."""
+    worker, check = context.worker, context.check
+    torch.set_num_threads(worker.intra_op)
+    first = torch.empty(FIRST_ALLOCATION)
+    team = team_of(lambda: _touch(first))
+    share = memory_share(first.data_ptr())
+    if check:
+        bound = context.observed.memory_policy == worker.memory_policy
+        refuse(worker, misplaced(worker, team) + (misallocated(worker, share) if bound else []))
+    if torch.get_num_interop_threads() != worker.inter_op:  # a process may set it once
+        # A script that no plan has bound may have computed before: it keeps the threads that it then started.
+        with nullcontext() if check else suppress(RuntimeError):
+            torch.set_num_interop_threads(worker.inter_op)
+    return team, share
+
+
+def _touch(values: torch.Tensor) -> None:
+    """Write all values, in a parallel region."""
+    values.fill_(1.0)
+
+
+def misplaced_comm_threads(local_rank: int, env: Mapping[str, str], threads: tuple[Thread, ...]) -> list[str]:
+    """A line about this rank's oneCCL threads that are not where a plan's CCL_WORKER_AFFINITY puts them, a list of
+    CPUs; empty for other values."""
+    if not re.fullmatch(r"\d+(,\d+)*", env.get("CCL_WORKER_AFFINITY", "")):
+        return []
+    count = int(env.get("CCL_WORKER_COUNT", "1"))
+    planned = [int(pu) for pu in env["CCL_WORKER_AFFINITY"].split(",")][local_rank * count :][:count]
+    empty = sorted(pu for pu in planned if (pu,) not in [thread.pus for thread in threads])
+    if not empty:
+        return []
+    return [f"oneCCL threads planned on CPUs {format_list(planned)}, none found on {format_list(empty)}"]
+
+
+PLACES = ("data.path", "data.stage_dir", "output")  # a host may have its own; what is there is compared
+
+
+def facts_of(recipe: Recipe, dataset: Dataset) -> dict[str, str]:
+    """Name -> text of everything that a rank and another one must have in common."""
+    settings = flat(recipe.model_dump(mode="json", by_alias=True))
+    facts = {"cputrain": __version__, "torch": torch.__version__.partition("+")[0]}
+    facts |= {key: json.dumps(value) for key, value in settings.items() if key not in PLACES}
+    if recipe.data.generated:  # from the seed, or a user's own
+        return facts | {f"{split} {recipe.data.unit}": f"{len(images):,}" for split, images in dataset.splits.items()}
+    names = crc32c("\n".join(dataset.classes).encode(errors="surrogateescape"))
+    facts["classes"] = f"{len(dataset.classes):,} (checksum {names:08x})"
+    for split, images in dataset.splits.items():
+        checksum = split_checksum(images, str(recipe.data.path))
+        facts[f"{split} images"] = f"{len(images):,} (checksum {checksum:08x})"
+    return facts
 
 
 def _session_data(recipe: Recipe, dataset: Dataset, sizes: TrainingSizes, env: Mapping[str, str]) -> SessionData:
@@ -189,14 +280,14 @@ def _local_batches(recipe: Recipe, worker: WorkerPlan, sizes: TrainingSizes) -> 
     return batches
 
 
-def with_measured_engine(session: Session, env: Mapping[str, str]) -> Session:
+def with_measured_engine(session: Session) -> Session:
     """The session of a training with the engine that rank 0's machine has measured, where engine=auto and every rank
     can use it. To be called by all ranks."""
-    recipe = session.recipe
+    recipe, env = session.recipe, session.context.env
     if recipe.engine != "auto":
         return session
     # of the whole host: this rank is bound to a part of it
-    records = read_records(read_machine(Path("/")), env) if session.ranks.is_main_rank else Records()
+    records = read_records(read_machine(Path("/")), env) if session.is_main_rank else Records()
     found = all_gather(measured_engine(recipe, records))[0]
     if found is None:
         return session
@@ -223,7 +314,7 @@ def measured_engine(recipe: Recipe, records: Records) -> tuple[str, str] | None:
 
 
 def choose_winograd(
-    session: Session, network: nn.Module, images: int, env: Mapping[str, str], stored: tuple[str, ...] | None = None
+    session: Session, network: nn.Module, images: int, stored: tuple[str, ...] | None = None
 ) -> tuple[str, ...] | None:
     """Let the layers of a prepared network that are faster so compute by Winograd's algorithm; their names, None where
     none are to be chosen. `images`: of one pass; `stored`: the layers that a checkpoint names, which are taken.
@@ -231,19 +322,19 @@ def choose_winograd(
     To be called by all ranks, which measure at the same time what no earlier start on rank 0's host has measured. What
     rank 0 has seen counts for all.
     """
-    recipe, problem, kernels = session.recipe, "", None
+    recipe, env, problem, kernels = session.recipe, session.context.env, "", None
     try:
         kernels = winograd_kernels(recipe.model.winograd, session.engine, recipe.precision, env)
     except (InputError, RunError) as error:
         problem = str(error)
     problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather(problem)) if each]
-    if problems and session.ranks.is_main_rank:
+    if problems and session.is_main_rank:
         logger.warning("cputrain: convolutions stay direct: %s", problems[0])
     if kernels is None or problems:
         return None
     shapes = covered_shapes(network, session.task.example(1))
     if stored is None:
-        gains = _winograd_gains(session, set(shapes.values()), images, kernels, env)
+        gains = _winograd_gains(session, set(shapes.values()), images, kernels)
         stored = tuple(name for name, shape in shapes.items() if gains[shape_key(shape, images)] >= LEAST_GAIN)
     chosen = tuple(name for name in all_gather(stored)[0] if name in shapes)
     for name in chosen:
@@ -252,19 +343,58 @@ def choose_winograd(
 
 
 def _winograd_gains(
-    session: Session, shapes: set[ConvolutionShape], images: int, kernels: WinogradKernels, env: Mapping[str, str]
+    session: Session, shapes: set[ConvolutionShape], images: int, kernels: WinogradKernels
 ) -> dict[str, float]:
     """Rank 0's measurements, of earlier starts and now."""
-    precision = session.recipe.precision
+    precision, env = session.recipe.precision, session.context.env
     name = f"{precision}, {counted(torch.get_num_threads(), 'thread')}"
     known: dict[str, float] = {}
-    if session.ranks.is_main_rank:
+    if session.is_main_rank:
         machine = read_machine(Path("/"))
         records = [record for record in read_records(machine, env).of(WINOGRAD) if record.name == name]
         known = {key: value for record in records for key, value in record.values.items() if isinstance(value, float)}
     known = all_gather(known)[0]
     gains = measured_speedups(shapes, images, precision, kernels, known)
-    if session.ranks.is_main_rank and gains != known:
+    if session.is_main_rank and gains != known:
         with suppress(RunError):  # measured again at the next start
             keep(new_record(machine, WINOGRAD, name, gains, command="cputrain train"), env)
     return all_gather(gains)[0]
+
+
+TRIED, PIECES = 32, 4  # images of a split, before the first step; in so many places where neighbors are read together
+SURE = 6  # standard deviations above the share that is allowed
+
+
+def check_sample(splits: Mapping[str, Images], decode: Decode, side: int, share: float, rank: Rank) -> None:
+    """Try to decode some images of each split, divided over the ranks, all of which call this.
+
+    Raises InputError on all ranks where so many are damaged that more than `share` of the split must be.
+    """
+    tried = {split: _spread(images) for split, images in splits.items() if len(images)}
+    mine = {
+        split: _problems(splits[split], numbers[rank.rank :: rank.world_size], decode, side)
+        for split, numbers in tried.items()
+    }
+    of_ranks = all_gather(mine)
+    for split, numbers in tried.items():
+        damaged = sorted(problem for of_rank in of_ranks for problem in of_rank[split])
+        count, images = len(numbers), len(splits[split])
+        expected = count * share + SURE * math.sqrt(count * share * (1 - share))
+        if is_too_damaged(len(damaged), images, share) or len(damaged) > max(expected, 1) or len(damaged) == count:
+            raise refusal(split, damaged, count, images, share)
+
+
+def _spread(images: Images) -> Indices:
+    """The numbers of up to TRIED images from all over a split."""
+    blocks = isinstance(images, PiecewiseImages) and images.usual_block
+    run = TRIED // PIECES if blocks else 1
+    starts = np.linspace(0, max(0, len(images) - run), TRIED // run).astype(np.int64)
+    return np.unique((starts[:, None] + np.arange(min(run, len(images)))).ravel())
+
+
+def _problems(images: Images, numbers: Indices, decode: Decode, side: int) -> list[str]:
+    def middle(encoded: Sequence[bytes], _numbers: Sequence[int], out: Pixels) -> list[str | None]:
+        return decode(encoded, center_crop(side, side), out)
+
+    out = np.empty((len(numbers), side, side, 3), dtype=np.uint8)
+    return [problem for problem in read_and_decode(images, numbers, middle, out) if problem]

@@ -1,4 +1,4 @@
-"""A step: what it changes (network, optimizer, moving average), and forward, backward, update."""
+"""A step: what it changes (network, optimizer, moving average), forward, backward, update, and its results."""
 
 import math
 import time
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,10 +21,107 @@ from cputrain.comm.buckets import HOOKS, AllReduceHook, measure_alpha_beta
 from cputrain.data.loader import Batch
 from cputrain.optim.build import layer_ratios, set_lr_and_decay
 from cputrain.recipe.schema import CommSection, Recipe
-from cputrain.torch_releases import SYNC_BUFFERS
 from cputrain.training.engine import autocast
-from cputrain.training.metrics import EpochMetrics, StepResult, count_correct
 from cputrain.training.task import Task
+
+# What differs between the releases of torch that are supported (2.8 to 2.13) is known here, by what they have: DDP's
+# switch for sending rank 0's buffers before every forward pass has another name since torch 2.13.
+SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
+
+
+@dataclass(slots=True)
+class EpochMetrics:
+    """One rank's sums over the images of an epoch, or of a step: losses, correct predictions, readable images.
+
+    `damaged` are the names of images that could not be read.
+    """
+
+    loss: float = 0.0
+    correct: float = 0.0
+    images: float = 0.0
+    damaged: list[str] = field(default_factory=list)
+
+    def add(self, other: "EpochMetrics") -> None:
+        """Add the sums and names of another."""
+        self.loss += other.loss
+        self.correct += other.correct
+        self.images += other.images
+        self.damaged += other.damaged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The result of an update on one rank: mean loss, seconds of waiting for images and gradients, sums over images.
+
+    `finite` is the same on all ranks; if False, nothing has been updated, `metrics` counts no images, and `non_finite`
+    describes where NaN or Inf arose on this rank, "" if not in its outputs. `layer_ratios` are the layers' norms, empty
+    unless requested.
+    """
+
+    loss: float
+    data_wait_s: float
+    comm_wait_s: float
+    metrics: EpochMetrics
+    finite: bool
+    non_finite: str
+    layer_ratios: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Over all ranks: mean loss, top-1 and top-5 in percent, number of images; `damaged` are this rank's images.
+
+    top1 and top5 are None for data without classes; without images the loss is NaN and they are None.
+    """
+
+    loss: float
+    top1: float | None
+    top5: float | None
+    images: int
+    damaged: tuple[str, ...]
+
+    @property
+    def score(self) -> float:
+        """The value whose maximum is the best checkpoint: top-1, or the negative loss for data without classes."""
+        return -self.loss if self.top1 is None else self.top1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """The end of a training: steps done, and accuracies on validation and test images.
+
+    `accuracy` is None after a preemption, `test` also without test images. `trained_s` are the seconds of steps since
+    this start; `ended` is the moment before the test images were evaluated. `ends_by`: as in Preemption.
+    """
+
+    accuracy: Accuracy | None
+    test: Accuracy | None
+    step: int
+    trained_s: float
+    ended: dict[str, float]
+    ends_by: int = 0
+
+
+def count_correct(outputs: Tensor, labels: Tensor, weights: Tensor, k: int) -> float:
+    """The number of images, each of weight 1 or 0, whose label is among the k largest outputs.
+
+    Labels are numbers of classes, (N,), or of mixed images the share of each class, (N, outputs): such an image counts
+    as much as the shares of the k classes together.
+    """
+    if labels.ndim == 2:
+        shares = labels.gather(1, outputs.topk(min(k, outputs.shape[1]), dim=1).indices).sum(dim=1)
+        return float((shares * weights).sum())
+    return float((in_top(outputs, labels, k) * weights).sum())
+
+
+def in_top(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """1.0 where the label is among the k largest of a row of logits (N, classes), else 0.0; shape (N,)."""
+    best = logits.topk(min(k, logits.shape[1]), dim=1).indices
+    return (best == labels[:, None]).any(dim=1).float()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +205,22 @@ class StepSettings:
     weight_decay: float
     measure_layers: bool = False
     key: tuple[int, ...] = ()
+
+
+class Watcher:
+    """What goes on beside the steps of a training: it has those of these methods that it needs, and its place in the
+    list in loop.py. Every rank calls each method, after the same steps, so that the ranks may exchange values in it."""
+
+    __slots__ = ()
+
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """A step has been done, on this rank with this result and in so many seconds; `step` counts those done."""
+
+    def before_save(self, step: int) -> None:
+        """The state after this step is about to be saved."""
+
+    def after_last_step(self, step: int) -> None:
+        """The training ends after this step."""
 
 
 @dataclass(slots=True)
@@ -225,3 +340,22 @@ def _find_non_finite(network: nn.Module, inputs: Any, loss: float) -> str:
     if layers:
         return f"first NaN or Inf in the output of {layers[0]}"
     return "" if math.isfinite(loss) else "the outputs of all layers are finite"
+
+
+def average_batchnorm(model: nn.Module) -> None:
+    """Set every rank's running statistics to the mean over all ranks, so that all evaluate one network."""
+    for own, mean in mean_statistics(model):
+        own.copy_(mean)
+
+
+def mean_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Each of batch-norm's running statistics on this rank, and its mean over all ranks."""
+    layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    statistics = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var)]
+    present = [buffer for buffer in statistics if buffer is not None]
+    if not present:
+        return []
+    flat = torch.cat(present)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    return list(zip(present, torch.split(flat, [b.numel() for b in present]), strict=True))

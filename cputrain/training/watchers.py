@@ -1,4 +1,7 @@
-"""What is watched beside the steps: equal replicas, slow ranks, cores, losses that are not finite."""
+"""What is watched beside the steps: equal replicas, slow ranks, cores, losses that are not finite.
+
+A new watcher is a class here and a line in the list in loop.py.
+"""
 
 import math
 import os
@@ -23,14 +26,13 @@ from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints.folder import list_checkpoints
 from cputrain.comm.group import all_gather
+from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.runs.folder import CHECKPOINTS
-from cputrain.training.damage import DamageCheck
 from cputrain.training.log import TrainingLog
-from cputrain.training.metrics import StepResult
-from cputrain.training.saving.restore import Position, find_newest, put_back, set_damaged_aside
-from cputrain.training.step import TrainState
+from cputrain.training.restore import Position, find_newest, put_back, set_damaged_aside
+from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher
 
 MODULUS = 1 << 64
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that each tensor's place counts
@@ -39,7 +41,7 @@ ROUNDING = 1e-4  # of a tensor's norm: what ranks that round differently may dif
 
 
 @dataclass(slots=True, kw_only=True)
-class ReplicaCheck:
+class ReplicaCheck(Watcher):
     """Compares the ranks' weights and optimizer state: all ranks apply the same gradients to the same weights, so they
     stay the same bit for bit. Not batch-norm's running statistics, which are each rank's own. Every checkpoint is of
     replicas that were compared.
@@ -71,12 +73,12 @@ class ReplicaCheck:
         """How long this rank reads its replica from memory, the least of the last times; 0 where that is not known."""
         return min(self._reads_s, default=0.0)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
         """Compare where a comparison is due."""
         if self.every is not None and step % self.every == 0:
-            self.compare(step)
+            self.before_save(step)
 
-    def compare(self, step: int) -> None:
+    def before_save(self, step: int) -> None:
         """Compare the replicas after this step, unless that is done or not wanted. Raises RunError on the first of the
         ranks that differ, after the last checkpoint is written; the others wait until that ends them."""
         if self.every is None or len(self.hosts) == 1 or step == self.same_after:
@@ -310,13 +312,14 @@ class Straggler:
 
 
 @dataclass(slots=True, kw_only=True)
-class StragglerWatch:
+class StragglerWatch(Watcher):
     """Measures this rank's pace on its `pus` and compares it with the others'; a rank is named once, until it or its
-    cause changes, and then after twice as many comparisons. To be used alike by all ranks; rank 0 reports."""
+    cause changes, and then after twice as many comparisons. `read_s` returns what `Pace` has. Rank 0 reports."""
 
     hosts: Sequence[str]
     log: TrainingLog
     pus: Sequence[int]
+    read_s: Callable[[], float]
     usage: CoreUsage = field(init=False)
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _due: int = EVERY_STEPS
@@ -327,14 +330,14 @@ class StragglerWatch:
     def __post_init__(self) -> None:
         self.usage = CoreUsage(self.pus)
 
-    def add(self, result: StepResult, seconds: float, step: int, read_s: float) -> None:
-        """Add a step of this rank, and compare the ranks where that is due; `read_s` as in `Pace`."""
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Add a step of this rank, and compare the ranks where that is due."""
         self._steps.append((seconds - result.comm_wait_s, result.data_wait_s))
         if len(self.hosts) > 1 and step % EVERY_STEPS == 0 and len(self._steps) >= self._due:
-            self._compare(step, read_s)
+            self._compare(step)
 
-    def _compare(self, step: int, read_s: float) -> None:
-        paces = gathered(self._pace(read_s))
+    def _compare(self, step: int) -> None:
+        paces = gathered(self._pace())
         shortest_s = min(pace.total_s for pace in paces)
         self._due = max(EVERY_STEPS, ceil(len(self._steps) * LEAST_S / max(shortest_s, 1e-3)))  # the same on all ranks
         if shortest_s < LEAST_S:
@@ -348,7 +351,7 @@ class StragglerWatch:
             self.log.warn_of_straggler(step, one.rank, self.hosts[one.rank], one.factor, one.cause)
         self._slow = frozenset((one.rank, one.kind) for one in found)
 
-    def _pace(self, read_s: float) -> Pace:
+    def _pace(self) -> Pace:
         used = self.usage.since_restart()
         return Pace(
             step_s=median(step_s for step_s, _ in self._steps),
@@ -358,7 +361,7 @@ class StragglerWatch:
             others=used.others,
             mhz=used.mhz,
             faults_per_s=used.faults_per_s,
-            read_s=read_s,
+            read_s=self.read_s(),
             threads=torch.get_num_threads(),
         )
 
@@ -421,17 +424,46 @@ def likely_cause(pace: Pace, typical: Pace) -> tuple[str, str]:
     return "unknown", "its host's counters show no cause: compare it with another host (cputrain bench model)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamageCheck:
+    """Ends a training with too many damaged images, on all ranks after the same step or evaluation.
+
+    `share` is data.max_damaged; `wait` waits until the last checkpoint is written.
+    """
+
+    splits: Mapping[str, Images]
+    share: float
+    wait: Callable[[], None]
+
+    def epoch(self, own: EpochMetrics, *, damaged: float, readable: float, ended: bool) -> None:
+        """Check an epoch so far, by this rank's metrics and the sums over all ranks; in one that has `ended` some image
+        must have been readable. Raises InputError."""
+        self._check("train", own.damaged, damaged, readable, ended=ended)
+
+    def evaluation(self, split: str, accuracy: Accuracy) -> None:
+        """Check a whole evaluation of a split. Raises InputError."""
+        damaged = len(self.splits[split]) - accuracy.images
+        self._check(split, accuracy.damaged, damaged, accuracy.images, ended=True)
+
+    def _check(self, split: str, own: Sequence[str], damaged: float, readable: float, *, ended: bool) -> None:
+        images = len(self.splits[split])
+        if is_too_damaged(damaged, images, self.share) or (ended and damaged and not readable):
+            lines = sorted(line for of_rank in all_gather(own) for line in of_rank)
+            self.wait()
+            raise refusal(split, lines, int(damaged + readable), images, self.share)
+
+
 INTERVAL_S, PER_RANK_S = 10.0, 0.1  # between records at least: so events.jsonl grows by 300 bytes/s at most
 MOST_STEPS, SECOND_STEPS = 100_000, 100  # the first step, which is slow, tells little of the others
 
 
 @dataclass(slots=True, kw_only=True)
-class RankTimes:
+class RankTimes(Watcher):
     """This rank's seconds since the last record: whole steps, waiting for communication, waiting for data.
 
     The damaged images of the epoch of `position` are added up in the same exchange, and checked by `damage`.
 
-    `slowest_s` is the slowest rank's mean step at the last record of several steps, 0 before: the first step is slow.
+    `set_pace` hears of the slowest rank's mean step at each record of several steps: the first step is slow.
 
     Every rank takes part in a record after the same step: the first one, then as many steps later as the slowest rank
     needs for the interval, which all ranks compute from the same numbers.
@@ -441,21 +473,21 @@ class RankTimes:
     rank: int
     position: Position
     damage: DamageCheck
+    set_pace: Callable[[float], None]
     steps: int = 0
     due: int = 1
-    slowest_s: float = 0.0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
-    def add(self, result: StepResult, seconds: float, step: int) -> None:
-        """Add a step of this rank; `step` counts the steps done."""
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Add a step of this rank."""
         for i, value in enumerate((seconds, result.comm_wait_s, result.data_wait_s)):
             self.sums[i] += value
         self.steps += 1
         if self.steps >= self.due:
-            self.record(step)
+            self.after_last_step(step)
 
-    def record(self, step: int) -> None:
-        """Log the mean step of every rank since the last record, if there was one. To be called by all ranks.
+    def after_last_step(self, step: int) -> None:
+        """Log the mean step of every rank since the last record, if there was one.
 
         Raises InputError where too many images are damaged.
         """
@@ -468,7 +500,7 @@ class RankTimes:
         dist.all_reduce(table)
         slowest_s = float(table[:, 0].max())
         if self.steps > 1:
-            self.slowest_s = slowest_s
+            self.set_pace(slowest_s)
         interval_s = max(INTERVAL_S, PER_RANK_S * ranks)
         most = MOST_STEPS if self.steps > 1 else SECOND_STEPS
         self.due = min(max(round(interval_s / max(slowest_s, 1e-9)), 1), most)
@@ -482,7 +514,7 @@ MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 @dataclass(slots=True, kw_only=True)
-class NonFiniteHandler:
+class NonFiniteHandler(Watcher):
     """Handles steps whose gradients contain NaN or Inf; `warn` gets a step and a line, `wait` waits until the last
     checkpoint is written."""
 
@@ -493,12 +525,13 @@ class NonFiniteHandler:
     position: Position
     wait: Callable[[], None]
 
-    def handle(self, result: StepResult, *, step: int, lr: float) -> None:
-        """Skip the step or restore the last checkpoint; else raise RunError on the rank where NaN or Inf arose.
-
-        To be called by all ranks; `step` counts the steps done before.
-        """
-        message, origin = _describe(all_gather((result.loss, result.non_finite)), step, lr)
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Skip a step whose gradients are not finite or restore the last checkpoint; else raise RunError on the rank
+        where NaN or Inf arose. The step is named as the schedule counts it, from 0."""
+        if result.finite:
+            return
+        step -= 1
+        message, origin = _describe(all_gather((result.loss, result.non_finite)), step, settings.lr)
         if self.recipe.on_nan == "skip":
             self.warn(step, f"{message}: the step is skipped")
             return
@@ -528,15 +561,15 @@ def _describe(results: list[tuple[float, str]], step: int, lr: float) -> tuple[s
 
 
 @dataclass(slots=True, kw_only=True)
-class DivergenceCheck:
+class DivergenceCheck(Watcher):
     """Warns once of a loss that diverges, which shows a learning rate that is too high long before NaN."""
 
     warn: Callable[[int, str], None]
     position: Position
 
-    def check(self, loss: float, *, step: int, lr: float) -> None:
-        """Compare a step's loss with the first one; `step` counts the steps done."""
-        first = self.position.first_loss
+    def after_step(self, step: int, settings: StepSettings, result: StepResult, seconds: float) -> None:
+        """Compare a step's loss with the first one."""
+        loss, first = result.loss, self.position.first_loss
         if first is None:
             self.position.first_loss = loss if math.isfinite(loss) else None
         elif loss > DIVERGENCE_FACTOR * first > 0 and not self.position.diverged:  # one's own loss may be negative
@@ -544,5 +577,5 @@ class DivergenceCheck:
             self.warn(
                 step,
                 f"the loss is {loss:.3g} at step {step}, {loss / first:.0f} times that of the first step, "
-                f"learning rate {lr:g}: lower schedule.peak_rate, or lengthen the warm-up",
+                f"learning rate {settings.lr:g}: lower schedule.peak_rate, or lengthen the warm-up",
             )

@@ -28,8 +28,20 @@ from cputrain.checkpoints import (
 from cputrain.models import read_weights
 from cputrain.optim import OPTIMIZERS
 from cputrain.recipe import load_recipe
-from cputrain.training import EpochMetrics, NonFiniteHandler, StepResult, choose_engine, prepare_model
-from cputrain.training.saving import Position, check_savable, find_newest, load, load_eval_model, put_back
+from cputrain.training import (
+    EpochMetrics,
+    NonFiniteHandler,
+    Position,
+    StepResult,
+    StepSettings,
+    check_savable,
+    choose_engine,
+    find_newest,
+    load,
+    load_eval_model,
+    prepare_model,
+    put_back,
+)
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, train, written
 from tests.support.checkpoints import content
 
@@ -184,7 +196,8 @@ def test_a_rollback_names_the_damaged_checkpoint_and_the_one_that_is_used(tmp_pa
         wait=lambda: None,
     )
     sums = {"data_wait_s": 0.0, "comm_wait_s": 0.0, "metrics": EpochMetrics(), "layer_ratios": ()}
-    handler.handle(StepResult(loss=math.nan, finite=False, non_finite="somewhere", **sums), step=4, lr=0.1)
+    settings = StepSettings(images=8, passes=1, lr=0.1, weight_decay=0.0)
+    handler.after_step(5, settings, StepResult(loss=math.nan, finite=False, non_finite="somewhere", **sums), 1.0)
     damaged, restored = lines
     assert damaged.endswith("it is now step-0000002.damaged, and step-0000001 is used")
     assert "restored step-0000001" in restored and position.rollbacks == {"step-0000001": 1}

@@ -12,7 +12,7 @@ from cputrain.affinity.ranks import Rank
 from cputrain.data.formats import ImageFiles, allowed_damage, causes, image_files, refusal
 from cputrain.data.pixels import decode_by_pillow
 from cputrain.runs import read_events
-from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, damage
+from cputrain.training import TRIED, Accuracy, DamageCheck, EpochMetrics, check_sample, session, watchers
 from tests.support.commands import cputrain
 from tests.support.images import write_images
 from tests.support.trainings import PPN, SMALL
@@ -81,7 +81,7 @@ def test_a_sample_refuses_what_cannot_be_by_chance(
     for number, path in zip(tried, good, strict=True):
         names[number] = path
     spoil(good[-damaged:])
-    monkeypatch.setattr(damage, "all_gather", lambda value: [value])
+    monkeypatch.setattr(session, "all_gather", lambda value: [value])
     rank = Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, convention="torchrun")
     split = {"train": ImageFiles(names, [0] * images)}
     if not refused:
@@ -92,7 +92,7 @@ def test_a_sample_refuses_what_cannot_be_by_chance(
 
 
 def test_a_step_may_see_nothing_but_damage_and_an_epoch_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(damage, "all_gather", lambda value: [value])
+    monkeypatch.setattr(watchers, "all_gather", lambda value: [value])
     waited: list[bool] = []
     splits = {name: ImageFiles(["x"] * 300, [0] * 300) for name in ("train", "val")}
     check = DamageCheck(splits=splits, share=0.01, wait=lambda: waited.append(True))

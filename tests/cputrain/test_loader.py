@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from cputrain.data.formats import images_per_block, open_dataset
 from cputrain.data.pixels import choose_decoder
 from cputrain.data.prepare import Options, prepare
 from cputrain.recipe import derive, load_recipe
-from cputrain.training import Feed, SessionData, evaluation_batches, training_batches
+from cputrain.training import SessionData, evaluation_batches, training_batches
 from tests.support.commands import cputrain as run_cputrain
 from tests.support.images import write_images
 
@@ -60,8 +62,8 @@ def plain_environment(home: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", str(home))}
 
 
-def feed_like(path: Path, rank: int, world_size: int, block_mib: float) -> Feed:
-    """The trainer's feed, for a recipe with the script's settings."""
+def session_like(path: Path, rank: int, world_size: int, block_mib: float) -> Any:
+    """What of the trainer's session decides its batches, for a recipe with the script's settings."""
     recipe = load_recipe(
         "imagefolder",
         [f"data.path={path}", f"data.crop={SIDE}", f"batch.local={BATCH}", f"seed={SEED}"],
@@ -76,25 +78,19 @@ def feed_like(path: Path, rank: int, world_size: int, block_mib: float) -> Feed:
         normalize=choose_normalize(recipe.data.mean, recipe.data.std, "auto", os.environ),
         block_length=images_per_block(dataset.train, block_mib, sizes.steps_per_epoch),
     )
-    return Feed(
-        recipe=recipe,
-        sizes=sizes,
-        rank=this,
-        local_batches=(BATCH,) * world_size,
-        data=data,
-        loader_pus=(),
-        loader_threads=1,
-    )
+    threads = SimpleNamespace(loader_pus=(), loader_threads=1)
+    local = (BATCH,) * world_size
+    return SimpleNamespace(recipe=recipe, sizes=sizes, rank=this, local_batches=local, data=data, context=threads)
 
 
-def trainer_batches(feed: Feed) -> dict[str, list]:
-    steps = feed.sizes.steps_per_epoch
+def trainer_batches(session: Any) -> dict[str, list]:
+    normalize, steps = session.data.normalize, session.sizes.steps_per_epoch
     return {
         "train": [
-            [(feed.data.normalize(b.images), b.labels) for b in training_batches(feed, e, e * steps, (e + 1) * steps)]
+            [(normalize(b.images), b.labels) for b in training_batches(session, e, e * steps, (e + 1) * steps)]
             for e in range(EPOCHS)
         ],
-        "val": [(feed.data.normalize(b.images), b.labels) for b in evaluation_batches(feed, "val")],
+        "val": [(normalize(b.images), b.labels) for b in evaluation_batches(session, "val")],
     }
 
 
@@ -117,7 +113,7 @@ def test_a_script_in_another_folder_gets_the_batches_of_the_trainer(
     argv = [sys.executable, "script.py", str(path), "batches", str(block_mib)]
     done = subprocess.run(argv, cwd=place, env=plain_environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = trainer_batches(feed_like(path, 0, 1, block_mib))
+    expected = trainer_batches(session_like(path, 0, 1, block_mib))
     assert [len(epoch) for epoch in expected["train"]] == [7, 7], "36 images make 7 batches of 5"
     assert_same(torch.load(place / "batches-0.pt"), expected)
 
@@ -143,7 +139,7 @@ def test_ranks_of_torchrun_share_each_batch_as_in_the_trainer(images: Path, tmp_
     assert done.returncode == 0, done.stderr
     found = [torch.load(tmp_path / f"batches-{rank}.pt") for rank in range(2)]
     for rank in range(2):
-        assert_same(found[rank], trainer_batches(feed_like(images, rank, 2, 0.0)))
+        assert_same(found[rank], trainer_batches(session_like(images, rank, 2, 0.0)))
     assert sum(len(labels) for each in found for _, labels in each["val"]) == 15, "each validation image exactly once"
 
 

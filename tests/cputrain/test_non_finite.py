@@ -7,8 +7,7 @@ import torch
 
 from cputrain.affinity.topology import this_machine
 from cputrain.runs import read_events
-from cputrain.training import DivergenceCheck
-from cputrain.training.saving import Position
+from cputrain.training import DivergenceCheck, EpochMetrics, Position, StepResult, StepSettings
 from tests.cputrain.test_training import SMALL
 from tests.support.checkpoints import content
 from tests.support.commands import cputrain
@@ -79,9 +78,11 @@ def test_a_loss_that_diverges_is_reported_once(place: Path) -> None:
 
 def test_only_a_positive_first_loss_tells_that_one_diverges() -> None:
     """A loss of one's own code may be negative, or 0 at first."""
+    settings = StepSettings(images=8, passes=1, lr=0.1, weight_decay=0.0)
+    of_step = {"data_wait_s": 0.0, "comm_wait_s": 0.0, "metrics": EpochMetrics(), "layer_ratios": ()}
     for losses, warned in (((-1.0, -4.0, 20.0), 0), ((0.0, 1.0), 0), ((1.0, 9.0, 11.0, 12.0), 1)):
         lines: list[str] = []
         check = DivergenceCheck(warn=lambda _, line, lines=lines: lines.append(line), position=Position())
         for step, loss in enumerate(losses):
-            check.check(loss, step=step, lr=0.1)
+            check.after_step(step, settings, StepResult(loss=loss, finite=True, non_finite="", **of_step), 1.0)
         assert len(lines) == warned, losses

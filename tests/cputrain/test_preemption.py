@@ -15,7 +15,7 @@ from cputrain.training import Preemption
 
 ENDING = """
 import signal
-from cputrain.training.preemption import Preemption, ignore_preemption
+from cputrain.training.signals import Preemption, ignore_preemption
 
 class AtTheVeryEnd:
     def __del__(self):
@@ -31,7 +31,7 @@ if "ignore" in sys.argv:
 
 EARLY = """
 import os, sys
-from cputrain.held_signals import signals_held
+from cputrain.training.signals import signals_held
 
 prepared = "prepared" in sys.argv
 with signals_held(os.environ, prepared=prepared):
@@ -39,7 +39,7 @@ with signals_held(os.environ, prepared=prepared):
     sys.stdin.readline()
     from torch._C._distributed_c10d import HashStore
     from cputrain.comm.store import SignedKeys
-    from cputrain.training.preemption import Preemption
+    from cputrain.training.signals import Preemption
 
     preemption = Preemption(SignedKeys(HashStore(), ""), is_main_rank=True, prepared=prepared)
     preemption.agree(0)

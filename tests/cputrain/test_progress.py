@@ -6,7 +6,7 @@ import pytest
 
 from cputrain.recipe import Recipe
 from cputrain.runs import SilentEvents
-from cputrain.training import EpochMetrics, Progress, StepResult, TrainingLog
+from cputrain.training import EpochMetrics, Progress, StepResult, StepSettings, TrainingLog
 
 RESULT = StepResult(
     loss=0.5, data_wait_s=0.2, comm_wait_s=0.5, metrics=EpochMetrics(), finite=True, non_finite="", layer_ratios=()
@@ -17,9 +17,11 @@ EPOCH: dict[str, Any] = {"train_loss": 1.0, "train_top1": 50.0, "accuracy": None
 def train(*, quiet: bool) -> None:
     """Two steps of a second and an epoch."""
     progress = Progress(0, 640, unit=" img", shown=True, bar=not quiet, redraw_s=0.0)
-    log = TrainingLog(recipe=Recipe(epochs=15), progress=progress, events=SilentEvents(), last_step=540, quiet=quiet)
+    sizes = {"last_step": 540, "steps_per_epoch": 36}
+    log = TrainingLog(recipe=Recipe(epochs=15), progress=progress, events=SilentEvents(), **sizes, quiet=quiet)
+    settings = StepSettings(images=32, passes=1, lr=0.1, weight_decay=0.0)
     for step in (1, 2):
-        log.step(RESULT, step=step, steps_per_epoch=36, lr=0.1, images=32, seconds=1.0)
+        log.after_step(step, settings, RESULT, 1.0)
     log.epoch(step=36, epoch=1, **EPOCH)
     log.warn(36, "the disk is almost full")
     progress.close()

@@ -1,6 +1,6 @@
 """What a run says at its start of what it uses."""
 
-from cputrain.training.startup_lines import startup_lines
+from cputrain.training import startup_lines
 
 NO_CCL = 'rank 0: oneCCL is not installed: pip install "cputrain[ccl]", or set comm.backend=gloo'
 NO_TURBO = "Pillow: data.decoder=turbo: it needs libjpeg-turbo 3, none is here: pip install 'cputrain[turbo]'"
@@ -19,16 +19,9 @@ def output(
     engine: tuple[str, str] = NATIVE,
     bf16_speedup: float = 1.0,
 ) -> list[str]:
-    return startup_lines(
-        backend=backend,
-        backend_why=why,
-        engine=engine[0],
-        engine_why=engine[1],
-        decoder=decoder,
-        allocator=allocator,
-        ranks=ranks,
-        bf16_speedup=bf16_speedup,
-    )
+    names = ("backend", "backend_why", "engine", "engine_why", "decoder", "allocator")
+    environment = dict(zip(names, (backend, why, *engine, decoder, allocator), strict=True))
+    return startup_lines(environment, ranks=ranks, bf16_speedup=bf16_speedup)
 
 
 def test_where_all_is_fast_there_is_one_line() -> None:

@@ -15,6 +15,7 @@ from cputrain.training import (
     EpochMetrics,
     Pace,
     StepResult,
+    StepSettings,
     StragglerWatch,
     find_stragglers,
     to_name,
@@ -78,8 +79,9 @@ def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pyte
     others: list[Pace] = [TYPICAL]
     monkeypatch.setattr(watchers, "gathered", lambda own: [own, *others])
     log: Any = Log()
-    watch = StragglerWatch(hosts=("n1", "n2"), log=log, pus=(0,))
+    watch = StragglerWatch(hosts=("n1", "n2"), log=log, pus=(0,), read_s=lambda: 0.02)
     watch.usage = CoreUsage((0,), tmp_path)
+    settings = StepSettings(images=8, passes=1, lr=0.1, weight_decay=0.0)
     result = StepResult(
         loss=1.0,
         data_wait_s=0.01,
@@ -93,7 +95,7 @@ def test_a_rank_is_named_once_until_it_changes(tmp_path: Path, monkeypatch: pyte
     def window(first: int, other: Pace, step_s: float = 0.4) -> None:
         others[:] = [other]
         for step in range(first, first + EVERY_STEPS):
-            watch.add(result, step_s + 1.0, step + 1, 0.02)
+            watch.after_step(step + 1, settings, result, step_s + 1.0)
 
     window(0, slow(others=0.5))
     window(50, slow(others=0.5))

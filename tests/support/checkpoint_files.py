@@ -15,8 +15,7 @@ from cputrain.checkpoints import Manifest, NetworkRecord, ScaleRecord, TrainingR
 from cputrain.comm import AllReduceHook, Bf16AllReduceHook, SignedKeys
 from cputrain.optim import build_optimizer, set_lr_and_decay
 from cputrain.recipe import OptimSection
-from cputrain.training import TrainState
-from cputrain.training.saving import CheckpointWriter, Position, take_snapshot
+from cputrain.training import CheckpointWriter, Position, TrainState, take_snapshot
 
 
 @contextmanager

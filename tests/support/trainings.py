@@ -17,7 +17,7 @@ from typing import Any
 
 from cputrain.affinity.ranks import discover
 from cputrain.affinity.topology import this_machine
-from cputrain.launch import Startup, bind_rank, run_rank
+from cputrain.launch import StartOptions, bind_rank, run_rank
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
 from tests.support.commands import cputrain
@@ -53,18 +53,11 @@ def main(trainings: list[dict[str, Any]]) -> None:
         flags = [setting for setting in training["settings"] if setting.startswith("--")]
         recipe = load_recipe(training["recipe"], [each for each in training["settings"] if each not in flags])
         os.environ["MASTER_PORT"] = training["port"]
-        worker, observed = bind_rank(recipe, rank, os.environ, check=True)
-        how: dict[str, Any] = {
-            "resume": "--resume" in flags,
-            "overwrite": False,
-            "prepared": False,
-            "check": True,
-            "quiet": False,
-        }
-        how["startup"] = Startup(shown=False)
+        context = bind_rank(recipe, rank, os.environ, check=True)
+        options = StartOptions(resume="--resume" in flags)
         poison(training["poison"])
         send_signal(next((int(flag.partition("=")[2]) for flag in flags if flag.startswith("--signal=")), 0))
-        run_rank(rank, lambda: train_rank(recipe, rank, worker, observed, os.environ, **how))  # noqa: B023  called at once
+        run_rank(rank, lambda: train_rank(context, recipe, options))  # noqa: B023  called at once
         faulthandler.cancel_dump_traceback_later()  # a rank ends with its group; this one goes on
         print(f"trained {recipe.name}", flush=True)
 
@@ -74,13 +67,13 @@ def send_signal(step: int) -> None:
     from cputrain.mpi.supervise import PREEMPTION_SIGNAL
     from cputrain.training import TrainingLog
 
-    def log_step(self: TrainingLog, *arguments: Any, **fields: Any) -> None:
-        PLAIN_STEP[0](self, *arguments, **fields)
-        if fields["step"] == step and os.environ["RANK"] == "0":
+    def log_step(self: TrainingLog, done: int, *arguments: Any) -> None:
+        PLAIN_STEP[0](self, done, *arguments)
+        if done == step and os.environ["RANK"] == "0":
             signal.raise_signal(PREEMPTION_SIGNAL)
 
-    PLAIN_STEP.append(TrainingLog.step)
-    TrainingLog.step = log_step
+    PLAIN_STEP.append(TrainingLog.after_step)
+    TrainingLog.after_step = log_step
 
 
 PLAIN_STEP: list[Any] = []

@@ -15,13 +15,13 @@ def flip(replicas):
     """Flip a bit of the first weight after a step, before the comparison."""
     compare = replicas.ReplicaCheck.after_step
 
-    def after_step(self, step):
+    def after_step(self, step, *of_step):
         import torch
 
         if step == int(os.environ["FAULT_FLIP"]) and os.environ["RANK"] == os.environ["FAULT_RANK"]:
             weight = next(self.network.parameters())
             replicas.in_memory_order(weight.detach()).view(torch.int32)[0] ^= 1 << 20
-        compare(self, step)
+        compare(self, step, *of_step)
 
     replicas.ReplicaCheck.after_step = after_step
 

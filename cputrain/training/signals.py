@@ -1,13 +1,61 @@
-"""What rank 0 makes all ranks do after the same step: stop, after a signal, or save a checkpoint."""
+"""Signals in a rank of a training: held by the kernel until there are handlers, then a stop or a checkpoint that all
+ranks agree on.
 
+Imports, planning and the meeting of the ranks take seconds, in which a signal's default action would end the process. A
+signal that is held arrives as soon as the training handles it: it then stops after a step that is saved. Threads and
+programs that are started meanwhile hold it too. The command line imports this before torch, so it imports no torch.
+"""
+
+import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from cputrain.comm.store import SignedKeys
-from cputrain.held_signals import release_signals
+from cputrain.affinity.errors import InputError
+from cputrain.affinity.ranks.rank import discover
+from cputrain.affinity.terminal import status_of_signal
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL, stop_signals
+
+if TYPE_CHECKING:
+    from cputrain.comm.store import SignedKeys
+
+
+HELD = (PREEMPTION_SIGNAL, signal.SIGTERM)
+
+
+@contextmanager
+def signals_held(env: Mapping[str, str], *, prepared: bool) -> Iterator[None]:
+    """Hold the preemption signal, and SIGTERM in a rank whose run no launcher has `prepared`; in a process that is no
+    rank that ends it with a line. Afterwards all is as before, unless a signal waits: then the process is to exit."""
+    is_rank = _is_rank(env)
+    held = HELD if is_rank and not prepared else HELD[:1]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    handler = None if is_rank else signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        if not signal.sigpending() & set(held):
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_rank(env: Mapping[str, str]) -> bool:
+    try:
+        return discover(env) is not None
+    except InputError:  # the command says what is wrong
+        return False
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    print(f"cputrain: {signal.Signals(number).name} before the training began: nothing was started", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(status_of_signal(number))
+
 
 KEY = "after_steps"
 REQUEST = "stop_requested"  # by a rank other than 0, whose host alone may be about to go
@@ -25,7 +73,7 @@ class Preemption:
     launcher to know: where that has not got it, too, this rank alone was told to end.
     """
 
-    def __init__(self, keys: SignedKeys, *, is_main_rank: bool, prepared: bool) -> None:
+    def __init__(self, keys: "SignedKeys", *, is_main_rank: bool, prepared: bool) -> None:
         self._keys = keys
         self._is_main_rank = is_main_rank
         self._signaled_at: float | None = None
@@ -36,7 +84,7 @@ class Preemption:
         self._every, self._next = 1, NEVER
         for number in (PREEMPTION_SIGNAL, *(n for n in stop_signals() if not prepared or n != signal.SIGINT)):
             signal.signal(number, self._handle)
-        release_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -107,3 +155,15 @@ def end_by(number: int) -> None:
     sys.stderr.flush()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Afterwards the signals that a training handles have the handlers that they have now."""
+    handlers = {number: signal.getsignal(number) for number in (PREEMPTION_SIGNAL, *stop_signals())}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -40,7 +40,7 @@ from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import OWN_SAMPLES
 from cputrain.runs.folder import CHECKPOINTS
 from cputrain.training.log import TrainingLog
-from cputrain.training.saving.restore import Position, Snapshot, optimizer_record, take_snapshot
+from cputrain.training.restore import Position, Snapshot, optimizer_record, take_snapshot
 from cputrain.training.session import Session
 from cputrain.training.step import TrainState
 
@@ -203,11 +203,11 @@ class Saver:
         session = self.session
         self.writer = CheckpointWriter(
             folder=session.recipe.folder / CHECKPOINTS,
-            keys=session.ranks.group.keys,
-            rank=session.ranks.this.rank,
-            world_size=session.ranks.this.world_size,
+            keys=session.group.keys,
+            rank=session.rank.rank,
+            world_size=session.rank.world_size,
             keep=session.recipe.checkpoint.keep,
-            pus=session.binding.loader_pus,
+            pus=session.context.loader_pus,
         )
 
     @property
@@ -222,7 +222,7 @@ class Saver:
         """Begin to save this step; waits for the checkpoint before, and for its own copies only."""
         self.wait()
         self._began = time.monotonic()
-        rank = self.session.ranks.this.rank
+        rank = self.session.rank.rank
         snapshot = take_snapshot(self.state, rank, self.session.recipe.optim.name)
         manifest = None
         if snapshot.optimizer is not None:
@@ -233,7 +233,7 @@ class Saver:
     def try_out(self, position: Position) -> None:
         """Make checkpoint.json in memory: what it cannot hold would end the training at its first checkpoint. Raises
         InputError."""
-        if not self.session.ranks.is_main_rank:
+        if not self.session.is_main_rank:
             return
         try:
             record = optimizer_record(self.state.optimizer, self.state.network, self.session.recipe.optim.name)
@@ -259,7 +259,7 @@ class Saver:
 
     def finish(self, position: Position, *, best: bool) -> None:
         """Add to the checkpoint of this step that its epoch is evaluated and logged, and whether it is the best."""
-        if not self.session.ranks.is_main_rank:
+        if not self.session.is_main_rank:
             return
         ends_epoch = position.step % self.session.sizes.steps_per_epoch == 0
         score = None if math.isnan(position.best_score) else position.best_score
@@ -275,7 +275,7 @@ class Saver:
     def _log(self) -> None:
         if self._unlogged is not None:
             step, best = self._unlogged
-            self.log.checkpoint(step, self.session.sizes.steps_per_epoch, best=best)
+            self.log.checkpoint(step, best=best)
             self._unlogged = None
 
     def _manifest(self, position: Position, optimizer: OptimizerRecord) -> Manifest:

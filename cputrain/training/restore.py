@@ -31,9 +31,7 @@ from cputrain.checkpoints.tensors import DTYPES, read_file
 from cputrain.comm.buckets import Bf16AllReduceHook
 from cputrain.comm.group import all_gather
 from cputrain.models.weights import describe_difference, shapes
-from cputrain.training.evaluation import mean_statistics
-from cputrain.training.metrics import EpochMetrics
-from cputrain.training.step import TrainState
+from cputrain.training.step import EpochMetrics, TrainState, mean_statistics
 
 METRICS = "epoch"  # the entry in the header of a rank's file
 
