@@ -76,8 +76,8 @@ class StoreHeartbeat(ProcessPlace):
     """A rank's heartbeat: `waits_in` is the collective that the rank waits in.
 
     `groups` has, by the key of each group, the number and the digest (PendingCollective) of the last collective that it
-    has called there, and its balance: all ranks' add up to 0 modulo 2**64 where what each has sent to each other is what
-    that one expected, up to this number. Then come those of some collectives before it, of round numbers.
+    has called there, and its balance: all ranks' add up to 0 modulo 2**64 where each has sent what the others expected,
+    up to this number. Then come those of some collectives before it, of round numbers.
     `left`: the rank has left the job in order and sends no more heartbeats.
     """
 
@@ -181,10 +181,10 @@ def differing_ranks(last: Mapping[int, LastHeartbeat], members: Callable[[str], 
                 return _differ(
                     group, number, f"{described}: all ranks must call the same collectives in the same order"
                 )
-        number = _unbalanced(called, members(group))
-        if number:
+        unbalanced = _unbalanced(called, members(group))
+        if unbalanced:
             ranks = first_named([_described(rank, last) for rank in members(group)])
-            return _differ(group, number, f"{ranks}: each rank must send in an all_to_all what the other expects")
+            return _differ(group, unbalanced, f"{ranks}: each rank must send in an all_to_all what the other expects")
     return None
 
 
@@ -301,10 +301,10 @@ class Sender(Protocol):
 class WatchedBackend:
     """What a watchdog asks and tells the backend of this rank; gloo and MPI have `pending` only.
 
-    `pending` returns the collective that this rank waits in, `members` the ranks of a group by its key, `failure` the backend's
-    own error, `disagreement` what it has found to differ between ranks ("": nothing). `set_absent_ranks` receives a
-    collective and the line about the ranks that have not joined it, for the message of its timeout; `abort` and
-    `disagree` fail this rank's collectives with a message.
+    `pending` returns the collective that this rank waits in, `members` the ranks of a group by its key, `failure` the
+    backend's own error, `disagreement` what it has found to differ between ranks ("": nothing). `set_absent_ranks`
+    receives a collective and the line about the ranks that have not joined it, for the message of its timeout; `abort`
+    and `disagree` fail this rank's collectives with a message.
     """
 
     pending: Callable[[], PendingCollective]

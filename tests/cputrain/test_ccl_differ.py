@@ -33,7 +33,7 @@ DIFFERENT = {
     "rows": "rank 0 in ALLTOALL_BASE #2 of group 0 (Float[4]), rank 1 in ALLTOALL_BASE #2 of group 0 (Float[5])",
     "late_rows": "rank 0 in ALLTOALL_BASE #3 of group 0 (Float[4]), rank 1 in ALLTOALL_BASE #3 of group 0 (Float[0])",
     "gather_sizes": "rank 0 in GATHER #2 of group 0 (Float[4]), rank 1 in GATHER #2 of group 0 (Float[5])",
-    "late_gather_sizes": "rank 0 in GATHER #3 of group 0 (Float[4] of root 1), rank 1 in GATHER #3 of group 0 (Float[5] ",
+    "late_gather_sizes": "rank 0 in GATHER #3 of group 0 (Float[4] of root 1), rank 1 in GATHER #3 of group 0 (Float",
     "scatter_sizes": "rank 0 in SCATTER #2 of group 0 (Float[4], Float[4]), rank 1 in SCATTER #2 of group 0 (Float[5])",
     "uneven_batches": "rank 1 in BARRIER #",
     "skipped_layer": "rank 0 in _ALLGATHER_BASE #",
