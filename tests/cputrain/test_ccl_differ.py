@@ -30,6 +30,8 @@ DIFFERENT = {
     "reduce_roots": "rank 0 in REDUCE #2 of group 0 (Float[8]), rank 1 in REDUCE #2 of group 0 (Float[8] of root 1)",
     "gather_roots": "rank 0 in GATHER #2 of group 0 (Float[4]), rank 1 in GATHER #2 of group 0 (Float[4] of root 1)",
     "all_gather_shapes": "rank 0 in ALLGATHER #2 of group 0 (Float[4]), rank 1 in ALLGATHER #2 of group 0 (Float[8])",
+    "long_lists": "; of these, tensor 21 is Float[1000] on rank 0, Float[1001] on rank 1: all ranks",
+    "longer_lists": "Float[1000], Float[1000], Float[1000], ...); the first 48 tensors are the same: all ranks",
     "rows": "rank 0 in ALLTOALL_BASE #2 of group 0 (Float[4]), rank 1 in ALLTOALL_BASE #2 of group 0 (Float[5])",
     "late_rows": "rank 0 in ALLTOALL_BASE #3 of group 0 (Float[4]), rank 1 in ALLTOALL_BASE #3 of group 0 (Float[0])",
     "gather_sizes": "rank 0 in GATHER #2 of group 0 (Float[4]), rank 1 in GATHER #2 of group 0 (Float[5])",

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -26,6 +27,10 @@ def ones(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def into(count: int) -> list[Tensor]:
     return [torch.empty(count) for _ in range(2)]
+
+
+def reduce_many(count: int, other: int, rank: int) -> None:
+    dist.all_reduce_coalesced([ones(1000 + (rank if number == other else 0)) for number in range(count)])
 
 
 def other_rows(rank: int) -> None:
@@ -104,6 +109,8 @@ CASES: dict[str, Case] = {
     "reduce_roots": lambda rank: dist.reduce(ones(8), rank),
     "gather_roots": lambda rank: dist.gather(ones(4), into(4), rank),
     "all_gather_shapes": lambda rank: dist.all_gather(into(4 + 4 * rank), ones(4 + 4 * rank)),
+    "long_lists": lambda rank: reduce_many(60, 20, rank),
+    "longer_lists": lambda rank: reduce_many(60, 55, rank),
     "rows": other_rows,
     "late_rows": far_ahead(one_way),
     "gather_sizes": lambda rank: dist.gather(ones(4 + rank), None if rank else into(4)),
@@ -157,6 +164,7 @@ def busy_first_rank(_: str) -> None:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of all_reduce_coalesced
     case = sys.argv[1]
     if "PMI_RANK" in os.environ:  # mpirun's names
         os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])

@@ -9,6 +9,7 @@ Agreement agreement_of(const Tensors& tensors) {
   for (const auto& tensor : tensors) {
     made.add(static_cast<uint64_t>(tensor.scalar_type()));
     made.add(static_cast<uint64_t>(tensor.numel()));
+    made.tensors.push_back(static_cast<uint64_t>(tensor.scalar_type()) << kTypeShift | static_cast<uint64_t>(tensor.numel()));
   }
   return made;
 }

@@ -11,6 +11,8 @@
 
 namespace cputrain {
 
+constexpr int kTypeShift = 56;
+
 inline uint64_t mixed(uint64_t digest, uint64_t value) {
   digest = (digest ^ value) * 0x9e3779b97f4a7c15;
   return digest ^ (digest >> 29);
@@ -20,6 +22,7 @@ inline uint64_t mixed(uint64_t digest, uint64_t value) {
 struct Agreement {
   uint64_t digest = 0;
   std::string options;  // for people: what the shapes do not show
+  std::vector<uint64_t> tensors;  // of each its type, in the upper eight bits, and number of values
   // Bytes for and from each rank, where these are not the same for all: oneCCL believes each rank's own numbers.
   std::vector<size_t> give, receive;
 

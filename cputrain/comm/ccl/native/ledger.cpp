@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include <fcntl.h>
@@ -15,7 +16,8 @@ namespace cputrain {
 namespace {
 
 constexpr uint64_t kEntries = 128;  // numbers by which a rank may be ahead of another and still be compared
-constexpr size_t kTextBytes = 111;
+constexpr size_t kTextBytes = 236;
+constexpr uint32_t kTensors = 48;  // the first of a collective's, where ranks that differ are told which one does
 constexpr size_t kNamed = 8;
 constexpr auto kSeveralThreads =
     "; more than one thread of a rank calls them: give the other one, as the checkpoint's of dcp.async_save, a group of "
@@ -24,6 +26,14 @@ constexpr size_t kPageBytes = 4096;
 
 constexpr size_t whole_pages(size_t bytes) {
   return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+std::string named(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank" : "ranks";
+  for (size_t i = 0; i < std::min(ranks.size(), kNamed); i++) {
+    text += c10::str(" ", ranks[i]);
+  }
+  return text + (ranks.size() > kNamed ? " and more" : "");
 }
 
 void copy_text(char* to, size_t room, const std::string& text) {
@@ -45,8 +55,10 @@ struct Ledger::Header {
 struct Ledger::Entry {
   std::atomic<uint64_t> number;
   std::atomic<uint64_t> digest;
+  uint32_t tensors;
   bool several_threads;
   char text[kTextBytes];
+  uint64_t listed[kTensors];  // as in Agreement
 };
 
 const size_t Ledger::kEntryBytes = whole_pages(kEntries * sizeof(Entry));
@@ -117,6 +129,8 @@ void Ledger::write(
   entry.digest = agreement.digest;
   entry.several_threads = several_threads;
   copy_text(entry.text, kTextBytes, description);
+  entry.tensors = agreement.tensors.size();
+  std::copy_n(agreement.tensors.begin(), std::min<size_t>(entry.tensors, kTensors), entry.listed);
   if (!agreement.give.empty()) {
     auto* bytes = bytes_of(rank_, number);
     if (!has_lists_) {  // most groups need none
@@ -165,29 +179,50 @@ std::string Ledger::enter(
 // Says which rank is in what, once for all ranks: the first one's words count.
 std::string Ledger::wrong(uint64_t number, const std::string& bytes) {
   auto& header = *reinterpret_cast<Header*>(base_);
-  std::vector<std::pair<std::string, std::vector<int>>> places;  // what ranks are in, and which
+  struct Called {
+    const Entry* entry;
+    std::vector<int> ranks;
+  };
+  std::vector<Called> all;  // that differ
   bool several_threads = false;
   for (int rank = 0; rank < size_; rank++) {
     const bool here = std::ranges::any_of(
         header.ranks, header.ranks + header.present, [rank](const auto& each) { return each == rank + 1; });
     if (here && entry_of(rank, number).number == number) {
-      const std::string what = entry_of(rank, number).text;
-      several_threads = several_threads || entry_of(rank, number).several_threads;
-      const auto place = std::ranges::find(places, what, &std::pair<std::string, std::vector<int>>::first);
-      if (place == places.end()) {
-        places.push_back({what, {names_[rank]}});
+      const auto& entry = entry_of(rank, number);
+      several_threads = several_threads || entry.several_threads;
+      const auto same = std::ranges::find_if(all, [&entry](const auto& called) {
+        return called.entry->digest == entry.digest && std::string_view(called.entry->text) == entry.text;
+      });
+      if (same == all.end()) {
+        all.push_back({&entry, {names_[rank]}});
       } else {
-        place->second.push_back(names_[rank]);
+        same->ranks.push_back(names_[rank]);
       }
     }
   }
   std::string text;
-  for (const auto& [what, named] : places) {
-    text += c10::str(text.empty() ? "" : ", ", named.size() == 1 ? "rank " : "ranks ");
-    for (size_t i = 0; i < std::min(named.size(), kNamed); i++) {
-      text += c10::str(i == 0 ? "" : " ", named[i]);
+  for (const auto& [entry, ranks] : all) {
+    text += c10::str(text.empty() ? "" : ", ", named(ranks), " in ", entry->text);
+  }
+  // Where they differ, unless it is among those that the texts show.
+  const auto& first = *all.front().entry;
+  auto count = std::min(first.tensors, kTensors), different = count;
+  for (const auto& [entry, _] : all) {
+    count = std::min(count, entry->tensors);
+    const auto [here, there] = std::mismatch(first.listed, first.listed + count, entry->listed);
+    different = std::min<uint32_t>(different, here - first.listed);
+  }
+  if (different >= kShown && different < count) {
+    text += c10::str("; of these, tensor ", different + 1, " is ");
+    for (const auto& [entry, ranks] : all) {
+      const auto tensor = entry->listed[different];
+      text += c10::str(
+          entry == &first ? "" : ", ", c10::toString(static_cast<at::ScalarType>(tensor >> kTypeShift)), "[",
+          tensor << (64 - kTypeShift) >> (64 - kTypeShift), "] on ", named(ranks));
     }
-    text += c10::str(named.size() > kNamed ? " and more" : "", " in ", what);
+  } else if (first.tensors > kShown) {
+    text += different == count && count == kTensors ? c10::str("; the first ", kTensors, " tensors are the same") : "";
   }
   text = c10::str(
       "ccl: the ranks of group ", group_, " differ: ", text, bytes,

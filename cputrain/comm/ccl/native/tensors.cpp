@@ -87,16 +87,18 @@ std::vector<void*> addresses_of(const Tensors& tensors) {
 }
 
 std::string shape_of(const Tensors& tensors) {
-  std::string text;
-  for (const auto& tensor : tensors) {
-    text += text.empty() ? "" : ", ";
+  const bool many = tensors.size() > kShown + 1;
+  auto text = many ? c10::str(tensors.size(), " tensors: ") : "";
+  for (size_t shown = 0; shown < (many ? kShown : tensors.size()); shown++) {
+    const auto& tensor = tensors[shown];
+    text += shown == 0 ? "" : ", ";
     text += c10::toString(tensor.scalar_type());
     for (int64_t i = 0; i < tensor.dim(); i++) {
       text += (i == 0 ? "[" : ", ") + std::to_string(tensor.size(i));
     }
     text += tensor.dim() == 0 ? "[]" : "]";
   }
-  return text;
+  return text + (many ? ", ..." : "");
 }
 
 std::function<void()> copier(Tensors targets, Tensors buffers) {

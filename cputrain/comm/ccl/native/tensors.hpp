@@ -37,6 +37,9 @@ Tensor bytes_of(const Tensor& contiguous);
 Tensors contiguous(const Tensors& tensors);
 std::vector<size_t> sizes_of(const Tensors& tensors);
 std::vector<void*> addresses_of(const Tensors& tensors);
+
+// The types and shapes of tensors for people, of many the first kShown.
+constexpr size_t kShown = 3;
 std::string shape_of(const Tensors& tensors);
 
 // Returns a function that copies the buffers to the caller's tensors, unless they are the same memory.
