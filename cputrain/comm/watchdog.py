@@ -89,7 +89,8 @@ class StoreHeartbeat(ProcessPlace):
     def has_joined(self, collective: PendingCollective) -> bool:
         """Whether the rank has called a collective of its group, the very same one."""
         number, digest = self.groups.get(collective.group, [(0, 0)])[0][:2]
-        return number > collective.number or (number, digest) == (collective.number, collective.digest)
+        same = (number, digest) == (collective.number, collective.digest) or self.waits_in == collective.name
+        return number > collective.number or same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +147,18 @@ def silent_rank(last: Mapping[int, LastHeartbeat], now: float, limit: Callable[[
     return None
 
 
-def absent_ranks(last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]) -> str:
-    """A line about the members of a collective's group that have not joined it."""
-    absent = [rank for rank in members if rank not in last or not last[rank].heartbeat.has_joined(collective)]
-    if not absent:
-        return "all of its ranks have joined"
-    return f"not joined by {first_named([_described(rank, last) for rank in absent])}"
+def absent_ranks(
+    last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]
+) -> list[tuple[int, str]]:
+    """The members of a collective's group that have not joined it, each with what is known about it."""
+    absent = (rank for rank in members if rank not in last or not last[rank].heartbeat.has_joined(collective))
+    return [(rank, _described(rank, last)) for rank in absent]
+
+
+def describe_absent(absent: Iterable[tuple[int, str]], own: int) -> str:
+    """A line about ranks that have not joined a collective, which the rank `own` has joined."""
+    others = [described for rank, described in absent if rank != own]
+    return f"not joined by {first_named(others)}" if others else "all of its ranks have joined"
 
 
 def departed_rank(
@@ -376,7 +383,7 @@ class Watchdog:
     def _read_heartbeats(self) -> None:
         while True:
             before = time.monotonic()
-            if self._stopped.wait(HEARTBEAT_S):
+            if self._stopped.wait(HEARTBEAT_S / 4 if self._describes(self._backend.pending()) else HEARTBEAT_S):
                 return
             if time.monotonic() - before > SUSPENDED_S:
                 self._count_anew()
@@ -449,20 +456,27 @@ class Watchdog:
             self._keys.set("lost", wanted)
         return own or wanted or None
 
+    @staticmethod
+    def _describes(pending: PendingCollective) -> bool:
+        """Whether the timeout of a collective whose group is known is near."""
+        return bool(pending.group) and pending.overdue_s > -ABSENT_S
+
     def _describe_absent(self, pending: PendingCollective) -> None:
-        """Say who has not joined the collective that this rank waits in, shortly before its timeout.
+        """Say who has not joined the collective that this rank waits in, anew until its timeout.
 
         One of its ranks reads the heartbeats of all, for all of them.
         """
-        if not pending.group or pending.overdue_s < -ABSENT_S:
+        if not self._describes(pending):
             return
         key = f"absent/{pending.group}/{pending.number}"
         if self._claimed == key or self._keys.claim(f"{key}/claim"):
             self._claimed = key
             members = self._backend.members(pending.group)
             seen = newest(self._keys, members, {}, time.monotonic())
-            self._keys.set(key, absent_ranks(seen, pending, members))
-        self._backend.set_absent_ranks(pending.name, self._keys.get(key) or "")
+            self._keys.set(key, json.dumps(absent_ranks(seen, pending, members)))
+        found = self._keys.get(key)
+        if found is not None:
+            self._backend.set_absent_ranks(pending.name, describe_absent(json.loads(found), self._rank))
 
     def _explained_failure(self, now: float) -> str | None:
         """The backend's own error with the places of the ranks, once all have been heard of since; None until then."""

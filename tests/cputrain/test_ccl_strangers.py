@@ -88,6 +88,20 @@ def test_messages_between_some_ranks_do_not_confuse_who_has_joined_a_collective(
         assert "Timed out after 4 s in ALLREDUCE #1" in lines_of(ended(callbacks[0], 60).out)[0]["error"]
 
 
+def test_a_timeout_does_not_name_a_rank_that_has_just_joined() -> None:
+    """Some seconds before a timeout, or where the timeout itself is only some seconds."""
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(started(STRANGER, "ccl", "joins_late", ranks=3, TIMEOUT_S=limit, LATE_S=late, **QUIET))
+            for limit, late in (("12", "8"), ("5", "0.5"))
+        ]
+        for ranks in jobs:
+            for rank in ranks[:2]:
+                (said,) = lines_of(ended(rank, LIMIT_S).out)
+                assert "in ALLREDUCE #2 of group 1" in said["error"] and "; not joined by rank 2 on" in said["error"]
+                assert "rank 0 on" not in said["error"] and "rank 1 on" not in said["error"], said
+
+
 def test_several_of_oneccl_s_threads_may_be_requested_where_no_core_is_theirs() -> None:
     """By CCL_WORKER_COUNT, which accelerate and transformers want to be set: none starts, and all goes on as before."""
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ from cputrain.comm import (
     StoreHeartbeat,
     absent_ranks,
     departed_rank,
+    describe_absent,
     differing_ranks,
     is_scheduled,
     place_of_this_process,
@@ -147,16 +148,20 @@ def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> N
         5: last(0, a=(5, 55)),
         6: last(0, "BARRIER #5 of group a", a=(5, 50)),
     }
-    assert absent_ranks(seen, waits, range(8)) == (
+    assert describe_absent(absent_ranks(seen, waits, range(8)), own=0) == (
         "not joined by rank 1 on n1 (in BROADCAST #4 of group a), rank 2 on n1 (in ALLREDUCE #51 of group b), "
         "rank 3 on n1 (has left), rank 6 on n1 (in BARRIER #5 of group a), rank 7 (no heartbeat yet)"
     )
-    assert absent_ranks(seen, waits, (0, 4, 5)) == "all of its ranks have joined"
+    assert describe_absent(absent_ranks(seen, waits, (0, 4, 5)), own=0) == "all of its ranks have joined"
+    assert describe_absent(absent_ranks(seen, waits, (0, 4, 7)), own=7) == "all of its ranks have joined"
+    joins = {**seen, 1: last(0, "ALLREDUCE #5 of group a", a=(5, 56))}  # a rank that was in another one before
+    assert absent_ranks(joins, waits, (0, 1)) == []
     assert departed_rank(seen, waits, range(8)) == "rank 3 on n1 (has left) never calls it"
     assert departed_rank(seen, waits, (0, 1, 4)) is None
     assert departed_rank(seen, PendingCollective("the destruction of group a"), range(8)) is None
     many = {0: last(0, a=(5, 55)), **{i: last(0) for i in range(1, 20)}}
-    assert absent_ranks(many, waits, range(20)).endswith("rank 5 on n1 (in no collective) and 14 more")
+    found = describe_absent(absent_ranks(many, waits, range(20)), own=0)
+    assert found.endswith("rank 5 on n1 (in no collective) and 14 more")
 
 
 def nobody(_: str) -> tuple[int, ...]:

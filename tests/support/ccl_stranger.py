@@ -343,6 +343,19 @@ def messages_between_some() -> None:
     os._exit(0)
 
 
+def joins_late() -> None:
+    """Rank 1 joins some seconds before the timeout of a collective that rank 2 never calls."""
+    group = dist.new_group(timeout=timedelta(seconds=float(os.environ["TIMEOUT_S"])))
+    dist.all_reduce(torch.ones(2), group=group)
+    if dist.get_rank() == 2:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(dist.get_rank() * float(os.environ["LATE_S"]))
+    say(error=refused(lambda: dist.all_reduce(torch.ones(2), group=group)))
+    time.sleep(10)
+    os._exit(0)
+
+
 def waits() -> None:
     """Each rank waits for the other for longer than a watchdog needs to read what the store holds."""
     for waiting in (0, 1):
@@ -423,6 +436,7 @@ TASKS = {
         killed,
         killed_before,
         fork_while_stuck,
+        joins_late,
         waits,
         messages_are_left,
         messages_between_some,

@@ -8,9 +8,11 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "clock.hpp"
+
 namespace cputrain {
 
-// Sends from its construction until it stops; cputrain/comm/watchdog.py reads what it sends.
+// Sends from its construction until it stops, at an interval and where the rank begins to wait in a collective; cputrain/comm/watchdog.py reads what it sends.
 class HeartbeatSender {
  public:
   // `store` is a connection of its own; `token` signs what is set; `place` is the JSON text of what never changes:
@@ -22,6 +24,7 @@ class HeartbeatSender {
 
  private:
   void run();
+  bool is_due();
   void send(bool left);
 
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -32,6 +35,8 @@ class HeartbeatSender {
   bool stopping_ = false;
   bool ended_ = false;
   int64_t count_ = 0;
+  std::string seen_, sent_;  // the collective that the rank waited in at the last look, and that it has sent last
+  Clock::time_point next_;
 };
 
 }  // namespace cputrain
