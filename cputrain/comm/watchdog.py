@@ -241,16 +241,34 @@ def key_of(rank: int) -> str:
 
 def newest(
     keys: SignedKeys, ranks: Iterable[int], last: Mapping[int, LastHeartbeat], now: float
-) -> dict[int, LastHeartbeat]:
-    """The last heartbeats, those newer than `last` as of `now`. Raises RuntimeError where the store is gone."""
+) -> tuple[dict[int, LastHeartbeat], list[int]]:
+    """The last heartbeats, those newer than `last` as of `now`, and the ranks whose heartbeats cannot be read.
+
+    Raises RuntimeError where the store is gone.
+    """
     started = [rank for rank in ranks if rank in last or keys.has(key_of(rank))]
     found = dict(last)
+    unreadable = []
     for rank, text in zip(started, keys.get_all([key_of(rank) for rank in started]), strict=True):
-        heartbeat = StoreHeartbeat(**json.loads(text)) if text is not None else None
+        try:
+            heartbeat = _parsed(text) if text is not None else None
+        except (AttributeError, TypeError, ValueError):
+            heartbeat = None
+            unreadable.append(rank)
         # One that is set again, by whom it may be, is no sign of life.
         if heartbeat and (rank not in last or heartbeat.count > last[rank].heartbeat.count):
             found[rank] = LastHeartbeat(heartbeat=heartbeat, at=now)
-    return found
+    return found, unreadable
+
+
+def _parsed(text: str) -> StoreHeartbeat:
+    """Raises AttributeError, TypeError or ValueError where it is none of this version."""
+    heartbeat = StoreHeartbeat(**json.loads(text))
+    groups = {
+        key: [(number, digest, balance) for number, digest, balance in places]
+        for key, places in heartbeat.groups.items()
+    }
+    return replace(heartbeat, groups=groups)
 
 
 class HeartbeatThread:
@@ -352,6 +370,7 @@ class Watchdog:
         self._store_gone: float | None = None
         self._published_lost = self._claimed = ""
         self._failed: float | None = None
+        self._warned = False
         self._store_answered = time.monotonic()
         atexit.register(self.stop)  # a thread that is inside the store would not survive the interpreter's end
         # Two, as the first may hang in the store when rank 0 is stopped or cut off.
@@ -430,7 +449,8 @@ class Watchdog:
         """Read the heartbeats of the ranks that this one watches; a line about what is wrong, None if nothing is."""
         try:
             now = time.monotonic()
-            self._last = newest(self._keys, self._watched, self._last, now)
+            self._last, unreadable = newest(self._keys, self._watched, self._last, now)
+            self._warn_of(unreadable)
             pending = self._backend.pending()
             self._describe_absent(pending)
             differ = self._backend.disagreement() or differing_ranks(self._last, self._backend.members)
@@ -446,6 +466,16 @@ class Watchdog:
         except RuntimeError as error:  # c10d's only error: the connection is closed, or the store does not answer
             self._store_gone = self._store_gone or time.monotonic()
             return describe_gone(error)
+
+    def _warn_of(self, unreadable: Sequence[int]) -> None:
+        if unreadable and not self._warned:
+            self._warned = True
+            ranks = first_named([f"rank {rank}" for rank in unreadable])
+            log.warning(
+                "cputrain: the heartbeats of %s cannot be read, so nobody watches these: install one version of "
+                "cputrain on all hosts",
+                ranks,
+            )
 
     def _publish(self, own: str | None) -> str | None:
         """What any rank has found to be wrong, this one's finding at first; one that is no longer so is withdrawn."""
@@ -472,7 +502,7 @@ class Watchdog:
         if self._claimed == key or self._keys.claim(f"{key}/claim"):
             self._claimed = key
             members = self._backend.members(pending.group)
-            seen = newest(self._keys, members, {}, time.monotonic())
+            seen, _ = newest(self._keys, members, {}, time.monotonic())
             self._keys.set(key, json.dumps(absent_ranks(seen, pending, members)))
         found = self._keys.get(key)
         if found is not None:

@@ -28,6 +28,24 @@ from cputrain.comm import (
 )
 from cputrain.mpi.supervise import free_port
 
+OTHER_VERSION = """
+import json, logging, time
+from torch.distributed import HashStore
+from cputrain.comm.store import SignedKeys
+from cputrain.comm.watchdog import HeartbeatThread, PendingCollective, place_of_this_process
+from cputrain.comm.watchdog import Watchdog, WatchedBackend
+logging.basicConfig(format="%(message)s")
+keys = SignedKeys(HashStore(), "token")
+keys.set("heartbeat/1", json.dumps({"count": 1, "beats": [3]}))
+keys.set("heartbeat/2", json.dumps([1]))
+pending = lambda: PendingCollective("ALLREDUCE #3")
+Watchdog(
+    keys, ranks=(0, 1, 2), rank=0, timeout_s=60.0,
+    sender=HeartbeatThread(keys, 0, place_of_this_process(native=False), pending),
+    backend=WatchedBackend(pending=pending),
+)
+time.sleep(8)
+"""
 STUCK = """
 import threading, time
 from torch.distributed import HashStore
@@ -212,6 +230,15 @@ def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
     assert (
         done.stderr == "cputrain: rank 0 waits in ALLREDUCE #3: "
         "its timeout was 12 s ago, and the backend does not return\n"
+    )
+
+
+def test_a_heartbeat_of_another_version_ends_no_rank_and_is_said_once() -> None:
+    done = subprocess.run([sys.executable, "-c", OTHER_VERSION], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "cputrain: the heartbeats of rank 1, rank 2 cannot be read, so nobody watches these: "
+        "install one version of cputrain on all hosts\n"
     )
 
 
