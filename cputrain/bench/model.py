@@ -15,7 +15,8 @@ from cputrain.launch.task import run_on_ranks
 from cputrain.measurements import rate_record
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
-from cputrain.runs.folder import RECIPE, make_folder
+from cputrain.runs.folder import make_folder
+from cputrain.runs.names import RECIPE
 from cputrain.simulate.network import NETWORKS, LayerSeconds, Measurement, setup_of, training_record
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")

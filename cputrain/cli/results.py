@@ -25,7 +25,8 @@ from cputrain.recipe.schema import PlanSection
 from cputrain.report.page import write_report
 from cputrain.report.run import contains_run
 from cputrain.runs.events import FILE
-from cputrain.runs.folder import RECIPE, REPORT, checkpoints_of, load_training, run_of
+from cputrain.runs.folder import checkpoints_of, load_training, run_of
+from cputrain.runs.names import RECIPE, REPORT
 
 if TYPE_CHECKING:
     from cputrain.inference import Prediction

@@ -33,21 +33,16 @@ from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import explain, rate_warning
 from cputrain.recipe.schema import SYNTHETIC, Recipe
 from cputrain.runs.folder import (
-    LOGS,
-    PLAN,
     check_folder,
     checkpoints_of,
     continues_run,
     finished,
-    is_restarted,
     load_training,
-    lock_name_in,
-    restart_variables,
     run_of,
     with_same_global_batch,
-    write_plan,
 )
 from cputrain.runs.metric_files import check_log_formats
+from cputrain.runs.names import LOGS, PLAN, is_restarted, lock_name_in, restart_variables, write_plan
 from cputrain.training.ipex import check_ipex
 
 

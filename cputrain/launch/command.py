@@ -26,7 +26,7 @@ from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.launchers.launcher import Job, Launcher
 from cputrain.mpi.launchers.programs import LAUNCHERS
 from cputrain.mpi.supervise.run import free_port
-from cputrain.runs.folder import LOGS, PLAN
+from cputrain.runs.names import LOGS, PLAN
 
 PYTHON = re.compile(r"python[0-9.]*")
 

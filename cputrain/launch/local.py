@@ -21,7 +21,8 @@ from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
-from cputrain.runs.folder import LOGS, PLAN, RECIPE, TrainingScale, is_restarted, lock_name_in, locked, make_folder
+from cputrain.runs.folder import TrainingScale, locked, make_folder
+from cputrain.runs.names import LOGS, PLAN, RECIPE, is_restarted, lock_name_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
 from cputrain.mpi.preflight.run import run_preflight
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local, run_remote
-from cputrain.runs.folder import LOGS, PLAN, restart_variables, write_plan
+from cputrain.runs.names import LOGS, PLAN, restart_variables, write_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

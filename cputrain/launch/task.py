@@ -22,7 +22,7 @@ from cputrain.affinity.terminal import use_utf8
 from cputrain.launch.local import local_job
 from cputrain.launch.rank_process import rank_context, run_rank
 from cputrain.mpi.supervise.run import run_local
-from cputrain.runs.folder import LOGS, PLAN, write_plan
+from cputrain.runs.names import LOGS, PLAN, write_plan
 
 SPEC = "spec.json"
 SIGNALED = 128

@@ -56,7 +56,8 @@ from cputrain.report.run import (
     warnings_of,
     worker_rows,
 )
-from cputrain.runs.folder import REPORT, describe_value, differences
+from cputrain.runs.folder import describe_value, differences
+from cputrain.runs.names import REPORT
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
 

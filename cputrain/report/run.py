@@ -22,7 +22,7 @@ from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
-from cputrain.runs.folder import ENVIRONMENT, PLAN, RECIPE
+from cputrain.runs.names import ENVIRONMENT, PLAN, RECIPE
 
 LOOPBACK = "lo"
 MB = 1e6

@@ -15,7 +15,6 @@ from cputrain import __version__
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from cputrain.affinity.wording import counted
 from cputrain.checkpoints.folder import (
     BEST,
@@ -41,6 +40,7 @@ from cputrain.recipe.loading import (
 from cputrain.recipe.schema import OWN_SAMPLES, BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
+from cputrain.runs.names import CHECKPOINTS, ENVIRONMENT, LOGS, PLAN, RECIPE, REPORT, is_restarted, job_in, write_plan
 
 MARK = ".cputrain-run"
 # What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
@@ -299,14 +299,6 @@ def reason_not_to_resume(
     return None
 
 
-RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, REPORT = (
-    "recipe.yaml",
-    PLAN_FILE,
-    "environment.json",
-    "checkpoints",
-    "logs",
-    "report.html",
-)
 METRICS = "metrics"
 RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT, EVENTS, USAGE, RECIPE)
 
@@ -507,41 +499,6 @@ def _given_paths(recipe: Recipe) -> str:
     }
     relative = [f"{key}={json.dumps(path)}" for key, path in given.items() if path and not Path(path).is_absolute()]
     return f"# Paths as given in {json.dumps(str(Path.cwd()))}: {', '.join(relative)}\n" if relative else ""
-
-
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan as JSON, for `cputrain.affinity.bind` to read."""
-    write_text(path, plan_to_json(plan))
-
-
-# The names of torchrun, which scripts know.
-ATTEMPT, MOST_ATTEMPTS, JOB = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
-SLURM_JOB, SLURM_RESTARTS = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"  # a requeued job keeps its number
-UNNAMED = "none"  # torchrun's name of every job without --rdzv-id
-
-
-def restart_variables(attempt: int, restarts: int, job: str) -> tuple[tuple[str, str], ...]:
-    """What ranks find in their environment where the job may be restarted; `job` is the same for all attempts of a job,
-    and no other's."""
-    return ((ATTEMPT, str(attempt)), (MOST_ATTEMPTS, str(restarts)), (JOB, job)) if restarts else ()
-
-
-def job_in(env: Mapping[str, str]) -> str:
-    """The name of the job that this rank belongs to, for all its attempts; "" where it has none of its own."""
-    name = env.get(JOB, "")
-    return env.get(SLURM_JOB, "") if name in ("", UNNAMED) else name
-
-
-def lock_name_in(env: Mapping[str, str]) -> str:
-    """The name of this job in its lock: that of the scheduler, as each start of a requeued job makes a new one of its
-    own."""
-    return env.get(SLURM_JOB) or env.get(JOB, "")
-
-
-def is_restarted(env: Mapping[str, str]) -> bool:
-    """Whether this rank belongs to a job that has failed before and was started again, by us, torchrun, Slurm or
-    Kubernetes."""
-    return any(env.get(name, "0") not in ("", "0") for name in (ATTEMPT, SLURM_RESTARTS))
 
 
 def continues_run(folder: Path, env: Mapping[str, str], *, overwrite: bool) -> bool:

@@ -19,7 +19,8 @@ from cputrain.report.page import rank_times, render, training_tables
 from cputrain.report.run import Run, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.folder import RECIPE, REPORT, describe_value, values_by_key
+from cputrain.runs.folder import describe_value, values_by_key
+from cputrain.runs.names import RECIPE, REPORT
 from cputrain.sweep.tables import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
 from cputrain.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in
 

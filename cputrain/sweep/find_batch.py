@@ -25,7 +25,8 @@ from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import BatchSection, SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
-from cputrain.runs.folder import CHECKPOINTS, LOGS, RECIPE, make_folder
+from cputrain.runs.folder import make_folder
+from cputrain.runs.names import CHECKPOINTS, LOGS, RECIPE
 from cputrain.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
 
 CLOSE = 8  # the search ends where the largest that trains and the smallest that fails differ by 1/CLOSE

@@ -30,7 +30,8 @@ from cputrain.recipe.derivation import largest_local_batch
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe, SweepSection
 from cputrain.runs.events import DIVERGENCE_FACTOR, Log, elapsed, read_log
-from cputrain.runs.folder import LOGS, RECIPE, check_folder, differences
+from cputrain.runs.folder import check_folder, differences
+from cputrain.runs.names import LOGS, RECIPE
 
 SEED, WORKERS = "seed", "plan.ppn"
 

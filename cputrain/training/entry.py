@@ -29,18 +29,9 @@ from cputrain.optim.build import build_optimizer
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report
 from cputrain.runs.events import EventLog, SilentEvents, time_spent
-from cputrain.runs.folder import (
-    CHECKPOINTS,
-    ENVIRONMENT,
-    PLAN,
-    check_folder,
-    finished,
-    is_restarted,
-    lock_name_in,
-    locked,
-    make_folder,
-)
+from cputrain.runs.folder import check_folder, finished, locked, make_folder
 from cputrain.runs.metric_files import open_logs
+from cputrain.runs.names import CHECKPOINTS, ENVIRONMENT, PLAN, is_restarted, lock_name_in
 from cputrain.training.engine import autocast, optimize_training, possible_bf16_speedups, prepare_model
 from cputrain.training.log import (
     REDRAW_S,

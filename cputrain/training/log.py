@@ -20,7 +20,7 @@ from cputrain.data.formats.dataset import causes
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog, TimeSpent
-from cputrain.runs.folder import CHECKPOINTS, job_in
+from cputrain.runs.names import CHECKPOINTS, job_in
 from cputrain.training.session import Session
 from cputrain.training.step import Accuracy, StepResult, StepSettings, TrainResult, Watcher
 from cputrain.variables import shown_variables

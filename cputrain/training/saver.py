@@ -38,7 +38,7 @@ from cputrain.checkpoints.tensors import write_tensors
 from cputrain.comm.store import SignedKeys
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import OWN_SAMPLES
-from cputrain.runs.folder import CHECKPOINTS
+from cputrain.runs.names import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.restore import Position, Snapshot, optimizer_record, take_snapshot
 from cputrain.training.session import Session

@@ -29,7 +29,7 @@ from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
-from cputrain.runs.folder import CHECKPOINTS
+from cputrain.runs.names import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.restore import Position, find_newest, put_back, set_damaged_aside
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher

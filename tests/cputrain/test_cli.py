@@ -18,13 +18,19 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_plan_imports_neither_torch_nor_pydantic() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("plan",), ("launch", "--ppn", "1", "--", "true"), ("import", "--", "torchrun", "t.py")],
+    ids=lambda w: w[0],
+)
+def test_commands_without_a_recipe_import_neither_torch_nor_pydantic(words: tuple[str, ...], tmp_path: Path) -> None:
     code = (
-        "import sys; from cputrain.cli import main; main(['plan']); "
+        "import sys; from cputrain.cli import main; main(sys.argv[1:]); "
         "print([m for m in ('torch', 'numpy', 'pydantic', 'matplotlib') if m in sys.modules], file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stderr.strip() == "[]"
+    argv = [sys.executable, "-c", code, *words]
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stderr.strip().splitlines()[-1] == "[]"
 
 
 def test_plan_with_a_recipe_imports_no_torch() -> None:
