@@ -244,6 +244,14 @@ def _summed(pairs: Iterable[tuple[str, str]], source: str) -> Hosts:
 # The first whose variables are set is the job's.
 SCHEDULERS = (
     Scheduler(name="Slurm", variables=("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), found=_slurm, slot="task"),
+    # Torque has PBS's variables and these; nodes=2:ppn=16 are 16 cores of a host, each with a line in PBS_NODEFILE.
+    Scheduler(
+        name="Torque",
+        variables=("PBS_NUM_PPN", "PBS_VNODENUM"),
+        job_id="PBS_JOBID",
+        found=_pbs,
+        slots_are_cores=True,
+    ),
     Scheduler(name="PBS", variables=("PBS_JOBID", "PBS_NODEFILE"), found=_pbs),
     Scheduler(
         name="LSF",

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.topology import this_machine
 from cputrain.mpi.hosts import SCHEDULERS, allocation
 from tests.support.commands import cputrain
 
@@ -201,6 +202,20 @@ def test_pbs_s_slots_that_differ_from_the_plan_are_said(tmp_path: Path) -> None:
     (note,) = ran.stderr.splitlines()
     assert note.startswith("note: PBS gives 2 slots on b, the plan has 1 worker on ")
     assert note.endswith(": --ppn 2 starts a worker for each; or request 1 slot per host")
+
+
+def test_torque_s_slots_may_be_the_cores_of_a_host(tmp_path: Path) -> None:
+    """nodes=2:ppn=N of Torque; PBS Professional's lines are MPI processes, which the plan should start."""
+    cores = len(this_machine().allowed_cores)
+    (tmp_path / "nodes").write_text("a\n" * cores + "b\n" * cores)
+    env = {"PBS_JOBID": "7.torque", "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_NUM_PPN": str(cores)}
+    assert hosts_of(env) == [("a", cores), ("b", cores)]
+    found = allocation(env)
+    assert found is not None and found.title == "Torque job 7.torque, 2 hosts"
+    assert cputrain("plan", "--ppn", "1", cwd=tmp_path, **env).stderr == ""
+    (tmp_path / "nodes").write_text("a\n" * (cores + 7) + "b\n" * (cores + 7))
+    (note,) = cputrain("plan", "--ppn", "1", cwd=tmp_path, **env).stderr.splitlines()
+    assert note.startswith(f"note: Torque gives {cores + 7} slots on a,b, the plan has 1 worker on ")
 
 
 @pytest.mark.parametrize("command", ["plan", "launch"])
