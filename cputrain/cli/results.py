@@ -18,12 +18,8 @@ from cputrain.affinity.terminal import printable_lines, redraws, shows_color
 from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints.folder import is_checkpoint
 from cputrain.cli.output import FiniteRange, format_option
-from cputrain.data.formats.dataset import causes
-from cputrain.data.formats.folder import image_files
 from cputrain.launch.recipe_request import for_evaluation, request_of
 from cputrain.recipe.schema import PlanSection
-from cputrain.report.page import write_report
-from cputrain.report.run import contains_run
 from cputrain.runs.events import FILE
 from cputrain.runs.folder import checkpoints_of, load_training, run_of
 from cputrain.runs.names import RECIPE, REPORT
@@ -50,6 +46,8 @@ def report_command(runs: tuple[Path, ...], output: Path | None) -> None:
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--output {output} does not end in .html: the page is HTML, the tables get .md and .csv")
     if len(runs) == 1 and not (found := _runs_in(runs[0])):
+        from cputrain.report.page import write_report  # numpy, which other commands of this file do not need
+
         click.echo(write_report(runs[0], output))
         return
     from cputrain.sweep.comparison import write_comparison  # as heavy as a sweep: only for several
@@ -67,6 +65,8 @@ def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
 
     What is there but is no run is left out and named, as long as there are runs.
     """
+    from cputrain.report.run import contains_run
+
     found = {path: _runs_in(path) for path in runs}
     others = [path for path in runs if path.exists() and not found[path] and not contains_run(path)]
     if len(others) < len(found):
@@ -78,6 +78,7 @@ def _folders_of(runs: tuple[Path, ...]) -> tuple[Path, ...]:
 
 def _runs_in(folder: Path) -> tuple[Path, ...]:
     """The runs inside a folder that is none itself."""
+    from cputrain.report.run import contains_run
     from cputrain.sweep.comparison import runs_in
 
     return () if contains_run(folder) else runs_in(folder)
@@ -154,6 +155,9 @@ def predict_command(
     in a FOLDER are taken, at any depth. A file that is no image, or a damaged one, is named on stderr; the others are
     classified, and the exit status is 1; it is 2 where none can be read.
     """
+    from cputrain.data.formats.dataset import causes  # numpy, which `watch --help` does not need
+    from cputrain.data.formats.folder import image_files
+
     found = find_checkpoint(checkpoint, last=last)
     images = image_files(paths)
     env = os.environ
@@ -273,6 +277,7 @@ def export_command(
         if format_name is None:
             raise click.UsageError(f"what to write? give FILE, or --to {', '.join(FORMATS)}")
         file = Path(f"{checkpoint.resolve().name}.{'pt' if format_name == 'state-dict' else format_name}")
+    from cputrain.data.formats.folder import image_files
     from cputrain.inference import choose_format, export  # torch: only for this
 
     done = export(found, file, choose_format(file, format_name), os.environ, image_files(images))

@@ -33,6 +33,11 @@ def test_commands_without_a_recipe_import_neither_torch_nor_pydantic(words: tupl
     assert result.stderr.strip().splitlines()[-1] == "[]"
 
 
+def test_a_command_s_options_need_no_numpy() -> None:
+    code = "import sys; from cputrain.cli import main; main(['watch', '--help']); assert 'numpy' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
 def test_plan_with_a_recipe_imports_no_torch() -> None:
     code = (
         "import sys; from cputrain.cli import main; "
