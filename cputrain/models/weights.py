@@ -69,7 +69,9 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
         for key, tensors in _places(state)
     ]
     if not found:
-        raise InputError(f"{path} has no weights, only {first_named(list(map(str, state)))}: save a state dict")
+        raise InputError(
+            f"{path} has no weights, only {first_named(list(map(str, state))) or 'an empty dict'}: save a state dict"
+        )
     return tuple(sorted(found, key=_order))
 
 
@@ -268,9 +270,9 @@ def _describe(path: Path, taken: Fit, tried: Sequence[Fit]) -> str:
         parts.append(f"its {weights.key}, {'a moving average' if weights.averaged else 'no moving average'}")
     if others := [fit.weights.key for fit in tried if fit is not taken and not fit.problem]:
         parts.append(f"not its {first_named(others)} (to have that, save it in a file of its own)")
-    unfit = [fit.weights.key for fit in tried if fit.weights.averaged and fit.problem]
+    unfit = [f"its {fit.weights.key} ({fit.problem})" for fit in tried if fit.weights.averaged and fit.problem]
     if unfit and not weights.averaged:
-        parts.append(f"not its {first_named(unfit)}, which has no weights of this network")
+        parts.append(f"not {unfit[0]}")
     if match.removed:
         parts.append(f"names without {' and '.join(match.removed)}")
     if match.left_out:

@@ -311,7 +311,10 @@ def _parse_line(words: list[str], place: str, file_format: str) -> _Line:
     slots = None if text is None else _slots(text, place)
     if slots is not None and int(said.get("most", slots)) < slots:
         raise InputError(f"{place}: max_slots={said['most']} is less than slots={slots}: correct one of the two")
-    names = expand(name) if "[" in name else (name,)
+    try:
+        names = expand(name) if "[" in name else (name,)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
     if "user" in said:
         names = tuple(f"{said['user']}@{one.rpartition('@')[2]}" for one in names)
     return _Line(names=tuple(check_name(one, place) for one in names), slots=slots, format=line_format)

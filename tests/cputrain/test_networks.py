@@ -321,7 +321,13 @@ FOREIGN = {
     ),
     "a decay without its average": (
         lambda: {"model": small(1.0).state_dict(), "model_ema": {"decay": torch.tensor(0.99), "updates": 7}},
-        "its model, no moving average, not its model_ema, which has no weights of this network",
+        "its model, no moving average, not its model_ema (weights of another model: 9 keys differ, first decay: () in "
+        "the file, absent in the model)",
+        1.0,
+    ),
+    "an average that cannot be taken": (
+        lambda: {"model": small(1.0).state_dict(), "ema": {**small().state_dict(), "fc.bias": torch.ones(2).bool()}},
+        "its model, no moving average, not its ema (fc.bias is of bool: save it as a dense tensor of real numbers)",
         1.0,
     ),
     "MMEngine, which saves the average as state_dict": (
@@ -418,6 +424,7 @@ def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp
         ({**state, row: state[row].to("meta")}, r"fc.weight is without values \(on the meta device\): save it as"),
         ({**state, row: torch.nested.as_nested_tensor([state[row]])}, "fc.weight is nested: save it as a dense tensor"),
         ({0: state[row]}, "has no weights, only 0: save a state dict"),
+        ({}, "has no weights, only an empty dict: save a state dict"),
         ({"state_dict": {}, "epoch": 3}, "has no weights, only state_dict, epoch: save a state dict"),
         ({"model": small()}, r"asks to run code \(torch\.\S+\), which was not done: .* your own, .* state_dict\(\)"),
     ):  # fmt: skip

@@ -96,6 +96,7 @@ def test_hostfiles_round_trip(file_format: str, names: list[str], data: st.DataO
         ("h1 slots=4\nh2 boards=1", "f:2: 'boards=1' is not slots=N.*; the line is in Open MPI's format"),
         ("h1 slots=2\nana@h2 port=2222", "f:2: port=2222 is of Open MPI's format .* 'Host h2' into ~/.ssh/config"),
         ("rank 0=h1 slot=1", "f:1: '0=h1' is not slots=N"),
+        ("h1\n[group]\nh2", r"f:2: hosts '\[group\]': '\[group\]' is neither a name nor a range"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, message: str) -> None:
