@@ -288,12 +288,7 @@ class Option:
 
 
 OPTIONS = (
-    Option(
-        name="ppn",
-        kind=NUMBER,
-        help="workers per host",
-        manual="Number of workers per host (processes per node).",
-    ),
+    Option(name="ppn", kind=NUMBER, help="workers per host", manual="Number of workers per host (processes per node)."),
     Option(
         name="threads",
         kind=NUMBER,
