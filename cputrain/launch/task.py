@@ -53,14 +53,19 @@ def run_on_ranks(
         if status >= SIGNALED:
             raise KeyboardInterrupt
         if status:
-            log = (folder / LOGS / "rank-0.log").read_text(encoding="utf-8", errors="backslashreplace")
-            raise InputError(f"{what or 'the task'} cannot run: {_cause(log.splitlines()[-1:])}")
+            raise InputError(f"{what or 'the task'} cannot run: {_cause(_last_lines(folder / LOGS))}")
         return [json.loads(result_file(results, rank).read_text(encoding="utf-8")) for rank in range(len(plan.workers))]
 
 
 def result_file(folder: Path, rank: int) -> Path:
     """What a rank has returned."""
     return folder / f"rank-{rank}.json"
+
+
+def _last_lines(logs: Path) -> list[str]:
+    """The last line of each rank's log; a rank that others' refusal has ended has none."""
+    texts = (log.read_text(encoding="utf-8", errors="backslashreplace") for log in sorted(logs.glob("rank-*.log")))
+    return [line for text in texts for line in text.splitlines()[-1:]]
 
 
 def _cause(lines: list[str]) -> str:
