@@ -23,7 +23,7 @@ from cputrain.affinity.kernel import (
 )
 from cputrain.affinity.planner import Plan, Request, Runtime, find_runtime, plan_machine, plan_to_json, target_of
 from cputrain.affinity.topology import this_machine
-from tests.support.commands import cputrain
+from tests.support.commands import here
 from tests.support.machines import build_machine
 
 BIND = [sys.executable, "-m", "cputrain.affinity.bind", "--plan", "plan.json", "--local-rank", "0", "--"]
@@ -136,15 +136,15 @@ def test_a_running_process_is_compared_with_its_plan(tmp_path: Path) -> None:
         running = inspect_process(process.pid)
         assert running.worker == worker
         assert not running.misplaced_threads and not running.remote_bytes
-        shown = cputrain("doctor", "affinity", str(process.pid))
+        shown = here("doctor", "affinity", str(process.pid))
         assert shown.returncode == 0 and "planned  worker 0" in shown.stdout
-        assert f"pid {process.pid}" in cputrain("doctor", "affinity").stdout
+        assert f"pid {process.pid}" in here("doctor", "affinity").stdout
         if len(worker.pus) > 1:
             plan = json.loads((tmp_path / "plan.json").read_text())
             plan["workers"][0].update(compute_pus=list(worker.pus[:1]), intra_op=1, comm_pus=[], loader_pus=[])
             (tmp_path / "plan.json").write_text(json.dumps(plan))
             assert "differs  thread" in comparison([inspect_process(process.pid)])
-            assert cputrain("doctor", "affinity", str(process.pid)).returncode == 1
+            assert here("doctor", "affinity", str(process.pid)).returncode == 1
             show = [sys.executable, "-m", "cputrain.affinity", "show", "--pid", str(process.pid)]
             assert subprocess.run(show, capture_output=True).returncode == 1
         (tmp_path / "plan.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_a_process_that_does_not_exist_is_refused() -> None:
     gone.wait()
     with pytest.raises(InputError, match="cannot inspect process"):
         inspect_process(gone.pid)
-    assert cputrain("doctor", "affinity", str(gone.pid)).returncode == 2
+    assert here("doctor", "affinity", str(gone.pid)).returncode == 2
 
 
 def test_threads_of_this_process() -> None:

@@ -31,7 +31,7 @@ from cputrain.doctor import (
 )
 from cputrain.variables import HIDDEN, shown_variables
 from tests.cputrain.test_json_output import fields
-from tests.support.commands import cputrain
+from tests.support.commands import here
 
 PLENTY = ProcessLimits(locked_bytes=-1, address_bytes=-1, files=65536, processes=-1)
 LATE = {"error": "not known after 2 s: a slow disk, or a busy host", "late": True}
@@ -215,7 +215,7 @@ def _run_doctor(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_env_tells_what_a_bug_report_needs_and_no_secret() -> None:
     secrets = {"SLURM_JWT": "s3cret", "CCL_KVS_TOKEN": "s3cret", "FI_PROVIDER": "tcp", "OMP_NUM_THREADS": "3"}
-    result = cputrain("env", "--format", "json", **secrets)
+    result = here("env", "--format", "json", **secrets)
     assert result.returncode == 0 and "s3cret" not in result.stdout + result.stderr
     found = json.loads(result.stdout)
     assert set(found) == fields("env")

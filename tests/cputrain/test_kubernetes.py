@@ -17,7 +17,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import Pods, pods_of
 from cputrain.jobs import LONGEST_NAME, NAME, PodJob, label_of, manifests
 from cputrain.runs import read_events
-from tests.support.commands import cputrain, here, refused
+from tests.support.commands import here, refused
 from tests.support.fake_hosts import fake_hosts
 
 POD = ("--nodes", "2", "--cpus", "4", "--memory", "8Gi", "--image", "registry/cputrain:1")
@@ -245,7 +245,7 @@ TINY = (
 
 def test_json_of_a_plan_in_a_pod_counts_all_pods_as_hosts(tmp_path: Path) -> None:
     env = {"CPUTRAIN_PODS": "3", "JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "first", "CPUTRAIN_JOB_TOKEN": "secret"}
-    shown = cputrain("launch", "--ppn", "1", "--dry-run", "true", cwd=tmp_path, **env)
+    shown = here("launch", "--ppn", "1", "--dry-run", "true", cwd=tmp_path, **env)
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"RANK=1\b.*WORLD_SIZE=3\b.*MASTER_ADDR=first", shown.stdout)
-    assert "all need the same --ppn N" in refused(cputrain("launch", "true", cwd=tmp_path, **env))
+    assert "all need the same --ppn N" in refused(here("launch", "true", cwd=tmp_path, **env))

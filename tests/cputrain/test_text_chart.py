@@ -1,7 +1,7 @@
 """A curve for a terminal, and `plan --curve`."""
 
 from cputrain.cli.output import HEIGHT, LEVELS, WIDTH, curve, sampled
-from tests.support.commands import cputrain, refused
+from tests.support.commands import here, refused
 
 
 def test_columns_are_as_high_as_their_values() -> None:
@@ -19,9 +19,9 @@ def test_columns_are_as_high_as_their_values() -> None:
 
 def test_plan_draws_the_learning_rate() -> None:
     where = ("--machine", "skx-8160-2s", "--nodes", "256")
-    expected = cputrain("plan", "resnet50-skx-256node", *where, "--curve").stdout
+    expected = here("plan", "resnet50-skx-256node", *where, "--curve").stdout
     chart = expected[expected.index("learning rate\n  ") :].splitlines()
     top = next(line for line in chart if "│" in line)
     assert top.strip().startswith("4.7") and "█" in chart[chart.index(top) + HEIGHT - 1]
     assert any(line.endswith("90 epochs") for line in chart)
-    assert "name a RECIPE" in refused(cputrain("plan", "--curve"))
+    assert "name a RECIPE" in refused(here("plan", "--curve"))

@@ -27,7 +27,7 @@ from cputrain.tune import (
     tuned_record,
     worker_counts,
 )
-from tests.support.commands import cputrain, refused
+from tests.support.commands import cputrain, here, refused
 
 SMALL = ("data.path=synthetic", "model.name=lenet", "model.zero_gamma=none", "data.crop=28", "batch.local=4")
 ALLOCATORS, ENGINES = ("glibc", "tcmalloc"), ("native", "eager")
@@ -130,7 +130,7 @@ def test_what_is_kept_is_for_this_network_precision_and_batch() -> None:
 
 def test_tune_lists_its_plans_and_refuses_wrong_input(tmp_path: Path) -> None:
     env = {"CPUTRAIN_CACHE": str(tmp_path)}
-    listed = cputrain("tune", "imagefolder", *SMALL, "--dry-run", "--axes", "workers,engine", **env)
+    listed = here("tune", "imagefolder", *SMALL, "--dry-run", "--axes", "workers,engine", **env)
     assert listed.returncode == 0 and "plans to try, with generated images" in listed.stdout, listed.stderr
     assert "plan.ppn=1" in listed.stdout and "kept" not in listed.stderr
     for options, expected in (
@@ -138,7 +138,7 @@ def test_tune_lists_its_plans_and_refuses_wrong_input(tmp_path: Path) -> None:
         (("--time", "soon"), "--time 'soon' is not a time limit"),
         (("batch.locla=3",), "unknown key 'batch.locla'"),
     ):
-        assert expected in refused(cputrain("tune", "imagefolder", *SMALL, *options, **env))
+        assert expected in refused(here("tune", "imagefolder", *SMALL, *options, **env))
 
 
 def test_plan_and_train_use_what_was_kept_for_this_training(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_plan_and_train_use_what_was_kept_for_this_training(tmp_path: Path) -> N
     assert record is not None and record.values["ppn"] == 1
     keep(replace(record, machine=machine_name(machine)), env)
     for command in (("plan",), ("train", "--dry-run")):
-        told = cputrain(command[0], "imagefolder", *SMALL, *command[1:], cwd=tmp_path, **env)
+        told = here(command[0], "imagefolder", *SMALL, *command[1:], cwd=tmp_path, **env)
         assert f"workers per host 1: {record.values['why']}" in " ".join(told.stdout.split()), told.stderr
     for other in ("batch.local=8", "plan.threads=1", "precision=bf16"):
-        told = cputrain("plan", "imagefolder", *SMALL, other, cwd=tmp_path, **env)
+        told = here("plan", "imagefolder", *SMALL, other, cwd=tmp_path, **env)
         assert "workers per host" in told.stdout and "measured: " not in told.stdout
 
 
@@ -168,7 +168,7 @@ def test_what_tune_finds_is_the_reason_of_the_next_plan(tmp_path: Path) -> None:
     assert {row["name"].split(" x ")[0] for row in data["plans"]} >= {"1", "2"} and data["why"].startswith("measured: ")
     assert data["trials"] >= 10 and "kept in " in ran.stderr
     (winner,) = [row for row in data["plans"] if row["won"]]
-    told = cputrain("plan", "imagefolder", *SMALL, *quick, cwd=tmp_path, **env)
+    told = here("plan", "imagefolder", *SMALL, *quick, cwd=tmp_path, **env)
     assert f"workers per host {winner['name'].split(' x ')[0]}: {data['why']}" in " ".join(told.stdout.split())
 
 

@@ -14,7 +14,7 @@ from cputrain.affinity.start import own_program
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.hosts import HostGroup, job_plan_json
 from cputrain.mpi.launchers import LAUNCHERS, Job, bound_command, find_launcher, launch_command
-from tests.support.commands import cputrain, mpi_path
+from tests.support.commands import cputrain, here, mpi_path
 from tests.support.images import write_images
 
 CORES = len(this_machine().allowed_cores)
@@ -152,7 +152,7 @@ def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> Non
     plain environment, where `python` is the one that planned."""
     folder = tmp_path / "it's a job"
     planned = ("plan", "--ppn", str(WORKERS), "--hosts", "localhost", "--launcher", name.removesuffix("4"))
-    written = cputrain(*planned, "--write", str(folder), **path_of(name, tmp_path))
+    written = here(*planned, "--write", str(folder), **path_of(name, tmp_path))
     assert written.returncode == 0, written.stderr
     assert {"plan.json", "plan.svg", "hosts", "launch.sh"} <= {path.name for path in folder.iterdir()}
     checker = Path(sys.executable).with_name("shellcheck")
@@ -167,7 +167,7 @@ def test_a_written_launch_script_runs_as_it_is(name: str, tmp_path: Path) -> Non
 def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None:
     """By hand, with cputrain.affinity.bind; with `cputrain launch` as a rank; by the line that plan prints."""
     (tmp_path / "x.py").write_text(PRINT_NAMES)
-    (tmp_path / "plan.json").write_text(cputrain("plan", "--ppn", str(WORKERS), "--format", "json").stdout)
+    (tmp_path / "plan.json").write_text(here("plan", "--ppn", str(WORKERS), "--format", "json").stdout)
     path = path_of(name, tmp_path)
     launcher = find_launcher(name.removesuffix("4"), {**os.environ, **path})
     mpirun = [*(f"{n}={value}" for n, value in launcher.variables), f"PATH={path['PATH']}", launcher.program]
@@ -183,7 +183,7 @@ def test_a_script_under_mpirun_finds_its_rank(name: str, tmp_path: Path) -> None
     refused = plainly([*mpirun, "cputrain", "launch", "--ppn", "7", "--", "true"], tmp_path)
     assert refused.returncode != 0 and f"--ppn 7, but {WORKERS} ranks were started on this host" in refused.stderr
     command = ("plan", "--ppn", str(WORKERS), "--launcher", name.removesuffix("4"), "--format", "command")
-    shown = cputrain(*command, **path).stdout.replace("CMD...", f"{sys.executable} x.py")
+    shown = here(*command, **path).stdout.replace("CMD...", f"{sys.executable} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
 
 
@@ -226,7 +226,7 @@ def test_a_training_starts_by_the_documents_line_and_by_the_one_that_plan_prints
     direct = plainly([*mpirun, *train], tmp_path)
     assert direct.returncode == 0 and "top-1 " in direct.stdout, direct.stderr
     planned = ("plan", *training, "--ppn", str(WORKERS), "--launcher", "intelmpi", "--format", "command")
-    shown = cputrain(*planned, cwd=tmp_path, **path).stdout
+    shown = here(*planned, cwd=tmp_path, **path).stdout
     assert f"data.path={tmp_path}/images" in shown and "data.path=images" not in shown
     (tmp_path / "elsewhere").mkdir()
     there = plainly(["sh", "-c", shown], tmp_path / "elsewhere")
@@ -243,18 +243,18 @@ def test_a_workers_line_runs_from_a_shell(tmp_path: Path) -> None:
     """What plan and a dry run of launch print for a host without a launcher."""
     (tmp_path / "x.py").write_text(PRINT_NAMES)
     ppn = ("--ppn", str(WORKERS))
-    shown = cputrain("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    shown = here("plan", *ppn, "--format", "command").stdout.replace("CMD...", f"{sys.executable} x.py")
     check_ranks(plainly(["sh", "-c", shown], tmp_path))
     failing = shown.replace(f"{sys.executable} x.py", "sh -c 'exit $((3 + RANK))'")
     assert plainly(["sh", "-c", failing], tmp_path).returncode == 2 + WORKERS
-    output = cputrain("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
+    output = here("launch", *ppn, "--dry-run", "--", sys.executable, "x.py").stdout.splitlines()
     check_ranks(plainly(["sh", "-c", output[-1]], tmp_path))
     worker = next(line for line in output if line.startswith("  env RANK=0 "))
     assert "--plan runs/launch-" in worker and f"WORLD_SIZE={WORKERS} " in worker
 
 
 def test_a_dry_run_shows_the_agents_without_a_token(tmp_path: Path) -> None:
-    output = cputrain("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
+    output = here("launch", "--launcher", "mpich", "--dry-run", "--", "true", **mpi_path("mpich")).stdout
     own = " ".join(own_program("cputrain.mpi.supervise.agent"))
     assert f"{own} --report-to ADDRESS:PORT --into " in output
     assert "CPUTRAIN_JOB_TOKEN=TOKEN " in output and "launch.sh CMD" in output

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.topology import this_machine
 from cputrain.mpi.hosts import SCHEDULERS, allocation
-from tests.support.commands import cputrain
+from tests.support.commands import cputrain, here
 
 Slots = list[tuple[str, int | None]]
 SLURM_TASKS = st.lists(st.integers(0, 10**12).map(str) | st.text("0123x()-,2\u0663\u00b2", max_size=12), max_size=5)
@@ -72,16 +72,16 @@ def test_srun_gets_a_part_for_each_component(tmp_path: Path) -> None:
         **{"SLURM_JOB_ID": "5", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "a1"},
         **{"SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-2]", "PATH": f"{tmp_path}:/usr/bin:/bin"},
     }
-    ran = cputrain("launch", "--ppn", "1", "--dry-run", "--", "true", cwd=tmp_path, **env)
+    ran = here("launch", "--ppn", "1", "--dry-run", "--", "true", cwd=tmp_path, **env)
     line = next(line for line in ran.stdout.splitlines() if "--het-group=0" in line)
     first, second = line.split(" : ")
     assert "--nodes=1 --ntasks=1" in first and "--nodelist=a1" in first and first.endswith("true")
     assert second.startswith("--het-group=1 --nodes=2 --ntasks=2") and "--nodelist=b1,b2" in second
-    shown = cputrain("plan", "--ppn", "1", "--format", "command", cwd=tmp_path, **env)
+    shown = here("plan", "--ppn", "1", "--format", "command", cwd=tmp_path, **env)
     assert shown.returncode == 0 and "--het-group=1 --nodes=2" in shown.stdout
-    refused = cputrain("plan", "--ppn", "1", "--write", "out", cwd=tmp_path, **env)
+    refused = here("plan", "--ppn", "1", "--write", "out", cwd=tmp_path, **env)
     assert refused.returncode == 2 and "heterogeneous job: name a RECIPE" in refused.stderr
-    colon = cputrain("launch", "--ppn", "1", "--dry-run", "--", "true", ":", cwd=tmp_path, **env)
+    colon = here("launch", "--ppn", "1", "--dry-run", "--", "true", ":", cwd=tmp_path, **env)
     assert colon.returncode == 2 and "takes the command's word ':' for its own" in colon.stderr
 
 
@@ -187,7 +187,7 @@ def test_any_other_scheduler_s_job_says_that_one_host_is_used(scheduler: object,
 def test_launch_uses_lsf_s_hosts_and_says_which_it_leaves_out(tmp_path: Path) -> None:
     env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "batch02 1 c101 42 c102 42"}
     words = ("--dry-run", "--launcher", "openmpi", "--ppn", "1", "--", "true")
-    ran = cputrain("launch", *words, cwd=tmp_path, **env)
+    ran = here("launch", *words, cwd=tmp_path, **env)
     assert ran.returncode == 0, ran.stderr
     assert "-np 2" in ran.stdout and "MASTER_ADDR=c101" in ran.stdout
     batch, slots = ran.stderr.splitlines()
@@ -198,7 +198,7 @@ def test_launch_uses_lsf_s_hosts_and_says_which_it_leaves_out(tmp_path: Path) ->
 def test_pbs_s_slots_that_differ_from_the_plan_are_said(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("a\nb\nb\n")
     env = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    ran = cputrain("plan", "--ppn", "1", cwd=tmp_path, **env)
+    ran = here("plan", "--ppn", "1", cwd=tmp_path, **env)
     (note,) = ran.stderr.splitlines()
     assert note.startswith("note: PBS gives 2 slots on b, the plan has 1 worker on ")
     assert note.endswith(": --ppn 2 starts a worker for each; or request 1 slot per host")
@@ -223,14 +223,14 @@ def test_a_job_of_one_s_own_hosts_or_workers_alike_says_nothing(command: str, tm
     (tmp_path / "nodes").write_text("a\nb\n")
     env = {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
     behind = ("--dry-run", "--launcher", "openmpi", "--", "true") if command == "launch" else ()
-    assert cputrain(command, "--ppn", "1", *behind, cwd=tmp_path, **env).stderr == ""
+    assert here(command, "--ppn", "1", *behind, cwd=tmp_path, **env).stderr == ""
     hosts = ("--hosts", "x,y") if command == "launch" else ("--machine", "skx-8160-2s")
-    assert cputrain(command, *hosts, *behind, cwd=tmp_path, COBALT_JOBID="5").stderr == ""
+    assert here(command, *hosts, *behind, cwd=tmp_path, COBALT_JOBID="5").stderr == ""
 
 
 def test_train_and_doctor_name_the_job(tmp_path: Path) -> None:
     env = {"LSB_JOBID": "118210", "LSB_MCPU_HOSTS": "c101 42 c102 42"}
-    ran = cputrain("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
+    ran = here("train", "demo-digits", "--dry-run", f"output={tmp_path}/run", cwd=tmp_path, **env)
     assert "note: LSF job 118210, 2 hosts: only this host is used: cputrain launch uses all of them" in ran.stderr
     shown = json.loads(cputrain("doctor", "--format", "json", cwd=tmp_path, **env).stdout)["checks"]
     (job,) = [check for check in shown if check["name"] == "job"]
