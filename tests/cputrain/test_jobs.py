@@ -24,7 +24,7 @@ from cputrain.recipe import load_recipe
 from cputrain.runs import make_folder, read_events
 from tests.mpi.test_launchers import PRINT_NAMES
 from tests.mpi.test_remote import PS_SHOWS_TOKEN
-from tests.support.commands import cputrain, mpi_path
+from tests.support.commands import here, mpi_path
 from tests.support.images import write_images
 from tests.support.slurm_cluster import Slurm, slurm_cluster
 
@@ -65,7 +65,7 @@ EVERYTHING = (
 )
 def test_slurm_accepts_the_scripts(slurm: Slurm, arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     """Whole hosts, whatever is printed of their tasks: 48 cores of two threads each."""
-    script = cputrain("job", "slurm", "--time", "02:00:00", "--partition", "fake", *arguments, cwd=tmp_path)
+    script = here("job", "slurm", "--time", "02:00:00", "--partition", "fake", *arguments, cwd=tmp_path)
     assert script.returncode == 0, script.stderr
     result = slurm.run("sbatch", "--test-only", cwd=tmp_path, text=script.stdout)
     assert result.returncode == 0, result.stderr
@@ -87,7 +87,7 @@ HERE = ("--nodes", "1", "--ppn", str(CORES))
 
 def submitted(slurm: Slurm, place: Path, *arguments: str) -> str:
     """Submit a small training; its job's number. The script finds this Python under the name python."""
-    script = cputrain("job", "slurm", "--venv", str(venv(place)), *arguments, cwd=place)
+    script = here("job", "slurm", "--venv", str(venv(place)), *arguments, cwd=place)
     assert script.returncode == 0, script.stderr
     result = slurm.run("sbatch", "--parsable", cwd=place, text=script.stdout)
     assert result.returncode == 0, result.stderr
@@ -194,7 +194,7 @@ def test_a_canceled_slurm_job_saves_and_the_next_one_goes_on(slurm: Slurm, place
 def test_a_pbs_script_trains_stops_at_the_notice_and_goes_on(place: Path) -> None:
     """Without PBS itself: its variables, its node file, its SIGTERM, then the chain's next job; under Intel MPI."""
     arguments = ("epochs=16", "schedule.warmup_epochs=0", "output=run", "--time", "1:00:00", "--venv", str(venv(place)))
-    made = cputrain("job", "pbs", *SMALL, *arguments, *HERE, "--ncpus", "2", "--launcher", "intelmpi", cwd=place)
+    made = here("job", "pbs", *SMALL, *arguments, *HERE, "--ncpus", "2", "--launcher", "intelmpi", cwd=place)
     assert made.returncode == 0, made.stderr
     (place / "nodes").write_text("localhost\n" * CORES)
     path = {**os.environ, **mpi_path("intelmpi")}
@@ -227,7 +227,7 @@ def test_a_job_whose_first_attempt_failed_before_its_first_step_starts_anew_by_i
     env = {**os.environ, "PBS_JOBID": "72.pbs", "PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodes")}
 
     def ran(*settings: str) -> str:
-        made = cputrain("job", "pbs", "linear-regression", *arguments, *settings, "--venv", environment, cwd=tmp_path)
+        made = here("job", "pbs", "linear-regression", *arguments, *settings, "--venv", environment, cwd=tmp_path)
         assert made.returncode == 0, made.stderr
         done = subprocess.run(["bash", "-c", made.stdout], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -271,8 +271,8 @@ def test_a_script_under_srun_finds_its_rank(slurm: Slurm, tmp_path: Path) -> Non
     """`cputrain launch` as a rank, affinity.bind, and the line that plan prints, over two hosts of a rank each."""
     (tmp_path / "x.py").write_text(PRINT_NAMES)
     planned = ("plan", "--ppn", "1", "--hosts", "n1,n2", "--launcher", "srun", "--format")
-    (tmp_path / "plan.json").write_text(cputrain(*planned, "json").stdout)
-    shown = cputrain(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")
+    (tmp_path / "plan.json").write_text(here(*planned, "json").stdout)
+    shown = here(*planned, "command").stdout.replace("CMD...", f"{sys.executable} x.py")
     srun = f"srun -n2 --ntasks-per-node=1 --cpu-bind=none {sys.executable} -m"
     ways = (
         f"{srun} cputrain launch -- {sys.executable} x.py",
@@ -316,7 +316,7 @@ def test_launch_inside_an_allocation_takes_its_hosts_and_srun(slurm: Slurm, tmp_
 def commanded(slurm: Slurm, folder: Path, *arguments: str) -> str:
     """Submit a job of any command and wait for its end; what it has printed."""
     options = ("--time", "00:05:00", "--output", "job.out", "--venv", str(venv(folder)))
-    script = cputrain("job", "slurm", *options, *arguments, cwd=folder)
+    script = here("job", "slurm", *options, *arguments, cwd=folder)
     assert script.returncode == 0, script.stderr
     state = slurm.finish(script.stdout, folder)
     printed = (folder / "job.out").read_text()

@@ -17,7 +17,7 @@ from cputrain.data import open_recipe_data
 from cputrain.mpi.supervise import free_port
 from cputrain.recipe import load_recipe
 from cputrain.training import facts_of
-from tests.support.commands import cputrain
+from tests.support.commands import here
 from tests.support.images import write_images
 from tests.support.trainings import PPN
 
@@ -93,11 +93,11 @@ def test_the_place_of_the_data_may_differ_and_its_content_may_not(images: Path, 
 
 def test_shards_are_told_apart_by_the_checksums_of_their_images(images: Path, tmp_path: Path) -> None:
     for out in ("a", "b"):
-        assert cputrain("prepare", "imagefolder", "images", out, cwd=tmp_path).returncode == 0
+        assert here("prepare", "imagefolder", "images", out, cwd=tmp_path).returncode == 0
     assert differing(facts(tmp_path / "a"), facts(tmp_path / "b")) == set()
     pixels = images / "train/class1/002.jpg"
     pixels.write_bytes((images / "train/class1/003.jpg").read_bytes())
-    assert cputrain("prepare", "imagefolder", "images", "c", cwd=tmp_path).returncode == 0
+    assert here("prepare", "imagefolder", "images", "c", cwd=tmp_path).returncode == 0
     assert differing(facts(tmp_path / "a"), facts(tmp_path / "c")) == {"train images"}
 
 
