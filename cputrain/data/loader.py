@@ -312,12 +312,14 @@ class ImageLoader:
         _check_sizes(batch_size, image_size)
         env, dataset = os.environ, _open_with_split(os.fspath(path), split, val_fraction)  # called by users
         shuffle = split == "train" if shuffle is None else shuffle
-        shuffling = _Shuffling(seed=seed, drop_last=drop_last, block_mib=block_mib) if shuffle else None
+        images, ranks = dataset.splits[split], _rank_of(rank, world_size, env)
         planned_threads, planned_cpus = _planned(env)
         return cls(
             dataset,
             split,
-            sampler=_sampler(dataset.splits[split], batch_size, *_rank_of(rank, world_size, env), shuffling),
+            sampler=_shuffled(images, batch_size, *ranks, seed, block_mib, drop_last=drop_last)
+            if shuffle
+            else SequentialSampler(images=len(images), batch_size=batch_size, rank=ranks[0], world_size=ranks[1]),
             transform=transform or _transform(image_size, augment=shuffle if augment is None else augment),
             decode=choose_decoder(decoder, env)[0],
             normalize=choose_normalize(mean, std, decoder, env),
@@ -401,23 +403,14 @@ def _open_with_split(path: str, split: str, val_fraction: float | None) -> Datas
     return dataset
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shuffling:
-    """How a split is shuffled: the arguments of these names of `ImageLoader.open`."""
-
-    seed: int
-    drop_last: bool
-    block_mib: float
-
-
-def _sampler(images: Images, batch_size: int, rank: int, world_size: int, shuffling: _Shuffling | None) -> BatchSampler:
-    """The sampler of a split. Raises InputError where there are too few images to shuffle."""
-    if shuffling is None:
-        return SequentialSampler(images=len(images), batch_size=batch_size, rank=rank, world_size=world_size)
+def _shuffled(
+    images: Images, batch_size: int, rank: int, world_size: int, seed: int, block_mib: float, *, drop_last: bool
+) -> ShuffledSampler:
+    """The sampler of a split that is shuffled. Raises InputError where there are too few images."""
     global_batch = batch_size * world_size
     steps = len(images) // global_batch
     used = steps * global_batch
-    if not shuffling.drop_last and used < len(images):
+    if not drop_last and used < len(images):
         steps, used = steps + 1, len(images)
     if steps == 0 or used // steps < world_size:
         raise InputError(
@@ -428,10 +421,10 @@ def _sampler(images: Images, batch_size: int, rank: int, world_size: int, shuffl
         images=len(images),
         used=used,
         steps=steps,
-        seed=shuffling.seed,
+        seed=seed,
         shares=(1,) * world_size,
         rank=rank,
-        block_length=images_per_block(images, shuffling.block_mib, steps),
+        block_length=images_per_block(images, block_mib, steps),
     )
 
 
