@@ -1,4 +1,4 @@
-"""The cache folder, what file systems refuse, and the installed versions of packages."""
+"""The cache folder, our data files, what file systems refuse, and the installed versions of packages."""
 
 import errno
 import mmap
@@ -115,6 +115,13 @@ def _home_of_account() -> str | None:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         return None
+
+
+def shipped(name: str) -> Path:
+    """Folder of our data files: inside the package once installed, in configs/ in a checkout."""
+    package = Path(__file__).parents[1]  # cputrain/
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / "configs" / name
 
 
 def installed_version(package: str) -> str | None:

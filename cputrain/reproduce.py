@@ -14,8 +14,8 @@ import yaml
 from pydantic import field_validator
 
 from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.terminal import align_columns, markdown_table
-from cputrain.affinity.topology.catalog import shipped
 from cputrain.affinity.wording import counted
 from cputrain.files import write_text
 from cputrain.launch.local import PlannedTraining, plan_training

@@ -1,5 +1,6 @@
 """What a plan is asked for: settings, the network's sizes, published profiles, what was measured on the machine."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -7,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from cputrain.affinity.errors import RequestError
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.topology.machine import MOST_IDS, Machine, parse_list
 from cputrain.affinity.wording import either
 
@@ -157,13 +159,14 @@ class Footprint:
         return self.process + self.weights + self.gradients + self.optimizer + self.activations
 
 
-RESNET50 = Workload(
-    name="ResNet-50 at 224 x 224",
-    parameters=25_557_032,
-    gflop=24.3,
-    activation_bytes=86_100_000,
-    assumed=True,
-)
+def _resnet50() -> Workload:
+    """ResNet-50 as tools/network_table.py has traced it."""
+    traced = json.loads((shipped("networks") / "resnet50.json").read_text(encoding="utf-8"))
+    sizes = {key: traced[key] for key in ("parameters", "gflop", "activation_bytes")}
+    return Workload(name="ResNet-50 at 224 x 224", assumed=True, **sizes)
+
+
+RESNET50 = _resnet50()
 
 
 def footprint(workload: Workload, local_batch: int) -> Footprint:

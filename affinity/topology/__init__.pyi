@@ -9,7 +9,6 @@ from .catalog import find_machine as find_machine
 from .catalog import machine_names as machine_names
 from .catalog import named_machine as named_machine
 from .catalog import processor_facts as processor_facts
-from .catalog import shipped as shipped
 from .cgroup import Limits as Limits
 from .cgroup import own_folders as own_folders
 from .cgroup import read_limits as read_limits

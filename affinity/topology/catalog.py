@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.topology.archive import is_archive, tree_root, unpacked
 from cputrain.affinity.topology.hwloc import read_lstopo, read_synthetic
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode, ordered
@@ -19,13 +20,6 @@ from cputrain.affinity.wording import GIB
 # (hwloc: 1 GiB).
 ASSUMED_NODE_BYTES = 256 * GIB
 REACHED = 0.8  # of the nominal speed of memory channels
-
-
-def shipped(name: str) -> Path:
-    """Folder of our YAML files: inside the package once installed, in configs/ in a checkout."""
-    package = Path(__file__).parents[2]  # cputrain/
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / "configs" / name
 
 
 MACHINES = shipped("machines")

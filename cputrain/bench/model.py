@@ -13,11 +13,12 @@ from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.task import run_on_ranks
 from cputrain.measurements import rate_record
+from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
 from cputrain.runs.folder import make_folder
 from cputrain.runs.names import RECIPE
-from cputrain.simulate.network import NETWORKS, LayerSeconds, Measurement, setup_of, training_record
+from cputrain.simulate.network import LayerSeconds, Measurement, setup_of, training_record
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")
 """Of a step, in their order; "other" is what lies between them."""
@@ -120,7 +121,7 @@ def model_report(found: MeasuredModel) -> Report:
 def model_records(found: MeasuredModel) -> tuple[Record, ...]:
     """What is kept of a measurement; empty for networks whose size is not known, and for images that were read."""
     recipe, plan = found.recipe, found.planned.plan
-    if recipe.model.name not in NETWORKS or not recipe.data.generated:
+    if layer_sizes(recipe) is None or not recipe.data.generated:
         return ()
     setup, workload = setup_of(recipe, plan, None), plan.request.workload
     assert workload is not None

@@ -1,37 +1,35 @@
-"""Sizes of the networks, for plans and predictions without torch. Tests measure each one on the real network."""
+"""Sizes of networks without torch, as tools/network_table.py has traced them: configs/networks/NAME.json."""
 
+import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from cputrain.affinity.planner.request import IMAGE_PIXELS, RESNET50, Workload
-from cputrain.recipe.schema import LINE, OptimSection, Recipe
+from cputrain.recipe.schema import LINE, NETWORKS, TORCHVISION, OptimSection, Recipe
 
-SIDE, CLASSES = 224, 1000  # of the sizes below
+SIDE, CLASSES = 224, 1000  # of images as ImageNet's, of all traced networks
 BF16_KEPT = 0.55  # bytes kept for the backward pass with bf16, over float32's: 0.51 to 0.59, by network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkSize:
-    """A network's parameters with 1000 classes, and the input features of its last layer.
+class LayerSize:
+    """An operation of a network and its weights; the rest is per image.
 
-    Per image of 224 x 224: the GFLOP of forward and backward pass, and the bytes kept for the backward pass in float32,
-    by torch's operators and by native kernels alike.
+    `kind`: conv, linear, product (of activations), norm, act (elementwise), add, pool or copy; norm+act where the one
+    follows the other. `weights`: values of each tensor, in the order of registration. `inputs`, `outputs`: values.
+    `flop`: those of the forward and of the backward pass.
     """
 
-    parameters: int
-    features: int
-    gflop: float
-    activation_bytes: int
+    name: str
+    kind: str
+    weights: tuple[int, ...]
+    inputs: int
+    outputs: int
+    flop: tuple[int, int]
 
 
-SIZES = {
-    "resnet18": NetworkSize(parameters=11_689_512, features=512, gflop=10.65, activation_bytes=22_200_000),
-    "resnet34": NetworkSize(parameters=21_797_672, features=512, gflop=21.75, activation_bytes=32_300_000),
-    "resnet50": NetworkSize(parameters=25_557_032, features=2048, gflop=24.30, activation_bytes=86_100_000),
-    "resnet101": NetworkSize(parameters=44_549_160, features=2048, gflop=46.57, activation_bytes=127_300_000),
-    "resnet152": NetworkSize(parameters=60_192_808, features=2048, gflop=68.85, activation_bytes=178_000_000),
-    "alexnet": NetworkSize(parameters=61_100_840, features=4096, gflop=4.14, activation_bytes=3_740_000),
-    "alexnet-bn": NetworkSize(parameters=61_103_144, features=4096, gflop=4.14, activation_bytes=5_690_000),
-}
 # Tensors of the weights' size that an optimizer keeps.
 COPIES = {
     "sgd": 0,
@@ -47,19 +45,97 @@ COPIES = {
 }
 
 
-def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
-    """The computation of one worker under a recipe; FLOPs and activations grow with the area of the crop.
+def network_file(name: str) -> Path:
+    """The file of a network's sizes, which exists for those that were traced; torchvision:resnet50 is resnet50."""
+    file = NETWORKS / f"{name.replace(':', '/')}.json"
+    return file if file.exists() else NETWORKS / f"{name.removeprefix(TORCHVISION)}.json"
 
-    A torchvision network without a size above counts as ResNet-50, and the workload's name says so.
-    """
-    name, side = recipe.model.name, recipe.data.crop
-    classes = recipe.model.classes or classes
+
+@lru_cache(maxsize=8)
+def read_network(name: str) -> dict[str, Any] | None:
+    """A network's file; None for one that was not traced."""
+    file = network_file(name)
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def layers_at(network: dict[str, Any], side: int, classes: int = CLASSES) -> tuple[LayerSize, ...]:
+    """The layers of a traced network in the order of its forward pass; the first has no gradient of its input."""
+    layers: list[LayerSize] = []
+    for name, kind, weights, *quantities in network["layers"]:
+        inputs, outputs, flop = (quantity_at(each, network["maps"], side) for each in quantities)
+        sizes = [quantity_at(each, network["maps"], side) for each in weights]
+        if quantities[1] == CLASSES or (isinstance(quantities[1], list) and quantities[1][0] == CLASSES):
+            outputs, flop, *sizes = (each * classes // CLASSES for each in (outputs, flop, *sizes))
+        layers.append(
+            LayerSize(
+                name=name,
+                kind=kind,
+                weights=tuple(sizes),
+                inputs=inputs,
+                outputs=outputs,
+                flop=(flop, 2 * flop if layers else flop),
+            )
+        )
+    return tuple(layers)
+
+
+def quantity_at(quantity: Any, maps: list[list[int]], side: int) -> int:
+    """A number of values for images of side x side: the same for all, or [factor, index of a map] for so many values
+    of each position of a map, whose side is floor((side + offset) / stride)."""
+    if not isinstance(quantity, list):
+        return int(quantity)
+    offset, stride = maps[quantity[1]]
+    return int(quantity[0] * max(1, (side + offset) // stride) ** 2)
+
+
+def gflop_of(layers: tuple[LayerSize, ...]) -> float:
+    """1e9 operations of a forward and a backward pass, to four digits."""
+    return float(f"{sum(sum(layer.flop) for layer in layers) / 1e9:.4g}")
+
+
+def early_strides(layers: tuple[LayerSize, ...]) -> tuple[LayerSize, ...]:
+    """The layers of a bottleneck ResNet whose blocks halve the image in their first convolution (v1)."""
+    named = {layer.name: layer for layer in layers}
+    for name, second in tuple(named.items()):
+        if name.endswith(".conv2") and second.outputs != second.inputs:
+            block, small = name.removesuffix("conv2"), second.outputs
+            first = named[f"{block}conv1"]
+            forward, backward = (each * small // second.inputs for each in first.flop)
+            named[first.name] = replace(first, outputs=small, flop=(forward, backward))
+            named[f"{block}bn1"] = replace(named[f"{block}bn1"], inputs=small, outputs=small)
+            named[name] = replace(second, inputs=small)
+    return tuple(named.values())
+
+
+def layer_sizes(recipe: Recipe, classes: int = CLASSES) -> tuple[LayerSize, ...] | None:
+    """The layers of a recipe's network at its crop; None for a network that was not traced."""
     if recipe.data.path == LINE:
-        side, classes = 1, 1
-    network = _network(name, side, classes)
-    kept = network.activation_bytes * (BF16_KEPT if recipe.precision == "bf16" else 1.0)
+        return (LayerSize(name="fc", kind="linear", weights=(1, 1), inputs=1, outputs=1, flop=(2, 2)),)
+    network = read_network(recipe.model.name)
+    if network is None:
+        return None
+    layers = layers_at(network, recipe.data.crop, recipe.model.classes or classes)
+    return early_strides(layers) if recipe.model.resnet_version == "v1" else layers
+
+
+def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
+    """The computation of one worker under a recipe; activations grow with the area of the crop.
+
+    A network that was not traced counts as ResNet-50, and the workload's name says so.
+    """
+    name, side = recipe.model.name, 1 if recipe.data.path == LINE else recipe.data.crop
+    layers, network = layer_sizes(recipe, classes), read_network(name)
+    workload = replace(RESNET50, name=f"{name} at {side} x {side}, size assumed as ResNet-50's")
+    if layers is not None and network is not None:
+        workload = Workload(
+            name=f"{name} at {side} x {side}",
+            parameters=sum(sum(layer.weights) for layer in layers),
+            gflop=gflop_of(layers),
+            activation_bytes=round(network["activation_bytes"] * (side / network["side"]) ** 2),
+        )
+    kept = workload.activation_bytes * (BF16_KEPT if recipe.precision == "bf16" else 1.0)
     return replace(
-        network,
+        workload,
         activation_bytes=round(kept),
         decoder="Pillow" if recipe.data.decoder == "pillow" else "libjpeg-turbo",
         # Images of other data sets are assumed to be as much larger than their crops as ImageNet's.
@@ -67,44 +143,6 @@ def workload_of(recipe: Recipe, classes: int = CLASSES) -> Workload:
         optimizer_copies=_copies(recipe.optim) + (recipe.ema_decay is not None),
         precision=recipe.precision,
     )
-
-
-def _network(name: str, side: int, classes: int) -> Workload:
-    size, area = SIZES.get(name), (side / SIDE) ** 2
-    label = f"{name} at {side} x {side}"
-    if size is not None:
-        return Workload(
-            name=label,
-            parameters=size.parameters + (classes - CLASSES) * (size.features + 1),
-            gflop=size.gflop * area,
-            activation_bytes=round(size.activation_bytes * area),
-        )
-    if name == "mnist-cnn":
-        flat = 64 * (side // 4) ** 2
-        first, second, dense = side**2 * 75 * 32, (side // 2) ** 2 * 800 * 64, flat * 1024 + 1024 * classes
-        return Workload(
-            name=label,
-            parameters=76 * 32 + 801 * 64 + (flat + 1) * 1024 + 1025 * classes,
-            gflop=(4 * first + 6 * (second + dense)) / 1e9,  # without the gradients of the images
-            activation_bytes=round(364 * side**2),
-        )
-    if name == "lenet":
-        half = (side - 4) // 2
-        flat = 50 * ((half - 4) // 2) ** 2
-        first, second, dense = (side - 4) ** 2 * 75 * 20, (half - 4) ** 2 * 500 * 50, 500 * (flat + classes)
-        return Workload(
-            name=label,
-            parameters=76 * 20 + 501 * 50 + (flat + 1) * 500 + 501 * classes,
-            gflop=(4 * first + 6 * (second + dense)) / 1e9,
-            activation_bytes=round(146 * side**2),
-        )
-    if name == "linear":
-        inputs = 3 * side**2
-        weights = (inputs + 1) * classes
-        return Workload(
-            name=label, parameters=weights, gflop=4 * inputs * classes / 1e9, activation_bytes=round(4 * inputs)
-        )
-    return replace(RESNET50, name=f"{label}, size assumed as ResNet-50's")
 
 
 def _copies(optim: OptimSection) -> int:

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from cputrain.affinity.errors import InputError
-from cputrain.affinity.topology.catalog import shipped
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.wording import first_sentence
 from cputrain.recipe.keys import Keys, annotation_of, explain_error, shortened
 from cputrain.recipe.schema import Recipe

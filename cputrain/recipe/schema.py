@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from cputrain.affinity.filesystem import shipped
 from cputrain.affinity.planner.request import CPUS, NUMBER, RECIPE_OPTIONS, Option
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import either
@@ -202,7 +203,8 @@ class DataSection(Section):
 
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-OWN_NETWORKS = (*RESNETS, "alexnet", "alexnet-bn", "lenet", "mnist-cnn", "linear")
+NETWORKS = shipped("networks")  # the traced ones, those of torchvision below torchvision/
+OWN_NETWORKS = tuple(sorted(file.stem for file in NETWORKS.glob("*.json")))
 TORCHVISION = "torchvision:"
 
 

@@ -9,10 +9,8 @@ from .assumptions import PublishedEfficiency as PublishedEfficiency
 from .assumptions import PublishedRun as PublishedRun
 from .assumptions import link_of as link_of
 from .assumptions import runs_on as runs_on
-from .network import BLOCKS as BLOCKS
 from .network import BYTES as BYTES
 from .network import DEFAULT_BUCKETS as DEFAULT_BUCKETS
-from .network import NETWORKS as NETWORKS
 from .network import Layer as Layer
 from .network import LayerSeconds as LayerSeconds
 from .network import MeasuredTraining as MeasuredTraining

@@ -11,10 +11,11 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.planner.records import read_records
 from cputrain.affinity.wording import MIB, counted
 from cputrain.launch.options import PlanningOptions, network_of
+from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.schema import Recipe
 from cputrain.rows import Column, Rows, figure, figure_svg, subplots
 from cputrain.simulate.assumptions import LINKED, RUNS, link_of, starting_run
-from cputrain.simulate.network import NETWORKS, Setup, find, unreadable
+from cputrain.simulate.network import Setup, find, unreadable
 from cputrain.simulate.predict import (
     Candidate,
     Row,
@@ -219,7 +220,7 @@ def predicted(recipe: Recipe, plan: Plan, options: PlanningOptions, env: Mapping
     fabric, hosts = network_of(options).name, plan.request.nodes
     if hosts == 1 or fabric not in LINKED:
         return []
-    if recipe.model.name not in NETWORKS:
+    if layer_sizes(recipe) is None:
         return [f"no prediction: the layers of {recipe.model.name} are not known to `cputrain simulate`"]
     records = read_records(plan.machine, env)
     measured, notes = find(records, recipe), [f"warning: {note}" for note in unreadable(records)]

@@ -380,7 +380,7 @@ def test_other_lists_are_refused(text: str) -> None:
         (("--from", "you-7250-16"), "known on skx-8160-2s in float32: tf-8160-1, .*or give a rate with hosts"),
         (("--from", "80@0x2x32"), "are above 0"),
         (("--from", "80@1x2"), "as in 6303@64x2x32"),
-        (("model.name=torchvision:vgg16",), "its layers are not known"),
+        (("model.name=torchvision:vgg99",), "its layers are not known"),
         (("--bandwidth", "nan"), "'--bandwidth': nan is not a finite number"),
         (("--bandwidth", "inf"), "'--bandwidth': inf is not a finite number"),
         (("--latency-us", "nan"), "'--latency-us': nan is not a finite number"),
@@ -418,8 +418,8 @@ def test_plans_of_several_hosts_say_what_is_predicted(capsys: pytest.CaptureFixt
     assert "warning: one more host would add " in capsys.readouterr().out
     assert main([*planned, "batch.global=8190"]) == 0
     assert "no prediction: batch.global=8190 does not divide among 256 hosts of " in capsys.readouterr().out
-    assert main([*planned, "model.name=torchvision:vgg16"]) == 0
-    assert "no prediction: the layers of torchvision:vgg16 are not known to" in capsys.readouterr().out
+    assert main([*planned, "model.name=torchvision:vgg99"]) == 0
+    assert "no prediction: the layers of torchvision:vgg99 are not known to" in capsys.readouterr().out
     assert main(["plan", "resnet50-skx-256node", "--machine", "genoa-9654-2s-nps1", "--nodes", "256"]) == 0
     assert "no training rate of genoa-9654-2s-nps1 is known in float32: run `cputrain bench" in capsys.readouterr().out
 

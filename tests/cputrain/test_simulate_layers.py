@@ -1,4 +1,6 @@
-"""The layer tables against torch's own networks."""
+"""The files of networks against torch's own networks."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,10 +9,9 @@ from torch import nn
 
 from cputrain.affinity.errors import InputError
 from cputrain.comm import bucket_bytes
-from cputrain.models import SIZES, build_model
-from cputrain.recipe import DataSection, ModelSection, Recipe
+from cputrain.models import build_model, read_network, workload_of
+from cputrain.recipe import NETWORKS, OWN_NETWORKS, DataSection, ModelSection, Recipe
 from cputrain.simulate import (
-    BLOCKS,
     BYTES,
     CONSTANTS,
     DEFAULT_BUCKETS,
@@ -20,33 +21,46 @@ from cputrain.simulate import (
     layers_of,
     weight_tensors,
 )
-
-NETWORKS = (*BLOCKS, "alexnet", "alexnet-bn")
+from tools.network_table import all_names, differences, main
 
 
 def recipe_of(name: str, crop: int = 224, **model: str) -> Recipe:
     return Recipe(model=ModelSection.model_validate({"name": name, **model}), data=DataSection(crop=crop))
 
 
-def parameters(name: str, crop: int = 224, **model: str) -> list[torch.Tensor]:
-    recipe = recipe_of(name, crop, **model)
-    with torch.device("meta"):
-        return list(build_model(recipe.model, classes=1000, side=crop).parameters())
+@pytest.mark.parametrize("name", OWN_NETWORKS)
+def test_the_files_of_networks_are_what_is_traced(name: str) -> None:
+    """Weights in their order, operations and activations."""
+    assert differences(name) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "crop"), [("resnet18", 64), ("resnet50", 64), ("alexnet-bn", 64), ("lenet", 28), ("mnist-cnn", 28)]
-)
-def test_weights_are_those_of_the_network_in_its_order(name: str, crop: int) -> None:
-    table = [size for layer in layers_of(recipe_of(name, crop)) for size in layer.weights]
-    assert table == [tensor.numel() for tensor in parameters(name, crop)]
+@pytest.mark.parametrize(("name", "side"), [("resnet18", 71), ("alexnet-bn", 237), ("lenet", 37), ("mnist-cnn", 64)])
+def test_the_layers_are_exact_at_any_side(name: str, side: int) -> None:
+    assert [line for line in differences(name, side) if " keeps " not in line] == []
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_weights_and_operations_add_up_to_the_sizes_that_plans_use(name: str) -> None:
-    layers = layers_of(recipe_of(name))
-    assert sum(sum(layer.weights) for layer in layers) == SIZES[name].parameters
-    assert sum(sum(layer.flop) for layer in layers) / 1e9 == pytest.approx(SIZES[name].gflop, rel=0.01)
+@pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small", "regnet_x_400mf", "swin_t", "vit_b_32"])
+def test_so_are_those_of_torchvision_s_classifiers(name: str) -> None:
+    assert differences(f"torchvision:{name}") == []
+    assert workload_of(recipe_of(f"torchvision:{name}")).assumed is False
+
+
+def test_a_wrong_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    wrong = (NETWORKS / "lenet.json").read_text().replace("[1500, 20]", "[1501, 20]")
+    (tmp_path / "lenet.json").write_text(wrong)
+    monkeypatch.setattr("cputrain.models.sizes.NETWORKS", tmp_path)
+    read_network.cache_clear()
+    try:
+        assert main(["--check", "lenet"]) == 1
+        assert "lenet at 28: ('conv1', 'conv', (1500, 20)" in capsys.readouterr().err
+        assert main(["--check", "linear"]) == 1
+        assert "linear has no file" in capsys.readouterr().err
+    finally:
+        read_network.cache_clear()
+
+
+def test_every_classifier_of_torchvision_has_a_file() -> None:
+    assert [name for name in all_names() if read_network(name) is None] == []
 
 
 def test_operations_are_those_that_torch_counts() -> None:
@@ -61,9 +75,9 @@ def test_operations_are_those_that_torch_counts() -> None:
         assert 2 * sum(sum(layer.flop) for layer in layers_of(recipe)) == pytest.approx(counter.get_total_flops())
 
 
-def test_frozen_or_unknown_networks_are_named() -> None:
-    with pytest.raises(InputError, match=r"model.name=torchvision:vgg16.*set model.name to resnet18"):
-        layers_of(recipe_of("torchvision:vgg16"))
+def test_networks_without_a_file_are_named() -> None:
+    with pytest.raises(InputError, match=r"model.name=torchvision:vgg99.*set model.name to alexnet"):
+        layers_of(recipe_of("torchvision:vgg99"))
 
 
 def setup(name: str, bucket_mib: float | None) -> Setup:
