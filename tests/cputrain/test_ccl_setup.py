@@ -33,6 +33,30 @@ RANK = Rank(rank=1, world_size=4, local_rank=1, local_world_size=4, convention="
 LIBFABRIC = Transport(name="ofi", why="a test")
 
 
+TWO_WORLDS = """
+import os
+import torch, torch.distributed as dist
+from cputrain.mpi.supervise import free_port
+os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
+for _ in range(2):
+    before = dict(os.environ)
+    os.environ["MASTER_PORT"] = str(free_port())
+    dist.init_process_group("ccl")
+    dist.all_reduce(torch.ones(3))
+    print(os.environ["FI_TCP_IFACE"], os.environ["CCL_LOG_LEVEL"])
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+"""
+
+
+def test_a_later_world_of_a_process_has_the_same_variables() -> None:
+    """Without its interface, libfabric would take any, such as a container's that is about to go."""
+    done = subprocess.run([sys.executable, "-c", TWO_WORLDS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["lo error", "lo error"]
+
+
 def test_the_libraries_of_this_environment_are_found() -> None:
     found = find_libraries({})
     assert found.version == (2021, 13)

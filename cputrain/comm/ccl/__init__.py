@@ -76,9 +76,17 @@ def extension(rank: Rank, transport: Transport) -> ModuleType:
         check_host(rank, _env)
         applied = settings(libraries, rank, transport, _env)
         path = ensure_built(libraries, _env)
-        _env.update({name: value for name, value, _ in applied})
+        _set_variables()
         _extension, _transport = load(path), transport
+    _set_variables()
     return _extension
+
+
+def _set_variables() -> None:
+    """Set what oneCCL needs, for a later world too: oneCCL and libfabric read some of it anew then, and the program, or
+    `cputrain.train` at its end, may have put its environment back."""
+    for name, value, _ in applied:
+        _env.setdefault(name, value)
 
 
 def create(options: Any, _backend_options: Any) -> Any:
