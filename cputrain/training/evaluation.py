@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import counted
+from cputrain.checkpoints.folder import read_manifest
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
 from cputrain.data.formats.dataset import SyntheticImages, causes
 from cputrain.data.formats.source import Survey
@@ -144,7 +145,7 @@ def eval_rank(
     context.startup.done()
     network = build_model(recipe.model, len(session.data.dataset.classes), recipe.data.crop, session.data.features)
     prepare_model(network, session.engine, recipe.precision)
-    choose_winograd(session, network, recipe.batch.local)
+    choose_winograd(session, network, recipe.batch.local, read_manifest(checkpoints[0]).training.winograd)
     progress: dict[str, Any] = {"bar": bar, "lines": sys.stderr if as_json else sys.stdout}
     results = []
     for path in checkpoints:

@@ -323,14 +323,17 @@ def choose_winograd(
     rank 0 has seen counts for all.
     """
     recipe, env, problem, kernels = session.recipe, session.context.env, "", None
+    if recipe.model.winograd == "off":
+        return None
     try:
         kernels = winograd_kernels(recipe.model.winograd, session.engine, recipe.precision, env)
     except (InputError, RunError) as error:
         problem = str(error)
-    problems = [f"rank {rank}: {each}" for rank, each in enumerate(all_gather(problem)) if each]
+    of_ranks = all_gather((problem, kernels is not None))
+    problems = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(of_ranks) if each]
     if problems and session.is_main_rank:
         logger.warning("cputrain: convolutions stay direct: %s", problems[0])
-    if kernels is None or problems:
+    if kernels is None or not all(has_kernels for _, has_kernels in of_ranks):
         return None
     shapes = covered_shapes(network, session.task.example(1))
     if stored is None:
@@ -345,7 +348,7 @@ def choose_winograd(
 def _winograd_gains(
     session: Session, shapes: set[ConvolutionShape], images: int, kernels: WinogradKernels
 ) -> dict[str, float]:
-    """Rank 0's measurements, of earlier starts and now."""
+    """Speedups of these shapes by `shape_key`: what rank 0's host has kept, and this rank's measurements now."""
     precision, env = session.recipe.precision, session.context.env
     name = f"{precision}, {counted(torch.get_num_threads(), 'thread')}"
     known: dict[str, float] = {}
@@ -358,7 +361,7 @@ def _winograd_gains(
     if session.is_main_rank and gains != known:
         with suppress(RunError):  # measured again at the next start
             keep(new_record(machine, WINOGRAD, name, gains, command="cputrain train"), env)
-    return all_gather(gains)[0]
+    return gains
 
 
 TRIED, PIECES = 32, 4  # images of a split, before the first step; in so many places where neighbors are read together

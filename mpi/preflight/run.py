@@ -85,6 +85,7 @@ def run_preflight(
         finally:
             server.close()
             end_descendants(KILL_S)
+        signals.check()
     # Hosts that plan themselves are not compared with a plan.
     plans = {
         host: replace(group.plan, workers=()) if job.plan_on_host else group.plan

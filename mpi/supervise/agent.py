@@ -193,8 +193,8 @@ class MonitorLink:
 def _watch(supervisor: RankSupervisor, link: MonitorLink, signals: StopSignals) -> bool:
     """True when the rank has exited by itself, False when the job has to end it."""
     while True:
-        signals.check()
         supervisor.poll(POLL_S)
+        signals.check()
         link.send_heartbeat()
         if link.job_ended:
             return False

@@ -136,7 +136,6 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
     stalls = StallWatch(job.starting)
     together = job.instances is None  # they wait for each other: one that is stopped stops all
     while not _failed(supervisor, stop):
-        signals.check()
         if stop.unreported:  # not by the signal's handler, which may interrupt another message
             stop.unreported = False
             name, workers = signal.Signals(stop.number).name, counted(len(supervisor.ranks), "worker")
@@ -145,13 +144,16 @@ def _watch_local(supervisor: RankSupervisor, signals: StopSignals, stop: SavedSt
             return 0
         if time.monotonic() > stop.deadline:
             signals.interrupt(stop.number)
-        if supervisor.poll(LOCAL_POLL_S) and together:
+        was_read = supervisor.poll(LOCAL_POLL_S)
+        signals.check()  # before failures are judged: a scheduler's signal reaches launcher and ranks together
+        if was_read and together:
             stalls.check(
                 supervisor.standings(), supervisor.clock.now(), lambda stall: _stacks_of_local(supervisor, stall)
             )
     settled = time.monotonic() + SETTLE_S
     while time.monotonic() < settled and not supervisor.all_exited:
         supervisor.poll(LOCAL_POLL_S)
+    signals.check()
     failed = _failed(supervisor, stop)
     if all(rank.process.returncode == ExitStatus.WRONG_INPUT for rank in failed):  # they have printed it
         if not job.names_errors:
@@ -246,9 +248,9 @@ def _watch_remote(
     stalls = StallWatch(job.starting)
     done_at: float | None = None
     while True:
-        signals.check()
         done = len(monitor.ranks) == job.world_size and all(rank.succeeded for rank in monitor.ranks.values())
         monitor.poll(LAST_POLL_S if done else REMOTE_POLL_S)
+        signals.check()
         ended = process.poll() is not None
         done_at = (done_at or monitor.clock.now()) if done else None
         if done and ended and process.returncode == 0:
@@ -257,6 +259,7 @@ def _watch_remote(
             settled = time.monotonic() + SETTLE_S
             while time.monotonic() < settled:
                 monitor.poll(REMOTE_POLL_S)
+            signals.check()
         failed = monitor.failed()
         if failed:
             exits = [rank.exit for rank in failed if rank.exit is not None]

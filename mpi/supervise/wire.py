@@ -28,7 +28,8 @@ class ProtocolError(Exception):
 
 
 MOST_ITEMS = 1 << 16  # of a list
-Text = Annotated[str, Meta(max_length=4096)]  # a path has no more
+MOST_TEXT = 4096  # characters: a path has no more
+Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=MOST_ITEMS)]
 Integer = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
 Number = Annotated[float, Meta(ge=-(1 << 60), le=1 << 60)]
@@ -115,9 +116,9 @@ def _decoder(types: tuple[type, ...]) -> json.Decoder[Any]:
 
 
 def _printable(value: Any) -> Any:
-    """The same with texts as terminals may have them."""
+    """The same with texts as terminals may have them: codes make a text longer, and what is too long is cut."""
     if isinstance(value, str):
-        return printable(value)
+        return printable(value)[:MOST_TEXT]
     if isinstance(value, tuple):
         return tuple(map(_printable, value))
     if isinstance(value, Message):

@@ -129,12 +129,6 @@ def from_line(line: bytes, kind: type[Use]) -> Use:
         raise ValueError(str(error)) from None
 
 
-def _received_and_sent(counts: Any) -> tuple[int, int]:
-    if not isinstance(counts, list) or len(counts) != 2 or not all(type(n) is int and 0 <= n < MOST for n in counts):
-        raise ValueError("network has other values than two counts")
-    return counts[0], counts[1]
-
-
 FOLDER = "usage"  # beside a run's logs
 SHORTEST_S = 0.5  # the kernel counts CPU time in steps of 0.01 s
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from cputrain.affinity.terminal import printable
 from cputrain.mpi.usage.records import HostUse, Network, UsageFile, WorkerUse, host_file, moved, worker_file
 
 EVERY_S = 2.0
@@ -179,7 +180,10 @@ def read_host(root: Path = Path("/")) -> HostCounters:
     return HostCounters(
         cpu_s=cpu.user + cpu.nice + cpu.system + cpu.irq + cpu.softirq,
         memory_available_bytes=psutil.virtual_memory().available,
-        network={**{name: (io.bytes_recv, io.bytes_sent) for name, io in interfaces.items()}, **read_rdma(root)},
+        network={
+            **{printable(name): (io.bytes_recv, io.bytes_sent) for name, io in interfaces.items()},
+            **read_rdma(root),
+        },
     )
 
 

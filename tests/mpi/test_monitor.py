@@ -24,7 +24,9 @@ from cputrain.mpi.supervise import (
     Signaled,
     Stop,
     connect,
+    decode,
     describe_stopped,
+    encode,
     stopped_rank,
 )
 
@@ -249,3 +251,11 @@ def test_an_agent_that_cannot_start_its_rank_says_why(monitor: Monitor, tmp_path
         assert (
             process.communicate(timeout=20)[1].startswith("cputrain.mpi.supervise.agent: ") and process.returncode == 1
         )
+
+
+@pytest.mark.parametrize("character", ["x", "\ue0b0", "\udcff", "\x07"])
+def test_an_exit_arrives_whatever_characters_its_rank_has_printed(character: str) -> None:
+    """As codes they are longer than a text may be."""
+    sent = Exit(status=1, tail=(1000 * character,), log=f"/{1100 * character}", by_job=False)
+    received = decode(encode(sent), (Exit,))
+    assert received.status == 1 and received.tail[0] and received.log.startswith("/")

@@ -137,6 +137,20 @@ def test_a_stop_signal_raises_once_and_the_next_one_ends_at_once() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_a_signal_to_launcher_and_rank_together_is_a_stop_and_no_failure(tmp_path: Path) -> None:
+    """As schedulers send it."""
+    code = "import os, time; print('up', os.getpid(), flush=True); time.sleep(60)"
+    argv = (sys.executable, "-m", "cputrain", "launch", "--ppn", "1", "--", sys.executable, "-c", code)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as launcher:
+        assert launcher.stdout is not None
+        rank = int(launcher.stdout.readline().split()[-1])
+        for pid in (rank, launcher.pid):
+            os.kill(pid, signal.SIGTERM)
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM and "was ended by" not in err, err
+
+
 def test_a_hangup_after_another_stop_signal_ends_nothing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As systemd ends a session: SIGTERM, and SIGHUP right after it."""
     monkeypatch.setattr(signal, "getsignal", lambda _number: signal.SIG_DFL)  # as without nohup
