@@ -43,51 +43,50 @@ inline Place place_of(const Tiles& tiles, size_t tile) {
 
 inline size_t matrix(size_t rows, size_t columns) { return rows * columns + kGap; }
 
-// Transformed patches of the input, `count` tiles from `first` on, into v: 36 matrices of tiles x channels.
+// Channels-last maps that are cut into patches, and the zeros around them.
 template <typename T>
-void inputs(const Convolution& layer, const Tiles& tiles, const T* x, size_t first, size_t begin, size_t end, float* v,
-            size_t step) {
-  const size_t channels = layer.in_channels;
+struct Maps {
+  const T* values;
+  size_t height, width, channels, padding;
+};
+
+// Transformed patches of kSide x kSide of the tiles from `first` + `begin` on, into v: 36 matrices of tiles x channels.
+template <size_t kSide, typename T, typename Transform>
+void patches(const Maps<T>& maps, const Tiles& tiles, size_t first, size_t begin, size_t end, const Transform& transform,
+             float* v, size_t step) {
   for (size_t t = begin; t < end; ++t) {
     const Place at = place_of(tiles, first + t);
-    const T* image = x + at.image * layer.height * layer.width * channels;
-    for (size_t c = 0; c < channels; c += kWidth) {
-      Vector patch[kIn][kIn], done[kIn][kIn];
-      for (size_t i = 0; i < kIn; ++i) {
-        const size_t row = at.top + i - layer.padding;  // wraps around above the image
-        for (size_t j = 0; j < kIn; ++j) {
-          const size_t column = at.left + j - layer.padding;
-          const bool inside = row < layer.height && column < layer.width;
-          patch[i][j] = inside ? read(image + (row * layer.width + column) * channels + c) : Vector{};
+    const T* image = maps.values + at.image * maps.height * maps.width * maps.channels;
+    for (size_t c = 0; c < maps.channels; c += kWidth) {
+      Vector patch[kSide][kSide], done[kIn][kIn];
+      for (size_t i = 0; i < kSide; ++i) {
+        const size_t row = at.top + i - maps.padding;  // wraps around above the image
+        for (size_t j = 0; j < kSide; ++j) {
+          const size_t column = at.left + j - maps.padding;
+          const bool inside = row < maps.height && column < maps.width;
+          patch[i][j] = inside ? read(image + (row * maps.width + column) * maps.channels + c) : Vector{};
         }
       }
-      both_ways(patch, done, transform_input);
-      for (size_t p = 0; p < kPoints; ++p) write(v + p * step + t * channels + c, done[p / kIn][p % kIn]);
+      both_ways(patch, done, transform);
+      for (size_t p = 0; p < kPoints; ++p) write(v + p * step + t * maps.channels + c, done[p / kIn][p % kIn]);
     }
   }
 }
 
-// Transformed gradients of the outputs, likewise.
+// Of the input, 6 x 6 each.
+template <typename T>
+void inputs(const Convolution& layer, const Tiles& tiles, const T* x, size_t first, size_t begin, size_t end, float* v,
+            size_t step) {
+  const Maps<T> maps{x, layer.height, layer.width, layer.in_channels, layer.padding};
+  patches<kIn>(maps, tiles, first, begin, end, transform_input, v, step);
+}
+
+// Of the gradient of the outputs, 4 x 4 each.
 template <typename T>
 void gradients(const Convolution& layer, const Tiles& tiles, const T* g, size_t first, size_t begin, size_t end,
                float* v, size_t step) {
-  const size_t channels = layer.out_channels;
-  for (size_t t = begin; t < end; ++t) {
-    const Place at = place_of(tiles, first + t);
-    const T* image = g + at.image * tiles.height * tiles.width * channels;
-    for (size_t c = 0; c < channels; c += kWidth) {
-      Vector patch[kOut][kOut], done[kIn][kIn];
-      for (size_t i = 0; i < kOut; ++i) {
-        for (size_t j = 0; j < kOut; ++j) {
-          const size_t row = at.top + i, column = at.left + j;
-          const bool inside = row < tiles.height && column < tiles.width;
-          patch[i][j] = inside ? read(image + (row * tiles.width + column) * channels + c) : Vector{};
-        }
-      }
-      both_ways(patch, done, transform_gradient);
-      for (size_t p = 0; p < kPoints; ++p) write(v + p * step + t * channels + c, done[p / kIn][p % kIn]);
-    }
-  }
+  const Maps<T> maps{g, tiles.height, tiles.width, layer.out_channels, 0};
+  patches<kOut>(maps, tiles, first, begin, end, transform_gradient, v, step);
 }
 
 // Outputs of tiles from their 36 matrices m, with a bias and through ReLU where they are wanted.
