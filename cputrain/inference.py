@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.wording import counted
-from cputrain.checkpoints.folder import MANIFEST, MODEL, NetworkRecord, read_manifest
-from cputrain.checkpoints.tensors import SUFFIX, read_tensors, write_tensors
+from cputrain.checkpoints import MANIFEST, MODEL, SUFFIX, NetworkRecord, read_manifest, read_tensors, write_tensors
 from cputrain.data.formats.dataset import ImageFiles, Images
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, decoded_batches

@@ -16,7 +16,7 @@ from cputrain.affinity.planner.records import plan_this_machine
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import printable_lines, redraws, shows_color
 from cputrain.affinity.wording import counted, first_named
-from cputrain.checkpoints.folder import is_checkpoint
+from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.output import FiniteRange, format_option
 from cputrain.launch.recipe_request import for_evaluation, request_of
 from cputrain.recipe.schema import PlanSection

@@ -17,7 +17,7 @@ from cputrain.affinity.ranks.rank import Rank, discover
 from cputrain.affinity.start import own_program
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, counted, spread
-from cputrain.checkpoints.folder import is_checkpoint
+from cputrain.checkpoints import is_checkpoint
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import FiniteRange, format_option, say, shows_bars

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.wording import first_named
-from cputrain.checkpoints.folder import EMA, MODEL, read_manifest
-from cputrain.checkpoints.tensors import SUFFIX, read_file, read_tensors
+from cputrain.checkpoints import EMA, MODEL, SUFFIX, read_file, read_manifest, read_tensors
 from cputrain.models.vision import import_torchvision
 from cputrain.recipe.schema import TORCHVISION
 

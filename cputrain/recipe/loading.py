@@ -217,7 +217,7 @@ def find_recipe(spec: str) -> Path:
 
 def _folder_of(path: Path) -> str:
     """What a folder is that was given for a recipe, and what to do with it."""
-    from cputrain.checkpoints.folder import is_checkpoint
+    from cputrain.checkpoints import is_checkpoint
 
     if (path / "recipe.yaml").is_file():
         return f"the folder of a run: give its recipe, {path / 'recipe.yaml'}"

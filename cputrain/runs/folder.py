@@ -16,7 +16,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.filesystem import check_writable
 from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.wording import counted
-from cputrain.checkpoints.folder import (
+from cputrain.checkpoints import (
     BEST,
     MANIFEST,
     Manifest,

@@ -16,7 +16,7 @@ from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.terminal import redraws
 from cputrain.affinity.wording import counted
-from cputrain.checkpoints.folder import remove_partial
+from cputrain.checkpoints import remove_partial
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged
 from cputrain.files import write_atomic, write_text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import counted
-from cputrain.checkpoints.folder import read_manifest
+from cputrain.checkpoints import read_manifest
 from cputrain.comm.group import all_gather, all_reduce_sum, end_group
 from cputrain.data.formats.dataset import SyntheticImages, causes
 from cputrain.data.formats.source import Survey

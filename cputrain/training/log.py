@@ -15,7 +15,7 @@ from cputrain import __version__
 from cputrain.affinity.kernel.bound_plan import PLAN_VARIABLE, read_host_plan
 from cputrain.affinity.terminal import printable_lines
 from cputrain.affinity.wording import GIB, counted
-from cputrain.checkpoints.folder import name_of
+from cputrain.checkpoints import name_of
 from cputrain.data.formats.dataset import causes
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe

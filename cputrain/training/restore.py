@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
-from cputrain.checkpoints.folder import (
+from cputrain.checkpoints import (
+    DTYPES,
     EMA,
     MODEL,
     OPTIMIZER,
@@ -24,10 +25,10 @@ from cputrain.checkpoints.folder import (
     TrainingRecord,
     list_checkpoints,
     rank_file,
+    read_file,
     read_manifest,
     set_aside,
 )
-from cputrain.checkpoints.tensors import DTYPES, read_file
 from cputrain.comm.buckets import Bf16AllReduceHook
 from cputrain.comm.group import all_gather
 from cputrain.models.weights import describe_difference, shapes
@@ -222,7 +223,7 @@ def check_savable(network: nn.Module) -> None:
     for name, value in {**network.state_dict(), **dict(network.named_buffers())}.items():
         if not isinstance(value, Tensor):
             raise InputError(f"{name} of the network is no tensor, and checkpoints hold nothing else: leave it out")
-        if value.dtype not in DTYPES:
+        if str(value.dtype).removeprefix("torch.") not in DTYPES:
             raise InputError(f"{name} of the network is {value.dtype}, which checkpoints cannot hold: convert it")
 
 

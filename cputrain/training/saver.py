@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from cputrain import __version__
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import bind_thread
-from cputrain.checkpoints.folder import (
+from cputrain.checkpoints import (
     FileRecord,
     Manifest,
     NetworkRecord,
@@ -33,8 +33,8 @@ from cputrain.checkpoints.folder import (
     remove_old,
     set_best,
     write_manifest,
+    write_tensors,
 )
-from cputrain.checkpoints.tensors import write_tensors
 from cputrain.comm.store import SignedKeys
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import OWN_SAMPLES

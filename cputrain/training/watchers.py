@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.topology.machine import parse_list
 from cputrain.affinity.wording import counted, first_named
-from cputrain.checkpoints.folder import list_checkpoints
+from cputrain.checkpoints import list_checkpoints
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
 from cputrain.recipe.schema import Recipe

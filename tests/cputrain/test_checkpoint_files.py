@@ -11,8 +11,16 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from cputrain.affinity.errors import RunError
-from cputrain.checkpoints import folder as places
-from cputrain.checkpoints import list_checkpoints, name_of, remove_old, remove_partial, set_best, step_of, write_tensors
+from cputrain.checkpoints import (
+    list_checkpoints,
+    name_of,
+    partial_name,
+    remove_old,
+    remove_partial,
+    set_best,
+    step_of,
+    write_tensors,
+)
 from cputrain.comm import SignedKeys
 from cputrain.training import CheckpointWriter, Position, load, take_snapshot
 from tests.support.checkpoint_files import group_of_one, network, saved_once, state_of, written
@@ -116,7 +124,7 @@ def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
     writer.begin(1, take_snapshot(state_of(network()), 0, "momentum"), {}, None)
     with pytest.raises(OSError, match="No space left"):
         writer.wait()
-    assert (tmp_path / places.partial_name(1)).exists() == (world_size > 1)
+    assert (tmp_path / partial_name(1)).exists() == (world_size > 1)
 
 
 def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,24 +162,24 @@ def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.Monkey
     assert writer.busy
     disk.set()
     writer.wait()
-    assert not writer.busy and (tmp_path / places.partial_name(1) / "rank-00001.safetensors").is_file()
+    assert not writer.busy and (tmp_path / partial_name(1) / "rank-00001.safetensors").is_file()
 
 
 def test_a_checkpoint_that_was_moved_and_linked_is_replaced_and_removed_like_others(tmp_path: Path) -> None:
     """To another disk, for room: the link goes, and what it leads to stays."""
-    state, places_ = state_of(network()), tmp_path / "checkpoints"
+    state, places = state_of(network()), tmp_path / "checkpoints"
     for step in (1, 1, 2, 3, 3):
-        if (path := places_ / name_of(step)).is_dir() and not (far := tmp_path / f"far-{step}").exists():
+        if (path := places / name_of(step)).is_dir() and not (far := tmp_path / f"far-{step}").exists():
             shutil.move(path, far)
             path.symlink_to(far)
-        written(places_, state, Position(step=step))
-    assert sorted(path.name for path in places_.iterdir()) == [name_of(step) for step in (2, 3)]
-    assert not any(path.is_symlink() for path in places_.iterdir())
-    shutil.move(places_ / name_of(2), tmp_path / "far-2")
-    (places_ / name_of(2)).symlink_to(tmp_path / "far-2")
+        written(places, state, Position(step=step))
+    assert sorted(path.name for path in places.iterdir()) == [name_of(step) for step in (2, 3)]
+    assert not any(path.is_symlink() for path in places.iterdir())
+    shutil.move(places / name_of(2), tmp_path / "far-2")
+    (places / name_of(2)).symlink_to(tmp_path / "far-2")
     for step in (4, 5):
-        written(places_, state, Position(step=step))
-    assert sorted(path.name for path in places_.iterdir()) == [name_of(step) for step in (4, 5)]
+        written(places, state, Position(step=step))
+    assert sorted(path.name for path in places.iterdir()) == [name_of(step) for step in (4, 5)]
     assert all(load(tmp_path / f"far-{step}", 0, 1).position.step == step for step in (1, 2, 3))
 
 

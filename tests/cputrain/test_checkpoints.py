@@ -295,7 +295,7 @@ class More(Buffered):
         return {"a": 1}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 def test_every_type_of_tensor_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.tensor([0, 1, 1]).to(dtype)
     check_savable(Buffered(value))

@@ -1,18 +1,30 @@
-"""The folder of checkpoints, and checkpoint.json: what one is of, where its training was, checksums of its files."""
+"""Checkpoints as files, without a network and without pickle: their places in a run's folder, checkpoint.json (what one
+is of, where its training was, checksums of its files), and safetensors with the CRC-32C of every tensor.
+
+The command line finds checkpoints by this: torch and numpy are imported by what reads or writes tensors alone.
+"""
 
 import json
 import os
 import re
 import shutil
+import stat
+import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cputrain.affinity.errors import InputError
 from cputrain.files import write_text
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 BEST = "best"
 REPLACED = ".replaced"
@@ -292,3 +304,151 @@ def checksum(content: Any) -> int:
     """The CRC-32C of a JSON value, however it is laid out."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return int(google_crc32c.value(text.encode()))
+
+
+SUFFIX = ".safetensors"
+CHECKSUMS = "crc32c"  # the header's entry with a JSON object of tensor name -> CRC-32C
+CHUNK_BYTES = 1 << 20  # of one checksum or write: between two of them other threads run
+ALIGNMENT = 8
+DTYPES = {  # torch's names -> those of safetensors
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> FileRecord:
+    """Write tensors and synchronize the file with its disk; `metadata` is text by key. Raises OSError naming the file.
+
+    Layouts other than row-major (channels-last) become row-major. To be called in a thread of its own: copies run in
+    that thread alone and without the interpreter's lock.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    arrays = {name: _row_major(tensors[name]) for name in order}
+    checksums = {name: _sum_of_bytes(array) for name, array in arrays.items()}
+    header: dict[str, object] = {"__metadata__": {**metadata, CHECKSUMS: json.dumps(checksums)}}
+    offset = 0
+    for name, array in arrays.items():
+        header[name] = {
+            "dtype": DTYPES[str(tensors[name].dtype).removeprefix("torch.")],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [offset, offset + len(array)],
+        }
+        offset += len(array)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    head = struct.pack("<Q", len(text)) + text
+    crc, size = google_crc32c.value(head), len(head) + offset
+    try:
+        with path.open("wb") as file:
+            file.write(head)
+            for array in arrays.values():
+                for begin in range(0, len(array), CHUNK_BYTES):
+                    piece = array[begin : begin + CHUNK_BYTES].tobytes()
+                    crc = google_crc32c.extend(crc, piece)
+                    file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return FileRecord(bytes=size, crc32c=crc)
+
+
+def read_tensors(path: Path, expected: FileRecord | None = None) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+    """The tensors of a file and its metadata, both verified: the whole file where `expected` is given, every tensor
+    that has a checksum otherwise. Raises DamagedError."""
+    from safetensors import SafetensorError
+
+    try:
+        if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # it might be read for ever
+            raise DamagedError(f"{path} is a pipe or a device: put a file in its place")
+        if expected is not None and file_sum(path) != expected:
+            raise DamagedError(f"{path} is damaged: {_damage(path, expected)}")
+        tensors, metadata = _load(path)
+        wrong = _wrong_tensor(tensors, metadata) if expected is None else None
+    except OSError as error:
+        raise DamagedError(f"cannot read {path}: {error.strerror or error}") from None
+    except (SafetensorError, ValueError) as error:
+        raise DamagedError(f"{path} is not a safetensors file, or its header is damaged: {error}") from None
+    if wrong:
+        raise DamagedError(f"{path} is damaged: the checksum of {wrong} is wrong")
+    return tensors, metadata
+
+
+def read_file(folder: Path, manifest: Manifest, name: str) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+    """The tensors and the metadata of one of a checkpoint's files. Raises DamagedError."""
+    record = manifest.files.get(name)
+    if record is None:
+        raise DamagedError(f"{folder} is damaged: it has no {name}")
+    return read_tensors(folder / name, record)
+
+
+def file_sum(path: Path) -> FileRecord:
+    """The size and checksum of a file as it is."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            crc, size = google_crc32c.extend(crc, piece), size + len(piece)
+    return FileRecord(bytes=size, crc32c=crc)
+
+
+def _load(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+    from safetensors import safe_open
+
+    # by its number: safetensors opens no path that is not UTF-8
+    with path.open("rb") as opened, safe_open(f"/proc/self/fd/{opened.fileno()}", framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118  no mapping
+
+
+def _row_major(tensor: "Tensor") -> "NDArray[np.uint8]":
+    """A tensor's values in row-major order, as bytes."""
+    import numpy as np
+    import torch
+
+    plain = tensor.detach()
+    plain = plain.view(torch.int16) if plain.dtype in (torch.bfloat16, torch.float16) else plain
+    return np.ascontiguousarray(plain.numpy()).reshape(-1).view(np.uint8)
+
+
+def _sum_of_bytes(array: "NDArray[np.uint8]") -> int:
+    crc = 0
+    for begin in range(0, len(array), CHUNK_BYTES):
+        crc = google_crc32c.extend(crc, array[begin : begin + CHUNK_BYTES].tobytes())
+    return crc
+
+
+def _wrong_tensor(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str | None:
+    """The name of a tensor that has another checksum than the header."""
+    known = json.loads(metadata.get(CHECKSUMS, "{}"))
+    if not isinstance(known, dict):
+        raise ValueError("its checksums are not a JSON object")
+    for name, value in tensors.items():
+        if name in known and known[name] != _sum_of_bytes(_row_major(value)):
+            return name
+    return None
+
+
+def _damage(path: Path, expected: FileRecord) -> str:
+    """What differs in a file with another checksum: its size, a tensor, or its header."""
+    from safetensors import SafetensorError
+
+    size = path.stat().st_size
+    if size != expected.bytes:
+        return f"it has {size:,} of {expected.bytes:,} bytes"
+    try:
+        wrong = _wrong_tensor(*_load(path))
+    except (SafetensorError, ValueError):
+        wrong = None
+    return f"the checksum of {wrong} is wrong" if wrong else "the checksum of its header is wrong"
