@@ -29,7 +29,7 @@ from cputrain.models.weights import read_state
 from cputrain.recipe.loading import recipe_of, tuples
 from cputrain.recipe.schema import ModelSection, Recipe
 from cputrain.training.engine import DTYPES, autocast, choose_engine, evaluation_network, network_input, prepare_model
-from cputrain.training.restore import load_eval_model
+from cputrain.training.saving import load_eval_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from cputrain.training.log import (
     summary_lines,
 )
 from cputrain.training.loop import TrainingLoop
-from cputrain.training.restore import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
+from cputrain.training.saving import Loaded, Position, check_savable, find_newest, put_back, set_damaged_aside
 from cputrain.training.session import Session, choose_winograd, start_session, with_measured_engine
 from cputrain.training.signals import Preemption, end_by, ignore_preemption
 from cputrain.training.step import TrainResult, TrainState, make_train_state

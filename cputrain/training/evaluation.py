@@ -31,7 +31,7 @@ from cputrain.report.eval_page import Predicted, class_accuracies, confused_clas
 from cputrain.training.engine import autocast, evaluation_network, prepare_model
 from cputrain.training.feed import evaluation_batch, evaluation_batches, evaluation_shares, evaluation_steps
 from cputrain.training.log import EvaluationProgress
-from cputrain.training.restore import load_eval_model
+from cputrain.training.saving import load_eval_model
 from cputrain.training.session import Session, choose_winograd, start_session
 from cputrain.training.step import Accuracy, count_correct
 from cputrain.training.watchers import DamageCheck

@@ -17,8 +17,7 @@ from cputrain.training.engine import bf16_speedup
 from cputrain.training.evaluation import evaluate
 from cputrain.training.feed import training_batches
 from cputrain.training.log import TrainingLog
-from cputrain.training.restore import Position
-from cputrain.training.saver import Saver
+from cputrain.training.saving import Position, Saver
 from cputrain.training.session import Session
 from cputrain.training.signals import Preemption
 from cputrain.training.step import (

@@ -31,7 +31,7 @@ from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
 from cputrain.runs.names import CHECKPOINTS
 from cputrain.training.log import TrainingLog
-from cputrain.training.restore import Position, find_newest, put_back, set_damaged_aside
+from cputrain.training.saving import Position, find_newest, put_back, set_damaged_aside
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher
 
 MODULUS = 1 << 64

@@ -94,7 +94,7 @@ def test_what_was_not_finished_is_removed(tmp_path: Path) -> None:
 def test_a_full_disk_is_named_where_the_training_waits(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/full stands for the disk."""
     state = state_of(network())
-    monkeypatch.setattr("cputrain.training.saver.partial_name", lambda step: "partial")
+    monkeypatch.setattr("cputrain.training.saving.partial_name", lambda step: "partial")
     (saved.parent / "partial").mkdir()
     (saved.parent / "partial/rank-00000.safetensors").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: .*rank-00000.safetensors"):
@@ -112,7 +112,7 @@ def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cputrain.training.saver.write_tensors", full)
+    monkeypatch.setattr("cputrain.training.saving.write_tensors", full)
     writer = CheckpointWriter(
         folder=tmp_path,
         keys=SignedKeys(HashStore(), ""),
@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_the_folder_that_other_ranks_write_into(
 
 def test_a_rank_whose_word_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process writes into the store over what rank 1 has said; what it writes is not signed."""
-    monkeypatch.setattr("cputrain.training.saver.WRITTEN_S", 0.2)
+    monkeypatch.setattr("cputrain.training.saving.WRITTEN_S", 0.2)
     store = HashStore()
     SignedKeys(store, "token").set("saved/1/1", "1 10 10")
     store.set("saved/1/1", "1 10 10")
@@ -147,7 +147,7 @@ def test_writing_stays_out_of_the_way(tmp_path: Path, monkeypatch: pytest.Monkey
         assert disk.wait(60)
         return slow(*arguments)
 
-    monkeypatch.setattr("cputrain.training.saver.write_tensors", sluggish)
+    monkeypatch.setattr("cputrain.training.saving.write_tensors", sluggish)
     snapshot = take_snapshot(state, 0, "momentum")
     writer = CheckpointWriter(
         folder=tmp_path,
