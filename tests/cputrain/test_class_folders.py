@@ -75,6 +75,19 @@ def test_a_class_may_be_called_train_and_one_image_is_too_few(classes: Path) -> 
             read(str(classes))
 
 
+@pytest.mark.parametrize("names", [("train", "test1"), ("train_images", "test_images"), ("train2017",), ("train",)])
+def test_splits_without_class_folders_are_not_taken_for_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """As Kaggle has them: dogs-vs-cats (train/, test1/), cassava (train_images/, train.csv). The classes are two."""
+    write_images(tmp_path / "made", classes=1, train=4, val=0)
+    for name in names:
+        shutil.copytree(tmp_path / "made/train/class0", tmp_path / "data" / name)
+    (tmp_path / "data/labels.csv").write_text("id,breed\n000,boxer\n")
+    told = r"splits and no classes: sort the images into folders of their classes, train/CLASS/\*, as labels\.csv may"
+    for read in (open_dataset, survey):
+        with pytest.raises(InputError, match=told):
+            read(str(tmp_path / "data"))
+
+
 def test_a_training_of_class_folders_says_where_its_validation_images_are_from(
     classes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

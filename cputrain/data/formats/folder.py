@@ -1,6 +1,7 @@
 """Folders of images: a folder a class, or flat with a file of labels."""
 
 import os
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,18 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form, text_of
 from cputrain.affinity.wording import counted, first_named
-from cputrain.data.formats.places import NAMES, SPLITS, TEST, TRAIN, VAL, is_hidden, is_image, suffix_of, visible
+from cputrain.data.formats.places import (
+    NAMES,
+    SPLIT_OF,
+    SPLITS,
+    TEST,
+    TRAIN,
+    VAL,
+    is_hidden,
+    is_image,
+    suffix_of,
+    visible,
+)
 from cputrain.data.formats.source import Source, Split
 
 if TYPE_CHECKING:  # numpy: not needed to count
@@ -92,6 +104,8 @@ def _devkit(archive: Path, count: int, images: Path) -> list[str]:
 
 
 KAGGLE = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "CLS-LOC")  # where Kaggle's ImageNet has train/ and val/
+TABLES_OF_LABELS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
+WORD = re.compile("[a-z]+")  # train2017, test1
 LEVELS_ABOVE = 4  # from Kaggle's val/ to the folder that has its labels
 
 
@@ -146,7 +160,8 @@ def split_folders(root: Path) -> dict[str, Path]:
     found = {split: folder for split in SPLITS if (folder := _split_folder(root, split))}
     if VAL not in found and TEST in found and folders_in(found[TEST]):
         found[VAL] = found.pop(TEST)
-    if not any(folders_in(folder) for folder in found.values()) and _has_class_folders(root):
+    if not any(folders_in(folder) for folder in found.values()) and (with_images := _folders_with_images(root)):
+        _check_are_classes(root, with_images)
         return {TRAIN: root}
     if TRAIN not in found and any(root.glob("*-images-idx3-ubyte*")):
         raise InputError(
@@ -170,9 +185,21 @@ def _split_folder(root: Path, split: str) -> Path | None:
     return next(iter(exact or found), None)
 
 
-def _has_class_folders(root: Path) -> bool:
-    """Whether one of the folders in a folder contains an image."""
-    return any(_has_images(root / name) for name in folders_in(root))
+def _folders_with_images(root: Path) -> list[str]:
+    """The names of the folders in a folder that contain an image."""
+    return [name for name in folders_in(root) if _has_images(root / name)]
+
+
+def _check_are_classes(root: Path, names: Sequence[str]) -> None:
+    """Raise InputError where the folders of images are the splits of a competition (train/, test1/; train_images/,
+    test_images/), whose classes a table tells. One of several may be a class called train."""
+    if all(SPLIT_OF.keys() & WORD.findall(name.lower()) for name in names):
+        tables = [path.name for path in visible(root) if path.suffix.lower() in TABLES_OF_LABELS]
+        told = f", as {first_named(tables)} may tell them" if tables else ""
+        raise InputError(
+            f"{root} has images in {first_named(names)}, which are splits and no classes: sort the images into folders "
+            f"of their classes, {TRAIN}/CLASS/*{told}"
+        )
 
 
 def _has_images(folder: Path) -> bool:
