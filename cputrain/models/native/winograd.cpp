@@ -43,6 +43,13 @@ inline Place place_of(const Tiles& tiles, size_t tile) {
 
 inline size_t matrix(size_t rows, size_t columns) { return rows * columns + kGap; }
 
+// How many blocks of tiles are computed at once, each in its thread's scratch memory; one by all threads where there are
+// fewer blocks than threads.
+inline size_t blocks_at_once(const Convolution& layer, const Tiles& tiles) {
+  const size_t threads = static_cast<size_t>(std::max(1, layer.threads));
+  return (tiles.count + layer.tiles - 1) / layer.tiles >= threads ? threads : 1;
+}
+
 // Channels-last maps that are cut into patches, and the zeros around them.
 template <typename T>
 struct Maps {
@@ -127,8 +134,8 @@ void forward(const Convolution& layer, const T* x, const float* u, const float* 
   const Tiles tiles(layer);
   const size_t step_u = matrix(layer.in_channels, layer.out_channels);
   const size_t step_v = matrix(layer.tiles, layer.in_channels), step_m = matrix(layer.tiles, layer.out_channels);
-  const size_t blocks = (tiles.count + layer.tiles - 1) / layer.tiles, threads = std::max(1, layer.threads);
-  if (blocks >= threads) {  // each thread computes blocks of its own
+  if (blocks_at_once(layer, tiles) > 1 || layer.threads <= 1) {  // each thread computes blocks of its own
+    const size_t blocks = (tiles.count + layer.tiles - 1) / layer.tiles;
     share(blocks, tiles.count * layer.in_channels * kPoints, layer.threads, [&](size_t begin, size_t end) {
       float* v = scratch + thread_number() * kPoints * (step_v + step_m);
       float* m = v + kPoints * step_v;
@@ -231,8 +238,7 @@ extern "C" {
 size_t winograd_scratch(const Convolution* layer, int gradient) {
   const size_t pair = matrix(layer->tiles, layer->in_channels) + matrix(layer->tiles, layer->out_channels);
   const size_t sums = layer->out_channels * layer->in_channels + kGap;
-  const size_t threads = static_cast<size_t>(std::max(1, layer->threads));
-  return sizeof(float) * kPoints * (gradient != 0 ? pair + sums : threads * pair);
+  return sizeof(float) * kPoints * (gradient != 0 ? pair + sums : blocks_at_once(*layer, Tiles(*layer)) * pair);
 }
 
 // Floats of transformed weights.
