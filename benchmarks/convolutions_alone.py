@@ -1,6 +1,6 @@
-"""The limit: ResNet-50's convolutions by oneDNN and nothing else, forward and backward, on one thread.
+"""The limit: ResNet-50's convolutions by oneDNN and nothing else, forward and backward.
 
-    python -m benchmarks.convolutions_alone --batch 16 --steps 4 [--bf16]
+    python -m benchmarks.convolutions_alone --batch 16 --steps 4 [--threads 1] [--bf16]
 
 Prints the median seconds of a pass over all layers: of a training step that does nothing else. Under torchrun the
 processes compute at the same time, a core each.
@@ -46,9 +46,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")

@@ -1,8 +1,8 @@
-"""An evaluation's forward pass with batch-norm folded into the convolutions, and without: CPU seconds of one thread.
+"""An evaluation's forward pass, one thread: an expert's, and with folded batch-norm and Winograd's algorithm: CPU seconds.
 
     python -m benchmarks.evaluation [--network resnet50] [--batch 32] [--side 224] [--rounds 5] [--bf16]
 
-Contenders take turns; the first round is a warm-up. Folding itself, once for each evaluation, is a row of its own, and
+The expert has channels-last images, the inference mode, and batch-norm folded by torch.fx. Contenders take turns; the first round is a warm-up. Folding itself, once for each evaluation, is a row of its own, and
 the logits are compared. CPU time, not time on the clock: other processes disturb it less.
 """
 
@@ -13,14 +13,15 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.optimization import fuse
 
-from cputrain.models import batchnorms, build_model
+from cputrain.models import batchnorms, build_model, covers, load_winograd, use_winograd
 from cputrain.recipe import ModelSection
 from cputrain.training import Engine, autocast, choose_engine, evaluation_network, prepare_model
 
 EAGER = choose_engine("eager", "float32", {})
 CLASSES = 1000
-FOLDED = "native, folded"
+EXPERT, PLAIN, WINOGRAD = "expert", "native, not folded", "native, folded, Winograd"
 
 
 def main() -> None:
@@ -36,12 +37,18 @@ def main() -> None:
     images = torch.randn(options.batch, 3, options.side, options.side).to(memory_format=torch.channels_last)
     native = choose_engine("native", precision, os.environ)
     plain = network_of(options.network, options.side, native, precision)
+    quick = network_of(options.network, options.side, native, precision)
+    kernels = load_winograd(os.environ)
+    for layer in quick.modules():
+        if covers(layer):
+            use_winograd(layer, kernels)
     with torch.inference_mode():
         folding, folded = timed(lambda: evaluation_network(plain, native, precision))
         contenders = {
-            "eager": network_of(options.network, options.side, EAGER, precision),
-            "native, not folded": plain,
-            FOLDED: folded,
+            EXPERT: fuse(network_of(options.network, options.side, EAGER, precision)),
+            PLAIN: plain,
+            "native, folded": folded,
+            WINOGRAD: evaluation_network(quick, native, precision),
         }
         taken: dict[str, list[float]] = {name: [] for name in contenders}
         logits: dict[str, Tensor] = {}
@@ -52,12 +59,12 @@ def main() -> None:
                 taken[name].append(seconds)
     medians = {name: median(seconds[1:]) for name, seconds in taken.items()}
     sizes = f"{options.network}, {options.batch} images of {options.side} x {options.side}, {precision}, one thread"
-    print(f"| evaluation of {sizes} | CPU s (range) | times native, not folded |\n|---|---|---|")
+    print(f"| evaluation of {sizes} | CPU s (range) | times the expert's |\n|---|---|---|")
     for name, seconds in taken.items():
         spread = f"{medians[name]:.3f} ({min(seconds[1:]):.3f}-{max(seconds[1:]):.3f})"
-        print(f"| {name} | {spread} | {medians['native, not folded'] / medians[name]:.2f} |")
+        print(f"| {name} | {spread} | {medians[EXPERT] / medians[name]:.2f} |")
     print(f"| folding, once | {folding:.3f} | |")
-    ours, whole = logits[FOLDED], logits["native, not folded"]
+    ours, whole = logits[WINOGRAD], logits[PLAIN]
     same = (ours.argmax(1) == whole.argmax(1)).sum()
     distance = float((ours - whole).abs().max() / whole.abs().max())
     print(f"largest difference of logits {distance:.1e} of the largest; same top-1: {same} of {len(ours)}")

@@ -1,8 +1,8 @@
 """The peers: a PyTorch training of ResNet-50 as people write it; prints the median seconds of a step.
 
 torchvision's network, PIL images through torchvision's transforms, one DataLoader worker, DDP over gloo when torchrun
-starts it. `--expert` adds what somebody who knows adds: channels-last, gradients as views of DDP's buckets, one thread,
-and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and optimizer through Intel's
+starts it. `--expert` adds what somebody who knows adds: channels-last, gradients as views of DDP's buckets, a thread for
+each core of the process, and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and optimizer through Intel's
 extension, `--bf16` computes under autocast.
 """
 
@@ -37,7 +37,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     knows = options.expert or options.ipex
     if knows:
-        torch.set_num_threads(1)
+        processes = dist.get_world_size() if distributed else 1
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     loader = images_of(options.data, options.batch, distributed=distributed)
     model, optimizer = network_of(len(loader.dataset.classes), options, distributed=distributed)  # type: ignore[attr-defined]
     loss_function = nn.CrossEntropyLoss()

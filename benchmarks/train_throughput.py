@@ -1,10 +1,11 @@
 """ResNet-50 training from JPEGs on disk, 224 x 224, this machine: cputrain, its peers, and the limit in one run.
 
-    python -m benchmarks.train_throughput [--data DIR] [--rounds 3] [--bf16] [--ipex-python PYTHON]
+    python -m benchmarks.train_throughput [--data DIR] [--rounds 3] [--workers 2] [--bf16] [--avx2] [--ipex-python PYTHON]
 
 Peers run benchmarks/plain_ddp.py: as an expert writes it, as people write it, in one process, and through Intel's
 extension where a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are interleaved;
-the table shows each contender's median over rounds of its median step. Needs two cores.
+the table shows each contender's median over rounds of its median step. Needs two cores: two workers of a thread each,
+or one worker of two threads.
 """
 
 import argparse
@@ -22,9 +23,8 @@ from PIL import Image
 from benchmarks.step_times import median_step_s
 from cputrain.affinity.planner import find_runtime, target_of
 
-LOCAL_BATCH, WORKERS = 16, 2
-GLOBAL_BATCH = LOCAL_BATCH * WORKERS
-EXPERT, LIMIT = "torchrun, 2 x 1 threads, an expert's script", "convolutions alone, 2 x 1 threads"
+GLOBAL_BATCH, CORES = 32, 2
+EXPERT, LIMIT = "an expert's script", "convolutions alone, by oneDNN"
 HERE = Path(__file__).parent
 
 
@@ -33,10 +33,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="an image folder; default: photo-sized JPEGs made on the spot")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--workers", type=int, choices=(1, CORES), default=CORES)
     parser.add_argument("--bf16", action="store_true", help="in bfloat16")
+    parser.add_argument("--avx2", action="store_true", help="restrict torch, oneDNN and the kernels to AVX2")
     parser.add_argument("--ipex-python", help="a Python with intel_extension_for_pytorch")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
+        if options.avx2:
+            os.environ |= avx2_only(Path(scratch))
         data = options.data or make_images(Path(scratch) / "images")
         contenders = contenders_of(data, Path(scratch), options)
         rates: dict[str, list[float]] = {name: [] for name in contenders}
@@ -44,18 +48,19 @@ def main() -> None:
             for name, run in contenders.items():
                 rates[name].append(run(i))
                 print(f"round {i + 1}/{options.rounds}  {rates[name][-1]:5.2f} img/s  {name}", file=sys.stderr)
-    show(rates, "bf16" if options.bf16 else "float32")
+    precision = "bf16" if options.bf16 else "float32"
+    show(rates, f"{precision}, {options.workers} x {CORES // options.workers} threads{', AVX2' * options.avx2}")
 
 
 def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dict[str, Callable[[int], float]]:
     """What trains, by name: a function of the round that returns images per second."""
-    steps, bf16 = options.steps, ["--bf16"] * options.bf16
+    steps, bf16, workers = options.steps, ["--bf16"] * options.bf16, options.workers
     script = [str(HERE / "plain_ddp.py"), str(data)]
     quick = {"LD_PRELOAD": allocator()}
 
-    def ours(engine: str) -> Callable[[int], float]:
-        precision = "bf16" if options.bf16 else "float32"
-        return lambda i: trained(data, scratch / f"{engine}{i}", steps, engine, precision)
+    def ours(name: str, *settings: str) -> Callable[[int], float]:
+        own = (*settings, f"precision={'bf16' if options.bf16 else 'float32'}", f"plan.ppn={workers}")
+        return lambda i: trained(data, scratch / f"{name}{i}", steps, (*own, f"batch.local={GLOBAL_BATCH // workers}"))
 
     def peer(*extra: str, processes: int, env: dict[str, str] | None = None, python: str = sys.executable) -> float:
         launcher = torchrun(processes) if processes > 1 else ()
@@ -64,23 +69,30 @@ def contenders_of(data: Path, scratch: Path, options: argparse.Namespace) -> dic
 
     def alone(i: int) -> float:
         """Under our plan: bound, and with an allocator that keeps its memory."""
-        launch = ("-m", "cputrain", "launch", "--ppn", str(WORKERS), "--output", str(scratch / f"alone{i}"), "--")
-        sizes = ("--batch", str(LOCAL_BATCH), "--steps", "3")
+        launch = ("-m", "cputrain", "launch", "--ppn", str(workers), "--output", str(scratch / f"alone{i}"), "--")
+        sizes = ("--batch", str(GLOBAL_BATCH // workers), "--steps", "3", "--threads", str(CORES // workers))
         return measured([sys.executable, *launch, sys.executable, str(HERE / "convolutions_alone.py"), *sizes, *bf16])
 
     contenders: dict[str, Callable[[int], float]] = {
-        "cputrain, native": ours("native"),
-        "cputrain, eager": ours("eager"),
-        EXPERT: lambda _: peer("--expert", processes=2, env=quick),
-        "torchrun, 2 processes, plain script": lambda _: peer(processes=2),
-        "python, 1 process of 2 threads, plain script": lambda _: peer(processes=1),
+        "cputrain, native, Winograd": ours("winograd", "engine=native", "model.winograd=auto"),
+        "cputrain, native, direct": ours("direct", "engine=native", "model.winograd=off"),
+        "cputrain, eager": ours("eager", "engine=eager"),
+        EXPERT: lambda _: peer("--expert", processes=workers, env=quick),
+        "a plain script": lambda _: peer(processes=workers),
     }
     if options.ipex_python:
-        contenders["torchrun, 2 x 1 threads, IPEX"] = lambda _: peer(
-            "--ipex", processes=2, env=quick, python=options.ipex_python
-        )
+        contenders["IPEX"] = lambda _: peer("--ipex", processes=workers, env=quick, python=options.ipex_python)
     contenders[LIMIT] = alone
     return contenders
+
+
+def avx2_only(scratch: Path) -> dict[str, str]:
+    """Variables by which torch and oneDNN use no AVX-512, and a compiler that uses none for the kernels."""
+    compiler = scratch / "c++"
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -march=haswell\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    kernels = {"CXX": str(compiler), "CPUTRAIN_CACHE": str(scratch / "cache")}
+    return {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", **kernels}
 
 
 def allocator() -> str:
@@ -104,12 +116,9 @@ def show(rates: dict[str, list[float]], precision: str) -> None:
         print(f"| {name} | {spread} | {medians[name] / medians[EXPERT]:.2f} | {medians[name] / medians[LIMIT]:.2f} |")
 
 
-def trained(data: Path, run: Path, steps: int, engine: str, precision: str) -> float:
+def trained(data: Path, run: Path, steps: int, own: Iterable[str]) -> float:
     """Images per second of cputrain's median step, without the first, by the times of its events."""
-    settings = (
-        *(f"data.path={data}", f"batch.local={LOCAL_BATCH}", f"max_steps={steps}", f"output={run}"),
-        *(f"plan.ppn={WORKERS}", f"engine={engine}", f"precision={precision}"),
-    )
+    settings = (*own, f"data.path={data}", f"max_steps={steps}", f"output={run}")
     start([sys.executable, "-m", "cputrain", "train", "imagefolder", *settings])
     return GLOBAL_BATCH / median_step_s(run)
 
