@@ -1,9 +1,10 @@
-"""An evaluation's forward pass, one thread: an expert's, and with folded batch-norm and Winograd's algorithm: CPU seconds.
+"""An evaluation's forward pass by an expert, with folded batch-norm, and by Winograd's algorithm: CPU seconds.
 
     python -m benchmarks.evaluation [--network resnet50] [--batch 32] [--side 224] [--rounds 5] [--bf16]
 
-The expert has channels-last images, the inference mode, and batch-norm folded by torch.fx. Contenders take turns; the first round is a warm-up. Folding itself, once for each evaluation, is a row of its own, and
-the logits are compared. CPU time, not time on the clock: other processes disturb it less.
+One thread. The expert has channels-last images, the inference mode, and batch-norm folded by torch.fx. Contenders take
+turns; the first round is a warm-up. Folding itself, once for each evaluation, is a row of its own, and the logits are
+compared. CPU time, not time on the clock: other processes disturb it less.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """The peers: a PyTorch training of ResNet-50 as people write it; prints the median seconds of a step.
 
 torchvision's network, PIL images through torchvision's transforms, one DataLoader worker, DDP over gloo when torchrun
-starts it. `--expert` adds what somebody who knows adds: channels-last, gradients as views of DDP's buckets, a thread for
-each core of the process, and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and optimizer through Intel's
-extension, `--bf16` computes under autocast.
+starts it. `--expert` adds what somebody who knows adds: channels-last, gradients as views of DDP's buckets, a thread
+for each core of the process, and tcmalloc, which the caller preloads. `--ipex` adds the same and passes network and
+optimizer through Intel's extension, `--bf16` computes under autocast.
 """
 
 import argparse

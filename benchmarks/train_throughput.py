@@ -1,6 +1,7 @@
 """ResNet-50 training from JPEGs on disk, 224 x 224, this machine: cputrain, its peers, and the limit in one run.
 
-    python -m benchmarks.train_throughput [--data DIR] [--rounds 3] [--workers 2] [--bf16] [--avx2] [--ipex-python PYTHON]
+    python -m benchmarks.train_throughput [--rounds 3] [--workers 2] [--bf16] [--avx2] [--data DIR]
+        [--ipex-python PYTHON]
 
 Peers run benchmarks/plain_ddp.py: as an expert writes it, as people write it, in one process, and through Intel's
 extension where a Python that has it is named. The last row is benchmarks/convolutions_alone.py. Rounds are interleaved;

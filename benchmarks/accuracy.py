@@ -1,12 +1,12 @@
-"""The accuracy of bfloat16: the digits and the MNIST study in float32 and in bf16, with the same seeds.
+"""The accuracy of bfloat16 or of Winograd's algorithm: the digits and the MNIST study with and without, same seeds.
 
-    python -m benchmarks.bf16_accuracy [--mnist DIR] [--seeds 3] [--only WORD] [KEY=VALUE ...]
+    python -m benchmarks.accuracy {bf16,winograd} [--mnist DIR] [--seeds 3] [--only WORD] [KEY=VALUE ...]
 
 The digits are the demo's training. With --mnist, a folder of MNIST's four idx files, two trainings of
 `cputrain reproduce large-batch` follow: the baseline, and LARS at 64 times its batch. Runs of one seed have the same
-first weights and the same order of images in both precisions. bf16 passes where the mean of its differences to float32
-is no larger than the range of float32's seeds, highest less lowest; otherwise the exit status is 1. KEY=VALUE sets a
-key of all recipes. bf16 is slow, not wrong, on processors without instructions for it. Needs two cores.
+first weights and the same order of images in both. A change passes where the mean of its differences is no larger than
+the range of the seeds without it, highest less lowest; otherwise the exit status is 1. KEY=VALUE sets a key of all
+recipes. bf16 is slow, not wrong, on processors without instructions for it. Needs two cores.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from statistics import mean
 
 from cputrain.runs import read_events
 
-PRECISIONS = ("float32", "bf16")
+DIRECT = ("precision=float32", "model.winograd=off")
+CHANGES = {"bf16": ("precision=bf16", "model.winograd=off"), "winograd": ("precision=float32", "model.winograd=auto")}
 LARS_4096 = ("batch.local=2048", "optim.name=lars", "schedule.peak_rate=10.0")
 
 
@@ -36,29 +37,30 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The top-1 in percent of each seed, in the same order for both precisions."""
+    """The top-1 in percent of each seed, in the same order without and with the change."""
 
-    float32: tuple[float, ...]
-    bf16: tuple[float, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
 
     @property
     def allowed(self) -> float:
-        """The range of float32's seeds."""
-        return max(self.float32) - min(self.float32)
+        """The range of the seeds without the change."""
+        return max(self.before) - min(self.before)
 
     @property
     def difference(self) -> float:
-        """The mean over seeds of bf16 less float32, in points."""
-        return mean(b - a for a, b in zip(self.float32, self.bf16, strict=True))
+        """The mean over seeds of top-1 with the change less top-1 without it, in points."""
+        return mean(b - a for a, b in zip(self.before, self.after, strict=True))
 
     @property
     def is_within(self) -> bool:
-        """Whether bf16 differs from float32 by no more than seeds do."""
+        """Whether the change makes no larger a difference than seeds do."""
         return abs(self.difference) <= self.allowed + 1e-9  # top-1 is a quotient
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("change", choices=CHANGES)
     parser.add_argument("--mnist", type=Path, help="a folder with MNIST's idx files")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", action="append", metavar="WORD", help="studies whose names have one of these")
@@ -68,11 +70,11 @@ def main() -> None:
         sys.exit("--seeds: one seed has no range: set it to 2 or more")
     with tempfile.TemporaryDirectory() as scratch:
         results = {
-            study.name: trained(study, Path(scratch), options.seeds, options.settings)
+            study.name: trained(study, Path(scratch), options.seeds, CHANGES[options.change], options.settings)
             for study in studies(Path(scratch), options.mnist)
             if any(word in study.name for word in options.only or [""])
         }
-    show(results)
+    show(options.change, results)
     sys.exit(0 if all(result.is_within for result in results.values()) else 1)
 
 
@@ -88,30 +90,30 @@ def studies(scratch: Path, mnist: Path | None) -> Iterator[Study]:
         yield Study(name="MNIST, LeNet, LARS, batch 4,096", recipe="large-batch-mnist", data=shards, settings=LARS_4096)
 
 
-def trained(study: Study, scratch: Path, seeds: int, settings: list[str]) -> Result:
-    """Train with each seed in each precision in turns."""
-    found: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
+def trained(study: Study, scratch: Path, seeds: int, change: tuple[str, ...], settings: list[str]) -> Result:
+    """Train with each seed without and with the change in turns."""
+    found: dict[tuple[str, ...], list[float]] = {DIRECT: [], change: []}
     for seed in range(1, seeds + 1):
-        for precision in PRECISIONS:
+        for own, top1 in found.items():
             run = scratch / "run"
-            own = (f"data.path={study.data}", f"output={run}", f"seed={seed}", f"precision={precision}", "plan.ppn=2")
-            start("train", study.recipe, *own, *study.settings, *settings, "--quiet", "--overwrite")
-            found[precision].append(next(event["top1"] for event in read_events(run) if event["event"] == "end"))
-            print(f"{study.name}: seed {seed}, {precision}: {found[precision][-1]:.2f} %", file=sys.stderr, flush=True)
-    return Result(float32=tuple(found["float32"]), bf16=tuple(found["bf16"]))
+            places = (f"data.path={study.data}", f"output={run}", f"seed={seed}", "plan.ppn=2")
+            start("train", study.recipe, *places, *own, *study.settings, *settings, "--quiet", "--overwrite")
+            top1.append(next(event["top1"] for event in read_events(run) if event["event"] == "end"))
+            print(f"{study.name}: seed {seed}, {' '.join(own)}: {top1[-1]:.2f} %", file=sys.stderr, flush=True)
+    return Result(before=tuple(found[DIRECT]), after=tuple(found[change]))
 
 
-def show(results: dict[str, Result]) -> None:
+def show(change: str, results: dict[str, Result]) -> None:
     """Print the table."""
     print(
-        "| top-1 in percent, mean (range over seeds) | float32 | bf16 | bf16 - float32, of each seed | mean | at most |"
+        f"| top-1 in percent, mean (range of seeds) | float32 | {change} | difference of each seed | mean | at most |"
     )
     print("|---|---|---|---|---|---|")
     for name, result in results.items():
-        pairs = zip(result.float32, result.bf16, strict=True)
+        pairs = zip(result.before, result.after, strict=True)
         each = ", ".join(f"{b - a:+.2f}" for a, b in pairs)
         verdict = f"{result.allowed:.2f}" + ("" if result.is_within else " (exceeded)")
-        columns = (name, spread(result.float32), spread(result.bf16), each, f"{result.difference:+.2f}", verdict)
+        columns = (name, spread(result.before), spread(result.after), each, f"{result.difference:+.2f}", verdict)
         print(f"| {' | '.join(columns)} |")
 
 
