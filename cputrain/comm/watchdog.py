@@ -494,14 +494,15 @@ class Watchdog:
     def _describe_absent(self, pending: PendingCollective) -> None:
         """Say who has not joined the collective that this rank waits in, anew until its timeout.
 
-        One of its ranks reads the heartbeats of all, for all of them.
+        One of its ranks reads the heartbeats of all, for all of them. In a world that is not ours, groups whose ranks
+        are not all among the watched ones have a watchdog of their own.
         """
-        if not self._describes(pending):
+        members = self._backend.members(pending.group)
+        if not self._describes(pending) or not set(members) <= set(self.ranks):
             return
         key = f"absent/{pending.group}/{pending.number}"
         if self._claimed == key or self._keys.claim(f"{key}/claim"):
             self._claimed = key
-            members = self._backend.members(pending.group)
             seen, _ = newest(self._keys, members, {}, time.monotonic())
             self._keys.set(key, json.dumps(absent_ranks(seen, pending, members)))
         found = self._keys.get(key)

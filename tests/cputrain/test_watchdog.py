@@ -4,18 +4,24 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from cputrain.affinity.ranks import Rank, rendezvous
 from cputrain.comm import (
+    HeartbeatThread,
     LastHeartbeat,
     PendingCollective,
+    SignedKeys,
     StoreHeartbeat,
+    Watchdog,
+    WatchedBackend,
     absent_ranks,
     departed_rank,
     describe_absent,
@@ -221,6 +227,28 @@ def test_every_rank_is_watched_by_a_few_others_of_all_hosts(count: int) -> None:
         watched = watched_ranks(ranks, rank)
         assert rank in watched and 0 in watched and min(count, 8) <= len(watched) <= 17
         assert all(rank in watched_ranks(ranks, other) for other in watched if other or (not rank % 16 and count <= 16))
+
+
+def said_at_a_timeout(watched: tuple[int, ...], pending: PendingCollective) -> set[str]:
+    """What a watchdog of these ranks says of a collective of ranks 0, 1 and 2 that is about to time out."""
+    keys, texts = SignedKeys(HashStore(), "token"), list[str]()
+    backend = WatchedBackend(
+        pending=lambda: pending, members=lambda _: (0, 1, 2), set_absent_ranks=lambda _, text: texts.append(text)
+    )
+    sender = HeartbeatThread(keys, 0, place_of_this_process(native=False), lambda: pending)
+    watchdog = Watchdog(keys, ranks=watched, rank=0, timeout_s=60.0, sender=sender, backend=backend)
+    time.sleep(1.2)
+    watchdog.stop()
+    return set(texts)
+
+
+def test_who_is_absent_is_said_of_groups_all_of_whose_ranks_are_watched() -> None:
+    """No heartbeats of others come here: a gloo world has a watchdog for each of its groups."""
+    pending = PendingCollective("ALLREDUCE #5 of group b", group="b@1", number=5)
+    assert said_at_a_timeout((0, 1), pending) == set()
+    assert said_at_a_timeout((0, 1, 2), pending) == {
+        "not joined by rank 1 (no heartbeat yet), rank 2 (no heartbeat yet)"
+    }
 
 
 def test_a_backend_that_never_returns_does_not_keep_its_rank_alive() -> None:
