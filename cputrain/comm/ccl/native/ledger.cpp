@@ -104,7 +104,10 @@ void Ledger::allocate(size_t start, size_t bytes) {
 }
 
 void Ledger::fail(int error) {
-  refuse("ccl: group ", group_, " cannot share memory in /dev/shm: ", std::strerror(error));
+  unlink();
+  refuse(
+      "ccl: group ", group_, " cannot share memory in /dev/shm: ", std::strerror(error),
+      error == ENOSPC ? ": enlarge it (docker --shm-size=2g), or remove files from it" : ": this user must be able to write to it");
 }
 
 void Ledger::unlink() const {
@@ -155,7 +158,7 @@ std::string Ledger::enter(
     }
     const auto& entry = entry_of(other, number);
     const bool there = entry.number == number;
-    const bool same = entry.digest == agreement.digest, has_lists = same && !agreement.give.empty();
+    const bool same = there && entry.digest == agreement.digest, has_lists = same && !agreement.give.empty();
     const auto* bytes = bytes_of(other, number);
     const size_t sent = has_lists ? bytes[rank_].load() : 0;
     const size_t expected = has_lists ? bytes[size_ + rank_].load() : 0;
