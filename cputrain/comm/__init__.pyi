@@ -30,6 +30,7 @@ from .watchdog import WatchedBackend as WatchedBackend
 from .watchdog import absent_ranks as absent_ranks
 from .watchdog import departed_rank as departed_rank
 from .watchdog import describe_absent as describe_absent
+from .watchdog import describe_peers as describe_peers
 from .watchdog import differing_ranks as differing_ranks
 from .watchdog import is_scheduled as is_scheduled
 from .watchdog import key_of as key_of

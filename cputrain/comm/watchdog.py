@@ -34,10 +34,11 @@ STOPPED_TIMEOUT_S = 6.0  # of silence of a rank of this host of which the kernel
 
 
 class PendingCollective(NamedTuple):
-    """The collective that a rank waits in ("": none), and the seconds since its timeout.
+    """The collective or message that a rank waits in ("": none), and the seconds since its timeout.
 
-    `group` is the key of the collective's group ("": unknown; see name_of_group), `number` counts the group's
-    collectives, and `digest` tells whether two ranks have called the same ones up to this number.
+    `group` is the key of a collective's group ("": unknown; see name_of_group), `number` counts the group's
+    collectives, and `digest` tells whether two ranks have called the same ones up to this number. `peers` are the ranks
+    one of which a message comes from or goes to.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PendingCollective(NamedTuple):
     group: str = ""
     number: int = 0
     digest: int = 0
+    peers: Sequence[int] = ()
 
     @property
     def is_destruction(self) -> bool:
@@ -161,10 +163,19 @@ def describe_absent(absent: Iterable[tuple[int, str]], own: int) -> str:
     return f"not joined by {first_named(others)}" if others else "all of its ranks have joined"
 
 
+def describe_peers(last: Mapping[int, LastHeartbeat], peers: Iterable[int]) -> str:
+    """A line about the ranks one of which a message comes from or goes to."""
+    return f"it waits for {first_named([_described(rank, last) for rank in peers])}"
+
+
 def departed_rank(
     last: Mapping[int, LastHeartbeat], collective: PendingCollective, members: Iterable[int]
 ) -> str | None:
-    """A line about a member that has left the job without a collective that this rank waits in; None without one."""
+    """A line about a member that has left the job without a collective that this rank waits in, or about the peers of a
+    message, where all have left; None without one."""
+    peers = [rank for rank in collective.peers if rank in last and last[rank].heartbeat.left]
+    if peers and len(peers) == len(collective.peers):
+        return f"nobody is left to answer: {first_named([_described(rank, last) for rank in peers])}"
     if not collective.group:
         return None
     for rank in members:
@@ -368,7 +379,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._problem: str | None = None
         self._store_gone: float | None = None
-        self._published_lost = self._claimed = ""
+        self._published_lost = self._claimed = self._waited_in = ""
         self._failed: float | None = None
         self._warned = False
         self._store_answered = time.monotonic()
@@ -453,6 +464,8 @@ class Watchdog:
             self._warn_of(unreadable)
             pending = self._backend.pending()
             self._describe_absent(pending)
+            # What a rank has sent before it left may take a moment.
+            settled, self._waited_in = pending.name == self._waited_in, pending.name
             differ = self._backend.disagreement() or differing_ranks(self._last, self._backend.members)
             if differ:
                 threading.Thread(target=self._backend.disagree, args=(differ,), daemon=True).start()
@@ -460,7 +473,7 @@ class Watchdog:
             lost = self._publish(
                 differ
                 or silent_rank(self._last, now, self._limit)
-                or departed_rank(self._last, pending, sorted(watched_members))
+                or (departed_rank(self._last, pending, sorted(watched_members)) if settled or pending.group else None)
             )
             return lost or self._explained_failure(now)
         except RuntimeError as error:  # c10d's only error: the connection is closed, or the store does not answer
@@ -488,17 +501,22 @@ class Watchdog:
 
     @staticmethod
     def _describes(pending: PendingCollective) -> bool:
-        """Whether the timeout of a collective whose group is known is near."""
-        return bool(pending.group) and pending.overdue_s > -ABSENT_S
+        """Whether the timeout of a message, or of a collective whose group is known, is near."""
+        return bool(pending.group or pending.peers) and pending.overdue_s > -ABSENT_S
 
     def _describe_absent(self, pending: PendingCollective) -> None:
-        """Say who has not joined the collective that this rank waits in, anew until its timeout.
+        """Say whom a message waits for, or who has not joined the collective that this rank waits in, anew until its
+        timeout.
 
-        One of its ranks reads the heartbeats of all, for all of them. In a world that is not ours, groups whose ranks
-        are not all among the watched ones have a watchdog of their own.
+        One of a collective's ranks reads the heartbeats of all, for all of them. In a world that is not ours, groups
+        whose ranks are not all among the watched ones have a watchdog of their own.
         """
-        members = self._backend.members(pending.group)
+        members = pending.peers or self._backend.members(pending.group)
         if not self._describes(pending) or not set(members) <= set(self.ranks):
+            return
+        if pending.peers:
+            seen, _ = newest(self._keys, members, {}, time.monotonic())
+            self._backend.set_absent_ranks(pending.name, describe_peers(seen, members))
             return
         key = f"absent/{pending.group}/{pending.number}"
         if self._claimed == key or self._keys.claim(f"{key}/claim"):

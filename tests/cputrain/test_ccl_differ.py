@@ -94,6 +94,7 @@ def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_c
         other_group = stack.enter_context(started(PROGRAM, "other_group", ranks=3, **QUIET))
         busy = stack.enter_context(started(PROGRAM, "busy_first_rank", ranks=3, **QUIET))
         left = stack.enter_context(started(PROGRAM, "leaves", **QUIET))
+        left_message = stack.enter_context(started(PROGRAM, "leaves_message", **QUIET))
         absent, _ = errors_of(other_group[0])[0]
         assert "Timed out after 10 s in ALLREDUCE #2 of group 0 (Float[3]); not joined by rank 1 on " in absent
         assert "(in no collective), rank 2 on " in absent and "(in ALLREDUCE #51 of group 1 (Float[3]))" in absent
@@ -104,6 +105,38 @@ def test_who_is_absent_is_said_of_the_collective_s_own_group_also_where_rank_0_c
         waits, seconds = errors_of(left[0])[0]
         assert "rank 1 on " in waits and "(has left) never calls it" in waits and seconds < 20
         assert "rank 0 waits in ALLREDUCE #2 of group 0 (Float[3])" in waits
+        waits, seconds = errors_of(left_message[0])[0]
+        assert "nobody is left to answer: rank 1 on " in waits and "(has left)" in waits and seconds < 20
+        assert "rank 0 waits in RECV #1 of group 0 (Float[3] from rank 1)" in waits
+
+
+def test_whom_a_message_waits_for_is_said_at_its_timeout() -> None:
+    with started(PROGRAM, "unanswered", ranks=3, **QUIET) as processes:
+        (received, _), (sent, _) = (errors_of(process)[rank] for rank, process in enumerate(processes[:2]))
+    assert "RECVANYSOURCE #1 of group 0 (Float[3] from any rank); it waits for rank 1 on " in received
+    assert "(in SEND #1 of group 0 (Float[4194304] to rank 2)), rank 2 on " in received
+    assert "SEND #1 of group 0 (Float[4194304] to rank 2); it waits for rank 2 on " in sent
+    assert sent.endswith("(in no collective)")
+
+
+def test_full_shared_memory_is_said_with_what_to_do_and_leaves_no_file() -> None:
+    argv = (
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=2m none /dev/shm && "$@"',
+        "sh",
+    )
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **QUIET}
+    with command(*argv, sys.executable, "-m", PROGRAM, "full_memory", **alone) as process:
+        (said,) = lines_of(ended(process, LIMIT_S).out)
+    assert said["error"] == (
+        "ccl: group 1 cannot share memory in /dev/shm: No space left on device: "
+        "enlarge it (docker --shm-size=2g), or remove files from it"
+    )
+    assert said["left"] == []
 
 
 def test_ranks_of_different_hosts_learn_it_by_their_heartbeats() -> None:

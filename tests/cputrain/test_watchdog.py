@@ -25,6 +25,7 @@ from cputrain.comm import (
     absent_ranks,
     departed_rank,
     describe_absent,
+    describe_peers,
     differing_ranks,
     is_scheduled,
     place_of_this_process,
@@ -183,6 +184,10 @@ def test_ranks_that_have_not_joined_a_collective_of_their_group_are_named() -> N
     assert departed_rank(seen, waits, range(8)) == "rank 3 on n1 (has left) never calls it"
     assert departed_rank(seen, waits, (0, 1, 4)) is None
     assert departed_rank(seen, PendingCollective("the destruction of group a"), range(8)) is None
+    message = PendingCollective("RECV #1 of group a", peers=(3, 7))
+    assert describe_peers(seen, message.peers) == "it waits for rank 3 on n1 (has left), rank 7 (no heartbeat yet)"
+    assert departed_rank(seen, message, ()) is None
+    assert departed_rank(seen, message._replace(peers=(3,)), ()) == "nobody is left to answer: rank 3 on n1 (has left)"
     many = {0: last(0, a=(5, 55)), **{i: last(0) for i in range(1, 20)}}
     found = describe_absent(absent_ranks(many, waits, range(20)), own=0)
     assert found.endswith("rank 5 on n1 (in no collective) and 14 more")

@@ -7,7 +7,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -138,6 +140,35 @@ def leaves(_: str) -> None:
         dist.all_reduce(ones(3))
 
 
+def leaves_message(_: str) -> None:
+    """Rank 1 ends well, and rank 0 waits for a message of it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.recv(ones(3), 1)
+
+
+def unanswered(_: str) -> None:
+    """Rank 0 waits for a message of any rank, rank 1 for rank 2 to take one, which is in neither."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.recv(ones(3))
+    elif dist.get_rank() == 1:
+        dist.send(ones(1 << 22), 2)
+    else:
+        time.sleep(30)
+
+
+def full_memory(_: str) -> None:
+    """The memory that ranks of a host share has nothing left when a group is made."""
+    with Path("/dev/shm/others").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 12))
+    try:
+        dist.new_group([0])
+    finally:
+        Path("/dev/shm/others").unlink()
+
+
 def other_group(_: str) -> None:
     """Rank 0 waits for ranks 1 and 2: one sleeps, the other is in a collective of another group, of a higher number."""
     pair = dist.new_group([1, 2], timeout=TIMEOUT)
@@ -168,15 +199,20 @@ def main() -> None:
     case = sys.argv[1]
     if "PMI_RANK" in os.environ:  # mpirun's names
         os.environ.update(RANK=os.environ["PMI_RANK"], WORLD_SIZE=os.environ["PMI_SIZE"])
-    dist.init_process_group("ccl", timeout=timedelta(seconds=10) if case == "other_group" else TIMEOUT)
+    limit = timedelta(seconds=10) if case in ("other_group", "unanswered") else TIMEOUT
+    dist.init_process_group("ccl", timeout=limit)
     begun, error = time.monotonic(), ""
+    others = (leaves, leaves_message, unanswered, full_memory, other_group, busy_first_rank)
     try:
-        {"leaves": leaves, "other_group": other_group, "busy_first_rank": busy_first_rank}.get(case, differ)(case)
+        {other.__name__: other for other in others}.get(case, differ)(case)
     except RuntimeError as raised:
         error = str(raised)
     seconds = time.monotonic() - begun
-    os.write(1, json.dumps({"rank": dist.get_rank(), "error": error, "seconds": seconds}).encode() + b"\n")
-    if case != "leaves" or error:
+    said = {"rank": dist.get_rank(), "error": error, "seconds": seconds}
+    if case == "full_memory":
+        said["left"] = [path.name for path in Path("/dev/shm").iterdir()]
+    os.write(1, json.dumps(said).encode() + b"\n")
+    if not case.startswith("leaves") or error:
         time.sleep(2)  # mpirun would kill the other rank, which has still to say what it knows
         os._exit(0)
 

@@ -90,6 +90,9 @@ CclBackend::CclBackend(
     store_is_gone("group " + name_ + " cannot be created", error);
   } catch (const std::exception& error) {
     engine.publish_communicator({});
+    if (ledger_) {
+      ledger_->unlink();
+    }
     const auto text = message_of(error);
     refuse(text.starts_with("ccl: ") ? "" : "ccl: group " + name_ + " cannot be created: ", text);
   }
@@ -173,12 +176,22 @@ WorkPtr CclBackend::submit(
 
 // Messages are not everybody's.
 WorkPtr CclBackend::submit_message(
-    c10d::OpType type, const Tensors& described, std::function<Poll()> start, std::function<void()> finish,
+    c10d::OpType type, const Tensors& described, int peer, std::function<Poll()> start, std::function<void()> finish,
     std::function<int()> source) {
   const auto name = c10d::opTypeToString(type);
+  Place place{"", sequence_};
+  for (int rank = 0; rank < size_; rank++) {
+    if (rank == peer || (peer == kAnySource && rank != rank_)) {
+      place.peers.push_back(progress_->ranks[rank]);
+    }
+  }
+  const auto with = peer == kAnySource ? std::string("any rank") : c10::str("rank ", place.peers[0]);
   auto operation = c10::make_intrusive<Operation>(
-      rank_, type, "ccl:" + name, c10::str(name, " #", ++messages_, " of group ", name_, " (", shape_of(described), ")"),
-      Place{"", sequence_, 0}, options_->timeout, described);
+      rank_, type, "ccl:" + name,
+      c10::str(
+          name, " #", ++messages_, " of group ", name_, " (", shape_of(described),
+          type == c10d::OpType::SEND ? " to " : " from ", with, ")"),
+      std::move(place), options_->timeout, described);
   Engine::instance().submit(operation, std::move(start), std::move(finish), std::move(source));
   return operation;
 }

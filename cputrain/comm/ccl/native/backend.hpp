@@ -75,7 +75,7 @@ class CclBackend : public c10d::Backend {
       c10d::OpType type, const Tensors& described, Agreement agreement, Milliseconds timeout, Tensors outputs,
       std::function<Events()> launch, std::function<void()> finish);
   WorkPtr submit_message(
-      c10d::OpType type, const Tensors& described, std::function<Poll()> start, std::function<void()> finish,
+      c10d::OpType type, const Tensors& described, int peer, std::function<Poll()> start, std::function<void()> finish,
       std::function<int()> source = nullptr);
 
   bool awaits_messages() const;

@@ -178,7 +178,7 @@ WorkPtr CclBackend::send(Tensors& tensors, int to, int tag) {
   const auto message = std::make_shared<Send>(
       Send{{tag, static_cast<int64_t>(tensors[0].nbytes())}, tensors[0].contiguous()});
   return submit_message(
-      OpType::SEND, tensors,
+      OpType::SEND, tensors, to,
       [message, to, outbox = outbox_]() -> Poll {
         outbox->post(message, to);
         return [message, to, outbox] {
@@ -206,7 +206,7 @@ WorkPtr CclBackend::receive(OpType type, const Tensor& tensor, int from, int tag
   check_dense(tensor);
   const auto awaited = std::make_shared<Receive>(Receive{from, tag, tensor.contiguous()});
   return submit_message(
-      type, {tensor},
+      type, {tensor}, from,
       [awaited, inbox = inbox_]() -> Poll {
         inbox->expect(awaited);
         return [awaited, inbox] {

@@ -27,13 +27,13 @@ PYBIND11_MODULE(cputrain_ccl, module) {
           without_gil)
       .def("stop", &HeartbeatSender::stop, without_gil);
   // The collective in flight ("": none) that times out first, by how many seconds it is past its timeout, its group's key and
-  // number there, and the digest of the group's collectives so far.
+  // number there, the digest of the group's collectives so far, and the peers of a message.
   module.def("pending_collective", [] {
     const auto current = Engine::instance().current();
     const std::chrono::duration<double> overdue = cputrain::awake_now() - current.deadline;
     return std::make_tuple(
         current.collective, current.collective.empty() ? 0.0 : overdue.count(), current.place.group,
-        current.place.number, current.place.digest);
+        current.place.number, current.place.digest, current.place.peers);
   });
   module.def("ranks_of_group", [](const std::string& key) { return Engine::instance().ranks_of(key); });
   module.def("set_absent_ranks", [](std::string collective, std::string absent) {

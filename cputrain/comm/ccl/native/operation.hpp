@@ -16,12 +16,13 @@
 namespace cputrain {
 
 // The key of the collective's group (Engine::add_group) and its number there, and of all agreements of this group so far a
-// digest and the sum of the balances; a message has none.
+// digest and the sum of the balances. A message has none; `peers` are the ranks one of which it comes from or goes to.
 struct Place {
   std::string group;
   uint64_t number = 0;
   uint64_t digest = 0;
   uint64_t balance = 0;
+  std::vector<int> peers;
 };
 
 // Whether what was started has ended; called under the engine's lock until it returns true.
