@@ -319,9 +319,9 @@ def _once(sizes: tuple[WorkerSizes, ...], memories: tuple[Memory, ...]) -> list[
 
 
 def _merged(*unused: Unused) -> tuple[Unused, ...]:
-    """One entry for each reason."""
+    """One entry for each reason that leaves PUs out."""
     by_why: dict[str, set[int]] = {}
-    for item in unused:
+    for item in filter(lambda item: item.pus, unused):
         by_why.setdefault(item.why, set()).update(item.pus)
     return tuple(Unused(pus=tuple(sorted(pus)), why=why) for why, pus in by_why.items())
 

@@ -353,6 +353,10 @@ def test_a_plan_takes_only_the_requested_cpus() -> None:
         plan_machine(machine, Request(cores=(0, 96)))
 
 
+def test_all_cpus_requested_leave_none_out() -> None:
+    assert plan_machine(build_machine(1, 1, 4, 1), Request(cores=(0, 1, 2, 3), ppn=1)).unused == ()
+
+
 def test_slower_cores_are_left_out_on_request() -> None:
     machine = find_machine("pack:1 core:8 pu:1")
     slow = replace(machine, cores=tuple(replace(core, speed=0.5 + core.pus[0] // 4 / 2) for core in machine.cores))
