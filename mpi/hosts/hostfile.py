@@ -12,7 +12,8 @@ from cputrain.affinity.ranks.host_names import host_key, is_address, network_nam
 from cputrain.affinity.wording import MIB
 
 ADDRESS = r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]"  # of IPv6
-NAMES = re.compile(rf"(?:[^\[\],]|\[[0-9,-]+\]|{ADDRESS})*")
+NAMES = re.compile(rf"(?:[^\[\],\s]|\[[0-9,-]+\]|{ADDRESS})*")
+SEPARATORS = re.compile(r"[,\s]")
 RANGES = re.compile(r"\[([0-9,-]+)\]")
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([^0-9]*)", re.DOTALL)
@@ -21,21 +22,21 @@ MAX_DIGITS = 9
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Host names of a list, in its order. Raises InputError on an empty list, a bad range or a host that is in it
-    twice."""
+    """Host names of a list, in its order; commas or blanks are between them. Raises InputError on an empty list, a bad
+    range or a host that is in it twice."""
     hosts: list[str] = []
     place = 0
     while place < len(text):
         match = NAMES.match(text, place)
         assert match is not None  # it matches the empty text too
         place = match.end()
-        if place < len(text) and text[place] != ",":
+        if place < len(text) and not SEPARATORS.match(text, place):
             raise InputError(
                 f"hosts {text[:60]!r}: {text[place:][:20]!r} is neither a name nor a range: give names as in "
                 "n1,n2 or n[001-128,130]"
             )
         place += 1
-        hosts += _names(match[0].strip(), text)
+        hosts += _names(match[0], text)
         if len(hosts) > MAX_HOSTS:
             raise _too_many(text)
     if not hosts:
@@ -119,6 +120,7 @@ def fold(hosts: Iterable[str]) -> str:
 
 # Names reach shells, ssh and files: nothing else is let through. An absolute name ends with a dot.
 NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+DOTTED = re.compile(r"[0-9]+(?:\.[0-9]+){3}\.?")  # never a name: RFC 1123, 2.1
 MAX_NAME = 255  # characters: POSIX's HOST_NAME_MAX, and a name in DNS
 MAX_SLOTS = 1 << 16
 MAX_BYTES = 64 << 20
@@ -344,6 +346,10 @@ def check_name(name: str, source: str) -> str:
         raise InputError(f"{source}: the host name {name[:30]!r}... has more than {MAX_NAME} characters: correct it")
     if not NAME.fullmatch(name) and not is_address(name):
         raise InputError(f"{source}: {name[:60]!r} is not a host name or address: use only letters, digits and . - _")
+    if DOTTED.fullmatch(network_name(name)) and not is_address(name):
+        raise InputError(
+            f"{source}: {name[:60]!r} is not an address: write four numbers from 0 to 255, without zeros before them"
+        )
     return name
 
 

@@ -27,6 +27,7 @@ NAMES = st.builds(
     [
         ("n1", ("n1",)),
         ("n1, n2 ,n3", ("n1", "n2", "n3")),
+        ("n1 n2\nn[3-4]\n", ("n1", "n2", "n3", "n4")),  # $(scontrol show hostnames), flux hostlist -e
         ("n[001-003,130],gpu-x3", ("n001", "n002", "n003", "n130", "gpu-x3")),
         ("n[9-11]", ("n9", "n10", "n11")),
         ("r[1-2]-ib", ("r1-ib", "r2-ib")),
@@ -107,6 +108,8 @@ def test_any_text_is_a_list_or_refused(text: str) -> None:
         "n[001-3]",
         "10.0.0.[1-2]",
         "n1.foo.,n2",
+        "n[1-2] m[1-2]",
+        "n1\nn2",
     ],
 )
 def test_lists_are_expanded_as_slurm_does(text: str, tmp_path: Path) -> None:
