@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cputrain.affinity.errors import InputError
+from cputrain.affinity.terminal import text_of
 from cputrain.data.formats.open import detect
 from cputrain.data.formats.source import Source, Split, Survey
 from cputrain.recipe.derivation import settings_at
@@ -46,7 +47,13 @@ def _source(recipe: Recipe) -> Source:
     if data.path is not None and data.prepare is not None and not Path(data.path).exists():
         command = data.prepare.replace("{path}", shlex.quote(data.path))
         raise InputError(f"data folder {data.path} does not exist: make it with `{command}`, or set data.path=DIR")
-    return detect(data.path, data.label_column)
+    found = detect(data.path, data.label_column)
+    if len(found.classes) == 1:  # the loss is 0 from the first step on
+        raise InputError(
+            f"{found.place} has one class, {text_of(found.classes[0])}, in which nothing can be told apart: name a "
+            "folder whose folders are the classes, two or more"
+        )
+    return found
 
 
 def _generated(recipe: Recipe, classes: tuple[str, ...], train: int, val: int) -> Source:

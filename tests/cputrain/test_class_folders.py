@@ -88,6 +88,20 @@ def test_splits_without_class_folders_are_not_taken_for_classes(tmp_path: Path, 
             read(str(tmp_path / "data"))
 
 
+def test_a_training_of_one_class_is_refused_and_a_loader_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an archive unpacked into a folder of its own name has it: train/train/CLASS. Cross-entropy of one class is 0."""
+    made = write_images(tmp_path / "made", train=4, val=0)
+    shutil.copytree(made / "train", tmp_path / "data/train/train")
+    assert main(["train", "imagefolder", f"data.path={tmp_path / 'data'}", "--dry-run"]) == 2
+    assert capsys.readouterr().err == (
+        f"cputrain: {tmp_path / 'data'} has one class, train, in which nothing can be told apart: name a folder whose "
+        "folders are the classes, two or more\n"
+    )
+    assert len(open_dataset(str(tmp_path / "data")).train) == 10, "perhaps without labels: of a loop of one's own"
+
+
 def test_a_training_of_class_folders_says_where_its_validation_images_are_from(
     classes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

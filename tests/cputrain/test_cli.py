@@ -164,9 +164,9 @@ def test_plan_of_a_recipe_whose_data_is_elsewhere(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_images_is_refused(tmp_path: Path) -> None:
-    write_images(tmp_path / "images", classes=1, train=1, val=1)
-    expected = refused(here("train", "imagefolder", "data.path=images", "plan.ppn=2", cwd=tmp_path))
-    assert "2 workers need at least 2 images, but train/ has 1" in expected or "ppn=2 needs 2 cores" in expected
+    write_images(tmp_path / "images", classes=2, train=1, val=1)
+    found = refused(here("plan", "imagefolder", "data.path=images", "--nodes", "3", "--ppn", "1", cwd=tmp_path))
+    assert "3 workers need at least 3 images, but train/ has 2" in found
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
