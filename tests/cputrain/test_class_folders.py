@@ -91,7 +91,7 @@ def test_splits_without_class_folders_are_not_taken_for_classes(tmp_path: Path, 
 def test_a_training_of_one_class_is_refused_and_a_loader_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As an archive unpacked into a folder of its own name has it: train/train/CLASS. Cross-entropy of one class is 0."""
+    """As an archive unpacked into a folder of its own name has it: train/train/CLASS. The loss of one class is 0."""
     made = write_images(tmp_path / "made", train=4, val=0)
     shutil.copytree(made / "train", tmp_path / "data/train/train")
     assert main(["train", "imagefolder", f"data.path={tmp_path / 'data'}", "--dry-run"]) == 2

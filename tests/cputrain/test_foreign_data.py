@@ -368,7 +368,10 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
     assert dataset.classes == ("-1", "0", "1"), "where -1 is among the values, it is one"
     assert counts(tmp_path) == (4, 1) and dataset.train.labels.tolist() == [1, 2, 0, 1]
     assert [dataset.train.read(i) for i in range(4)] == [png(i) for i in (0, 2, 3, 4)]
-    assert dataset.notes == (f"{tmp_path}: 2 rows of the split train without a label: not used",)
+    assert dataset.notes == (
+        f"{tmp_path}: the label -1 of the column label is a class: remove these rows if it is none",
+        f"{tmp_path}: 2 rows of the split train without a label: not used",
+    )
     for first, count, told in ((1, 1, "column label has no label in any row"), (0, 0, "has no rows: is the download")):
         for name in ("train", "train-more"):
             parquet.write_table(rows.slice(first, count), tmp_path / f"{name}.parquet")

@@ -128,6 +128,43 @@ def test_save_to_disk_s_arrow_files_and_images_beside_the_table(tmp_path: Path) 
             train.read(i)
 
 
+def test_files_that_name_the_classes_otherwise_are_refused(hub: Path) -> None:
+    """Each file's ClassLabel numbers its own list: 0 is the cat of one, and the dog of the other."""
+    other = table_of(40, 9)
+    features = {"label": {"_type": "ClassLabel", "names": ["dog", "cat", "owl"]}}
+    other = other.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    parquet.write_table(other, hub / "data/validation-00000-of-00001.parquet")
+    told = r"validation-.*: label 0 of the column label is 'dog', in .*train-00000.* it is 'cat': write both"
+    with pytest.raises(InputError, match=told):
+        survey(str(hub))
+
+
+def test_what_datasets_keeps_beside_its_files_is_not_read_twice(tmp_path: Path) -> None:
+    """`datasets.map` writes cache-FINGERPRINT.arrow into the folder of save_to_disk."""
+    rows = table_of(0, 12)
+    (tmp_path / "train").mkdir()
+    for name in ("data-00000-of-00001", "cache-0123456789abcdef", "cache-fedcba9876543210_00001_of_00002"):
+        file = str(tmp_path / f"train/{name}.arrow")
+        with pyarrow.OSFile(file, "wb") as out, pyarrow.ipc.new_stream(out, rows.schema) as stream:
+            stream.write_table(rows)
+    found = survey(str(tmp_path), val_fraction=0.25)
+    assert (found.train, found.val) == (9, 3)
+
+
+def test_of_several_columns_of_images_the_usual_one_is_taken_and_said(tmp_path: Path) -> None:
+    rows = table_of(0, 6)
+    features = {name: {"_type": "Image"} for name in ("mask", "image")} | {
+        "label": {"_type": "ClassLabel", "names": NAMES}
+    }
+    both = pyarrow.table({"mask": table_of(6, 6)["image"], "image": rows["image"], "label": rows["label"]})
+    both = both.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    for split in ("train", "validation"):
+        parquet.write_table(both, tmp_path / f"{split}.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.train.read(2) == png(2)
+    assert dataset.notes == (f"{tmp_path}: the images are those of the column image, of mask, image",)
+
+
 def test_splits_are_known_by_names(tmp_path: Path) -> None:
     for name in ("train-0.parquet", "dev.parquet", "my_test.parquet", "constraint.parquet", "valid/0.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -31,6 +31,7 @@ Files = dict[str, list[Path]]
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 RECORD_NAME = re.compile(r"-\d+-of-\d+(\.gz)?$|\.tfrec(ord)?s?(\.gz)?$", re.IGNORECASE)
+CACHE_OF_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$")  # results of its map and filter
 ARCHIVES = {"ILSVRC2012_img_train.tar": "imagenet", "256_ObjectCategories.tar": "caltech256"}
 TFDS_VERSION = re.compile(r"\d+\.\d+\.\d+")  # the folders in which tensorflow_datasets keeps a data set
 MOST_FOLDERS = 100  # an image folder may have thousands of classes
@@ -55,8 +56,11 @@ class Format:
 
 
 def table_files(root: Path) -> Files:
-    """The Parquet and Arrow files of each split: as on the Hugging Face Hub, or as `save_to_disk` writes them."""
-    return files_by_split(root, lambda name: name.lower().endswith(TABLE_SUFFIXES))
+    """The Parquet and Arrow files of each split: as on the Hugging Face Hub, or as `save_to_disk` writes them; not what
+    `datasets` keeps beside these, whose images are the same ones."""
+    return files_by_split(
+        root, lambda name: name.lower().endswith(TABLE_SUFFIXES) and not CACHE_OF_DATASETS.match(name)
+    )
 
 
 def record_files(root: Path) -> Files:

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form
-from cputrain.affinity.wording import counted
+from cputrain.affinity.wording import counted, first_named
 from cputrain.data.formats.dataset import LabeledImages, PiecewiseImages, subset_of
 from cputrain.data.formats.source import Source, Split, opened
 
@@ -41,8 +42,9 @@ def choose_columns(path: Path, schema: Any, label: str | None) -> tuple[str, str
     """The names of the image column and of the label column, `label` if that is given.
 
     Columns that Hugging Face's metadata call Image and ClassLabel come first, then those of usual names, then the only
-    one of a fitting type. Without a column of encoded images, a column of texts that has a usual name for one has the
-    paths of image files. Raises InputError where that leaves none, or several.
+    one of a fitting type; of several columns of images the first. Without a column of encoded images, a column of texts
+    that has a usual name for one has the paths of image files. Raises InputError where that leaves none, or several of
+    labels.
     """
     types = {name: _type_of(schema.field(name).type) for name in schema.names}
     features = {name: _feature(schema, name).get("_type") for name in schema.names}
@@ -68,11 +70,9 @@ def _choose(
     usual: Sequence[str],
     kinds: dict[str, str],
 ) -> str:
-    for chosen in (
-        [name for name in fitting if features[name] == feature],
-        [name for name in fitting if name.lower() in usual],
-        fitting,
-    ):
+    named = [name for name in fitting if name.lower() in usual]
+    featured = [name for name in fitting if features[name] == feature]
+    for chosen in ([name for name in named if name in featured and what == "image"], featured, named, fitting):
         if len(chosen) == 1:
             return chosen[0]
         if chosen and what == "label":
@@ -271,8 +271,14 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
     classes = class_names_of(first.schema, label, columns["train"])
     if not classes.names:
         raise InputError(f"{first.path}: column {label} has no label in any row")
+    _check_class_names(first, [table for each in tables.values() for table in each], label)
     splits: dict[str, Split] = {}
     notes: list[str] = []
+    alike = [name for name in first.schema.names if _type_of(first.schema.field(name).type) == "image"]
+    if len(alike) > 1:
+        notes.append(f"{root}: the images are those of the column {image}, of {first_named(alike)}")
+    if UNLABELED in classes.numbers:
+        notes.append(f"{root}: the label {UNLABELED} of the column {label} is a class: remove these rows if it is none")
     for split, each in tables.items():
         labels = labels_of(f"{each[0].path}: column {label}", columns[split], classes)
         labeled = np.flatnonzero(labels != UNLABELED)
@@ -285,6 +291,20 @@ def read_tables(root: Path, files: Mapping[str, Sequence[Path]], label: str | No
     if "train" not in splits:
         raise InputError(f"{first.path}: column {label} has no label in any row")
     return Source(place=str(root), classes=classes.names, splits=splits, notes=tuple(notes))
+
+
+def _check_class_names(first: "_Table", tables: Sequence["_Table"], label: str) -> None:
+    """Raise InputError where a file gives a class's number another name than the first one: it would be two classes."""
+    expected = _feature(first.schema, label).get("names")
+    for table in tables:
+        names = _feature(table.schema, label).get("names")
+        if names and expected and names != expected:
+            number = next(n for n, (own, other) in enumerate(zip_longest(names, expected)) if own != other)
+            own, other = (each[number] if number < len(each) else None for each in (names, expected))
+            raise InputError(
+                f"{table.path}: label {number} of the column {label} is {own!r}, in {first.path} it is {other!r}: "
+                "write both with the same list of classes"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
