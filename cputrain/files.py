@@ -1,4 +1,7 @@
-"""Writing files so that they are either complete or absent, and errors that name the file."""
+"""Writing files so that they are either complete or absent, errors that name the file, and the names of a run's files.
+
+Without recipes, so that `cputrain launch` starts in no time.
+"""
 
 import errno
 import os
@@ -8,7 +11,19 @@ from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
+from cputrain.affinity.planner.plan import Plan
+from cputrain.affinity.planner.plan_file import PLAN_FILE, plan_to_json
 from cputrain.affinity.terminal import CODES
+
+RECIPE, PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT = (
+    "recipe.yaml",
+    PLAN_FILE,
+    "environment.json",
+    "checkpoints",
+    "logs",
+    "metrics",
+    "report.html",
+)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -54,3 +69,8 @@ def write_whole(file: RawIOBase, data: bytes, path: Path) -> None:
     with errors_name(path):
         if (file.write(data) or 0) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the next write would fail like this
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan as JSON, for `cputrain.affinity.bind` to read."""
+    write_text(path, plan_to_json(plan))

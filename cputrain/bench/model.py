@@ -10,6 +10,7 @@ from cputrain.affinity.planner.records import Record
 from cputrain.affinity.planner.request import training_name
 from cputrain.affinity.wording import counted, spread
 from cputrain.bench.figures import Figure, Report, Table, figure_of, spread_of
+from cputrain.files import RECIPE
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.task import run_on_ranks
 from cputrain.measurements import rate_record
@@ -17,7 +18,6 @@ from cputrain.models.sizes import layer_sizes
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import SYNTHETIC, EvaluateSection, Recipe, SweepSection
 from cputrain.runs.folder import make_folder
-from cputrain.runs.names import RECIPE
 from cputrain.simulate.network import LayerSeconds, Measurement, setup_of, training_record
 
 PARTS = ("data wait", "forward", "backward", "exposed communication", "optimizer", "other")

@@ -23,6 +23,7 @@ from cputrain.cli.options import no_verify_option, restarts_option, settings_arg
 from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
 from cputrain.cli.words import as_recipe_key
 from cputrain.data.from_recipe import survey_recipe
+from cputrain.files import LOGS, PLAN, write_plan
 from cputrain.launch.local import PlannedTraining, local_job, plan_recipe, plan_training, train_here
 from cputrain.launch.rank_process import StartOptions, bind_rank, run_rank
 from cputrain.launch.recipe_request import for_evaluation
@@ -32,6 +33,7 @@ from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import explain, rate_warning
 from cputrain.recipe.schema import SYNTHETIC, Recipe
+from cputrain.runs.events import check_log_formats
 from cputrain.runs.folder import (
     check_folder,
     checkpoints_of,
@@ -41,9 +43,8 @@ from cputrain.runs.folder import (
     run_of,
     with_same_global_batch,
 )
-from cputrain.runs.metric_files import check_log_formats
-from cputrain.runs.names import LOGS, PLAN, is_restarted, lock_name_in, restart_variables, write_plan
 from cputrain.training.ipex import check_ipex
+from cputrain.variables import is_restarted, lock_name_in, restart_variables
 
 
 @click.command("train")

@@ -15,7 +15,7 @@ from cputrain.affinity.terminal import ExitStatus
 from cputrain.mpi.launchers.programs import LAUNCHERS
 from cputrain.mpi.supervise.signals import SAVE_S
 from cputrain.mpi.supervise.wire import TOKEN_VARIABLE
-from cputrain.runs.names import ATTEMPT, JOB
+from cputrain.variables import ATTEMPT, JOB
 
 KINDS = ("job", "jobset", "mpijob")
 NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # RFC 1123's labels, which Kubernetes takes

@@ -18,6 +18,7 @@ from cputrain.affinity.filesystem import cache_folder
 from cputrain.affinity.ranks.host_names import is_this_host
 from cputrain.affinity.ranks.rank import port_of
 from cputrain.affinity.start import own_program
+from cputrain.files import LOGS, PLAN
 from cputrain.launch.hosts import check_binder
 from cputrain.launch.options import PlanningOptions, het_groups, network_of
 from cputrain.launch.training_command import COMPILING
@@ -26,7 +27,6 @@ from cputrain.mpi.hosts.groups import Cluster
 from cputrain.mpi.launchers.launcher import Job, Launcher
 from cputrain.mpi.launchers.programs import LAUNCHERS
 from cputrain.mpi.supervise.run import free_port
-from cputrain.runs.names import LOGS, PLAN
 
 PYTHON = re.compile(r"python[0-9.]*")
 

@@ -11,6 +11,7 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.start import own_program
 from cputrain.data.formats.source import Survey
 from cputrain.data.from_recipe import survey_recipe
+from cputrain.files import LOGS, PLAN, RECIPE
 from cputrain.launch.options import THIS_HOST
 from cputrain.launch.recipe_request import request_of
 from cputrain.launch.shortage import remedy
@@ -22,7 +23,7 @@ from cputrain.mpi.supervise.run import run_local
 from cputrain.recipe.derivation import TrainingSizes, derive
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.folder import TrainingScale, locked, make_folder
-from cputrain.runs.names import LOGS, PLAN, RECIPE, is_restarted, lock_name_in
+from cputrain.variables import is_restarted, lock_name_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

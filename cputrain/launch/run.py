@@ -14,6 +14,7 @@ from cputrain.affinity.planner.plan import Plan, Request
 from cputrain.affinity.ranks.rank import Rank
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted
+from cputrain.files import LOGS, PLAN, write_plan
 from cputrain.launch.command import check_launch, check_program, command_job, measure_transports, new_folder
 from cputrain.launch.hosts import (
     allocation_notes,
@@ -41,7 +42,7 @@ from cputrain.mpi.launchers.launcher import InstalledLauncher, Job
 from cputrain.mpi.preflight.run import run_preflight
 from cputrain.mpi.supervise.processes import JobFailedError
 from cputrain.mpi.supervise.run import run_local, run_remote
-from cputrain.runs.names import LOGS, PLAN, restart_variables, write_plan
+from cputrain.variables import restart_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from cputrain.affinity.planner.plan import Plan
 from cputrain.affinity.ranks.rank import discover
 from cputrain.affinity.start import own_program
 from cputrain.affinity.terminal import use_utf8
+from cputrain.files import LOGS, PLAN, write_plan
 from cputrain.launch.local import local_job
 from cputrain.launch.rank_process import rank_context, run_rank
 from cputrain.mpi.supervise.run import run_local
-from cputrain.runs.names import LOGS, PLAN, write_plan
 
 SPEC = "spec.json"
 SIGNALED = 128

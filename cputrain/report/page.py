@@ -19,7 +19,7 @@ from cputrain.affinity.terminal import printable_lines
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.views import plan_to_svg
 from cputrain.affinity.wording import GIB, counted
-from cputrain.files import write_text
+from cputrain.files import REPORT, write_text
 from cputrain.mpi.usage.records import HostUse, WorkerUse
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
@@ -57,7 +57,6 @@ from cputrain.report.run import (
     worker_rows,
 )
 from cputrain.runs.folder import describe_value, differences
-from cputrain.runs.names import REPORT
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
 

@@ -1,5 +1,5 @@
-"""A run's folder: its files and their names (`folder`), the event log (`events`), which settings a resumed run may
-change (`resume`), and what a rank knows of its job's earlier attempts (`attempt`). Nothing here trains.
+"""A run: `folder` has its folder, lock and removal, and which settings a resumed run may change, `events` the log of
+its events, and that log as CSV, for TensorBoard and as MLPerf's lines. Nothing here trains.
 """
 
 from cputrain.affinity.lazy import front

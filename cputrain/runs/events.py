@@ -1,37 +1,39 @@
-"""events.jsonl: the events of a run, written and read."""
+"""events.jsonl: the events of a run, written and read; and what other programs read, in the folder metrics/."""
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Protocol
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
-from pydantic_core import from_json
+import msgspec
+from msgspec import Meta, convert
 from typing_extensions import NotRequired
 from typing_extensions import TypedDict as Fields
 
-from cputrain.files import write_whole
+from cputrain.affinity.errors import InputError
+from cputrain.files import METRICS, errors_name, write_whole, write_with
+from cputrain.recipe.schema import Recipe
 
-MORE = ConfigDict(extra="allow", strict=True)  # fields of a later version are kept
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
-Maybe = Number | None
-Time = Annotated[float, Field(strict=True, ge=0, lt=250_000_000_000)]  # Unix seconds, before the year 9892
+# Of each event the fields that are checked; others, as of a later version, are kept. JSON as it is read has no NaN.
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Maybe = float | None
+Time = Annotated[float, Meta(ge=0, lt=250_000_000_000)]  # Unix seconds, before the year 9892
 
 
-@with_config(MORE)
 class _Event(Fields):
     event: str
     time: Time
     monotonic_s: NotRequired[Time]
 
 
-@with_config(MORE)
 class _Binding(Fields):
     rank: Count
     host: str
@@ -41,7 +43,6 @@ class _Binding(Fields):
     thread_pus: NotRequired[list[list[Count]]]
 
 
-@with_config(MORE)
 class _Start(_Event):
     bindings: list[_Binding]
     data: NotRequired[str]
@@ -53,46 +54,36 @@ class _Start(_Event):
     classes: NotRequired[Count]
 
 
-@with_config(MORE)
 class _Step(_Event):
     step: Count
-    epoch: Number
+    epoch: float
     loss: Maybe
-    rate: Number
-    images_per_s: Number
-    data_wait_s: NotRequired[Number]
-    comm_wait_s: NotRequired[Number]
+    rate: float
+    images_per_s: float
+    data_wait_s: NotRequired[float]
+    comm_wait_s: NotRequired[float]
 
 
-@with_config(MORE)
 class _Ranks(_Event):
     step: Count
     steps: Count
-    seconds: list[Number]
-    data_wait_s: list[Number]
-    comm_wait_s: list[Number]
+    seconds: list[float]
+    data_wait_s: list[float]
+    comm_wait_s: list[float]
 
 
-def _one_value_for_each_rank(record: _Ranks) -> _Ranks:
-    if not len(record["seconds"]) == len(record["data_wait_s"]) == len(record["comm_wait_s"]):
-        raise ValueError("lists of different lengths")
-    return record
-
-
-@with_config(MORE)
 class _Epoch(_Event):
     step: Count
-    epoch: Number
+    epoch: float
     train_loss: Maybe
     train_top1: Maybe
     val_loss: Maybe
     val_top1: Maybe
     val_top5: Maybe
-    seconds: Number
-    images_per_s: Number
+    seconds: float
+    images_per_s: float
 
 
-@with_config(MORE)
 class _Layer(Fields):
     layer: str
     weights: Maybe
@@ -101,26 +92,22 @@ class _Layer(Fields):
     trust: Maybe
 
 
-@with_config(MORE)
 class _Ratios(_Event):
     step: Count
-    rate: Number
+    rate: float
     layers: list[_Layer]
 
 
-@with_config(MORE)
 class _Warning(_Event):
     what: str
     step: NotRequired[Count]
     images: NotRequired[list[str]]
 
 
-@with_config(MORE)
 class _Checkpoint(_Event):
     step: Count
 
 
-@with_config(MORE)
 class _End(_Event):
     status: str
     steps: Count
@@ -130,8 +117,8 @@ class _End(_Event):
     val_loss: NotRequired[Maybe]
     test_top1: NotRequired[Maybe]
     test_top5: NotRequired[Maybe]
-    time_to_train_s: Number
-    wall_time_s: NotRequired[Number]
+    time_to_train_s: float
+    wall_time_s: NotRequired[float]
     trained_until: NotRequired[Time]
     trained_until_monotonic_s: NotRequired[Time]
 
@@ -139,33 +126,26 @@ class _End(_Event):
 TYPES: dict[str, Any] = {
     "start": _Start,
     "step": _Step,
-    "ranks": Annotated[_Ranks, AfterValidator(_one_value_for_each_rank)],
+    "ranks": _Ranks,
     "epoch": _Epoch,
     "ratios": _Ratios,
     "warning": _Warning,
     "checkpoint": _Checkpoint,
     "end": _End,
 }
-OF_ANY_NAME = TypeAdapter(_Event).validator
-VALIDATORS = {name: TypeAdapter(fields).validator for name, fields in TYPES.items()}
-STEP, READ_STEP = b'{"event": "step",', VALIDATORS["step"].validate_json
 
 
 def read_event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line, None for a line that is none; an event of another name needs a time.
-
-    Logs have a million steps: their lines are parsed and checked at once.
-    """
+    """The event of a line, None for a line that is none; an event of another name needs a time."""
     try:
-        if line.startswith(STEP):
-            step: dict[str, Any] = READ_STEP(line)
-            return step if step["event"] == "step" else None  # a line may name two
-        value = from_json(line)
+        value: Any = msgspec.json.decode(line)
         name = value.get("event") if isinstance(value, dict) else None
-    except ValueError:  # a ValidationError is one
+        convert(value, TYPES.get(name, _Event) if isinstance(name, str) else _Event)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
-    validator = VALIDATORS.get(name, OF_ANY_NAME) if isinstance(name, str) else OF_ANY_NAME
-    return value if validator.isinstance_python(value) else None
+    if name == "ranks" and not len(value["seconds"]) == len(value["data_wait_s"]) == len(value["comm_wait_s"]):
+        return None  # not one value for each rank
+    return value  # type: ignore[no-any-return]
 
 
 FILE = "events.jsonl"
@@ -346,3 +326,147 @@ def _lines(folder: Path) -> Iterator[dict[str, Any] | None]:
         while line := file.readline(MOST_BYTES):
             if line.endswith(b"\n"):
                 yield read_event(line)
+
+
+@contextmanager
+def open_events(recipe: Recipe) -> Iterator[Events]:
+    """A run's events.jsonl, of which metrics/ has at the end, also that of a training that fails, what the recipe's
+    `log` requests; TensorBoard shows a run while it goes on."""
+    with TensorBoardEvents(recipe.folder) if "tensorboard" in recipe.log else Events(recipe.folder) as events:
+        try:
+            yield events
+        finally:
+            export(recipe)
+
+
+def check_log_formats(recipe: Recipe) -> None:
+    """Raise InputError where a format needs a package that is not installed."""
+    if "tensorboard" in recipe.log and find_spec("tensorboard") is None:
+        raise InputError(
+            "log=tensorboard needs the package tensorboard, which this Python lacks: pip install "
+            '"cputrain[tensorboard]", or remove it from log'
+        )
+
+
+class TensorBoardEvents(Events):
+    """Events that are scalars for TensorBoard, too: `tensorboard --logdir RUN/metrics/tensorboard`, or a folder of
+    runs; over the steps done."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second, and an extra
+
+        super().__init__(folder)
+        self._folder = folder / METRICS / "tensorboard"
+        self._writer: Any = SummaryWriter(str(self._folder))
+
+    def write(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Append an event, and add its scalars."""
+        written = super().write(event, **fields)
+        with errors_name(self._folder):
+            for key, name in SCALARS.get(event, {}).items():
+                if (value := written.get(key)) is not None:
+                    self._writer.add_scalar(name, value, written["step"], walltime=written["time"])
+            if event == "epoch":
+                self._writer.flush()
+        return written
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        with errors_name(self._folder):
+            self._writer.close()
+
+
+CSV_FIELDS = {
+    "step": ("time", "step", "epoch", "loss", "rate", "images_per_s", "data_wait_s", "comm_wait_s"),
+    "epoch": (
+        *("time", "step", "epoch", "train_loss", "train_top1", "val_loss", "val_top1", "val_top5"),
+        *("seconds", "images_per_s"),
+    ),
+}
+SCALARS = {
+    "step": {
+        "loss": "train/loss",
+        "rate": "train/learning_rate",
+        "images_per_s": "speed/images_per_s",
+        "data_wait_s": "speed/data_wait_s",
+        "comm_wait_s": "speed/comm_wait_s",
+    },
+    "epoch": {
+        "train_loss": "epoch/train_loss",
+        "train_top1": "epoch/train_top1",
+        "val_loss": "epoch/val_loss",
+        "val_top1": "epoch/val_top1",
+        "val_top5": "epoch/val_top5",
+    },
+}
+
+
+def export(recipe: Recipe) -> None:
+    """Write the run's events to metrics/ as the recipe's `log` requests: csv to steps.csv and epochs.csv, mlperf to
+    mlperf.log, each complete or as it was before. Raises OSError that names the file."""
+    folder = recipe.folder
+    if "csv" in recipe.log:
+        for name in CSV_FIELDS:
+            _write_lines(folder / METRICS / f"{name}s.csv", csv_lines(name, written_events(folder)))
+    if "mlperf" in recipe.log:
+        _write_lines(folder / METRICS / "mlperf.log", mlperf_lines(recipe, written_events(folder)))
+
+
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    write_with(path, lambda file: file.writelines(f"{line}\n".encode() for line in lines))
+
+
+def csv_lines(name: str, written: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The rows of all steps or all epochs, below their heading, with empty cells for values that there are not; what a
+    resumed run has repeated is repeated."""
+    yield ",".join(CSV_FIELDS[name])
+    for event in written:
+        if event["event"] == name:
+            values = [event.get(field) for field in CSV_FIELDS[name]]
+            yield ",".join("" if value is None else str(value) for value in values)
+
+
+def mlperf_lines(recipe: Recipe, written: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Lines as MLPerf's logging rules have them (:::MLLOG and JSON), of the parts that a run has.
+
+    A run has one run_start and one run_stop, however often it was started: the interval is that from its first start to
+    its last end, pauses included.
+    """
+
+    def line(at: float, key: str, value: object, kind: str = "POINT_IN_TIME", **metadata: object) -> str:
+        entry = {"namespace": "", "time_ms": round(1000 * at), "event_type": kind, "key": key, "value": value}
+        return f":::MLLOG {json.dumps({**entry, 'metadata': {'file': 'cputrain', 'lineno': 0, **metadata}})}"
+
+    begun, end = False, None
+    for event in written:
+        at, name = event["time"], event["event"]
+        if name == "start":
+            end = None  # this start goes on with the interval
+        if name == "start" and not begun:
+            begun = True
+            for key, value in {
+                "submission_benchmark": recipe.model.name,
+                "submission_platform": f"{event.get('workers')} workers on CPUs, {sys.platform}",
+                "seed": recipe.seed,
+                "global_batch_size": event.get("global_batch"),
+                "train_samples": event.get("train_images"),
+                "opt_name": recipe.optim.name,
+                "opt_weight_decay": recipe.optim.weight_decay,
+                "opt_learning_rate_warmup_epochs": recipe.schedule.warmup_epochs,
+                "gradient_accumulation_steps": recipe.batch.accumulation,
+            }.items():
+                yield line(at, key, value)
+            yield line(at, "run_start", None, "INTERVAL_START")
+        elif name == "epoch":
+            number = event["epoch"]
+            yield line(at - event["seconds"], "epoch_start", None, "INTERVAL_START", epoch_num=number - 1)
+            if event["val_top1"] is not None:
+                yield line(at, "eval_accuracy", event["val_top1"] / 100, epoch_num=number)
+            yield line(at, "epoch_stop", None, "INTERVAL_END", epoch_num=number - 1)
+        elif name == "end":
+            end = event
+    if end is not None:
+        status = "success" if end["status"] == "done" else "aborted"
+        yield line(end.get("trained_until", end["time"]), "run_stop", None, "INTERVAL_END", status=status)

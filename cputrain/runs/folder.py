@@ -25,7 +25,7 @@ from cputrain.checkpoints import (
     read_manifest,
     step_of,
 )
-from cputrain.files import write_text
+from cputrain.files import CHECKPOINTS, ENVIRONMENT, LOGS, METRICS, PLAN, RECIPE, REPORT, write_plan, write_text
 from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.recipe.derivation import TrainingSizes
 from cputrain.recipe.keys import shortened
@@ -40,7 +40,7 @@ from cputrain.recipe.loading import (
 from cputrain.recipe.schema import OWN_SAMPLES, BatchSection, Recipe
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.events import read_events
-from cputrain.runs.names import CHECKPOINTS, ENVIRONMENT, LOGS, PLAN, RECIPE, REPORT, is_restarted, job_in, write_plan
+from cputrain.variables import is_restarted, job_in
 
 MARK = ".cputrain-run"
 # What a folder of a run contains that its name leads to somewhere else; there, other files are left alone.
@@ -299,7 +299,6 @@ def reason_not_to_resume(
     return None
 
 
-METRICS = "metrics"
 RUN_FILES = (PLAN, ENVIRONMENT, CHECKPOINTS, LOGS, METRICS, REPORT, EVENTS, USAGE, RECIPE)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
-from cputrain.files import write_text
+from cputrain.files import RECIPE, REPORT, write_text
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import Chart, Line, Table, charts_data, drawn, rows_per_run, thin
@@ -20,7 +20,6 @@ from cputrain.report.run import Run, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import describe_value, values_by_key
-from cputrain.runs.names import RECIPE, REPORT
 from cputrain.sweep.tables import ACHIEVED, ENDED_BY, FEWEST, FOLDER, RULE, compare, comparison_rows
 from cputrain.sweep.trainings import STOPPED, RunResult, TrainingSetup, Variant, label_of, result_in
 

@@ -16,7 +16,7 @@ from typing import Any
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.planner.request import footprint, largest_batch
 from cputrain.affinity.wording import GIB, counted
-from cputrain.files import write_text
+from cputrain.files import CHECKPOINTS, LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.launch.task import run_on_ranks
@@ -26,7 +26,6 @@ from cputrain.recipe.schema import BatchSection, SweepSection
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
 from cputrain.runs.folder import make_folder
-from cputrain.runs.names import CHECKPOINTS, LOGS, RECIPE
 from cputrain.sweep.trainings import DOES_NOT_FIT, FAILED, INVALID, outcome_of
 
 CLOSE = 8  # the search ends where the largest that trains and the smallest that fails differ by 1/CLOSE

@@ -23,7 +23,7 @@ import yaml
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.terminal import ExitStatus, status_of_signal
-from cputrain.files import write_text
+from cputrain.files import LOGS, RECIPE, write_text
 from cputrain.launch.local import PlannedTraining, train_here
 from cputrain.mpi.supervise.signals import PREEMPTION_SIGNAL
 from cputrain.recipe.derivation import largest_local_batch
@@ -31,7 +31,6 @@ from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe, SweepSection
 from cputrain.runs.events import DIVERGENCE_FACTOR, Log, elapsed, read_log
 from cputrain.runs.folder import check_folder, differences
-from cputrain.runs.names import LOGS, RECIPE
 
 SEED, WORKERS = "seed", "plan.ppn"
 

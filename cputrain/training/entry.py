@@ -19,7 +19,7 @@ from cputrain.affinity.wording import counted
 from cputrain.checkpoints import remove_partial
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
 from cputrain.data.staging import staged
-from cputrain.files import write_atomic, write_text
+from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.measurements import keep_bf16_gain
 from cputrain.models.weights import load_initial_weights
@@ -28,10 +28,8 @@ from cputrain.mpi.usage.sampler import Sampler
 from cputrain.optim.build import build_optimizer
 from cputrain.recipe.schema import Recipe
 from cputrain.report.page import write_report
-from cputrain.runs.events import EventLog, SilentEvents, time_spent
+from cputrain.runs.events import EventLog, SilentEvents, open_events, time_spent
 from cputrain.runs.folder import check_folder, finished, locked, make_folder
-from cputrain.runs.metric_files import open_logs
-from cputrain.runs.names import CHECKPOINTS, ENVIRONMENT, PLAN, is_restarted, lock_name_in
 from cputrain.training.engine import autocast, optimize_training, possible_bf16_speedups, prepare_model
 from cputrain.training.log import (
     REDRAW_S,
@@ -48,6 +46,7 @@ from cputrain.training.session import Session, choose_winograd, start_session, w
 from cputrain.training.signals import Preemption, end_by, ignore_preemption
 from cputrain.training.step import TrainResult, TrainState, make_train_state
 from cputrain.training.task import OwnTask, sum_of
+from cputrain.variables import is_restarted, lock_name_in
 
 
 def start_training(session: Session, events: EventLog, options: StartOptions) -> TrainingLoop:
@@ -175,7 +174,7 @@ def _train(session: Session, options: StartOptions) -> TrainResult:
     if speedups:
         keep_bf16_gain(speedups, session.context.env)
     startup.phase("building the network and the optimizer")
-    with open_logs(recipe) as events:
+    with open_events(recipe) as events:
         training = start_training(session, events, options)
         if training.state.winograd is not None:
             environment["winograd"] = training.state.winograd

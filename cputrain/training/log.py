@@ -17,13 +17,13 @@ from cputrain.affinity.terminal import printable_lines
 from cputrain.affinity.wording import GIB, counted
 from cputrain.checkpoints import name_of
 from cputrain.data.formats.dataset import causes
+from cputrain.files import CHECKPOINTS
 from cputrain.measurements import BF16_GAIN, bf16_line
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import EventLog, TimeSpent
-from cputrain.runs.names import CHECKPOINTS, job_in
 from cputrain.training.session import Session
 from cputrain.training.step import Accuracy, StepResult, StepSettings, TrainResult, Watcher
-from cputrain.variables import shown_variables
+from cputrain.variables import job_in, shown_variables
 
 
 def describe_environment(session: Session) -> dict[str, Any]:

@@ -53,10 +53,10 @@ from cputrain.checkpoints import (
 from cputrain.comm.buckets import Bf16AllReduceHook
 from cputrain.comm.group import all_gather
 from cputrain.comm.store import SignedKeys
+from cputrain.files import CHECKPOINTS
 from cputrain.models.weights import describe_difference, shapes
 from cputrain.recipe.loading import with_absolute_paths
 from cputrain.recipe.schema import OWN_SAMPLES
-from cputrain.runs.names import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.session import Session
 from cputrain.training.step import EpochMetrics, TrainState, mean_statistics

@@ -27,9 +27,9 @@ from cputrain.affinity.wording import counted, first_named
 from cputrain.checkpoints import list_checkpoints
 from cputrain.comm.group import all_gather
 from cputrain.data.formats.dataset import Images, is_too_damaged, refusal
+from cputrain.files import CHECKPOINTS
 from cputrain.recipe.schema import Recipe
 from cputrain.runs.events import DIVERGENCE_FACTOR
-from cputrain.runs.names import CHECKPOINTS
 from cputrain.training.log import TrainingLog
 from cputrain.training.saving import Position, find_newest, put_back, set_damaged_aside
 from cputrain.training.step import Accuracy, EpochMetrics, StepResult, StepSettings, TrainState, Watcher

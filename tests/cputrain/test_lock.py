@@ -10,17 +10,8 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.recipe import Recipe, load_recipe
-from cputrain.runs import (
-    LOCK,
-    TrainingScale,
-    check_folder,
-    check_unlocked,
-    continues_run,
-    is_restarted,
-    lock_name_in,
-    locked,
-    make_folder,
-)
+from cputrain.runs import LOCK, TrainingScale, check_folder, check_unlocked, continues_run, locked, make_folder
+from cputrain.variables import is_restarted, lock_name_in
 from tests.support.commands import cputrain
 
 SCALE = TrainingScale(workers=1, global_batch=4, train_images=12, classes=2)

@@ -14,12 +14,13 @@ import pytest
 from cputrain.affinity.errors import RunError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.wording import GIB
+from cputrain.files import LOGS
 from cputrain.launch import HostsLeft, is_training, remedy, with_absent_module, with_remedy
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import JobFailedError, Shortage
 from cputrain.recipe import load_recipe
-from cputrain.runs import LOGS, make_folder, read_events, with_same_global_batch
+from cputrain.runs import make_folder, read_events, with_same_global_batch
 from tests.support.commands import cputrain, mpi_path
 from tests.support.fake_hosts import fake_hosts
 from tests.support.hangs import children_of

@@ -14,11 +14,11 @@ import pytest
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner import Request, Runtime, plan_machine
 from cputrain.affinity.topology import this_machine
+from cputrain.files import write_plan
 from cputrain.launch import new_folder
 from cputrain.mpi.hosts import HostGroup
 from cputrain.mpi.launchers import Job
 from cputrain.mpi.supervise import TOKEN_VARIABLE, Monitor, run_local
-from cputrain.runs import write_plan
 from tests.support.commands import cputrain
 
 pytestmark = pytest.mark.processes
