@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cputrain.data.pixels import Transform
+from cputrain.data import Transform
 from cputrain.models import import_torchvision
 
 SIDE, BATCH = 224, 32

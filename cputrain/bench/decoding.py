@@ -16,9 +16,17 @@ from cputrain.affinity.planner.request import DECODING
 from cputrain.affinity.topology.machine import Machine
 from cputrain.bench.figures import Figure, Report, figure_of, interleaved
 from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
-from cputrain.data.pixels.decode import Crop, Decode, TurboDecoder, choose_decoder, decode_by_pillow, load
-from cputrain.data.pixels.transform import Transform, center_crop
-from cputrain.data.prepare.pack import reencode
+from cputrain.data.pixels import (
+    Crop,
+    Decode,
+    Transform,
+    TurboDecoder,
+    center_crop,
+    choose_decoder,
+    decode_by_pillow,
+    load,
+)
+from cputrain.data.prepare import reencode
 from cputrain.measurements import rate_record
 
 WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels

@@ -21,8 +21,8 @@ from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.places import MANIFEST, SPLITS, read_manifest
 from cputrain.data.from_recipe import training_transform
 from cputrain.data.order import WINDOW, expected_classes_in_window, mean_classes_in_window
-from cputrain.data.pixels.decode import choose_decoder
-from cputrain.data.prepare.verify import PLAIN, contact_sheet, problems, transformed
+from cputrain.data.pixels import choose_decoder
+from cputrain.data.prepare import PLAIN, contact_sheet, problems, transformed
 from cputrain.files import write_atomic
 from cputrain.runs.folder import load_training
 

@@ -14,8 +14,8 @@ from cputrain.affinity.terminal import printable
 from cputrain.affinity.wording import MIB, counted
 from cputrain.cli.output import shows_bars
 from cputrain.data.formats.dataset import Dataset, causes
-from cputrain.data.prepare.pack import SHARD_BYTES, WRITERS, Options, prepare
-from cputrain.data.prepare.sources import KINDS, TORCHVISION, open_source, write_digits
+from cputrain.data.prepare import SHARD_BYTES, WRITERS, Options, prepare
+from cputrain.data.sources import KINDS, TORCHVISION, open_source, write_digits
 
 QUALITY = 90
 

@@ -13,7 +13,7 @@ from cputrain.recipe.schema import LINE, OWN_SAMPLES, SYNTHETIC, Recipe
 
 if TYPE_CHECKING:  # numpy: not needed to count
     from cputrain.data.formats.dataset import Dataset, Images
-    from cputrain.data.pixels.transform import Transform
+    from cputrain.data.pixels import Transform
 
 SYNTHETIC_CLASSES, SYNTHETIC_IMAGES = 1000, 1_281_167  # ImageNet's
 TRAIN_POINTS, VAL_POINTS = 100, 50
@@ -76,7 +76,7 @@ def _generated(recipe: Recipe, classes: tuple[str, ...], train: int, val: int) -
 
 def training_transform(recipe: Recipe, epoch: int) -> "Transform":
     """The crops and augmentation of the training images in an epoch."""
-    from cputrain.data.pixels.transform import Augmentation, Transform
+    from cputrain.data.pixels import Augmentation, Transform
 
     data, now = recipe.data, settings_at(recipe, epoch)
     return Transform(

@@ -45,9 +45,7 @@ from cputrain.data.formats.dataset import Dataset, Images, OwnSamples, Piecewise
 from cputrain.data.formats.open import open_dataset
 from cputrain.data.formats.shards import BlockReader, images_per_block
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
-from cputrain.data.pixels import decode
-from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder
-from cputrain.data.pixels.transform import Transform
+from cputrain.data.pixels import Decode, Pixels, Transform, choose_decoder, ensure_built
 
 Color = tuple[float, float, float]
 """A value for each of red, green and blue."""
@@ -82,7 +80,7 @@ class Normalize:
 def choose_normalize(mean: Color, std: Color, decoder: str, env: Mapping[str, str]) -> Normalize:
     """Native normalization, or torch's where data.decoder is "pillow" or the native library cannot be compiled."""
     try:
-        native = None if decoder == "pillow" else decode.ensure_built(env)
+        native = None if decoder == "pillow" else ensure_built(env)
     except (InputError, RunError):  # choose_decoder has reported it
         native = None
     return Normalize(mean, std, native)

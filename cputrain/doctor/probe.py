@@ -27,7 +27,7 @@ def launcher(env: Env) -> Found:
 
 def decoder(_env: Env) -> Found:
     """libjpeg-turbo 3."""
-    from cputrain.data.pixels.decode import find_library
+    from cputrain.data.pixels import find_library
 
     return {"library": find_library()}
 

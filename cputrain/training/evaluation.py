@@ -23,7 +23,7 @@ from cputrain.data.formats.dataset import SyntheticImages, causes
 from cputrain.data.formats.source import Survey
 from cputrain.data.loader import GRAY, Batch
 from cputrain.data.order import Indices
-from cputrain.data.pixels.transform import center_crop
+from cputrain.data.pixels import center_crop
 from cputrain.launch.rank_process import RankContext
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe

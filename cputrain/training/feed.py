@@ -8,7 +8,7 @@ from cputrain.data.formats.dataset import OwnSamples, Points, SyntheticImages
 from cputrain.data.from_recipe import training_transform
 from cputrain.data.loader import Batch, ImageLoader, own_batches, point_batches
 from cputrain.data.order import BatchSampler, Indices, SequentialSampler, ShuffledSampler
-from cputrain.data.pixels.transform import Transform
+from cputrain.data.pixels import Transform
 from cputrain.recipe.schema import Recipe
 from cputrain.training.session import Session
 

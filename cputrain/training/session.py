@@ -50,8 +50,7 @@ from cputrain.data.formats.shards import crc32c, images_per_block, split_checksu
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, read_and_decode
 from cputrain.data.order import Indices
-from cputrain.data.pixels.decode import Decode, Pixels, choose_decoder, decode_by_pillow
-from cputrain.data.pixels.transform import center_crop
+from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder, decode_by_pillow
 from cputrain.launch.rank_process import RankContext
 from cputrain.launch.recipe_request import request_of
 from cputrain.measurements import keep, new_record

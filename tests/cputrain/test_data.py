@@ -26,7 +26,8 @@ from cputrain.data import (
 )
 from cputrain.data.formats import Images, Shards, open_dataset
 from cputrain.data.pixels import Pixels, center_crop, decode_by_pillow
-from cputrain.data.prepare import Options, prepare, write_digits
+from cputrain.data.prepare import Options, prepare
+from cputrain.data.sources import write_digits
 from tests.support.images import survey, write_images
 
 

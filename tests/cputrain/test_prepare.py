@@ -19,9 +19,10 @@ from PIL import Image
 from cputrain.affinity.errors import InputError
 from cputrain.cli import main
 from cputrain.data import epoch_order, expected_classes_in_window, mean_classes_in_window
+from cputrain.data import prepare as preparing
 from cputrain.data.formats import RECORD, Shards, apportioned, check_labels, open_dataset
-from cputrain.data.prepare import Options, inspect, open_source, prepare
-from cputrain.data.prepare import pack as preparing
+from cputrain.data.prepare import Options, inspect, prepare
+from cputrain.data.sources import open_source
 from tests.support.commands import here
 from tests.support.images import survey, write_images, write_mnist
 
@@ -216,7 +217,7 @@ def test_a_full_disk_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> N
     mounted = subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
     assert mounted, "needs mount namespaces"
     code = (
-        "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data.prepare import pack as p\n"
+        "import shutil, sys\nfrom pathlib import Path\nfrom cputrain.data import prepare as p\n"
         "from cputrain.data.formats.open import open_dataset\np._check_space = lambda *_: None\n"
         f"p.prepare(open_dataset({str(folder)!r}), Path({str(small)!r}) / 'out', "
         "p.Options(kind='imagefolder', source='x', shards=2))\n"

@@ -13,7 +13,8 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import DEVKIT, SYNSETS, open_dataset
-from cputrain.data.prepare import TRAIN, VAL, open_source, prepare, read_idx
+from cputrain.data.prepare import prepare
+from cputrain.data.sources import TRAIN, VAL, open_source, read_idx
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.images import write_mnist
 

@@ -14,7 +14,8 @@ from PIL import Image
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats import Shards, crc32c, masked, open_dataset
-from cputrain.data.prepare import Options, open_source, prepare, problems
+from cputrain.data.prepare import Options, prepare, problems
+from cputrain.data.sources import open_source
 from cputrain.runs import read_events
 from tests.cputrain.test_prepare import jpeg, options
 from tests.support.checkpoints import content

@@ -29,7 +29,7 @@ from cputrain.affinity.topology import find_machine, read_lstopo, read_machine, 
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 from cputrain.checkpoints import MANIFEST, checksum, read_manifest, read_tensors, write_tensors
 from cputrain.data.formats import places as shards
-from cputrain.data.prepare import read_idx
+from cputrain.data.sources import read_idx
 from cputrain.jobs import parse_array
 from cputrain.mpi.hosts import allocation, expand, parse_hosts
 from cputrain.other_launchers import command_and_rest, translated, words_of
