@@ -18,7 +18,7 @@ from cputrain.cli.output import format_option, print_json, shows_bars
 from cputrain.cli.words import WholeSummaries
 from cputrain.data.formats.dataset import Dataset
 from cputrain.data.formats.open import open_dataset
-from cputrain.data.formats.places import MANIFEST, SPLITS, read_manifest
+from cputrain.data.formats.source import MANIFEST, SPLITS, read_manifest
 from cputrain.data.from_recipe import training_transform
 from cputrain.data.order import WINDOW, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import choose_decoder

@@ -33,6 +33,3 @@ from .order import mean_classes_in_window as mean_classes_in_window
 from .order import rank_share as rank_share
 from .pixels import Augmentation as Augmentation
 from .pixels import Transform as Transform
-from .staging import copies_folder_name as copies_folder_name
-from .staging import copy as copy
-from .staging import staged as staged

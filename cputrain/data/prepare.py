@@ -22,8 +22,8 @@ from PIL import Image, ImageDraw
 
 from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images
-from cputrain.data.formats.places import MANIFEST, read_manifest, write_manifest
 from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, shard_format_of, shard_paths
+from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
 from cputrain.data.formats.tfrecord import FIRST_LABEL, HEAD, IMAGE, LABEL, LENGTH, SYNSET_NAME, TAIL, TEXT, masked
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import DAMAGE, Decode, ImageError, Pixels, Transform, bytes_of_pixels

@@ -18,7 +18,7 @@ from cputrain.affinity.terminal import redraws
 from cputrain.affinity.wording import counted
 from cputrain.checkpoints import remove_partial
 from cputrain.comm.group import all_gather, end_group, no_exit_limit, run_on_main_rank
-from cputrain.data.staging import staged
+from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.measurements import keep_bf16_gain

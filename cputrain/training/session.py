@@ -45,8 +45,8 @@ from cputrain.data.formats.dataset import (
     is_too_damaged,
     refusal,
 )
-from cputrain.data.formats.places import SPLITS
 from cputrain.data.formats.shards import crc32c, images_per_block, split_checksum
+from cputrain.data.formats.source import SPLITS
 from cputrain.data.from_recipe import open_recipe_data
 from cputrain.data.loader import choose_normalize, read_and_decode
 from cputrain.data.order import Indices

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.ranks import Rank
-from cputrain.data import copies_folder_name, copy, staged, staging
-from cputrain.data.formats import open_dataset
+from cputrain.data.formats import copies_folder_name, copy, open_dataset, shards, staged
 from cputrain.data.prepare import Options, prepare
 from tests.cputrain.test_training import PPN
 from tests.support.commands import cputrain
@@ -80,8 +79,8 @@ def test_what_cannot_be_staged_is_refused_before(
         staged(open_dataset(str(data)), str(tmp_path / "file"), ALONE, HERE),
     ):
         pass
-    usage = staging.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _folder: usage._replace(free=10))
+    usage = shards.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda _folder: usage._replace(free=10))
     with (
         pytest.raises(InputError, match=r"has 0\.0 GB free there, the shards need"),
         staged(open_dataset(str(data)), str(tmp_path / "s"), ALONE, HERE),

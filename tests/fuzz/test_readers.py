@@ -28,7 +28,7 @@ from cputrain.affinity.ranks import discover
 from cputrain.affinity.topology import find_machine, read_lstopo, read_machine, tree_root, unpacked
 from cputrain.affinity.views import plan_differences, plan_to_svg, plan_to_text
 from cputrain.checkpoints import MANIFEST, checksum, read_manifest, read_tensors, write_tensors
-from cputrain.data.formats import places as shards
+from cputrain.data.formats import source as shards
 from cputrain.data.sources import read_idx
 from cputrain.jobs import parse_array
 from cputrain.mpi.hosts import allocation, expand, parse_hosts

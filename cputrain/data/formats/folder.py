@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import one_form, text_of
 from cputrain.affinity.wording import counted, first_named
-from cputrain.data.formats.places import (
+from cputrain.data.formats.source import (
     NAMES,
     SPLIT_OF,
     SPLITS,
     TEST,
     TRAIN,
     VAL,
+    Source,
+    Split,
     is_hidden,
     is_image,
     suffix_of,
     visible,
 )
-from cputrain.data.formats.source import Source, Split
 
 if TYPE_CHECKING:  # numpy: not needed to count
     from cputrain.data.formats.dataset import Images

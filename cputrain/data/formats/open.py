@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import either
 from cputrain.data.formats.folder import read_folder
-from cputrain.data.formats.places import (
+from cputrain.data.formats.source import (
     MANIFEST,
     SPLIT_OF,
     TEST,
     TRAIN,
     VAL,
+    Source,
+    Split,
     files_by_split,
     read_manifest,
     visible,
 )
-from cputrain.data.formats.source import Source, Split
 
 if TYPE_CHECKING:  # numpy: only where records must be read to be counted
     from cputrain.data.formats.dataset import Dataset, Images

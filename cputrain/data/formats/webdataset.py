@@ -14,8 +14,7 @@ from pathlib import Path
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import first_named
 from cputrain.data.formats.dataset import FileParts
-from cputrain.data.formats.places import is_hidden, is_image
-from cputrain.data.formats.source import Source, opened
+from cputrain.data.formats.source import Source, is_hidden, is_image, opened
 
 GZIP = b"\x1f\x8b"
 
