@@ -14,7 +14,7 @@ from cputrain.affinity.terminal import printable
 from cputrain.affinity.wording import MIB, counted
 from cputrain.cli.output import shows_bars
 from cputrain.data.formats.dataset import Dataset, causes
-from cputrain.data.prepare import SHARD_BYTES, WRITERS, Options, prepare
+from cputrain.data.prepare import SHARD_BYTES, SHARD_FORMATS, Options, prepare
 from cputrain.data.sources import KINDS, TORCHVISION, open_source, write_digits
 
 QUALITY = 90
@@ -82,7 +82,7 @@ def check_kind(_context: click.Context, _parameter: click.Parameter, kind: str) 
 @click.option(
     "--format",
     "shard_format",
-    type=click.Choice(sorted(WRITERS)),
+    type=click.Choice(sorted(SHARD_FORMATS)),
     default="tar",
     show_default=True,
     help="tar: for webdataset readers; tfrecord: for TensorFlow's ImageNet scripts, with labels from 1",

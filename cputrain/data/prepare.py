@@ -4,18 +4,16 @@ import io
 import json
 import os
 import shutil
-import struct
 import tarfile
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -24,10 +22,10 @@ from cputrain.affinity.errors import InputError
 from cputrain.data.formats.dataset import Dataset, Images
 from cputrain.data.formats.shards import RECORD, Shards, crc32c, index_path, shard_format_of, shard_paths
 from cputrain.data.formats.source import MANIFEST, read_manifest, write_manifest
-from cputrain.data.formats.tfrecord import FIRST_LABEL, HEAD, IMAGE, LABEL, LENGTH, SYNSET_NAME, TAIL, TEXT, masked
+from cputrain.data.formats.tfrecord import HEAD, encode_example, record_of, record_problem
+from cputrain.data.formats.webdataset import member_problem, tar_end, tar_member
 from cputrain.data.order import Indices, epoch_order, expected_classes_in_window, mean_classes_in_window
 from cputrain.data.pixels import DAMAGE, Decode, ImageError, Pixels, Transform, bytes_of_pixels
-from cputrain.data.sources import SYNSET
 from cputrain.files import write_text, write_with
 
 SHARD_BYTES = 256 << 20
@@ -150,131 +148,47 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) else 0
 
 
-ShardRecord = tuple[int, int, int, int, int, int, int]
-"""A sample's row of the index, in the order of formats.shards.RECORD."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """An image to write: `key` is its number in the split, `label` counts from 0, `file_name` is its source's."""
+    """An image to write, with its name in the source; `label` counts from 0."""
 
-    key: int
     image: Encoded
     label: int
     class_name: str
-    file_name: str
+    name: str
 
 
-class ShardWriter(Protocol):
-    """Writes one shard; samples are added in order, and `records` are their rows of the index."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFormat:
+    """How the samples of a shard follow one another.
 
-    records: list[ShardRecord]
-
-    def add(self, sample: Sample) -> None:
-        """Append a sample."""
-
-    def close(self) -> None:
-        """End the shard; the file stays open."""
-
-
-class TarWriter:
-    """A tar archive with two members a sample: KEY.jpg (or the suffix of its format) and KEY.cls."""
-
-    def __init__(self, number: int, file: BinaryIO) -> None:
-        self._number = number
-        self._tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115  closed by close
-        self.records: list[ShardRecord] = []
-
-    def add(self, sample: Sample) -> None:
-        """Append a sample."""
-        offset = self._tar.offset + tarfile.BLOCKSIZE  # after the member's header
-        self._member(f"{sample.key:08d}{sample.image.suffix}", sample.image.data)
-        self._member(f"{sample.key:08d}.cls", str(sample.label).encode())
-        self.records.append(_record(self._number, offset, sample))
-
-    def close(self) -> None:
-        """End the archive."""
-        self._tar.close()
-
-    def _member(self, name: str, data: bytes) -> None:
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        self._tar.addfile(member, io.BytesIO(data))
-
-
-class RecordWriter:
-    """TFRecords: length, its masked CRC-32C, a tf.train.Example, its masked CRC-32C."""
-
-    def __init__(self, number: int, file: BinaryIO) -> None:
-        self._file, self._number = file, number
-        self._written = 0
-        self.records: list[ShardRecord] = []
-
-    def add(self, sample: Sample) -> None:
-        """Append a sample."""
-        data = encode_example(sample)
-        head = struct.pack("<Q", len(data))
-        self._file.write(b"".join((head, struct.pack("<I", masked(head)), data, struct.pack("<I", masked(data)))))
-        end = self._written + HEAD + len(data)
-        self.records.append(_record(self._number, end - len(sample.image.data), sample))
-        self._written = end + TAIL
-
-    def close(self) -> None:
-        """Nothing: a record file has no end marker."""
-
-
-WRITERS: dict[str, Callable[[int, BinaryIO], ShardWriter]] = {"tar": TarWriter, "tfrecord": RecordWriter}
-
-
-def _record(shard: int, offset: int, sample: Sample) -> ShardRecord:
-    image = sample.image
-    return shard, len(image.data), offset, sample.label, crc32c(image.data), image.width, image.height
-
-
-def encode_example(sample: Sample) -> bytes:
-    """The tf.train.Example of an image, whose bytes are the Example's last.
-
-    Keys, and labels from 1, are those of TensorFlow's ImageNet scripts (tpu/tools/datasets/imagenet_to_gcs.py), with
-    image/class/text for classes that are not synsets (inception/data/build_image_data.py).
+    `pack`: the number of a sample in its split, and the sample -> its bytes, and the offset of the image in them.
+    `end`: the length of all samples -> what follows the last one. `problem`: the file, a sample's number, the offset
+    and length of its image, and where the image before it ends (0: there is none) -> what is wrong around the image.
     """
-    image, name = sample.image, sample.class_name
-    features = {
-        b"image/height": _integer(image.height),
-        b"image/width": _integer(image.width),
-        # As the scripts have it for every image: readers that request three channels get them, of gray ones too.
-        b"image/colorspace": _text(b"RGB"),
-        b"image/channels": _integer(3),
-        LABEL: _integer(sample.label + FIRST_LABEL),
-        SYNSET_NAME if SYNSET.fullmatch(name) else TEXT: _text(name.encode(errors="surrogateescape")),
-        b"image/format": _text(b"JPEG"),
-        b"image/filename": _text(sample.file_name.encode(errors="surrogateescape")),
-        IMAGE: _text(image.data),
-    }
-    # Example.features = 1; Features.feature = 1, a map of key = 1 and value = 2 (example.proto, feature.proto)
-    entries = (_field(1, _field(1, key) + _field(2, value)) for key, value in features.items())
-    return _field(1, b"".join(entries))
+
+    pack: Callable[[int, Sample], tuple[bytes, int]]
+    end: Callable[[int], bytes]
+    problem: Callable[[BinaryIO, int, int, int, int], str | None]
 
 
-def _text(value: bytes) -> bytes:
-    """A Feature whose bytes_list, 1, has one value."""
-    return _field(1, _field(1, value))
+def _pack_members(key: int, sample: Sample) -> tuple[bytes, int]:
+    image, label = sample.image, str(sample.label).encode()
+    return tar_member(f"{key:08d}{image.suffix}", image.data) + tar_member(f"{key:08d}.cls", label), tarfile.BLOCKSIZE
 
 
-def _integer(value: int) -> bytes:
-    """A Feature whose int64_list, 3, has one value; packed, as proto3 has repeated numbers."""
-    return _field(3, _field(1, _varint(value)))
+def _pack_record(_key: int, sample: Sample) -> tuple[bytes, int]:
+    image, file_name = sample.image, sample.name.rpartition("/")[2]
+    example = encode_example(
+        image.data, image.width, image.height, sample.label, class_name=sample.class_name, file_name=file_name
+    )
+    return record_of(example), HEAD + len(example) - len(image.data)
 
 
-def _field(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | LENGTH) + _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*out, value))
+SHARD_FORMATS = {
+    "tar": ShardFormat(pack=_pack_members, end=tar_end, problem=member_problem),
+    "tfrecord": ShardFormat(pack=_pack_record, end=lambda _size: b"", problem=record_problem),
+}
 
 
 OVERHEAD = 2048  # bytes of a sample in a tar beside its image: two headers, padding, the label; fewer in a TFRecord
@@ -292,17 +206,6 @@ class Split:
     labels: Indices
     classes: tuple[str, ...]
     options: Options
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """An image for a shard; `encoded` is None where it cannot be read, for the reason `error`."""
-
-    name: str
-    label: int
-    class_name: str
-    encoded: Encoded | None
-    error: str = ""
 
 
 def prepare(
@@ -382,26 +285,26 @@ def _size_factor(split: Split) -> float:
         return 1.0
     before = after = 0
     for i in epoch_order(len(images), options.seed, 0)[:SAMPLED].tolist():
-        prepared = _prepare_image(split, i)
-        if prepared.encoded:
+        sample = _sample(split, i)
+        if isinstance(sample, Sample):
             before += images.size(i) + OVERHEAD
-            after += len(prepared.encoded.data) + OVERHEAD
+            after += len(sample.image.data) + OVERHEAD
     return after / before if before else 1.0
 
 
-def _prepare_image(split: Split, i: int) -> Prepared:
-    options, label, encoded, problem = split.options, int(split.labels[i]), None, ""
+def _sample(split: Split, i: int) -> Sample | str:
+    """An image for a shard, or a line that names it and why it cannot be read."""
+    options, label, name = split.options, int(split.labels[i]), split.images.name(i)
     try:
-        encoded = encode(
+        image = encode(
             split.images.read(i),
             short_side=options.short_side,
             quality=options.quality,
             jpeg_only=options.format == "tfrecord",  # its readers call decode_jpeg
         )
     except (ImageError, OSError) as error:
-        encoded, problem = None, str(error)
-    name, class_name = split.images.name(i), split.classes[label]
-    return Prepared(name=name, label=label, class_name=class_name, encoded=encoded, error=problem)
+        return f"{name}: {error}"
+    return Sample(image=image, label=label, class_name=split.classes[label], name=name)
 
 
 def _write_split(
@@ -421,8 +324,8 @@ def _write_split(
             for _ in part:
                 on_image()
         else:
-            writer = partial(WRITERS[options.format], number)
-            _write_shard(path, receipt, writer, _prepared_images(pool, split, part, on_image), written)
+            shard_format, samples = SHARD_FORMATS[options.format], _samples(pool, split, part, on_image)
+            _write_shard(path, receipt, number, shard_format, samples, written)
         shards.append(json.loads(receipt.read_text(encoding="utf-8")))
         written += len(shards[-1]["records"])
     records = [tuple(record) for shard in shards for record in shard["records"]]
@@ -448,47 +351,41 @@ def _write_split(
 
 
 def _write_shard(
-    path: Path,
-    receipt: Path,
-    writer: Callable[[BinaryIO], ShardWriter],
-    images: Iterator[Prepared],
-    first_key: int,
+    path: Path, receipt: Path, number: int, shard_format: ShardFormat, samples: Iterator[Sample | str], first_key: int
 ) -> None:
     """Write a shard, then its receipt: a file that exists only beside a complete shard, with the shard's records."""
     unusual: Counter[str] = Counter()
     damaged: list[str] = []
-    records: list[ShardRecord] = []
+    records: list[tuple[int, ...]] = []  # rows of RECORD
 
     def write(file: BinaryIO) -> None:
-        shard = writer(file)
-        for image in images:
-            if image.encoded is None:
-                damaged.append(f"{image.name}: {image.error}")
+        written = 0
+        for sample in samples:
+            if isinstance(sample, str):
+                damaged.append(sample)
                 continue
-            unusual.update(image.encoded.unusual)
-            shard.add(
-                Sample(
-                    key=first_key + len(shard.records),
-                    image=image.encoded,
-                    label=image.label,
-                    class_name=image.class_name,
-                    file_name=image.name.rpartition("/")[2],
-                )
+            image = sample.image
+            data, offset = shard_format.pack(first_key + len(records), sample)
+            checksum = crc32c(image.data)
+            records.append(
+                (number, len(image.data), written + offset, sample.label, checksum, image.width, image.height)
             )
-        shard.close()
-        records.extend(shard.records)
+            unusual.update(image.unusual)
+            file.write(data)
+            written += len(data)
+        file.write(shard_format.end(written))
 
     write_with(path, write)
     write_text(receipt, json.dumps({"records": records, "unusual": unusual, "damaged": damaged}))
 
 
-def _prepared_images(
+def _samples(
     pool: ThreadPoolExecutor, split: Split, part: Indices, on_image: Callable[[], object]
-) -> Iterator[Prepared]:
-    """The images of a shard in order, prepared by all threads up to AHEAD images in advance."""
-    waiting: deque[Future[Prepared]] = deque()
+) -> Iterator[Sample | str]:
+    """The samples of a shard in order, made by all threads up to AHEAD images in advance."""
+    waiting: deque[Future[Sample | str]] = deque()
     for i in part.tolist():
-        waiting.append(pool.submit(_prepare_image, split, i))
+        waiting.append(pool.submit(_sample, split, i))
         if len(waiting) > AHEAD:
             yield waiting.popleft().result()
             on_image()
@@ -503,54 +400,23 @@ def problems(folder: Path, split: str) -> Iterator[str | None]:
     Raises InputError where the index or a shard is missing or has another size.
     """
     manifest = read_manifest(folder)
-    check_container = {"tar": _in_archive, "tfrecord": _in_records}[shard_format_of(manifest)]
+    shard_format, classes = SHARD_FORMATS[shard_format_of(manifest)], len(manifest["classes"])
     shards = Shards(folder, split)
     for number, path in enumerate(shards.paths):
-        mine = np.flatnonzero(shards.index["shard"] == number)
         with path.open("rb") as file:
             end = 0
-            for i in mine.tolist():
-                yield _image_problem(file, shards, i, len(manifest["classes"])) or check_container(file, shards, i, end)
-                end = int(shards.index[i]["offset"]) + int(shards.index[i]["length"])
-
-
-def _image_problem(file: BinaryIO, shards: Shards, i: int, classes: int) -> str | None:
-    """The problem of the image's bytes or its label."""
-    offset, length, label = (int(shards.index[i][key]) for key in ("offset", "length", "label"))
-    file.seek(offset)
-    if crc32c(file.read(length)) != int(shards.index[i]["crc32c"]):
-        return f"{_place(shards, i)}: the image's checksum differs from the index"
-    return f"{_place(shards, i)}: label {label}, but there are {classes} classes" if label >= classes else None
-
-
-def _in_archive(file: BinaryIO, shards: Shards, i: int, _end: int) -> str | None:
-    """The problem of the tar header before the image."""
-    file.seek(int(shards.index[i]["offset"]) - tarfile.BLOCKSIZE)
-    try:
-        member = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
-    except tarfile.HeaderError as error:
-        return f"{_place(shards, i)}: the archive is damaged before it: {error}"
-    if member.size != int(shards.index[i]["length"]) or not member.name.startswith(f"{i:08d}."):
-        return f"{_place(shards, i)}: the archive has {member.name}, {member.size:,} bytes, in its place"
-    return None
-
-
-def _in_records(file: BinaryIO, shards: Shards, i: int, end: int) -> str | None:
-    """The problem of the record around the image, which is its last field; the image before ends at byte `end`."""
-    start = end + TAIL if end else 0
-    file.seek(start)
-    head = file.read(HEAD)
-    length = int(shards.index[i]["offset"]) + int(shards.index[i]["length"]) - start - HEAD
-    data, tail = file.read(length), file.read(TAIL)
-    if int.from_bytes(head[:8], "little") != length or masked(head[:8]) != int.from_bytes(head[8:], "little"):
-        return f"{_place(shards, i)}: the record's length at byte {start:,} is damaged"
-    if masked(data) != int.from_bytes(tail, "little"):
-        return f"{_place(shards, i)}: the record at byte {start:,} is damaged outside the image"
-    return None
-
-
-def _place(shards: Shards, i: int) -> str:
-    return f"{shards.name(i)}, byte {int(shards.index[i]['offset']):,}"
+            for i in np.flatnonzero(shards.index["shard"] == number).tolist():
+                record = shards.index[i]
+                offset, length, label = (int(record[key]) for key in ("offset", "length", "label"))
+                file.seek(offset)
+                if crc32c(file.read(length)) != record["crc32c"]:
+                    problem: str | None = "the image's checksum differs from the index"
+                elif label >= classes:
+                    problem = f"label {label}, but there are {classes} classes"
+                else:
+                    problem = shard_format.problem(file, i, offset, length, end)
+                yield f"{shards.name(i)}, byte {offset:,}: {problem}" if problem else None
+                end = offset + length
 
 
 SIDE, LINE, GAP = 128, 14, 6  # pixels

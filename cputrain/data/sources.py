@@ -3,7 +3,6 @@
 import gzip
 import io
 import math
-import re
 import shutil
 import struct
 import zlib
@@ -23,7 +22,7 @@ from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import Dataset, FileParts, Images, LabeledImages
 from cputrain.data.formats.folder import check_classes, class_folders, flat_labels, list_images, notes_of, read_folder
 from cputrain.data.formats.open import RECORDS, TABLES
-from cputrain.data.formats.source import Source, is_image, opened
+from cputrain.data.formats.source import SYNSET, Source, is_image, opened
 from cputrain.data.formats.webdataset import members
 
 ARCHIVE = "256_ObjectCategories.tar"
@@ -140,7 +139,6 @@ def _find(source: Path, name: str) -> Path:
 
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-SYNSET = re.compile(r"n\d{8}")
 
 
 def read_imagenet(source: Path) -> Source:

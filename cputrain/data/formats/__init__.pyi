@@ -52,13 +52,5 @@ from .source import is_image as is_image
 from .source import read_manifest as read_manifest
 from .source import write_manifest as write_manifest
 from .tables import TableImages as TableImages
-from .tfrecord import FIRST_LABEL as FIRST_LABEL
-from .tfrecord import HEAD as HEAD
-from .tfrecord import IMAGE as IMAGE
-from .tfrecord import LABEL as LABEL
-from .tfrecord import LENGTH as LENGTH
-from .tfrecord import SYNSET_NAME as SYNSET_NAME
-from .tfrecord import TAIL as TAIL
-from .tfrecord import TEXT as TEXT
 from .tfrecord import masked as masked
 from .webdataset import members as members

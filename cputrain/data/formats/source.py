@@ -112,6 +112,7 @@ NOT_OF_USER = frozenset(
         *("icon\r", "__macosx", "@eadir", "lost+found", "__pycache__"),
     )
 )
+SYNSET = re.compile(r"n\d{8}")  # the name of a class of ImageNet
 TRAIN, VAL, TEST = SPLITS = ("train", "val", "test")
 # The names of splits that the Hugging Face Hub understands.
 NAMES = {

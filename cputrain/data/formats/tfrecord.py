@@ -1,4 +1,4 @@
-"""TFRecords of images (train-00000-of-01024, imagenet2012-train.tfrecord-...), read without TensorFlow.
+"""TFRecords of images (train-00000-of-01024, imagenet2012-train.tfrecord-...), read and written without TensorFlow.
 
 A record consists of its length (8 bytes, little endian), the length's masked CRC-32C, a tf.train.Example and the
 Example's masked CRC-32C (tensorflow/core/lib/io/record_writer.h). The features that are read (example.proto,
@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
 from cputrain.data.formats.dataset import FileParts
 from cputrain.data.formats.shards import crc32c
-from cputrain.data.formats.source import Source, Split, opened
+from cputrain.data.formats.source import SYNSET, Source, Split, opened
 
 HEAD, TAIL = 12, 4
 MASK = 0xA282EAD8
@@ -113,6 +114,71 @@ def _class_names(source: Path) -> dict[int, str]:
     """The names of the classes by label, where tensorflow_datasets has written them."""
     path = source / CLASS_NAMES
     return dict(enumerate(path.read_text(encoding="utf-8").splitlines())) if path.is_file() else {}
+
+
+def record_of(example: bytes) -> bytes:
+    """A record: length, its masked CRC-32C, the Example, its masked CRC-32C."""
+    head = struct.pack("<Q", len(example))
+    return b"".join((head, struct.pack("<I", masked(head)), example, struct.pack("<I", masked(example))))
+
+
+def record_problem(file: BinaryIO, _key: int, offset: int, length: int, end: int) -> str | None:
+    """What is wrong with the record around an image, which is its last field; the image before ends at byte `end`."""
+    start = end + TAIL if end else 0
+    file.seek(start)
+    head = file.read(HEAD)
+    length = offset + length - start - HEAD
+    example, tail = file.read(length), file.read(TAIL)
+    if int.from_bytes(head[:8], "little") != length or masked(head[:8]) != int.from_bytes(head[8:], "little"):
+        return f"the record's length at byte {start:,} is damaged"
+    if masked(example) != int.from_bytes(tail, "little"):
+        return f"the record at byte {start:,} is damaged outside the image"
+    return None
+
+
+def encode_example(data: bytes, width: int, height: int, label: int, *, class_name: str, file_name: str) -> bytes:
+    """The tf.train.Example of an encoded image, which is the Example's last bytes; labels count from 0.
+
+    Keys, and labels from 1, are those of TensorFlow's ImageNet scripts (tpu/tools/datasets/imagenet_to_gcs.py), with
+    image/class/text for classes that are not synsets (inception/data/build_image_data.py).
+    """
+    features = {
+        b"image/height": _integer(height),
+        b"image/width": _integer(width),
+        # As the scripts have it for every image: readers that request three channels get them, of gray ones too.
+        b"image/colorspace": _text(b"RGB"),
+        b"image/channels": _integer(3),
+        LABEL: _integer(label + FIRST_LABEL),
+        SYNSET_NAME if SYNSET.fullmatch(class_name) else TEXT: _text(class_name.encode(errors="surrogateescape")),
+        b"image/format": _text(b"JPEG"),
+        b"image/filename": _text(file_name.encode(errors="surrogateescape")),
+        IMAGE: _text(data),
+    }
+    # Example.features = 1; Features.feature = 1, a map of key = 1 and value = 2 (example.proto, feature.proto)
+    entries = (_field(1, _field(1, key) + _field(2, value)) for key, value in features.items())
+    return _field(1, b"".join(entries))
+
+
+def _text(value: bytes) -> bytes:
+    """A Feature whose bytes_list, 1, has one value."""
+    return _field(1, _field(1, value))
+
+
+def _integer(value: int) -> bytes:
+    """A Feature whose int64_list, 3, has one value; packed, as proto3 has repeated numbers."""
+    return _field(3, _field(1, _encode_varint(value)))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _encode_varint(number << 3 | LENGTH) + _encode_varint(len(data)) + data
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
 
 
 def masked(data: bytes) -> int:

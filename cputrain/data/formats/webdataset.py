@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import first_named
@@ -41,6 +42,31 @@ def members(archive: Path, start: int) -> Iterator[tuple[str, int, int]]:
                     tar.members.clear()  # type: ignore[attr-defined]  # it would keep all 1.3 million
     except (OSError, tarfile.TarError) as error:
         raise InputError(f"cannot read {archive}: {error}: is the download complete?") from None
+
+
+def tar_member(name: str, data: bytes) -> bytes:
+    """A member of a tar: a header, the data, and zeros up to whole blocks."""
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    return member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def tar_end(size: int) -> bytes:
+    """What ends a tar after members of `size` bytes: two blocks of zeros, and more up to whole records."""
+    end = 2 * tarfile.BLOCKSIZE
+    return bytes(end + -(size + end) % tarfile.RECORDSIZE)
+
+
+def member_problem(file: BinaryIO, key: int, offset: int, length: int, _end: int) -> str | None:
+    """What is wrong with the header before the image KEY.* at `offset`."""
+    file.seek(offset - tarfile.BLOCKSIZE)
+    try:
+        member = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), tarfile.ENCODING, "surrogateescape")
+    except tarfile.HeaderError as error:
+        return f"the archive is damaged before it: {error}"
+    if member.size != length or not member.name.startswith(f"{key:08d}."):
+        return f"the archive has {member.name}, {member.size:,} bytes, in its place"
+    return None
 
 
 LABEL = "label"  # in KEY.json
