@@ -23,7 +23,7 @@ from cputrain.cli.words import WholeSummaries
 from cputrain.launch.local import PlannedTraining, plan_training
 from cputrain.runs.events import FILE, read_events
 from cputrain.sweep.trainings import parse_clock
-from cputrain.tune.candidates import AXES, Values
+from cputrain.tune import AXES, Values
 
 F = TypeVar("F", bound=Callable[..., Any])
 QUICK_REPEATS, REPEATS = 2, 7
@@ -269,39 +269,38 @@ def tune_command(
     a choice. Last, other local batches and precisions are tried with that plan: they change what is trained, and are
     only reported. Measure where nothing else runs.
     """
+    from cputrain import tune
     from cputrain.measurements import keep
-    from cputrain.tune import race
-    from cputrain.tune.race import engine_record, outcome_text, result_json, result_text, suggestions, tuned_record
 
     varied = _axes(axes)
     env = os.environ
-    own = plan_training(race.tuned_recipe(recipe, settings), env)
-    choices = race.choices_here(own, varied, env)
-    plans = race.plans(own, choices, varied, env)
+    own = plan_training(tune.tuned_recipe(recipe, settings), env)
+    choices = tune.choices_here(own, varied, env)
+    plans = tune.plans(own, choices, varied, env)
     if dry_run:
         (_list_as_json if output_format == "json" else _list)(own, plans.tried, plans.refused)
         return
     deadline = None if limit is None else time.monotonic() + parse_clock(limit)
-    how = race.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
+    how = tune.Settings(steps=steps, resolution=resolution / 100, seed=seed, deadline=deadline)
     with _bar("plans") as progress:
-        found = race.race_here(plans, how, env, progress)
-    changed = race.changes(found.winner, choices, varied, env)
+        found = tune.race_here(plans, how, env, progress)
+    changed = tune.changes(found.winner, choices, varied, env)
     others = None
     if len(changed.tried) > 1:
         with _bar("batch and precision") as progress:
-            others = race.race_here(changed, how, env, progress)
+            others = tune.race_here(changed, how, env, progress)
     if output_format == "json":
-        click.echo(result_json(found, others))
+        click.echo(tune.result_json(found, others))
     else:
-        click.echo(result_text(found))
-        click.echo(f"\n{found.why}\n{outcome_text(found)}")
-        for line in suggestions(found, others):
+        click.echo(tune.result_text(found))
+        click.echo(f"\n{found.why}\n{tune.outcome_text(found)}")
+        for line in tune.suggestions(found, others):
             click.echo(line)
     described = " ".join(("cputrain tune", recipe, *settings))
-    if found.sure and (engine := engine_record(found, described)) is not None:
+    if found.sure and (engine := tune.engine_record(found, described)) is not None:
         click.echo(f"{engine.values['why']}: kept for engine=auto in {keep(engine, env)}", err=True)
     why = _not_kept(own, varied) or ("" if found.sure else "it is not decided")
-    record = None if why else tuned_record(found, described)
+    record = None if why else tune.tuned_record(found, described)
     if record is None:
         why = why or f"the size of {own.recipe.model.name} is not known"
         click.echo(f"not kept for plan and train: {why}", err=True)
