@@ -104,7 +104,7 @@ def watch_command(run: Path, once: bool, interval: float) -> None:
     from rich.console import Console  # a tenth of a second: only for this command
     from rich.live import Live
 
-    from cputrain.watch.screen import EventTail, WatchState, keys_pressed, screen
+    from cputrain.report.watch import EventTail, WatchState, keys_pressed, screen
 
     if not (run / FILE).is_file() and not (run / RECIPE).is_file():
         raise InputError(f"{run} contains no run ({FILE}): give the output folder of a training")

@@ -1,4 +1,4 @@
-"""A run's folder as one HTML page: curves from its events, and the resource use of its workers and hosts."""
+"""A run's folder as one HTML page, and live in a terminal: curves, resource use of workers and hosts."""
 
 from cputrain.affinity.lazy import front
 

@@ -1,11 +1,15 @@
-"""Charts and tables of pages."""
+"""Charts, heat maps and their tables: what pages draw, and those of one run."""
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from cputrain.affinity.wording import GIB
+from cputrain.mpi.usage.records import HostUse, WorkerUse
+from cputrain.report.run import LOOPBACK, Run, Usage, busy, interfaces_of, mb_per_s, running_time, unit_of
 
 Table = Mapping[str, np.ndarray]
 """Columns of the same length, float64; NaN where there is no value. Those named in AXES never decrease."""
@@ -151,3 +155,334 @@ def drawn(chart: Chart, tables: Mapping[str, Table]) -> Chart | None:
     words = "; ".join(words_of(line.label, tables[line.table], line.y, at) for line in lines[:8])
     more = f"; and {len(lines) - 8} more lines" if len(lines) > 8 else ""
     return replace(chart, lines=lines, words=words + more)
+
+
+STEP_FIELDS = ("loss", "rate", "images_per_s")
+EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", "images_per_s")
+
+
+def training_tables(run: Run) -> dict[str, Table]:
+    """The steps and the epochs, and the seconds of rank 0's steps by what they were spent on."""
+    steps, at = run.with_times("step")
+    table = table_of(steps, STEP_FIELDS, at)
+    waits = {name: table_of(steps, (name,), at)[name] for name in ("data_wait_s", "comm_wait_s")}
+    global_batch = run.start.get("global_batch") or np.nan
+    with np.errstate(divide="ignore"):
+        seconds = np.where(table["images_per_s"] > 0, global_batch / table["images_per_s"], np.nan)
+    compute = np.maximum(seconds - np.nan_to_num(waits["data_wait_s"]) - np.nan_to_num(waits["comm_wait_s"]), 0)
+    return {
+        "steps": table,
+        "epochs": table_of(*_epoch_rows(run)),
+        "parts": {**{axis: table[axis] for axis in ("step", "epoch", "time")}, "compute_s": compute, **waits},
+    }
+
+
+def _epoch_rows(run: Run) -> tuple[list[dict[str, object]], tuple[str, ...], list[float]]:
+    """The last event of each epoch (a run that stops within an epoch and resumes writes two), with their times."""
+    events, times = run.with_times("epoch")
+    last = {event["epoch"]: (event, at) for event, at in zip(events, times, strict=True)}
+    return [event for event, _ in last.values()], EPOCH_FIELDS, [at for _, at in last.values()]
+
+
+def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
+    """The charts of a training, without those that have no values."""
+    unit = unit_of(run.start)
+
+    def step(y: str, label: str = "each step") -> Line:
+        return Line(label=label, table="steps", y=y, kind=FAINT, smooths=True)
+
+    def epoch(y: str, label: str) -> Line:
+        return Line(label=label, table="epochs", y=y)
+
+    charts = (
+        Chart(
+            id="loss",
+            title="Loss",
+            unit="",
+            lines=(step("loss"), epoch("train_loss", "training"), epoch("val_loss", "validation")),
+        ),
+        Chart(
+            id="accuracy",
+            title="Accuracy",
+            unit="%",
+            lines=(
+                epoch("train_top1", "training top-1"),
+                epoch("val_top1", "validation top-1"),
+                epoch("val_top5", "validation top-5"),
+            ),
+        ),
+        Chart(
+            id="rate",
+            title="Learning rate",
+            unit="",
+            lines=(Line(label="learning rate", table="steps", y="rate"),),
+            from_zero=True,
+        ),
+        Chart(
+            id="throughput",
+            title="Throughput",
+            unit=f"{unit}/s",
+            lines=(step("images_per_s"), epoch("images_per_s", "mean of the epoch")),
+            from_zero=True,
+        ),
+        Chart(
+            id="parts",
+            title="Time of rank 0's steps",
+            unit="s",
+            lines=tuple(
+                Line(label=label, table="parts", y=y, smooths=True)
+                for y, label in (
+                    ("compute_s", "compute"),
+                    ("comm_wait_s", "communication wait"),
+                    ("data_wait_s", "data wait"),
+                )
+            ),
+            from_zero=True,
+        ),
+    )
+    return tuple(chart for each in charts if (chart := drawn(each, tables)) is not None)
+
+
+MOST_LINES = 8  # with more, their mean and range
+GRID = 400  # points of that mean
+TIME = ("time",)
+
+Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, when each value begins, when it ends, values
+
+
+def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
+    """Busy CPUs and memory of each worker, network of each host, over the running time; and their tables."""
+    clock = running_time(usage)
+    tables: dict[str, Table] = {}
+
+    def curve(label: str, records: Sequence[Any], value: Callable[[Any], float]) -> Curve:
+        starts, ends = clock([r.time - r.seconds for r in records]), clock([r.time for r in records])
+        return label, starts, ends, np.array([value(r) for r in records])
+
+    def of_workers(value: Callable[[WorkerUse], float]) -> list[Curve]:
+        return [curve(f"rank {rank}", records, value) for rank, records in usage.workers.items()]
+
+    def chart(name: str, title: str, unit: str, *groups: tuple[str, list[Curve]], limits: dict[str, float]) -> Chart:
+        lines = [line for what, curves in groups for line in _lines(f"{name}-{what}", what, curves, tables)]
+        lines += [_level(f"{name}-{label}", label, value, lines, tables) for label, value in limits.items() if lines]
+        return Chart(id=name, title=title, unit=unit, lines=tuple(lines), axes=TIME, from_zero=True)
+
+    planned = list(usage.planned.values())
+    cpus = {"planned CPUs": float(max(len(plan.pus) for plan in planned))} if planned else {}
+    estimates = [plan.memory_bytes / GIB for plan in planned if plan.memory_bytes]
+    alone = len(usage.hosts) == 1
+    network = [
+        (
+            word,
+            [
+                curve(f"{host} {name} {word}", records, mb_per_s(name, direction))
+                for host, records in usage.hosts.items()
+                for name in _shown(records, alone=alone)
+            ],
+        )
+        for direction, word in ((0, "received"), (1, "sent"))
+    ]
+    charts = (
+        chart("cpu", "CPU per worker", "CPUs", ("workers", of_workers(busy)), limits=cpus),
+        chart(
+            "memory",
+            "Memory per worker",
+            "GiB",
+            ("workers", of_workers(lambda r: r.rss_bytes / GIB)),
+            limits={"estimated peak": max(estimates)} if estimates else {},
+        ),
+        chart("network", "Network per host", "MB/s", *network, limits={}),
+    )
+    return tuple(each for one in charts if (each := drawn(one, tables)) is not None), tables
+
+
+def _shown(records: Sequence[HostUse], *, alone: bool) -> list[str]:
+    """The busiest interface to other hosts; on a single host also the loopback, which its ranks communicate over."""
+    names = interfaces_of(records)
+    return [name for name in names if name != LOOPBACK][:1] + ([LOOPBACK] if alone and LOOPBACK in names else [])
+
+
+def _lines(name: str, what: str, curves: Sequence[Curve], tables: dict[str, Table]) -> list[Line]:
+    """A line for each curve, level from each value's begin to its end; of many curves their mean and range."""
+    if len(curves) <= MOST_LINES:
+        for i, (_, starts, ends, values) in enumerate(curves):
+            tables[f"{name}-{i}"] = {"time": np.stack((starts, ends), axis=1).ravel(), "y": values.repeat(2)}
+        return [Line(label=curve[0], table=f"{name}-{i}", y="y") for i, curve in enumerate(curves)]
+    grid = np.linspace(0, max(ends[-1] for _, _, ends, _ in curves), GRID)
+    found = np.ma.masked_invalid([_on_grid(grid, curve) for curve in curves])
+    parts = {"mean": found.mean(axis=0), "lowest": found.min(axis=0), "highest": found.max(axis=0)}
+    tables[name] = {"time": grid, **{part: np.ma.filled(values, np.nan) for part, values in parts.items()}}
+    kinds = {"mean": LINE, "lowest": LOW, "highest": HIGH}
+    return [Line(label=f"{len(curves)} {what}: {part}", table=name, y=part, kind=kinds[part]) for part in parts]
+
+
+def _level(table: str, label: str, value: float, lines: Sequence[Line], tables: dict[str, Table]) -> Line:
+    """A constant, from the first to the last time of these lines."""
+    ends = [tables[line.table]["time"][index] for line in lines for index in (0, -1)]
+    tables[table] = {"time": np.array([min(ends), max(ends)]), "y": np.full(2, value)}
+    return Line(label=label, table=table, y="y", kind=LIMIT)
+
+
+def _on_grid(grid: np.ndarray, curve: Curve) -> np.ndarray:
+    """A curve's value at each point of the grid; NaN where it has none."""
+    _, starts, ends, values = curve
+    found = np.minimum(np.searchsorted(ends, grid), len(ends) - 1)
+    known = (grid >= starts[0]) & (grid <= ends[-1])
+    return np.where(known, values[found], np.nan)
+
+
+COMPUTE, COMM, DATA = "compute", "communication wait", "data wait"
+MOST_COLUMNS, MOST_HEAT_ROWS = 400, 512  # of a heat map; with more, the largest value of each group is shown
+MOST_BARS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeconds:
+    """Mean seconds of a step on one rank, by what they were spent on."""
+
+    rank: int
+    compute_s: float
+    comm_s: float
+    data_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.comm_s + self.data_s
+
+    @property
+    def percents(self) -> tuple[float, float, float]:
+        """Compute, communication wait and data wait in percent of the step."""
+        whole = self.seconds or 1.0
+        return 100 * self.compute_s / whole, 100 * self.comm_s / whole, 100 * self.data_s / whole
+
+
+def rank_times(run: Run) -> tuple[RankSeconds, ...]:
+    """Each rank's mean step over the last start's records, without its first, in which caches are cold; of a run
+    without such records rank 0's mean over its steps."""
+    records = _of_last_start(run)
+    if not records:
+        return _rank_0(run)
+    used = records[1:] or records
+    steps = np.array([record["steps"] for record in used], dtype=float)
+    mean = {
+        name: np.average(np.array([record[name] for record in used]), axis=0, weights=steps) if steps.sum() else None
+        for name in ("seconds", "comm_wait_s", "data_wait_s")
+    }
+    seconds, comm, data = (mean[name] for name in ("seconds", "comm_wait_s", "data_wait_s"))
+    if seconds is None or comm is None or data is None:
+        return ()
+    return tuple(
+        RankSeconds(rank=i, compute_s=max(float(whole - c - d), 0.0), comm_s=float(c), data_s=float(d))
+        for i, (whole, c, d) in enumerate(zip(seconds, comm, data, strict=True))
+    )
+
+
+def _rank_0(run: Run) -> tuple[RankSeconds, ...]:
+    steps, images = run.of("step"), run.start.get("global_batch")
+    known = [step for step in steps[1:] or steps if step["images_per_s"] > 0]
+    if not known or not images:
+        return ()
+    whole = float(np.mean([images / step["images_per_s"] for step in known]))
+    comm = float(np.mean([step.get("comm_wait_s", 0.0) for step in known]))
+    data = float(np.mean([step.get("data_wait_s", 0.0) for step in known]))
+    return (RankSeconds(rank=0, compute_s=max(whole - comm - data, 0.0), comm_s=comm, data_s=data),)
+
+
+def _of_last_start(run: Run) -> list[dict[str, Any]]:
+    """The records since the number of ranks changed last."""
+    records = run.of("ranks")
+    count = len(records[-1]["seconds"]) if records else 0
+    first = next((i + 1 for i in reversed(range(len(records))) if len(records[i]["seconds"]) != count), 0)
+    return records[first:]
+
+
+def shown_bars(times: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
+    """All ranks, or of many those that compute longest and shortest: they make the others wait, or wait for them."""
+    if len(times) <= MOST_BARS:
+        return tuple(times)
+    by_compute = sorted(times, key=lambda each: -each.compute_s)
+    return (*by_compute[: MOST_BARS // 2], *by_compute[-MOST_BARS // 2 :])
+
+
+def time_heat(run: Run) -> Heat | None:
+    """The seconds of a step by rank (rows) over the steps (columns); None without records of the ranks."""
+    records = _of_last_start(run)
+    if not records or not records[0]["seconds"]:
+        return None
+    table = {
+        name: np.array([record[name] for record in records]).T for name in ("seconds", "comm_wait_s", "data_wait_s")
+    }
+    compute = np.maximum(table["seconds"] - table["comm_wait_s"] - table["data_wait_s"], 0.0)
+    measures = {
+        COMPUTE: compute,
+        COMM: table["comm_wait_s"],
+        DATA: table["data_wait_s"],
+        "whole step": table["seconds"],
+    }
+    ranks = len(compute)
+    groups = np.array_split(np.arange(ranks), min(ranks, MOST_HEAT_ROWS))
+    columns = np.array_split(np.arange(len(records)), min(len(records), MOST_COLUMNS))
+    slowest = int(compute.mean(axis=1).argmax())
+    return Heat(
+        id="ranks",
+        title="Seconds of a step, by rank",
+        unit="s",
+        rows=tuple(f"rank {g[0]}" if len(g) == 1 else f"ranks {g[0]} to {g[-1]}" for g in groups),
+        at=tuple(records[c[-1]]["step"] for c in columns),
+        measures={name: _largest(values, groups, columns) for name, values in measures.items()},
+        words=(
+            f"{ranks} ranks over {len(records)} records, the last at step {records[-1]['step']:,}; rank {slowest} "
+            f"computes longest, {compute[slowest].mean():.4g} s a step on average (all: {compute.mean():.4g} s)"
+        ),
+    )
+
+
+def _largest(values: np.ndarray, rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.ndarray:
+    """The largest value of each group of rows and columns."""
+    by_row = np.stack([values[group].max(axis=0) for group in rows])
+    return np.stack([by_row[:, group].max(axis=1) for group in columns], axis=1)
+
+
+def trust_heat(run: Run) -> Heat | None:
+    """The trust ratios, or without LARS the ratios of weight and gradient norms, of each layer over the steps; None
+    without records of them."""
+    records = run.of("ratios")
+    layers = [layer["layer"] for layer in records[-1]["layers"]] if records else []
+    if not layers:
+        return None
+    by_layer = [{layer["layer"]: layer for layer in record["layers"]} for record in records]
+    has_trust = any(layer.get("trust") is not None for layer in records[-1]["layers"])
+    names = {
+        "trust ratio": "trust",
+        "weights / gradients": "ratio",
+        "weight norm": "weights",
+        "gradient norm": "gradients",
+    }
+    measures = {
+        name: np.array([[_number(found.get(layer, {}).get(key)) for found in by_layer] for layer in layers])
+        for name, key in names.items()
+        if key != "trust" or has_trust
+    }
+    columns = np.array_split(np.arange(len(records)), min(len(records), MOST_COLUMNS))
+    singles = [np.array([i]) for i in range(len(layers))]
+    first = next(iter(measures.values()))[:, -1]
+    known = np.where(np.isnan(first), -np.inf, first)
+    title = "Trust ratios" if has_trust else "Norms of weights and gradients"
+    return Heat(
+        id="trust",
+        title=f"{title}, by layer",
+        unit="",
+        rows=tuple(layers),
+        at=tuple(records[c[-1]]["step"] for c in columns),
+        measures={name: _largest(values, singles, columns) for name, values in measures.items()},
+        words=(
+            f"{len(layers)} layers over {len(records)} records; at the last one {next(iter(measures))} is highest in "
+            f"{layers[int(known.argmax())]} ({known.max():.4g})"
+        ),
+        log=True,
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else np.nan

@@ -1,61 +1,61 @@
-"""The page of one run: one HTML file."""
+"""Pages, each one HTML file: that of a run, and that of an evaluation (confusion, images that were misjudged)."""
 
 import base64
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
 
 from cputrain import __version__
-from cputrain.affinity.terminal import printable_lines
+from cputrain.affinity.terminal import printable_lines, shown
 from cputrain.affinity.topology.machine import format_list
 from cputrain.affinity.views import plan_to_svg
-from cputrain.affinity.wording import GIB, counted
+from cputrain.affinity.wording import counted
 from cputrain.files import REPORT, write_text
-from cputrain.mpi.usage.records import HostUse, WorkerUse
 from cputrain.recipe.schema import Recipe
 from cputrain.report.charts import (
-    FAINT,
-    HIGH,
-    LIMIT,
-    LINE,
-    LOW,
+    COMM,
+    COMPUTE,
+    DATA,
     Chart,
     Heat,
-    Line,
     Table,
     charts_data,
-    drawn,
+    rank_times,
     rows_per_run,
-    table_of,
+    shown_bars,
+    time_heat,
+    training_charts,
+    training_tables,
+    trust_heat,
+    usage_charts,
 )
 from cputrain.report.run import (
-    LOOPBACK,
     Run,
     Usage,
-    busy,
     faults_of,
     figures,
-    host_rows,
-    interfaces_of,
-    mb_per_s,
-    network_rows,
+    host_table,
+    network_table,
     particulars,
     read_run,
-    running_time,
     status_text,
     unit_of,
     warnings_of,
-    worker_rows,
+    worker_table,
 )
+from cputrain.rows import Column, Rows
 from cputrain.runs.folder import describe_value, differences
 
 PROGRAM = ("data.js", "chart.js", "heat.js", "page.js")
@@ -107,348 +107,8 @@ def render(template: str, *, title: str, data: Mapping[str, object], **values: A
     )
 
 
-STEP_FIELDS = ("loss", "rate", "images_per_s")
-EPOCH_FIELDS = ("train_loss", "val_loss", "train_top1", "val_top1", "val_top5", "images_per_s")
-
-
-def training_tables(run: Run) -> dict[str, Table]:
-    """The steps and the epochs, and the seconds of rank 0's steps by what they were spent on."""
-    steps, at = run.with_times("step")
-    table = table_of(steps, STEP_FIELDS, at)
-    waits = {name: table_of(steps, (name,), at)[name] for name in ("data_wait_s", "comm_wait_s")}
-    global_batch = run.start.get("global_batch") or np.nan
-    with np.errstate(divide="ignore"):
-        seconds = np.where(table["images_per_s"] > 0, global_batch / table["images_per_s"], np.nan)
-    compute = np.maximum(seconds - np.nan_to_num(waits["data_wait_s"]) - np.nan_to_num(waits["comm_wait_s"]), 0)
-    return {
-        "steps": table,
-        "epochs": table_of(*_epoch_rows(run)),
-        "parts": {**{axis: table[axis] for axis in ("step", "epoch", "time")}, "compute_s": compute, **waits},
-    }
-
-
-def _epoch_rows(run: Run) -> tuple[list[dict[str, object]], tuple[str, ...], list[float]]:
-    """The last event of each epoch (a run that stops within an epoch and resumes writes two), with their times."""
-    events, times = run.with_times("epoch")
-    last = {event["epoch"]: (event, at) for event, at in zip(events, times, strict=True)}
-    return [event for event, _ in last.values()], EPOCH_FIELDS, [at for _, at in last.values()]
-
-
-def training_charts(run: Run, tables: Mapping[str, Table]) -> tuple[Chart, ...]:
-    """The charts of a training, without those that have no values."""
-    unit = unit_of(run.start)
-
-    def step(y: str, label: str = "each step") -> Line:
-        return Line(label=label, table="steps", y=y, kind=FAINT, smooths=True)
-
-    def epoch(y: str, label: str) -> Line:
-        return Line(label=label, table="epochs", y=y)
-
-    charts = (
-        Chart(
-            id="loss",
-            title="Loss",
-            unit="",
-            lines=(step("loss"), epoch("train_loss", "training"), epoch("val_loss", "validation")),
-        ),
-        Chart(
-            id="accuracy",
-            title="Accuracy",
-            unit="%",
-            lines=(
-                epoch("train_top1", "training top-1"),
-                epoch("val_top1", "validation top-1"),
-                epoch("val_top5", "validation top-5"),
-            ),
-        ),
-        Chart(
-            id="rate",
-            title="Learning rate",
-            unit="",
-            lines=(Line(label="learning rate", table="steps", y="rate"),),
-            from_zero=True,
-        ),
-        Chart(
-            id="throughput",
-            title="Throughput",
-            unit=f"{unit}/s",
-            lines=(step("images_per_s"), epoch("images_per_s", "mean of the epoch")),
-            from_zero=True,
-        ),
-        Chart(
-            id="parts",
-            title="Time of rank 0's steps",
-            unit="s",
-            lines=tuple(
-                Line(label=label, table="parts", y=y, smooths=True)
-                for y, label in (
-                    ("compute_s", "compute"),
-                    ("comm_wait_s", "communication wait"),
-                    ("data_wait_s", "data wait"),
-                )
-            ),
-            from_zero=True,
-        ),
-    )
-    return tuple(chart for each in charts if (chart := drawn(each, tables)) is not None)
-
-
-MOST_LINES = 8  # with more, their mean and range
-GRID = 400  # points of that mean
-TIME = ("time",)
-
-Curve = tuple[str, np.ndarray, np.ndarray, np.ndarray]  # label, when each value begins, when it ends, values
-
-
-def usage_charts(usage: Usage) -> tuple[tuple[Chart, ...], dict[str, Table]]:
-    """Busy CPUs and memory of each worker, network of each host, over the running time; and their tables."""
-    clock = running_time(usage)
-    tables: dict[str, Table] = {}
-
-    def curve(label: str, records: Sequence[Any], value: Callable[[Any], float]) -> Curve:
-        starts, ends = clock([r.time - r.seconds for r in records]), clock([r.time for r in records])
-        return label, starts, ends, np.array([value(r) for r in records])
-
-    def of_workers(value: Callable[[WorkerUse], float]) -> list[Curve]:
-        return [curve(f"rank {rank}", records, value) for rank, records in usage.workers.items()]
-
-    def chart(name: str, title: str, unit: str, *groups: tuple[str, list[Curve]], limits: dict[str, float]) -> Chart:
-        lines = [line for what, curves in groups for line in _lines(f"{name}-{what}", what, curves, tables)]
-        lines += [_level(f"{name}-{label}", label, value, lines, tables) for label, value in limits.items() if lines]
-        return Chart(id=name, title=title, unit=unit, lines=tuple(lines), axes=TIME, from_zero=True)
-
-    planned = list(usage.planned.values())
-    cpus = {"planned CPUs": float(max(len(plan.pus) for plan in planned))} if planned else {}
-    estimates = [plan.memory_bytes / GIB for plan in planned if plan.memory_bytes]
-    alone = len(usage.hosts) == 1
-    network = [
-        (
-            word,
-            [
-                curve(f"{host} {name} {word}", records, mb_per_s(name, direction))
-                for host, records in usage.hosts.items()
-                for name in _shown(records, alone=alone)
-            ],
-        )
-        for direction, word in ((0, "received"), (1, "sent"))
-    ]
-    charts = (
-        chart("cpu", "CPU per worker", "CPUs", ("workers", of_workers(busy)), limits=cpus),
-        chart(
-            "memory",
-            "Memory per worker",
-            "GiB",
-            ("workers", of_workers(lambda r: r.rss_bytes / GIB)),
-            limits={"estimated peak": max(estimates)} if estimates else {},
-        ),
-        chart("network", "Network per host", "MB/s", *network, limits={}),
-    )
-    return tuple(each for one in charts if (each := drawn(one, tables)) is not None), tables
-
-
-def _shown(records: Sequence[HostUse], *, alone: bool) -> list[str]:
-    """The busiest interface to other hosts; on a single host also the loopback, which its ranks communicate over."""
-    names = interfaces_of(records)
-    return [name for name in names if name != LOOPBACK][:1] + ([LOOPBACK] if alone and LOOPBACK in names else [])
-
-
-def _lines(name: str, what: str, curves: Sequence[Curve], tables: dict[str, Table]) -> list[Line]:
-    """A line for each curve, level from each value's begin to its end; of many curves their mean and range."""
-    if len(curves) <= MOST_LINES:
-        for i, (_, starts, ends, values) in enumerate(curves):
-            tables[f"{name}-{i}"] = {"time": np.stack((starts, ends), axis=1).ravel(), "y": values.repeat(2)}
-        return [Line(label=curve[0], table=f"{name}-{i}", y="y") for i, curve in enumerate(curves)]
-    grid = np.linspace(0, max(ends[-1] for _, _, ends, _ in curves), GRID)
-    found = np.ma.masked_invalid([_on_grid(grid, curve) for curve in curves])
-    parts = {"mean": found.mean(axis=0), "lowest": found.min(axis=0), "highest": found.max(axis=0)}
-    tables[name] = {"time": grid, **{part: np.ma.filled(values, np.nan) for part, values in parts.items()}}
-    kinds = {"mean": LINE, "lowest": LOW, "highest": HIGH}
-    return [Line(label=f"{len(curves)} {what}: {part}", table=name, y=part, kind=kinds[part]) for part in parts]
-
-
-def _level(table: str, label: str, value: float, lines: Sequence[Line], tables: dict[str, Table]) -> Line:
-    """A constant, from the first to the last time of these lines."""
-    ends = [tables[line.table]["time"][index] for line in lines for index in (0, -1)]
-    tables[table] = {"time": np.array([min(ends), max(ends)]), "y": np.full(2, value)}
-    return Line(label=label, table=table, y="y", kind=LIMIT)
-
-
-def _on_grid(grid: np.ndarray, curve: Curve) -> np.ndarray:
-    """A curve's value at each point of the grid; NaN where it has none."""
-    _, starts, ends, values = curve
-    found = np.minimum(np.searchsorted(ends, grid), len(ends) - 1)
-    known = (grid >= starts[0]) & (grid <= ends[-1])
-    return np.where(known, values[found], np.nan)
-
-
-COMPUTE, COMM, DATA = "compute", "communication wait", "data wait"
-MOST_COLUMNS, MOST_ROWS = 400, 512  # of a heat map; with more, the largest value of each group is shown
-MOST_BARS = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSeconds:
-    """Mean seconds of a step on one rank, by what they were spent on."""
-
-    rank: int
-    compute_s: float
-    comm_s: float
-    data_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.compute_s + self.comm_s + self.data_s
-
-    @property
-    def percents(self) -> tuple[float, float, float]:
-        """Compute, communication wait and data wait in percent of the step."""
-        whole = self.seconds or 1.0
-        return 100 * self.compute_s / whole, 100 * self.comm_s / whole, 100 * self.data_s / whole
-
-
-def rank_times(run: Run) -> tuple[RankSeconds, ...]:
-    """Each rank's mean step over the last start's records, without its first, in which caches are cold; of a run
-    without such records rank 0's mean over its steps."""
-    records = _of_last_start(run)
-    if not records:
-        return _rank_0(run)
-    used = records[1:] or records
-    steps = np.array([record["steps"] for record in used], dtype=float)
-    mean = {
-        name: np.average(np.array([record[name] for record in used]), axis=0, weights=steps) if steps.sum() else None
-        for name in ("seconds", "comm_wait_s", "data_wait_s")
-    }
-    seconds, comm, data = (mean[name] for name in ("seconds", "comm_wait_s", "data_wait_s"))
-    if seconds is None or comm is None or data is None:
-        return ()
-    return tuple(
-        RankSeconds(rank=i, compute_s=max(float(whole - c - d), 0.0), comm_s=float(c), data_s=float(d))
-        for i, (whole, c, d) in enumerate(zip(seconds, comm, data, strict=True))
-    )
-
-
-def _rank_0(run: Run) -> tuple[RankSeconds, ...]:
-    steps, images = run.of("step"), run.start.get("global_batch")
-    known = [step for step in steps[1:] or steps if step["images_per_s"] > 0]
-    if not known or not images:
-        return ()
-    whole = float(np.mean([images / step["images_per_s"] for step in known]))
-    comm = float(np.mean([step.get("comm_wait_s", 0.0) for step in known]))
-    data = float(np.mean([step.get("data_wait_s", 0.0) for step in known]))
-    return (RankSeconds(rank=0, compute_s=max(whole - comm - data, 0.0), comm_s=comm, data_s=data),)
-
-
-def _of_last_start(run: Run) -> list[dict[str, Any]]:
-    """The records since the number of ranks changed last."""
-    records = run.of("ranks")
-    count = len(records[-1]["seconds"]) if records else 0
-    first = next((i + 1 for i in reversed(range(len(records))) if len(records[i]["seconds"]) != count), 0)
-    return records[first:]
-
-
-def shown_bars(times: Sequence[RankSeconds]) -> tuple[RankSeconds, ...]:
-    """All ranks, or of many those that compute longest and shortest: they make the others wait, or wait for them."""
-    if len(times) <= MOST_BARS:
-        return tuple(times)
-    by_compute = sorted(times, key=lambda each: -each.compute_s)
-    return (*by_compute[: MOST_BARS // 2], *by_compute[-MOST_BARS // 2 :])
-
-
-def time_heat(run: Run) -> Heat | None:
-    """The seconds of a step by rank (rows) over the steps (columns); None without records of the ranks."""
-    records = _of_last_start(run)
-    if not records or not records[0]["seconds"]:
-        return None
-    table = {
-        name: np.array([record[name] for record in records]).T for name in ("seconds", "comm_wait_s", "data_wait_s")
-    }
-    compute = np.maximum(table["seconds"] - table["comm_wait_s"] - table["data_wait_s"], 0.0)
-    measures = {
-        COMPUTE: compute,
-        COMM: table["comm_wait_s"],
-        DATA: table["data_wait_s"],
-        "whole step": table["seconds"],
-    }
-    ranks = len(compute)
-    groups = np.array_split(np.arange(ranks), min(ranks, MOST_ROWS))
-    columns = np.array_split(np.arange(len(records)), min(len(records), MOST_COLUMNS))
-    slowest = int(compute.mean(axis=1).argmax())
-    return Heat(
-        id="ranks",
-        title="Seconds of a step, by rank",
-        unit="s",
-        rows=tuple(f"rank {g[0]}" if len(g) == 1 else f"ranks {g[0]} to {g[-1]}" for g in groups),
-        at=tuple(records[c[-1]]["step"] for c in columns),
-        measures={name: _largest(values, groups, columns) for name, values in measures.items()},
-        words=(
-            f"{ranks} ranks over {len(records)} records, the last at step {records[-1]['step']:,}; rank {slowest} "
-            f"computes longest, {compute[slowest].mean():.4g} s a step on average (all: {compute.mean():.4g} s)"
-        ),
-    )
-
-
-def _largest(values: np.ndarray, rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.ndarray:
-    """The largest value of each group of rows and columns."""
-    by_row = np.stack([values[group].max(axis=0) for group in rows])
-    return np.stack([by_row[:, group].max(axis=1) for group in columns], axis=1)
-
-
-def trust_heat(run: Run) -> Heat | None:
-    """The trust ratios, or without LARS the ratios of weight and gradient norms, of each layer over the steps; None
-    without records of them."""
-    records = run.of("ratios")
-    layers = [layer["layer"] for layer in records[-1]["layers"]] if records else []
-    if not layers:
-        return None
-    by_layer = [{layer["layer"]: layer for layer in record["layers"]} for record in records]
-    has_trust = any(layer.get("trust") is not None for layer in records[-1]["layers"])
-    names = {
-        "trust ratio": "trust",
-        "weights / gradients": "ratio",
-        "weight norm": "weights",
-        "gradient norm": "gradients",
-    }
-    measures = {
-        name: np.array([[_number(found.get(layer, {}).get(key)) for found in by_layer] for layer in layers])
-        for name, key in names.items()
-        if key != "trust" or has_trust
-    }
-    columns = np.array_split(np.arange(len(records)), min(len(records), MOST_COLUMNS))
-    singles = [np.array([i]) for i in range(len(layers))]
-    first = next(iter(measures.values()))[:, -1]
-    known = np.where(np.isnan(first), -np.inf, first)
-    title = "Trust ratios" if has_trust else "Norms of weights and gradients"
-    return Heat(
-        id="trust",
-        title=f"{title}, by layer",
-        unit="",
-        rows=tuple(layers),
-        at=tuple(records[c[-1]]["step"] for c in columns),
-        measures={name: _largest(values, singles, columns) for name, values in measures.items()},
-        words=(
-            f"{len(layers)} layers over {len(records)} records; at the last one {next(iter(measures))} is highest in "
-            f"{layers[int(known.argmax())]} ({known.max():.4g})"
-        ),
-        log=True,
-    )
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else np.nan
-
-
 MOST_EPOCHS = 200  # rows of the table
 MOST_PICTURES = 8
-EPOCH_CELLS = (
-    ("train_loss", ".4f"),
-    ("train_top1", ".2f"),
-    ("val_loss", ".4f"),
-    ("val_top1", ".2f"),
-    ("val_top5", ".2f"),
-    ("seconds", ".1f"),
-    ("images_per_s", ",.1f"),
-)
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -488,7 +148,6 @@ def report_html(run: Run) -> str:
         ranks=len(times),
         heats=heats,
         use=use,
-        unit=unit_of(run.start),
         **_epochs(run),
         changed=_changed(run.recipe),
         pictures=[(hosts, plan_to_svg(plan)) for hosts, plan in run.plans[:MOST_PICTURES]],
@@ -522,9 +181,9 @@ def _use(usage: Usage, tables: dict[str, Table]) -> dict[str, Any]:
     tables.update(more)
     return {
         "charts": charts,
-        "workers": worker_rows(usage),
-        "hosts": host_rows(usage),
-        "network": network_rows(usage),
+        "workers": worker_table(usage).cells,
+        "hosts": host_table(usage).cells,
+        "network": network_table(usage).cells,
     }
 
 
@@ -533,15 +192,19 @@ def _epochs(run: Run) -> dict[str, Any]:
     last = list({event["epoch"]: event for event in run.of("epoch")}.values())
     places = np.unique(np.linspace(0, len(last) - 1, min(len(last), MOST_EPOCHS)).round().astype(int))
     shown = [last[i] for i in places]
-    rows = [
-        (
-            f"{event['epoch']:g}",
-            *("" if event[key] is None else format(event[key], spec) for key, spec in EPOCH_CELLS),
-        )
-        for event in shown
-    ]
+    columns = (
+        ("epoch", "epoch", "g"),
+        ("training loss", "train_loss", ".4f"),
+        ("training top-1 %", "train_top1", ".2f"),
+        ("validation loss", "val_loss", ".4f"),
+        ("validation top-1 %", "val_top1", ".2f"),
+        ("validation top-5 %", "val_top5", ".2f"),
+        ("seconds", "seconds", ".1f"),
+        (f"{unit_of(run.start)}/s", "images_per_s", ",.1f"),
+    )
+    table = Rows(tuple(Column(head, itemgetter(key), text) for head, key, text in columns), shown)
     of = f"{len(shown)} of {len(last):,} epochs" if len(shown) < len(last) else counted(len(last), "epoch")
-    return {"epochs": rows, "epochs_of": of}
+    return {"epochs": table.cells, "epochs_of": of}
 
 
 def _changed(recipe: Recipe | None) -> list[tuple[str, str, str]]:
@@ -557,20 +220,183 @@ def _bindings(run: Run) -> dict[str, Any]:
     bindings = run.start.get("bindings", [])
     misplaced = [each for each in bindings if each["pus"] != each["planned_pus"]]
     ranks = ", ".join(str(each["rank"]) for each in misplaced[:8]) + (", ..." if len(misplaced) > 8 else "")
+    columns = (
+        Column("rank", itemgetter("rank")),
+        Column("host", itemgetter("host")),
+        Column("planned CPUs", itemgetter("planned_pus"), format_list),
+        Column("actual CPUs", itemgetter("pus"), format_list),
+        Column("memory", itemgetter("memory_policy")),
+        Column("CPUs of each thread", lambda each: " ".join(map(format_list, each.get("thread_pus", ())))),
+    )
     return {
-        "bindings": [
-            (
-                str(each["rank"]),
-                each["host"],
-                format_list(each["planned_pus"]),
-                format_list(each["pus"]),
-                each["memory_policy"],
-                " ".join(format_list(pus) for pus in each.get("thread_pus", ())),
-            )
-            for each in bindings
-        ],
+        "bindings": Rows(columns, bindings).cells,
         "misplaced": misplaced,
         "bound": f"Not where planned: rank {ranks}"
         if misplaced
         else f"The kernel has put {counted(len(bindings), 'rank')} where the plan wants them.",
+    }
+
+
+MOST_CLASSES = 200  # in the confusion matrix: with more, those of the lowest accuracy
+NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """For each image, shape (n,): its number, label and predicted class; its loss, and the shares of probability (0 to
+    1) that the network gives its label and the predicted class."""
+
+    image: np.ndarray
+    label: np.ndarray
+    predicted: np.ndarray
+    loss: np.ndarray
+    label_share: np.ndarray
+    predicted_share: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassAccuracy:
+    """A class's images and the percent of them that are predicted right; None without images."""
+
+    name: str
+    images: int
+    top1: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confused:
+    """How many images of a class are predicted as another."""
+
+    label: str
+    predicted: str
+    images: int
+
+
+def class_accuracies(predicted: Predicted, classes: tuple[str, ...]) -> tuple[ClassAccuracy, ...]:
+    """The accuracy of every class, in the order of the classes."""
+    images = np.bincount(predicted.label, minlength=len(classes))
+    right = np.bincount(predicted.label[predicted.label == predicted.predicted], minlength=len(classes))
+    return tuple(
+        ClassAccuracy(name=name, images=int(n), top1=100 * float(k) / int(n) if n else None)
+        for name, n, k in zip(classes, images, right, strict=True)
+    )
+
+
+def confused_classes(predicted: Predicted, classes: tuple[str, ...]) -> tuple[Confused, ...]:
+    """The pairs of classes that are confused, the most frequent first."""
+    wrong = predicted.label != predicted.predicted
+    pairs = predicted.label[wrong] * len(classes) + predicted.predicted[wrong]
+    found, counts = np.unique(pairs, return_counts=True)
+    order = np.lexsort((found, -counts))
+    return tuple(
+        Confused(
+            label=classes[int(found[i]) // len(classes)],
+            predicted=classes[int(found[i]) % len(classes)],
+            images=int(counts[i]),
+        )
+        for i in order
+    )
+
+
+def most_wrong(predicted: Predicted, count: int) -> np.ndarray:
+    """The rows of the wrongly predicted images of the highest losses, the highest first."""
+    wrong = np.flatnonzero(predicted.label != predicted.predicted)
+    return wrong[np.argsort(-predicted.loss[wrong], kind="stable")][:count]
+
+
+def confusion_heat(predicted: Predicted, classes: tuple[str, ...]) -> Heat:
+    """The confusion matrix: labels as rows, predictions as columns, in percent of the row's images and in images."""
+    accuracies = class_accuracies(predicted, classes)
+    by_accuracy = sorted(range(len(classes)), key=lambda i: (accuracies[i].top1 is None, accuracies[i].top1))
+    shown = np.array(sorted(by_accuracy[:MOST_CLASSES]))
+    place = np.full(len(classes), -1)
+    place[shown] = np.arange(len(shown))
+    rows, columns = place[predicted.label], place[predicted.predicted]
+    inside = (rows >= 0) & (columns >= 0)
+    images = np.zeros((len(shown), len(shown)))
+    np.add.at(images, (rows[inside], columns[inside]), 1)
+    of_row = np.array([max(accuracies[i].images, 1) for i in shown])[:, None]
+    names = tuple(classes[i] for i in shown)
+    of = "" if len(shown) == len(classes) else f" of the {len(shown)} classes of the lowest accuracy"
+    return Heat(
+        id="confusion",
+        title=f"Confusion matrix{of}",
+        unit="",
+        rows=names,
+        at=names,
+        across="predicted",
+        measures={"% of the class": 100 * images / of_row, "images": images},
+        words=f"Rows are the labels, columns the predictions. {confusion_text(predicted, classes)}",
+    )
+
+
+def confusion_text(predicted: Predicted, classes: tuple[str, ...]) -> str:
+    """The hardest classes and the most frequent confusions, in a sentence each."""
+    known = [each for each in class_accuracies(predicted, classes) if each.top1 is not None]
+    hardest = sorted(known, key=lambda each: each.top1 or 0.0)[:NAMED]
+    lines = "Hardest: " + ", ".join(f"{each.name} {each.top1:.2f} %" for each in hardest)
+    pairs = confused_classes(predicted, classes)[:NAMED]
+    confused = ", ".join(f"{each.label} as {each.predicted} ({counted(each.images, 'time')})" for each in pairs)
+    return lines + (f". Most confused: {confused}" if pairs else "")
+
+
+MOST_WRONG = 48
+MOST_CONFUSED = 100  # pairs of classes
+CLASS_COLUMNS = (Column("class", "name"), Column("images", "images", ","), Column("top-1 %", "top1", ".2f"))
+CONFUSED_COLUMNS = (Column("label", "label"), Column("predicted", "predicted"), Column("images", "images", ","))
+Thumbnail = Callable[[int], np.ndarray]
+"""The number of an image -> its pixels, (side, side, 3) uint8."""
+
+
+def write_eval_page(
+    out: Path,
+    *,
+    title: str,
+    rows: Sequence[tuple[str, str]],
+    predicted: Predicted,
+    classes: tuple[str, ...],
+    name_of: Callable[[int], str],
+    thumbnail: Thumbnail,
+) -> Path:
+    """Write the page to `out`, and beside it each image's prediction as CSV. `rows` are figures of the evaluation;
+    `name_of` tells where an image is stored."""
+    classes = tuple(map(shown, classes))
+    heat = confusion_heat(predicted, classes)
+    confused = confused_classes(predicted, classes)[:MOST_CONFUSED]
+    html = render(
+        "evaluation.html.j2",
+        title=title,
+        data=charts_data((), {}, (heat,), 0),
+        rows=rows,
+        heat_map=heat,
+        classes=Rows(CLASS_COLUMNS, class_accuracies(predicted, classes)).cells,
+        confused=Rows(CONFUSED_COLUMNS, confused).cells,
+        images=[_wrong(predicted, row, classes, name_of, thumbnail) for row in most_wrong(predicted, MOST_WRONG)],
+    )
+    write_text(out, html)
+    columns = (
+        Column("image", lambda row: name_of(int(predicted.image[row]))),
+        Column("label", lambda row: classes[int(predicted.label[row])]),
+        Column("predicted", lambda row: classes[int(predicted.predicted[row])]),
+        Column("loss", lambda row: float(predicted.loss[row]), ".6g"),
+        Column("probability of the label", lambda row: float(predicted.label_share[row]), ".6g"),
+        Column("probability of the prediction", lambda row: float(predicted.predicted_share[row]), ".6g"),
+    )
+    write_text(out.with_suffix(".csv"), Rows(columns, range(len(predicted.image))).csv())
+    return out
+
+
+def _wrong(
+    predicted: Predicted, row: int, classes: tuple[str, ...], name_of: Callable[[int], str], thumbnail: Thumbnail
+) -> dict[str, str]:
+    number = int(predicted.image[row])
+    buffer = io.BytesIO()
+    Image.fromarray(thumbnail(number)).save(buffer, "JPEG", quality=85)
+    return {
+        "data": base64.b64encode(buffer.getvalue()).decode(),
+        "name": Path(name_of(number)).name,
+        "label": classes[int(predicted.label[row])],
+        "label_share": f"{100 * predicted.label_share[row]:.1f} %",
+        "predicted": classes[int(predicted.predicted[row])],
+        "predicted_share": f"{100 * predicted.predicted_share[row]:.1f} %",
     }

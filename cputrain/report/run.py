@@ -22,6 +22,7 @@ from cputrain.mpi.usage.records import FOLDER, HostUse, Use, WorkerUse, read_rec
 from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.recipe.loading import load_recipe
 from cputrain.recipe.schema import Recipe
+from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE, Log, elapsed, read_log, seconds_between
 
 LOOPBACK = "lo"
@@ -95,49 +96,58 @@ def interfaces_of(records: Sequence[HostUse]) -> list[str]:
     return sorted(by_name, key=lambda name: (name == LOOPBACK, -sum(by_name[name]), name))
 
 
-def worker_rows(usage: Usage) -> list[tuple[str, ...]]:
-    """For each rank: rank, host, CPUs busy (mean, peak), planned, GiB of memory (peak), estimated, processes."""
-    rows: list[tuple[str, ...]] = []
-    for rank, records in usage.workers.items():
-        plan = usage.planned.get(rank)
-        estimate = plan.memory_bytes if plan else None
-        rows.append(
-            (
-                str(rank),
-                records[-1].host,
-                f"{mean_of(records, busy):.2f}",
-                f"{max(map(busy, records)):.2f}",
-                str(len(plan.pus)) if plan else "",
-                f"{max(r.rss_bytes for r in records) / GIB:.2f}",
-                f"{estimate / GIB:.2f}" if estimate else "",
-                str(max(r.processes for r in records)),
-            )
-        )
-    return rows
+def worker_table(usage: Usage) -> Rows:
+    """A row for each rank."""
+
+    def planned(of: Callable[[WorkerPlan], float | None]) -> Callable[[int], float | None]:
+        return lambda rank: of(usage.planned[rank]) if rank in usage.planned else None
+
+    columns = (
+        Column("rank", lambda rank: rank),
+        Column("host", lambda rank: usage.workers[rank][-1].host),
+        Column("CPUs busy, mean", lambda rank: mean_of(usage.workers[rank], busy), ".2f"),
+        Column("peak", lambda rank: max(map(busy, usage.workers[rank])), ".2f"),
+        Column("planned CPUs", planned(lambda plan: len(plan.pus))),
+        Column("memory GiB, peak", lambda rank: max(r.rss_bytes for r in usage.workers[rank]) / GIB, ".2f"),
+        Column("estimated", planned(lambda plan: plan.memory_bytes / GIB if plan.memory_bytes else None), ".2f"),
+        Column("processes", lambda rank: max(r.processes for r in usage.workers[rank])),
+    )
+    return Rows(columns, list(usage.workers))
 
 
-def host_rows(usage: Usage) -> list[tuple[str, ...]]:
-    """For each host: host, CPUs busy (mean, peak), least GiB of memory available."""
-    return [
-        (
-            host,
-            f"{mean_of(records, busy):.2f}",
-            f"{max(map(busy, records)):.2f}",
-            f"{min(r.memory_available_bytes for r in records) / GIB:.1f}",
-        )
-        for host, records in usage.hosts.items()
-    ]
+def host_table(usage: Usage) -> Rows:
+    """A row for each host."""
+    columns = (
+        Column("host", lambda host: host),
+        Column("CPUs busy, mean", lambda host: mean_of(usage.hosts[host], busy), ".2f"),
+        Column("peak", lambda host: max(map(busy, usage.hosts[host])), ".2f"),
+        Column(
+            "available memory GiB, minimum",
+            lambda host: min(r.memory_available_bytes for r in usage.hosts[host]) / GIB,
+            ".1f",
+        ),
+    )
+    return Rows(columns, list(usage.hosts))
 
 
-def network_rows(usage: Usage) -> list[tuple[str, ...]]:
-    """For each host and interface: host, interface, MB/s received (mean, peak), MB/s sent (mean, peak)."""
-    rows: list[tuple[str, ...]] = []
-    for host, records in usage.hosts.items():
-        for name in interfaces_of(records):
-            rates = [mb_per_s(name, direction) for direction in (0, 1)]
-            figures = [figure for rate in rates for figure in (mean_of(records, rate), max(map(rate, records)))]
-            rows.append((host, "lo (loopback)" if name == LOOPBACK else name, *(f"{mb:.3f}" for mb in figures)))
-    return rows
+def network_table(usage: Usage) -> Rows:
+    """A row for each host and interface."""
+
+    def mean(direction: int) -> Callable[[tuple[str, str]], float]:
+        return lambda row: mean_of(usage.hosts[row[0]], mb_per_s(row[1], direction))
+
+    def peak(direction: int) -> Callable[[tuple[str, str]], float]:
+        return lambda row: max(map(mb_per_s(row[1], direction), usage.hosts[row[0]]))
+
+    columns = (
+        Column("host", lambda row: row[0]),
+        Column("interface", lambda row: "lo (loopback)" if row[1] == LOOPBACK else row[1]),
+        Column("MB/s received, mean", mean(0), ".3f"),
+        Column("peak", peak(0), ".3f"),
+        Column("MB/s sent, mean", mean(1), ".3f"),
+        Column("peak", peak(1), ".3f"),
+    )
+    return Rows(columns, [(host, name) for host, records in usage.hosts.items() for name in interfaces_of(records)])
 
 
 def running_time(usage: Usage) -> Callable[[Sequence[float]], np.ndarray]:
@@ -301,7 +311,8 @@ def unit_of(start: Mapping[str, Any]) -> str:
     return str(data) if data in ("points", "samples") else "images"
 
 
-Rows = list[tuple[str, str]]
+Facts = list[tuple[str, str]]
+"""What is known, and its value."""
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
@@ -354,9 +365,9 @@ def _last_step(run: Run) -> int:
     return int(next(steps, (run.end or {}).get("steps", 0)))
 
 
-def figures(run: Run) -> Rows:
+def figures(run: Run) -> Facts:
     """The figures at the top of the page: what, value."""
-    rows: Rows = []
+    rows: Facts = []
     end, best = run.end or {}, best_of(run)
     if best is not None:
         rows.append((f"best {best[0]}, epoch {best[2]['epoch']:g}", best[1]))
@@ -382,7 +393,7 @@ def figures(run: Run) -> Rows:
     return rows
 
 
-def particulars(run: Run) -> Rows:
+def particulars(run: Run) -> Facts:
     """What the run ran on and with: one row for each thing that is known."""
     start, environment, spent = run.start, run.environment, run.log.spent
     written = run.log.written

@@ -14,8 +14,18 @@ from cputrain.affinity.wording import counted
 from cputrain.files import RECIPE, REPORT, write_text
 from cputrain.recipe.derivation import derive
 from cputrain.recipe.schema import Recipe
-from cputrain.report.charts import Chart, Line, Table, charts_data, drawn, rows_per_run, thin
-from cputrain.report.page import rank_times, render, training_tables
+from cputrain.report.charts import (
+    Chart,
+    Line,
+    Table,
+    charts_data,
+    drawn,
+    rank_times,
+    rows_per_run,
+    thin,
+    training_tables,
+)
+from cputrain.report.page import render
 from cputrain.report.run import Run, read_run, unit_of
 from cputrain.rows import Column, Rows
 from cputrain.runs.events import FILE as EVENTS
@@ -133,8 +143,7 @@ def write_comparison(folders: Sequence[Path], out: Path, title: str) -> tuple[Pa
     names = names_of(runs)
     table = result_table(runs, names)
     workers = comparison_rows(compare([run.result for run in runs]))
-    heads, *rows = table.cells
-    html = _html(runs, names, out, title=title, heads=heads, rows=rows, workers=workers.cells)
+    html = _html(runs, names, out, title=title, table=table, workers=workers)
     study = f"\n## Workers\n\n{workers.markdown()}\n{RULE}; {FEWEST}\n" if workers.rows else ""
     paths = out, out.with_suffix(".md"), out.with_suffix(".csv")
     for path, text in zip(paths, (html, f"# {title}\n\n{table.markdown()}{study}", table.csv()), strict=True):
@@ -202,9 +211,10 @@ def _tables(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     return {f"{i}.{name}": run.tables[name] for i, run in enumerate(runs) for name in ("steps", "epochs")}
 
 
-def _html(runs: Sequence[ComparedRun], names: Sequence[str], out: Path, *, title: str, **tables: Any) -> str:
+def _html(
+    runs: Sequence[ComparedRun], names: Sequence[str], out: Path, *, title: str, table: Rows, workers: Rows
+) -> str:
     charts = comparison_charts(runs, names)
-    shared = _shared_settings(runs)
     return render(
         "comparison.html.j2",
         title=title,
@@ -213,13 +223,14 @@ def _html(runs: Sequence[ComparedRun], names: Sequence[str], out: Path, *, title
         count=counted(len(runs), "run"),
         links=[_link(run.folder / REPORT, out) for run in runs],
         problems=[f"{name}: {problem}" for run, name in zip(runs, names, strict=True) for problem in run.problems],
-        shared=shared,
+        shared=_shared_settings(runs),
         words=[
             " ".join((name, run.name, *map("=".join, run.result.settings)))
             for run, name in zip(runs, names, strict=True)
         ],
         notes=f"{RULE}; {FEWEST}",
-        **tables,
+        runs=table.cells,
+        workers=workers.cells,
     )
 
 

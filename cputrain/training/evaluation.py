@@ -27,7 +27,7 @@ from cputrain.data.pixels import center_crop
 from cputrain.launch.rank_process import RankContext
 from cputrain.models.networks import build_model
 from cputrain.recipe.schema import Recipe
-from cputrain.report.eval_page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
+from cputrain.report.page import Predicted, class_accuracies, confused_classes, confusion_text, write_eval_page
 from cputrain.training.engine import autocast, evaluation_network, prepare_model
 from cputrain.training.feed import evaluation_batch, evaluation_batches, evaluation_shares, evaluation_steps
 from cputrain.training.log import EvaluationProgress

@@ -5,9 +5,8 @@ import pytest
 
 from cputrain.affinity.errors import InputError
 from cputrain.files import write_atomic, write_with
-from cputrain.report import write_report
+from cputrain.report import WatchState, write_report
 from cputrain.runs import FILE, Events, TimeSpent, elapsed, finished, read_events, read_log, time_spent
-from cputrain.watch import WatchState
 
 ZERO = {"epoch": 0.0, "rate": 0.0, "images_per_s": 0.0}
 NO_ACCURACY = dict.fromkeys(("train_loss", "train_top1", "val_loss", "val_top1", "val_top5"))

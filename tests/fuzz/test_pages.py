@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cputrain.affinity.errors import InputError
-from cputrain.report import read_run, report_html
-from cputrain.watch import EventTail, WatchState
-from cputrain.watch.screen import screen
+from cputrain.report import EventTail, WatchState, read_run, report_html, screen
 from tests.fuzz.inputs import COUNT, IN_TESTS, damaged
 from tests.support.run_folders import write_run
 

@@ -36,7 +36,7 @@ from cputrain.mpi.usage import (
     total,
     worker_file,
 )
-from cputrain.report import mean_of, read_usage, running_time, worker_rows, write_report
+from cputrain.report import mean_of, read_usage, running_time, worker_table, write_report
 from tests.mpi.test_local import job
 from tests.support.commands import cputrain, mpi_path
 
@@ -192,7 +192,7 @@ def test_a_launched_command_s_use_is_sampled_and_reported(launcher: str, tmp_pat
     (whole,) = usage.hosts.values()
     assert sum(r.network["lo"][0] for r in whole if "lo" in r.network) >= 64 * MIB
     assert sum(r.cpu_s for r in whole) >= 0.9 * sum(r.cpu_s for r in busy)
-    assert [row[4] for row in worker_rows(usage)] == ["1", "1"]
+    assert [cells[4] for cells in worker_table(usage).cells[1:]] == ["1", "1"]
     reported = cputrain("report", "out", cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
     html = (tmp_path / "out/report.html").read_text()

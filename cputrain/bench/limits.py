@@ -1,0 +1,600 @@
+"""`cputrain bench memory`, `data`, `comm` and `optimizer`: what memory, decoding, all-reduces and optimizers reach.
+
+Of memory every thread is bound to a core and has arrays of its own, which it touches first. What a store reads before it
+writes (write-allocate) is not counted. All-reduces are those between two ranks of this host, a core each.
+"""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+import torch
+from torch import nn
+from cputrain.affinity.errors import RunError
+from cputrain.affinity.kernel.binding import set_memory_policy
+from cputrain.affinity.planner.records import Record
+from cputrain.affinity.planner.request import MEMORY
+from cputrain.affinity.topology.machine import Core, Machine, NumaNode
+from cputrain.affinity.wording import counted
+from cputrain.bench.figures import Figure, Report, figure_of, interleaved, number, spread_of
+from cputrain.measurements import rate_record
+from cputrain.models.networks import build_model
+from cputrain.optim.build import build_optimizer, set_lr_and_decay
+from cputrain.recipe.schema import ModelSection, OptimSection
+from cputrain.simulate.network import optimizer_passes
+import io
+from collections.abc import Callable, Mapping, Sequence
+import numpy as np
+from PIL import Image
+from cputrain.affinity.errors import InputError, RunError
+from cputrain.affinity.planner.request import DECODING
+from cputrain.affinity.topology.machine import Machine
+from cputrain.bench.figures import Figure, Report, figure_of, interleaved
+from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
+from cputrain.data.pixels.decode import Crop, Decode, TurboDecoder, choose_decoder, decode_by_pillow, load
+from cputrain.data.pixels.transform import Transform, center_crop
+from cputrain.data.prepare.pack import reencode
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.records import Record, plan_this_machine
+from cputrain.affinity.planner.request import ALL_REDUCE
+from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
+from cputrain.comm.bucket_sizes import fit_alpha_beta
+from cputrain.launch.rank_process import RankContext
+from cputrain.launch.task import run_on_ranks
+from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
+
+GB = 1e9
+STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
+LEAST_BYTES, CACHES = 256 << 20, 4  # an array of all threads is as large, and four times the level-3 caches
+PASSES = 4  # over the arrays in one measurement
+TEST_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Threads, by their PUs, and the NUMA node of each one's memory; None leaves it to the kernel."""
+
+    name: str
+    pus: tuple[int, ...]
+    nodes: tuple[int | None, ...]
+
+
+def bench_memory(machine: Machine, *, repeats: int, quick: bool) -> tuple[Report, tuple[Record, ...]]:
+    """The bandwidth of each NUMA node by the number of its threads, from other nodes, and of the whole host."""
+    array = TEST_BYTES if quick else max(LEAST_BYTES, CACHES * level3_bytes(machine))
+    figures: list[Figure] = []
+    for group in places(machine):
+        most = group[-1]
+        found = {
+            (place, kernel): bandwidth(place, kernel, array // len(place.pus), repeats)
+            for place in group
+            for kernel in STREAMS
+        }
+        for (place, kernel), values in found.items():
+            limit = None if place is most else median(found[most, kernel]) / GB
+            named = "" if place is most else most.name
+            in_gb = [value / GB for value in values]
+            figures.append(figure_of(f"{place.name}, {kernel}", in_gb, "GB/s", limit=limit, limited_by=named))
+    whole = bandwidth(host_place(machine), "triad", array // len(machine.allowed_cores), repeats)
+    host = figure_of("host, triad", [value / GB for value in whole], "GB/s")
+    record = rate_record(machine, MEMORY, figure_of("", whole, "").spread, command="cputrain bench memory")
+    title = f"memory of {machine.name}: arrays of {array >> 20} MiB, medians of {counted(repeats, 'repeat')}"
+    return Report(title=title, figures=(*figures, host)), (record,)
+
+
+def places(machine: Machine) -> list[list[Place]]:
+    """For each NUMA node with memory: 1, 2, 4, ... and all of the cores next to it; then the cores of other nodes."""
+    nodes = [node for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes]
+    groups = []
+    for node in nodes:
+        near = cores_next_to(machine, node)
+        if not near:
+            continue
+        bound = node.id if len(nodes) > 1 else None
+        name = f"node {node.id}"
+        own = [_place(f"{name}, {counted(count, 'thread')}", near[:count], bound) for count in thread_counts(len(near))]
+        others = [
+            _place(f"{name} from cores of node {other.id}", cores_next_to(machine, other), bound)
+            for other in machine.numa_nodes
+            if other.pus and other.id not in node.near and cores_next_to(machine, other)
+        ]
+        groups.append([*others, *own])
+    return groups or [[_place("host", machine.allowed_cores, None)]]
+
+
+def cores_next_to(machine: Machine, node: NumaNode) -> tuple[Core, ...]:
+    """The cores that this process may use and that are nearest to a node's memory."""
+    return tuple(core for core in machine.allowed_cores if core.numa_node in node.near)
+
+
+def host_place(machine: Machine) -> Place:
+    """A thread on every core, with memory next to it."""
+    several = sum(bool(node.memory_bytes) for node in machine.numa_nodes) > 1
+    cores = machine.allowed_cores
+    nodes = {node.id for node in machine.numa_nodes if node.memory_bytes and node.id in machine.allowed_nodes}
+    own = tuple(core.numa_node if several and core.numa_node in nodes else None for core in cores)
+    return Place(name="host", pus=tuple(core.pus[0] for core in cores), nodes=own)
+
+
+def _place(name: str, cores: Sequence[Core], node: int | None) -> Place:
+    return Place(name=name, pus=tuple(core.pus[0] for core in cores), nodes=(node,) * len(cores))
+
+
+def thread_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    return sorted({1 << k for k in range(most.bit_length()) if 1 << k < most} | {most})
+
+
+def bandwidth(place: Place, kernel: str, array_bytes: int, repeats: int) -> list[float]:
+    """bytes/s of all threads together, of each repeat; `array_bytes` are those of one thread's array.
+
+    Raises RunError where the kernel refuses memory on a node.
+    """
+    barrier = threading.Barrier(len(place.pus))
+    spans: list[list[tuple[float, float]]] = [[] for _ in place.pus]
+    problems: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            spans[number] = _timed_passes(place.pus[number], place.nodes[number], kernel, array_bytes, repeats, barrier)
+        except (OSError, RunError, RuntimeError) as error:
+            problems.append(str(error))
+            barrier.abort()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(len(place.pus))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        torch.set_num_threads(threads)
+    if problems:
+        raise RunError(f"bench memory: {place.name}: {problems[0]}")
+    moved = PASSES * STREAMS[kernel] * array_bytes * len(place.pus)
+    return [
+        moved / (max(end for _, end in each) - min(start for start, _ in each)) for each in zip(*spans, strict=True)
+    ]
+
+
+def _timed_passes(
+    pu: int, node: int | None, kernel: str, array_bytes: int, repeats: int, barrier: threading.Barrier
+) -> list[tuple[float, float]]:
+    """Start and end of each repeat, in a thread of its own."""
+    os.sched_setaffinity(0, {pu})  # of this thread
+    if node is not None and (why := set_memory_policy("bind", (node,))):
+        raise RunError(f"memory on node {node} is refused: {why}")
+    a, b, c = (torch.empty(array_bytes // 4).fill_(value) for value in (1.0, 2.0, 3.0))
+    spans = []
+    for _ in range(repeats + 1):
+        barrier.wait()
+        started = time.perf_counter()
+        for _ in range(PASSES):
+            if kernel == "copy":
+                a.copy_(b)
+            else:
+                torch.add(b, c, alpha=3.0, out=a)
+        spans.append((started, time.perf_counter()))
+    return spans[1:]
+
+
+def level3_bytes(machine: Machine, root: Path = Path("/")) -> int:
+    """Bytes of all level-3 caches of the cores that this process may use; 0 where the kernel does not tell."""
+    first = {core.l3: core.pus[0] for core in machine.allowed_cores if core.l3 is not None}
+    files = [root / f"sys/devices/system/cpu/cpu{pu}/cache/index3/size" for pu in first.values()]
+    return sum(_size(file.read_text(encoding="utf-8")) for file in files if file.is_file())
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+
+
+OPTIMIZERS = ("momentum", "lars", "adam")
+NETWORK, TEST_NETWORK = "resnet50", "lenet"
+BYTES = 4
+
+
+def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
+    """Steps of each optimizer, on one thread and on one for each core."""
+    name = TEST_NETWORK if quick else NETWORK
+    model = build_model(ModelSection(name=name), 1000, 64).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+    size = BYTES * sum(parameter.numel() for parameter in model.parameters())
+    before, figures = torch.get_num_threads(), []
+    for threads in sorted({1, len(machine.allowed_cores)}):
+        torch.set_num_threads(threads)
+        figures += _figures(model, size, threads, repeats, quick=quick)
+    torch.set_num_threads(before)
+    title = f"optimizer steps on {name}'s {size / 1e6:.0f} MB of weights, {counted(repeats, 'repeat')}"
+    return Report(title=title, figures=tuple(figures))
+
+
+def _figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
+    runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
+    array = TEST_BYTES if quick else LEAST_BYTES
+    found = interleaved({**runs, "triad": _triad(array)}, repeats)
+    limit = STREAMS["triad"] * array / spread_of(found["triad"])[0] / GB
+    return [
+        figure_of(
+            f"{name}, {counted(threads, 'thread')}",
+            [optimizer_passes(name) * size / seconds / GB for seconds in found[name]],
+            "GB/s",
+            limit=limit,
+            limited_by=f"triad, {counted(threads, 'thread')}",
+            note=f"{number(1e3 * spread_of(found[name])[0])} ms",
+        )
+        for name in OPTIMIZERS
+    ]
+
+
+def _step(model: nn.Module, name: str) -> Callable[[], float]:
+    optimizer = build_optimizer(model, OptimSection(name=name))  # type: ignore[arg-type]
+    set_lr_and_decay(optimizer, 1e-4, 5e-5)
+    return lambda: _seconds(optimizer.step)
+
+
+def _triad(size: int) -> Callable[[], float]:
+    a, b, c = (torch.full((size // BYTES,), value) for value in (1.0, 2.0, 3.0))
+    return lambda: _seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+WIDTH, HEIGHT = 500, 408  # together ImageNet's mean number of pixels
+# With these a photo has about the bytes of ImageNet's, 110 kB, and 28 kB once prepared.
+FALL, PHOTO_QUALITY, CONTRAST = 1.4, 95, 50.0
+COUNT, TEST_COUNT, MOST = 48, 4, 200
+
+
+def generated_photos(count: int) -> list[bytes]:
+    """JPEGs with the spectrum of photos, amplitudes falling with a power of the frequency (Field 1987), in colors that
+    differ little."""
+    rng = np.random.Generator(np.random.Philox(key=count))
+    frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None, :])
+    frequency[0, 0] = np.inf
+    return [_photo(rng, frequency**-FALL) for _ in range(count)]
+
+
+def _photo(rng: np.random.Generator, amplitude: np.ndarray) -> bytes:
+    def layer() -> np.ndarray:
+        phases = rng.uniform(0, 2 * np.pi, amplitude.shape)
+        values: np.ndarray = np.fft.irfft2(amplitude * np.exp(1j * phases), (HEIGHT, WIDTH))
+        return np.asarray(values / values.std())
+
+    light = layer()
+    colors = [CONTRAST * (0.95 * light + 0.3 * layer()) + 128 for _ in range(3)]
+    pixels = np.clip(np.stack(colors, axis=-1), 0, 255).astype(np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=PHOTO_QUALITY, subsampling="4:2:0")
+    return out.getvalue()
+
+
+def photos_of(folder: Path, decoder: TurboDecoder | None) -> list[bytes]:
+    """The first JPEGs in a folder, at any depth. Raises InputError where there are none."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: name one with JPEGs")
+    paths = (Path(place) / name for place, _, names in sorted(os.walk(folder)) for name in sorted(names))
+    found: list[bytes] = []
+    for path in paths:
+        if len(found) == MOST:
+            break
+        data = path.read_bytes()
+        if data.startswith(b"\xff\xd8") and (decoder is None or _decodes(decoder, data)):
+            found.append(data)
+    if not found:
+        raise InputError(f"{folder} contains no JPEG: name a folder with JPEGs, at any depth")
+    return found
+
+
+def _decodes(decoder: TurboDecoder, data: bytes) -> bool:
+    return decoder.decode([data], center_crop(8, 8), np.empty((1, 8, 8, 3), np.uint8))[0]
+
+
+SIDE = 224
+RANDOM = Transform(image_size=SIDE, short_side=SIDE, crop="random_resized")
+SHORT_SIDE, QUALITY = 256, 90  # of prepared images
+TURBO, PILLOW, LIMIT = "libjpeg-turbo", "Pillow", "entropy decoding alone"
+UNIT = "images per CPU-second"
+BATCHES = 8  # of one measurement of normalizing
+
+
+def bench_decoding(
+    machine: Machine, folder: Path | None, env: Mapping[str, str], *, repeats: int, quick: bool
+) -> tuple[Report, tuple[Record, ...]]:
+    """Decode random crops of 224 x 224 on one core. Raises InputError for a folder without JPEGs."""
+    decoder, missing = _turbo(env)
+    photos = photos_of(folder, decoder) if folder else generated_photos(TEST_COUNT if quick else COUNT)
+    sets = {"original": photos, "prepared": [prepared(photo) for photo in photos]}
+    runs = {
+        (kind, name): _run(decode, files)
+        for kind, files in sets.items()
+        for name, decode in _decoders(decoder, env).items()
+    }
+    entropy = {kind: _entropy_run(decoder, files) for kind, files in sets.items()} if decoder else {}
+    runs |= {(kind, LIMIT): run for kind, run in entropy.items()}
+    named = {f"{kind}, {name}": run for (kind, name), run in runs.items()}
+    with_one_core = _on_one_core(machine, lambda: interleaved(named, repeats))
+    figures = [_figure(key, with_one_core, decoded=bool(entropy)) for key in named if LIMIT not in key]
+    figures.append(figure_of("normalizing a batch of 32", _normalizing(env, repeats), UNIT))
+    pixels = _mean_pixels(photos)
+    source = f"{len(photos)} JPEGs of {folder}" if folder else f"{len(photos)} generated JPEGs"
+    sizes = sum(map(len, photos)) / len(photos) / 1000
+    title = f"decoding on one core of {machine.name}: {source}, {pixels:,.0f} pixels and {sizes:.0f} kB each"
+    command = f"cputrain bench data {folder}" if folder else "cputrain bench data"
+    records = [
+        _record(machine, name, with_one_core[f"original, {name}"], pixels, command) for name in _decoders(decoder, env)
+    ]
+    notes = ("prepared: short side 256, quality 90, as `cputrain prepare --short-side 256` writes them", *missing)
+    return Report(title=title, figures=tuple(figures), notes=notes), tuple(records)
+
+
+def _turbo(env: Mapping[str, str]) -> tuple[TurboDecoder | None, tuple[str, ...]]:
+    """The fast decoder, or why there is none."""
+    try:
+        return load(env), ()
+    except (InputError, RunError) as error:
+        return None, (f"{TURBO} is not measured: {error}",)
+
+
+def _decoders(decoder: TurboDecoder | None, env: Mapping[str, str]) -> dict[str, Decode]:
+    return {**({TURBO: choose_decoder("turbo", env)[0]} if decoder else {}), PILLOW: decode_by_pillow}
+
+
+def _figure(name: str, measured: Mapping[str, Sequence[float]], *, decoded: bool) -> Figure:
+    kind = name.partition(",")[0]
+    limit = figure_of("", measured[f"{kind}, {LIMIT}"], "").value if decoded else None
+    return figure_of(name, measured[name], UNIT, limit=limit, limited_by=LIMIT if decoded else "")
+
+
+def _record(machine: Machine, name: str, rates: Sequence[float], pixels: float, command: str) -> Record:
+    """Nanoseconds of a core for each pixel of an original image."""
+    spread = figure_of("", [1e9 / rate / pixels for rate in rates], "").spread
+    return rate_record(machine, f"{DECODING} {name}", spread, command=command)
+
+
+def _on_one_core(machine: Machine, work: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Work with one thread on the last core: the first ones take the host's interrupts."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, {machine.allowed_cores[-1].pus[0]})
+    torch.set_num_threads(1)
+    try:
+        return work()
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+
+def images_per_cpu_s(work: Callable[[], object], images: int) -> float:
+    """Images per CPU-second of this process."""
+    started = time.process_time()
+    work()
+    return images / (time.process_time() - started)
+
+
+def _run(decode: Decode, files: list[bytes]) -> Callable[[], float]:
+    """Decodes all files as the loader's threads do."""
+    places = np.empty((IMAGES_PER_CALL, SIDE, SIDE, 3), dtype=np.uint8)
+
+    def once() -> None:
+        for first in range(0, len(files), IMAGES_PER_CALL):
+            some = files[first : first + IMAGES_PER_CALL]
+            problems = decode(some, RANDOM.crops(range(first, first + len(some)), seed=1), places[: len(some)])
+            if any(problems):
+                raise InputError(f"a JPEG cannot be decoded: {next(filter(None, problems))}")
+
+    return lambda: images_per_cpu_s(once, len(files))
+
+
+def _entropy_run(decoder: TurboDecoder, files: list[bytes]) -> Callable[[], float]:
+    """Decodes the last pixel alone: all that lies before it is read, and not transformed."""
+    place = np.empty((1, 1, 1, 3), dtype=np.uint8)
+    plain = [without_markers(data) for data in files]
+
+    def once() -> None:
+        for data in plain:
+            decoder.decode([data], last_pixel, place)
+
+    return lambda: images_per_cpu_s(once, len(files))
+
+
+def last_pixel(_place: int, width: int, height: int) -> Crop:
+    """The crop of the last pixel alone."""
+    return Crop(width - 1, height - 1, 1, 1, 1, 1, 0, 0, 1)
+
+
+def without_markers(data: bytes) -> bytes:
+    """The same coefficients without restart markers, which would spare the reading too."""
+    if b"\xff\xdd\0\4" not in data:
+        return data
+    out = io.BytesIO()
+    Image.open(io.BytesIO(data)).save(out, "JPEG", quality="keep", optimize=True)
+    return out.getvalue()
+
+
+def prepared(data: bytes) -> bytes:
+    """A JPEG as `cputrain prepare --short-side 256` writes it."""
+    return reencode(data, short_side=SHORT_SIDE, quality=QUALITY).data
+
+
+def _mean_pixels(files: list[bytes]) -> float:
+    sizes = [Image.open(io.BytesIO(data)).size for data in files]
+    return sum(width * height for width, height in sizes) / len(sizes)
+
+
+def _normalizing(env: Mapping[str, str], repeats: int) -> list[float]:
+    """Images per CPU-second from bytes to the network's input."""
+    normalize = choose_normalize(IMAGENET_MEAN, IMAGENET_STD, "auto", env)
+    images = torch.zeros((32, SIDE, SIDE, 3), dtype=torch.uint8)
+
+    def once() -> None:
+        for _ in range(BATCHES):
+            normalize(images)
+
+    return interleaved({"": lambda: images_per_cpu_s(once, BATCHES * len(images))}, repeats)[""]
+
+
+BACKENDS = ("gloo", "ccl")
+SIZES = tuple(1 << k for k in range(10, 29, 2))  # 1 KiB to 256 MiB
+TEST_SIZES = (1 << 10, 1 << 16, 1 << 20)
+LARGE = 16 << 20  # from here on the bytes take all the time: gradient buckets are as large
+RANKS = 2
+TIMEOUT_S = 300.0
+FLOAT = 4
+GB, US = 1e9, 1e6
+COMMAND = "cputrain bench comm"
+
+Times = dict[int, dict[str, list[float]]]
+"""Bytes -> "all-reduce" and "copy" -> seconds of each round."""
+
+
+def bench_all_reduce(
+    machine: Machine, env: Mapping[str, str], *, repeats: int, quick: bool
+) -> tuple[Report, tuple[Record, ...]]:
+    """All-reduces of each backend. Raises InputError on a host with one core, RunError where the ranks fail."""
+    if len(machine.allowed_cores) < RANKS:
+        raise InputError(f"bench comm needs two cores, and this process may use {len(machine.allowed_cores)}")
+    plan = plan_this_machine(Request(ppn=RANKS, threads=1, comm_cores=0, loader_cores=0), env, machine=machine)
+    found: dict[str, Times] = {}
+    notes = []
+    for backend in BACKENDS:
+        try:
+            found[backend] = _times(plan, backend, TEST_SIZES if quick else SIZES, repeats, env)
+        except (InputError, RunError) as error:
+            if backend == "gloo":
+                raise
+            notes.append(f"{backend} is not measured: {error}")
+    transports = {} if quick or "ccl" not in found else _transports(env, notes)
+    figures = [figure for size in found["gloo"] for figure in _figures(size, found)]
+    title = f"all-reduce of float32 between {RANKS} ranks of {machine.name}, a core each: {counted(repeats, 'repeat')}"
+    tables = (_fits(found), *((_bucket_times(transports),) if transports else ()))
+    report = Report(title=title, figures=tuple(figures), tables=tables, notes=tuple(notes))
+    records = tuple(_record(machine, backend, times) for backend, times in found.items())
+    return report, (*records, *transport_records(transports, command=COMMAND))
+
+
+def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, tuple[float, float, float]]:
+    """Seconds of an all-reduce of a bucket over each of oneCCL's transports; adds a note on one that does not run."""
+    from cputrain.comm.ccl.check import time_transports  # torch
+    from cputrain.comm.ccl.environment import find_libraries
+
+    try:
+        found, problems = time_transports(find_libraries(env), env)
+    except RunError as error:
+        found, problems = {}, [str(error)]
+    notes += problems
+    return {transport: spread_of(times[BUCKET_BYTES]) for transport, times in found.items()}
+
+
+def _bucket_times(transports: Mapping[str, tuple[float, float, float]]) -> Table:
+    rows = tuple(
+        (TITLES[name], 1000 * middle, 1000 * lowest, 1000 * highest)
+        for name, (middle, lowest, highest) in transports.items()
+    )
+    return Table(title=f"oneCCL's transports: {WHAT}", head=("transport", "ms", "lowest", "highest"), rows=rows)
+
+
+def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: Mapping[str, str]) -> Times:
+    asked = {"backend": backend, "rounds": repeats, "sizes": sizes}
+    with tempfile.TemporaryDirectory() as name:
+        what = f"the all-reduce over {backend}"
+        first, *_ = run_on_ranks(plan, f"{__name__}:time_all_reduces", asked, Path(name), env, what=what)
+    return {int(size): times for size, times in first.items()}
+
+
+def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
+    """Time all-reduces and copies of float32 values of each size, as one of the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from cputrain.comm.group import end_group, start_group
+
+    torch.set_num_threads(1)
+    group = start_group(context.rank, context.worker, asked["backend"], TIMEOUT_S, context.env)
+    found: Times = {}
+    for size in asked["sizes"]:
+        values, copied = torch.zeros(size // FLOAT), torch.ones(size // FLOAT)
+
+        def all_reduce(values: torch.Tensor = values) -> None:
+            dist.all_reduce(values)
+
+        def copy(values: torch.Tensor = values, copied: torch.Tensor = copied) -> None:
+            copied.copy_(values)
+
+        found[size] = {"all-reduce": _timed(all_reduce, asked["rounds"]), "copy": _timed(copy, asked["rounds"])}
+    end_group(group)
+    return found
+
+
+def _timed(act: Callable[[], None], rounds: int) -> list[float]:
+    """Seconds of each round, which all ranks begin together; one more before them does not count."""
+    import torch.distributed as dist
+
+    seconds = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def bus_bytes_per_s(size: int, seconds: float) -> float:
+    """The bytes/s that each rank sends, as NCCL's tests count them: 2 (n - 1) / n of the size."""
+    return 2 * (RANKS - 1) / RANKS * size / seconds
+
+
+def _figures(size: int, found: Mapping[str, Times]) -> list[Figure]:
+    """Each backend's bandwidth for a size, beside a copy of as many bytes."""
+    figures = []
+    for backend, times in found.items():
+        seconds, copied = times[size]["all-reduce"], spread_of(times[size]["copy"])[0]
+        rates = [bus_bytes_per_s(size, each) / GB for each in seconds]
+        figures.append(
+            figure_of(
+                f"{backend}, {size_text(size)}",
+                rates,
+                "GB/s",
+                limit=size / copied / GB,
+                limited_by="a copy by one core",
+                note=f"{number(US * spread_of(seconds)[0])} us",
+            )
+        )
+    return figures
+
+
+def size_text(size: int) -> str:
+    """1024 -> "1 KiB"."""
+    power = min((size.bit_length() - 1) // 10, 3)
+    return f"{size >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _fits(found: Mapping[str, Times]) -> Table:
+    """Latency and bandwidth of each backend, fitted to its medians."""
+    rows = []
+    for backend, times in found.items():
+        points = [(float(size), spread_of(each["all-reduce"])[0]) for size, each in times.items()]
+        alpha, beta = fit_alpha_beta(points)
+        rows.append((backend, US * alpha, 1 / beta / GB))
+    return Table(title="time = alpha + bytes / bandwidth", head=("backend", "alpha us", "GB/s"), rows=tuple(rows))
+
+
+def _record(machine: Machine, backend: str, times: Times) -> Record:
+    """The bandwidth of large messages: what a core receives, adds and sends."""
+    large = [size for size in times if size >= LARGE] or [max(times)]
+    rates = [bus_bytes_per_s(size, seconds) for size in large for seconds in times[size]["all-reduce"]]
+    return rate_record(machine, f"{ALL_REDUCE} {backend}", spread_of(rates), command=COMMAND)
