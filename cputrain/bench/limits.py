@@ -1,54 +1,56 @@
 """`cputrain bench memory`, `data`, `comm` and `optimizer`: what memory, decoding, all-reduces and optimizers reach.
 
-Of memory every thread is bound to a core and has arrays of its own, which it touches first. What a store reads before it
-writes (write-allocate) is not counted. All-reduces are those between two ranks of this host, a core each.
+Memory: every thread is bound to a core and has arrays of its own, which it touches first. What a store reads before it
+writes (write-allocate) is not counted. All-reduces: between two ranks of this host, a core each, by size and backend.
 """
 
+import io
 import os
 import re
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import numpy as np
 import torch
+import torch.distributed as dist
+from PIL import Image
 from torch import nn
-from cputrain.affinity.errors import RunError
+
+from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.kernel.binding import set_memory_policy
-from cputrain.affinity.planner.records import Record
-from cputrain.affinity.planner.request import MEMORY
+from cputrain.affinity.planner.plan import Plan, Request
+from cputrain.affinity.planner.records import Record, plan_this_machine
+from cputrain.affinity.planner.request import ALL_REDUCE, DECODING, MEMORY
 from cputrain.affinity.topology.machine import Core, Machine, NumaNode
 from cputrain.affinity.wording import counted
-from cputrain.bench.figures import Figure, Report, figure_of, interleaved, number, spread_of
-from cputrain.measurements import rate_record
+from cputrain.bench.figures import Figure, Report, Table, figure_of, interleaved, number, spread_of
+from cputrain.comm.bucket_sizes import fit_alpha_beta
+from cputrain.comm.group import end_group, start_group
+from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
+from cputrain.data.pixels import (
+    Crop,
+    Decode,
+    Transform,
+    TurboDecoder,
+    center_crop,
+    choose_decoder,
+    decode_by_pillow,
+    load,
+)
+from cputrain.data.prepare import reencode
+from cputrain.launch.rank_process import RankContext
+from cputrain.launch.task import run_on_ranks
+from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
 from cputrain.models.networks import build_model
 from cputrain.optim.build import build_optimizer, set_lr_and_decay
 from cputrain.recipe.schema import ModelSection, OptimSection
 from cputrain.simulate.network import optimizer_passes
-import io
-from collections.abc import Callable, Mapping, Sequence
-import numpy as np
-from PIL import Image
-from cputrain.affinity.errors import InputError, RunError
-from cputrain.affinity.planner.request import DECODING
-from cputrain.affinity.topology.machine import Machine
-from cputrain.bench.figures import Figure, Report, figure_of, interleaved
-from cputrain.data.loader import IMAGENET_MEAN, IMAGENET_STD, IMAGES_PER_CALL, choose_normalize
-from cputrain.data.pixels.decode import Crop, Decode, TurboDecoder, choose_decoder, decode_by_pillow, load
-from cputrain.data.pixels.transform import Transform, center_crop
-from cputrain.data.prepare.pack import reencode
-import tempfile
-from collections.abc import Callable, Mapping
-from typing import Any
-from cputrain.affinity.planner.plan import Plan, Request
-from cputrain.affinity.planner.records import Record, plan_this_machine
-from cputrain.affinity.planner.request import ALL_REDUCE
-from cputrain.bench.figures import Figure, Report, Table, figure_of, number, spread_of
-from cputrain.comm.bucket_sizes import fit_alpha_beta
-from cputrain.launch.rank_process import RankContext
-from cputrain.launch.task import run_on_ranks
-from cputrain.measurements import BUCKET_BYTES, TITLES, WHAT, rate_record, transport_records
 
 GB = 1e9
 STREAMS = {"copy": 2, "triad": 3}  # arrays that a kernel reads or writes
@@ -214,13 +216,13 @@ def bench_optimizer(machine: Machine, *, repeats: int, quick: bool) -> Report:
     before, figures = torch.get_num_threads(), []
     for threads in sorted({1, len(machine.allowed_cores)}):
         torch.set_num_threads(threads)
-        figures += _figures(model, size, threads, repeats, quick=quick)
+        figures += _optimizer_figures(model, size, threads, repeats, quick=quick)
     torch.set_num_threads(before)
     title = f"optimizer steps on {name}'s {size / 1e6:.0f} MB of weights, {counted(repeats, 'repeat')}"
     return Report(title=title, figures=tuple(figures))
 
 
-def _figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
+def _optimizer_figures(model: nn.Module, size: int, threads: int, repeats: int, *, quick: bool) -> list[Figure]:
     runs: dict[str, Callable[[], float]] = {name: _step(model, name) for name in OPTIMIZERS}
     array = TEST_BYTES if quick else LEAST_BYTES
     found = interleaved({**runs, "triad": _triad(array)}, repeats)
@@ -337,7 +339,8 @@ def bench_decoding(
     title = f"decoding on one core of {machine.name}: {source}, {pixels:,.0f} pixels and {sizes:.0f} kB each"
     command = f"cputrain bench data {folder}" if folder else "cputrain bench data"
     records = [
-        _record(machine, name, with_one_core[f"original, {name}"], pixels, command) for name in _decoders(decoder, env)
+        _decoding_record(machine, name, with_one_core[f"original, {name}"], pixels, command)
+        for name in _decoders(decoder, env)
     ]
     notes = ("prepared: short side 256, quality 90, as `cputrain prepare --short-side 256` writes them", *missing)
     return Report(title=title, figures=tuple(figures), notes=notes), tuple(records)
@@ -361,7 +364,7 @@ def _figure(name: str, measured: Mapping[str, Sequence[float]], *, decoded: bool
     return figure_of(name, measured[name], UNIT, limit=limit, limited_by=LIMIT if decoded else "")
 
 
-def _record(machine: Machine, name: str, rates: Sequence[float], pixels: float, command: str) -> Record:
+def _decoding_record(machine: Machine, name: str, rates: Sequence[float], pixels: float, command: str) -> Record:
     """Nanoseconds of a core for each pixel of an original image."""
     spread = figure_of("", [1e9 / rate / pixels for rate in rates], "").spread
     return rate_record(machine, f"{DECODING} {name}", spread, command=command)
@@ -455,7 +458,7 @@ LARGE = 16 << 20  # from here on the bytes take all the time: gradient buckets a
 RANKS = 2
 TIMEOUT_S = 300.0
 FLOAT = 4
-GB, US = 1e9, 1e6
+US = 1e6
 COMMAND = "cputrain bench comm"
 
 Times = dict[int, dict[str, list[float]]]
@@ -479,17 +482,17 @@ def bench_all_reduce(
                 raise
             notes.append(f"{backend} is not measured: {error}")
     transports = {} if quick or "ccl" not in found else _transports(env, notes)
-    figures = [figure for size in found["gloo"] for figure in _figures(size, found)]
+    figures = [figure for size in found["gloo"] for figure in _all_reduce_figures(size, found)]
     title = f"all-reduce of float32 between {RANKS} ranks of {machine.name}, a core each: {counted(repeats, 'repeat')}"
     tables = (_fits(found), *((_bucket_times(transports),) if transports else ()))
     report = Report(title=title, figures=tuple(figures), tables=tables, notes=tuple(notes))
-    records = tuple(_record(machine, backend, times) for backend, times in found.items())
+    records = tuple(_bandwidth_record(machine, backend, times) for backend, times in found.items())
     return report, (*records, *transport_records(transports, command=COMMAND))
 
 
 def _transports(env: Mapping[str, str], notes: list[str]) -> dict[str, tuple[float, float, float]]:
     """Seconds of an all-reduce of a bucket over each of oneCCL's transports; adds a note on one that does not run."""
-    from cputrain.comm.ccl.check import time_transports  # torch
+    from cputrain.comm.ccl.check import time_transports
     from cputrain.comm.ccl.environment import find_libraries
 
     try:
@@ -518,11 +521,6 @@ def _times(plan: Plan, backend: str, sizes: tuple[int, ...], repeats: int, env: 
 
 def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
     """Time all-reduces and copies of float32 values of each size, as one of the ranks."""
-    import torch
-    import torch.distributed as dist
-
-    from cputrain.comm.group import end_group, start_group
-
     torch.set_num_threads(1)
     group = start_group(context.rank, context.worker, asked["backend"], TIMEOUT_S, context.env)
     found: Times = {}
@@ -542,8 +540,6 @@ def time_all_reduces(asked: dict[str, Any], context: RankContext) -> Times:
 
 def _timed(act: Callable[[], None], rounds: int) -> list[float]:
     """Seconds of each round, which all ranks begin together; one more before them does not count."""
-    import torch.distributed as dist
-
     seconds = []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -558,7 +554,7 @@ def bus_bytes_per_s(size: int, seconds: float) -> float:
     return 2 * (RANKS - 1) / RANKS * size / seconds
 
 
-def _figures(size: int, found: Mapping[str, Times]) -> list[Figure]:
+def _all_reduce_figures(size: int, found: Mapping[str, Times]) -> list[Figure]:
     """Each backend's bandwidth for a size, beside a copy of as many bytes."""
     figures = []
     for backend, times in found.items():
@@ -593,7 +589,7 @@ def _fits(found: Mapping[str, Times]) -> Table:
     return Table(title="time = alpha + bytes / bandwidth", head=("backend", "alpha us", "GB/s"), rows=tuple(rows))
 
 
-def _record(machine: Machine, backend: str, times: Times) -> Record:
+def _bandwidth_record(machine: Machine, backend: str, times: Times) -> Record:
     """The bandwidth of large messages: what a core receives, adds and sends."""
     large = [size for size in times if size >= LARGE] or [max(times)]
     rates = [bus_bytes_per_s(size, seconds) for size in large for seconds in times[size]["all-reduce"]]

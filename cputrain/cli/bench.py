@@ -78,8 +78,7 @@ def model(
     Images are generated, unless data.path=DIR is given; measurements with other images are not kept. The limits are
     oneDNN's convolutions and matrix products in the precisions that the processor has instructions for.
     """
-    from cputrain.bench.model import Spec, measure_model, model_records, model_report, precisions
-    from cputrain.bench.recorder import trace_json
+    from cputrain.bench.model import Spec, measure_model, model_records, model_report, precisions, trace_json
 
     counted = steps or (2 if quick else 10)
     spec = Spec(
@@ -104,7 +103,7 @@ def model(
 @_output_options
 def memory(repeats: int | None, quick: bool, output_format: str) -> None:
     """Bandwidth of each NUMA node by the number of threads, counted as STREAM does: copy and triad."""
-    from cputrain.bench.memory import bench_memory
+    from cputrain.bench.limits import bench_memory
 
     report, records = bench_memory(this_machine(), repeats=_repeats(repeats, quick), quick=quick)
     _show(report, output_format)
@@ -120,7 +119,7 @@ def data(folder: Path | None, repeats: int | None, quick: bool, output_format: s
 
     The JPEGs are those of FOLDER, 200 at most, or generated ones of ImageNet's mean size.
     """
-    from cputrain.bench.decoding import bench_decoding
+    from cputrain.bench.limits import bench_decoding
 
     env = os.environ
     report, records = bench_decoding(this_machine(), folder, env, repeats=_repeats(repeats, quick), quick=quick)
@@ -137,7 +136,7 @@ def comm(repeats: int | None, quick: bool, output_format: str) -> None:
     GB/s are those of the bus: the bytes that each rank sends. alpha and bandwidth are fitted to the medians. Where a
     launcher supports both of oneCCL's transports, MPI and libfabric, the ranks of one host then use the faster one.
     """
-    from cputrain.bench.all_reduce import bench_all_reduce
+    from cputrain.bench.limits import bench_all_reduce
 
     env = os.environ
     report, records = bench_all_reduce(this_machine(), env, repeats=_repeats(repeats, quick), quick=quick)
@@ -161,7 +160,7 @@ def optimizer(run: Path | None, step: int | None, repeats: int | None, quick: bo
         return
     if step is not None:
         raise InputError("--step is for the norms of a RUN: name its folder")
-    from cputrain.bench.memory import bench_optimizer
+    from cputrain.bench.limits import bench_optimizer
 
     _show(bench_optimizer(this_machine(), repeats=_repeats(repeats, quick), quick=quick), output_format)
 
