@@ -6,14 +6,13 @@ A file declares options, calls the packages below and prints what they return.
 import errno
 import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from cputrain import __version__
 from cputrain.affinity.terminal import ExitStatus, exit_status, printable_lines, status_of_signal, use_utf8
@@ -37,8 +36,7 @@ COMMANDS = {
     "weights": "fetch torchvision's pretrained weights of a network, or say where to put them",
     "simulate": "predict a training's speed and duration on hosts that are not here",
     "reproduce": "repeat published experiments at this machine's size; compare published tables",
-    "job": "write a Slurm or PBS script for a training, an image preparation or any command",
-    "job kubernetes": "write the manifests of a job in pods: Indexed Job, JobSet or MPIJob",
+    "job": "write a Slurm or PBS script, or Kubernetes manifests, for a training, a preparation or any command",
     "eval": "compute the exact top-1 and top-5 accuracy of checkpoints",
     "predict": "name the classes of images by a trained network",
     "export": "write a checkpoint's network as safetensors, state dict, TorchScript or ONNX",
@@ -62,7 +60,6 @@ MODULES = {  # those that have not the command's name
     "eval": "train",
     "find-lr": "train",
     "weights": "train",
-    "job kubernetes": "job",
     "tune": "bench",
     "reproduce": "sweep",
     "report": "results",
@@ -83,12 +80,6 @@ class _Commands(click.Group):
                 raise click.exceptions.Exit(status_of_signal(signal.SIGPIPE)) from None
             raise RuntimeError("a connection was closed by its other end") from error
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        two = " ".join(args[:2])
-        return (two, self.get_command(ctx, two), args[2:]) if two in COMMANDS else super().resolve_command(ctx, args)
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -98,8 +89,13 @@ class _Commands(click.Group):
                 return None
             raise click.UsageError(no_such_command(cmd_name, COMMANDS), ctx)
         module = import_module(f"cputrain.cli.{MODULES.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, f"{re.sub('[ -]', '_', cmd_name)}_command")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """Commands by COMMANDS: click would load the modules of all of them."""
+        named = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -119,20 +115,15 @@ def main(arguments: list[str] | None = None) -> int:
     open_streams()
     env = os.environ
     if instruction := env.get(COMPLETE):
-        return _complete(instruction, env)
+        from cputrain.cli.completion import answer
+
+        return answer(instruction, group)
     _log_to_stderr()
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] != ["train"]:
         return finished(_run(words))
     with signals_held(env, prepared="--prepared" in words):
         return finished(_run(words))
-
-
-def _complete(instruction: str, env: Mapping[str, str]) -> int:
-    """Answer a shell that completes a command line."""
-    from cputrain.cli.completion import answer, make_table, read_table
-
-    return answer(instruction, read_table(env, lambda: make_table(group)))
 
 
 def _run(words: list[str]) -> int:

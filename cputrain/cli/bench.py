@@ -17,6 +17,7 @@ from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import counted, first_named
 from cputrain.bench.figures import Report
+from cputrain.cli.completion import complete_recipe
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange, format_option, print_json, shows_bars
 from cputrain.cli.words import WholeSummaries
@@ -65,7 +66,7 @@ def _repeats_option(function: F) -> F:
 
 
 @bench_command.command("model")
-@click.argument("recipe", default=DEFAULT_RECIPE)
+@click.argument("recipe", shell_complete=complete_recipe, default=DEFAULT_RECIPE)
 @settings_argument
 @click.option("--steps", type=click.IntRange(1), metavar="N", help="steps that are counted  [default: 10]")
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="write two steps for ui.perfetto.dev")
@@ -224,7 +225,7 @@ PLANNED = ("ppn", "threads", "comm_cores", "loader_cores", "smt", "profile")
 
 
 @click.command("tune")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
 @click.option(
     "--axes",

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from cputrain.affinity.errors import InputError
 from cputrain.affinity.planner.plan import Request, plan_machine
 from cputrain.affinity.topology.catalog import find_machine
 from cputrain.affinity.wording import either
-from cputrain.cli.options import PLANNING, PlanningCommand, hidden_options, planning_options, settings_argument
+from cputrain.cli.completion import complete_recipe, complete_recipe_or_setting, complete_setting
+from cputrain.cli.options import PLANNING, SectionedCommand, hidden_options, planning_options, settings_argument
 from cputrain.cli.output import print_file, print_json
+from cputrain.cli.words import WholeSummaries
 from cputrain.jobs.kubernetes import (
     KINDS,
     MOST_CPUS,
@@ -59,6 +62,7 @@ ONLY = {
     "queue": ("pbs", "Slurm has partitions: give --partition"),
     "ncpus": ("pbs", "Slurm gives a job all CPUs of its hosts: remove it"),
 }
+TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 RESOURCES = (
     *("time", "partition", "queue", "account", "qos", "constraint"),
     *("mail", "output", "error", "directives"),
@@ -83,12 +87,13 @@ EXAMPLES = (
     "cputrain job slurm RECIPE --nodes 16 --time 02:00:00",
     "cputrain job slurm RECIPE --nodes 4 --time 01:00:00 --chain 8 --submit",
     "cputrain job pbs RECIPE --nodes 2 --time 12:00:00 --queue workq --machine skx-8160-2s",
+    "cputrain job pbs --nodes 4 --ncpus 40 --time 01:00:00 -- python train.py --epochs 3",
     "cputrain job slurm --prepare imagenet SRC OUT --short-side 256 --time 08:00:00",
     "cputrain job slurm --nodes 2 --time 01:00:00 -- python train.py --epochs 3",
 )
 
 
-class WithCommand(PlanningCommand):
+class WithCommand(SectionedCommand):
     """A command line that leaves everything after -- to another program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -108,79 +113,130 @@ class FormatOfJob(click.Choice[str]):
         return value if ctx is not None and ctx.params.get("prepare") else super().convert(value, param, ctx)
 
 
-@click.command(
-    "job",
-    cls=WithCommand,
-    sections=SECTIONS,
-    examples=EXAMPLES,
-    context_settings={"ignore_unknown_options": True},
+SCRIPT_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.argument(
+        "words",
+        shell_complete=complete_recipe_or_setting,
+        nargs=-1,
+        type=click.UNPROCESSED,
+        metavar="[RECIPE [KEY=VALUE]... | -- CMD...]",
+    ),
+    click.option(
+        "--prepare",
+        nargs=3,
+        is_eager=True,  # before --format
+        metavar="KIND SRC OUT",
+        help="run cputrain prepare; its own options may follow these three",
+    ),
+    click.option("--name", metavar="NAME", help="name of the job  [default: that of the recipe or command]"),
+    click.option("--time", required=True, metavar="HH:MM:SS", help="time limit of the job"),
+    click.option("--partition", metavar="NAME", help="partition to run in"),
+    click.option("--queue", metavar="NAME", help="queue to run in"),
+    click.option("--account", metavar="NAME", help="account that is charged"),
+    click.option("--qos", metavar="NAME", help="quality of service"),
+    click.option("--constraint", metavar="FEATURES", help="features that the hosts must have"),
+    click.option(
+        "--ncpus",
+        type=click.IntRange(1, 1 << 16),
+        metavar="N",
+        help="without --machine: CPUs per host, as in pbsnodes -a",
+    ),
+    click.option("--mail", metavar="ADDRESS", help="send mail there when the job ends or fails"),
+    click.option(
+        "--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns such as %j"
+    ),
+    click.option("--error", metavar="FILE", help="file for the job's errors  [default: same as its output]"),
+    click.option(
+        "--directive", "directives", multiple=True, metavar="LINE", help="further #SBATCH or #PBS line; repeatable"
+    ),
+    click.option(
+        "--requeue/--no-requeue",
+        default=None,
+        help="at the time limit continue in a new job  [default: except for a CMD]",
+    ),
+    click.option("--module-purge", is_flag=True, help="unload all modules first"),
+    click.option("--module", "modules", multiple=True, metavar="NAME", help="module to load first; repeatable"),
+    click.option("--venv", metavar="DIR", help="virtual environment to activate on the hosts"),
+    click.option("--container", metavar="IMAGE", help="container image with cputrain; each rank runs inside"),
+    click.option(
+        "--container-runtime",
+        type=click.Choice(["auto", *RUNTIMES]),
+        help="program that starts the container; auto: the first one on the host's PATH",
+    ),
+    click.option(
+        "--container-arg",
+        "container_args",
+        multiple=True,
+        metavar="ARG",
+        help="further option of that program; repeatable",
+    ),
+    click.option("--stage", metavar="DIR", help="folder on each host to copy the recipe's data to first"),
+    click.option(
+        "--array",
+        shell_complete=complete_setting,
+        metavar="KEY=A,B,C",
+        help="submit a job array: one job of the recipe for each value",
+    ),
+    click.option(
+        "--chain",
+        type=click.IntRange(1, MAX_CHAIN),
+        default=1,
+        metavar="N",
+        help="with --submit: number of jobs in a row, each continuing the one before",
+    ),
+    click.option("--submit", is_flag=True, help="submit the script as well as printing it"),
+    click.option(
+        "--format",
+        "output_format",
+        type=FormatOfJob(),
+        default="text",
+        metavar="[text|json]",
+        help="json: one object on stdout, and everything else on stderr; other formats are those of --prepare",
+    ),
+    planning_options,
 )
-@click.argument("scheduler", type=click.Choice(SCHEDULERS))
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE [KEY=VALUE]... | -- CMD...]")
-@click.option(
-    "--prepare",
-    nargs=3,
-    is_eager=True,  # before --format
-    metavar="KIND SRC OUT",
-    help="run cputrain prepare; its own options may follow these three",
-)
-@click.option("--name", metavar="NAME", help="name of the job  [default: that of the recipe or command]")
-@click.option("--time", required=True, metavar="HH:MM:SS", help="time limit of the job")
-@click.option("--partition", metavar="NAME", help="Slurm: partition to run in")
-@click.option("--queue", metavar="NAME", help="PBS: queue to run in")
-@click.option("--account", metavar="NAME", help="account that is charged")
-@click.option("--qos", metavar="NAME", help="Slurm: quality of service")
-@click.option("--constraint", metavar="FEATURES", help="Slurm: features that the hosts must have")
-@click.option(
-    "--ncpus",
-    type=click.IntRange(1, 1 << 16),
-    metavar="N",
-    help="PBS, without --machine: CPUs per host, as in pbsnodes -a",
-)
-@click.option("--mail", metavar="ADDRESS", help="send mail there when the job ends or fails")
-@click.option("--output", metavar="FILE", help="file for the job's output, with the scheduler's patterns such as %j")
-@click.option("--error", metavar="FILE", help="file for the job's errors  [default: same as its output]")
-@click.option(
-    "--directive", "directives", multiple=True, metavar="LINE", help="further #SBATCH or #PBS line; repeatable"
-)
-@click.option(
-    "--requeue/--no-requeue", default=None, help="at the time limit continue in a new job  [default: except for a CMD]"
-)
-@click.option("--module-purge", is_flag=True, help="unload all modules first")
-@click.option("--module", "modules", multiple=True, metavar="NAME", help="module to load first; repeatable")
-@click.option("--venv", metavar="DIR", help="virtual environment to activate on the hosts")
-@click.option("--container", metavar="IMAGE", help="container image with cputrain; each rank runs inside")
-@click.option(
-    "--container-runtime",
-    type=click.Choice(["auto", *RUNTIMES]),
-    help="program that starts the container; auto: the first one on the host's PATH",
-)
-@click.option(
-    "--container-arg", "container_args", multiple=True, metavar="ARG", help="further option of that program; repeatable"
-)
-@click.option("--stage", metavar="DIR", help="folder on each host to copy the recipe's data to first")
-@click.option("--array", metavar="KEY=A,B,C", help="submit a job array: one job of the recipe for each value")
-@click.option(
-    "--chain",
-    type=click.IntRange(1, MAX_CHAIN),
-    default=1,
-    metavar="N",
-    help="with --submit: number of jobs in a row, each continuing the one before",
-)
-@click.option("--submit", is_flag=True, help="submit the script as well as printing it")
-@click.option(
-    "--format",
-    "output_format",
-    type=FormatOfJob(),
-    default="text",
-    metavar="[text|json]",
-    help="json: one object on stdout, and everything else on stderr; other formats are those of --prepare",
-)
-@hidden_options("hosts", "hostfile", "share", "oversubscribe", "bind")
-@planning_options
-def job_command(
-    options: PlanningOptions,
+
+
+@click.group("job", cls=WholeSummaries)
+def job_command() -> None:
+    """Write a job's script for Slurm or PBS, or its manifests for Kubernetes.
+
+    A job trains a recipe, prepares images or runs any command on several hosts.
+    """
+
+
+def _script_command(scheduler: str) -> click.Command:
+    """The command that prints scripts of a scheduler."""
+
+    def printed(**given: Any) -> None:
+        print_script(scheduler, **given)
+
+    for decorate in reversed(SCRIPT_OPTIONS):
+        printed = decorate(printed)
+    others = [option for option, (only, _) in ONLY.items() if only != scheduler]
+    return click.command(
+        scheduler,
+        cls=WithCommand,
+        sections=SECTIONS,
+        examples=[line for line in EXAMPLES if f" {scheduler} " in line],
+        context_settings={"ignore_unknown_options": True},
+        help=SCRIPT_HELP.format(title=TITLES[scheduler]),
+    )(hidden_options("hosts", "hostfile", "share", "oversubscribe", "bind", *others)(printed))
+
+
+SCRIPT_HELP = """Print the script of a {title} job that trains RECIPE, prepares images or runs CMD on --nodes hosts.
+
+Workers, cores and network are planned on the job's first host when it runs. --machine requests that machine's tasks
+and CPUs from the scheduler. A recipe continues from the last checkpoint of an earlier job; each rank of a CMD is
+bound by the plan and has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
+"""
+for each in SCHEDULERS:
+    job_command.add_command(_script_command(each))
+
+
+def print_script(
     scheduler: str,
+    options: PlanningOptions,
     words: tuple[str, ...],
     prepare: tuple[str, str, str] | None,
     name: str | None,
@@ -196,14 +252,7 @@ def job_command(
     output_format: str,
     **given: Any,
 ) -> None:
-    """Print the script of a job that trains RECIPE, prepares images or runs CMD on --nodes hosts.
-
-    For pods there is cputrain job kubernetes.
-
-    Workers, cores and network are planned on the job's first host when it runs. --machine requests that machine's tasks
-    and CPUs from the scheduler. A recipe continues from the last checkpoint of an earlier job; each rank of a CMD is
-    bound by the plan and has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_* set.
-    """
+    """Print a scheduler's script, and submit it where that is asked for."""
     _check(options, scheduler, {"ncpus": ncpus, **given})
     _check_chain(chain, submit=submit)
     if output_format not in ("text", "json"):
@@ -363,8 +412,8 @@ KUBERNETES_EXAMPLES = (
 )
 
 
-@click.command("job kubernetes", cls=WithCommand, sections=KUBERNETES_SECTIONS, examples=KUBERNETES_EXAMPLES)
-@click.argument("recipe", required=False, metavar="[RECIPE | -- CMD...]")
+@job_command.command("kubernetes", cls=WithCommand, sections=KUBERNETES_SECTIONS, examples=KUBERNETES_EXAMPLES)
+@click.argument("recipe", shell_complete=complete_recipe, required=False, metavar="[RECIPE | -- CMD...]")
 @settings_argument
 @click.option("--kind", type=click.Choice(KINDS), default="job", show_default=True, help="what controls the pods")
 @click.option("--image", required=True, metavar="IMAGE", help="container image with python and cputrain")
@@ -392,7 +441,7 @@ KUBERNETES_EXAMPLES = (
 )
 @hidden_options("hosts", "hostfile", "machine", "share", "oversubscribe", "cores", "bind")
 @planning_options
-def job_kubernetes_command(
+def kubernetes_command(
     options: PlanningOptions,
     recipe: str | None,
     settings: tuple[str, ...],

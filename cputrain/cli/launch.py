@@ -18,7 +18,7 @@ from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.cli.options import (
     PLANNING,
     Instances,
-    PlanningCommand,
+    SectionedCommand,
     host_groups_option,
     no_verify_option,
     planning_options,
@@ -60,7 +60,7 @@ EXAMPLES = (
 
 @click.command(
     "launch",
-    cls=PlanningCommand,
+    cls=SectionedCommand,
     sections=SECTIONS,
     examples=EXAMPLES,
     context_settings={"allow_interspersed_args": False},

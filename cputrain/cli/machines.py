@@ -26,6 +26,7 @@ from cputrain.affinity.topology.catalog import (
 )
 from cputrain.affinity.topology.machine import Machine, format_list
 from cputrain.affinity.wording import GIB, counted
+from cputrain.cli.completion import complete_machine
 from cputrain.cli.output import format_option, print_json
 from cputrain.cli.words import WholeSummaries, catalog_group, command_or_list, wording_of
 
@@ -141,7 +142,7 @@ def search(text: str, output_format: str) -> None:
 
 
 @machines_command.command("show")
-@click.argument("machine", metavar="NAME")
+@click.argument("machine", shell_complete=complete_machine, metavar="NAME")
 @format_option
 def show(machine: str, output_format: str) -> None:
     """Print a machine's packages, NUMA nodes, memory and processor features."""

@@ -22,6 +22,7 @@ from cputrain.affinity.planner.request import (
     Option,
 )
 from cputrain.affinity.topology.machine import parse_list
+from cputrain.cli.completion import complete_machine, complete_setting
 from cputrain.cli.output import FiniteRange
 from cputrain.launch.hosts import requested_hosts, workers_per_host
 from cputrain.launch.options import LATENCY, THROUGHPUT, PlanningOptions
@@ -34,7 +35,7 @@ OTHER = "Other options"
 HOST_FIELDS = ("machine", "hosts", "hostfile", "nodes", "host_groups")
 PLANNING = {
     "Hosts": HOST_FIELDS,
-    WORKERS: tuple(option.name for option in OPTIONS if option.section == WORKERS),
+    WORKERS: ("ranks", *(option.name for option in OPTIONS if option.section == WORKERS)),
     RUNTIME: (*(option.name for option in OPTIONS if option.section == RUNTIME), "pin_threads", "keep_env"),
     NETWORK: ("launcher", "bind", "fabric", *(option.name for option in OPTIONS if option.section == NETWORK)),
 }
@@ -76,6 +77,28 @@ class SectionedCommand(click.Command):
         if self.examples:
             with formatter.section("Examples"):
                 formatter.write("".join(f"{' ' * formatter.current_indent}{line}\n" for line in self.examples))
+
+
+# Names of options in torchrun, ipexrun, mpirun and horovodrun that mean the same; --help leaves them out.
+OTHER_NAMES = {
+    "ppn": (
+        *("--nproc-per-node", "--nproc_per_node", "--nprocs-per-node", "--nprocs_per_node"),
+        *("-ppn", "-perhost", "--npernode", "-npernode", "--ntasks-per-node"),
+    ),
+    "nodes": ("--nnodes", "--num-nodes", "--num_nodes"),
+    "hosts": ("-H", "-hosts", "-host", "--host"),
+    "hostfile": ("-f", "-hostfile", "-machinefile", "--machinefile"),
+}
+
+
+class PlanningOption(click.Option):
+    """An option that has OTHER_NAMES, too."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Let the parser know all names, of which help and errors show ours."""
+        ours, self.opts = self.opts, [*self.opts, *OTHER_NAMES.get(self.name or "", ())]
+        super().add_to_parser(parser, ctx)
+        self.opts = ours
 
 
 DIGITS = re.compile("[0-9]{1,6}")
@@ -145,27 +168,34 @@ def _click_option(option: Option) -> Callable[[F], F]:
     else:
         kind = {"type": click.Choice(option.choices)}
     default = "  [default: the fabric's]" if option.kind == SPEED else ""
-    return click.option(option.flag, help=f"{option.help}{default}", **kind)
+    return click.option(option.flag, cls=PlanningOption, help=f"{option.help}{default}", **kind)
 
 
 CLICK_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--machine",
+        shell_complete=complete_machine,
         default="this",
         metavar="MACHINE",
         help="plan this machine: this (the default), a catalog name, an lstopo FILE.xml, a folder or tarball with /sys "
         "and /proc, or 'pack:2 core:24 pu:2'",
     ),
-    click.option("--hosts", metavar="LIST", help="host names: n1,n2 or n[001-128,130]"),
+    click.option("--hosts", cls=PlanningOption, metavar="LIST", help="host names: n1,n2 or n[001-128,130]"),
     click.option(
         "--hostfile",
+        cls=PlanningOption,
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="file of host names, in any launcher's format",
     ),
     click.option(
-        "--nodes", type=click.IntRange(1), metavar="N", help="number of hosts, if their names are not known yet"
+        "--nodes",
+        cls=PlanningOption,
+        type=click.IntRange(1),
+        metavar="N",
+        help="number of hosts, if their names are not known yet",
     ),
+    click.option("-n", "-np", "--np", "ranks", type=AutoInt(1), hidden=True),
     *map(_click_option, OPTIONS),
     click.option(
         "--launcher",
@@ -192,9 +222,12 @@ def planning_options(command: F) -> F:
     """Add the planning options; the command gets them as one argument, `options`."""
 
     def gathered(
-        hosts: str | None, hostfile: Path | None, nodes: int | None, **rest: Any
+        hosts: str | None, hostfile: Path | None, nodes: int | None, ranks: int | str | None, **rest: Any
     ) -> Any:  # click passes options by name
         given = {option.name: rest.pop(option.name) for option in OPTIONS}
+        if ranks is not None:
+            _check_one_host(hosts, hostfile, nodes, rest.get("host_groups"))
+            given["ppn"] = ranks
         listed = requested_hosts(hosts, hostfile, nodes)
         given["ppn"] = workers_per_host(listed.hosts, given["ppn"])
         options = PlanningOptions(
@@ -212,6 +245,15 @@ def planning_options(command: F) -> F:
     for option in reversed(CLICK_OPTIONS):
         decorated = option(decorated)
     return decorated  # type: ignore[no-any-return]
+
+
+def _check_one_host(*hosts: Any) -> None:
+    """Raise InputError for a number of all ranks where there may be several hosts, as on one they are the workers."""
+    if any(hosts) or allocation(os.environ) is not None:
+        raise InputError(
+            "-n, -np or --np is the number of all ranks in other launchers; cputrain takes the workers of each host: "
+            "give --ppn N"
+        )
 
 
 def hidden_options(*names: str) -> Callable[[F], F]:
@@ -239,7 +281,7 @@ def host_groups_option(command: F) -> F:
 
 def settings_argument(command: F) -> F:
     """Add [KEY=VALUE]..., as `settings`: keys of the recipe that are set to other values."""
-    return click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")(command)
+    return click.argument("settings", shell_complete=complete_setting, nargs=-1, metavar="[KEY=VALUE]...")(command)
 
 
 def no_verify_option(command: F) -> F:
@@ -258,56 +300,3 @@ def restarts_option(command: F) -> F:
         metavar="N",
         help="start again after a failure, N times at most",
     )(command)
-
-
-# Options of torchrun, ipexrun, mpirun and horovodrun that mean the same.
-SAME = {
-    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--nprocs-per-node", "--nprocs_per_node"), "--ppn"),
-    **dict.fromkeys(("-ppn", "-perhost", "--npernode", "-npernode", "--ntasks-per-node"), "--ppn"),
-    **dict.fromkeys(("--nnodes", "--num-nodes", "--num_nodes"), "--nodes"),
-    **dict.fromkeys(("-H", "-hosts", "-host", "--host"), "--hosts"),
-    **dict.fromkeys(("-f", "-hostfile", "-machinefile", "--machinefile"), "--hostfile"),
-}
-ALL_RANKS = ("-n", "-np", "--np")  # the ranks of all hosts, which on one host are the workers
-HOST_OPTIONS = ("--hosts", "--hostfile", "--nodes", "--host-group")
-
-
-class PlanningCommand(SectionedCommand):
-    """A command with the planning options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read other launchers' names of options as ours."""
-        takes = {name: param.nargs for param in self.params if not getattr(param, "is_flag", 0) for name in param.opts}
-        own = own_words(args, takes, interspersed=self.allow_interspersed_args)
-        return super().parse_args(ctx, [*in_our_words(args[:own], os.environ), *args[own:]])
-
-
-def own_words(args: Sequence[str], takes: Mapping[str, int], *, interspersed: bool) -> int:
-    """How many of the first words are a command's own; `takes`: how many words its options take. The others, after
-    -- or, unless they are `interspersed`, after the first word that is no option, belong to another program."""
-    place = 0
-    while place < len(args) and args[place] != "--":
-        name, equals, _ = args[place].partition("=")
-        if not name.startswith("-") and not interspersed:
-            break
-        values = 1 if name in SAME or name in ALL_RANKS else takes.get(name, 0) if name.startswith("-") else 0
-        place += 1 if equals else 1 + values
-    return min(place, len(args))
-
-
-def in_our_words(args: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The words with other launchers' options in place of ours. Raises InputError for a number of all ranks where there
-    may be several hosts."""
-    words = [_replaced(word, SAME) for word in args]
-    named = [word for word in words if word.partition("=")[0] in ALL_RANKS]
-    if named and (any(word.partition("=")[0] in HOST_OPTIONS for word in words) or allocation(env) is not None):
-        raise InputError(
-            f"{named[0]} is the number of all ranks in other launchers; cputrain takes the workers of each host: give "
-            "--ppn N"
-        )
-    return [_replaced(word, dict.fromkeys(ALL_RANKS, "--ppn")) for word in words]
-
-
-def _replaced(word: str, names: Mapping[str, str]) -> str:
-    name, equals, value = word.partition("=")
-    return f"{names[name]}{equals}{value}" if name in names else word

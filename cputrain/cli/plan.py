@@ -15,7 +15,8 @@ from cputrain.affinity.planner.plan_file import read_plan
 from cputrain.affinity.planner.request import RESNET50, USUAL_BATCH
 from cputrain.affinity.terminal import align_columns, shows_color
 from cputrain.affinity.views import plan_differences
-from cputrain.cli.options import PLANNING, PlanningCommand, host_groups_option, planning_options, settings_argument
+from cputrain.cli.completion import complete_recipe
+from cputrain.cli.options import PLANNING, SectionedCommand, host_groups_option, planning_options, settings_argument
 from cputrain.cli.output import print_file
 from cputrain.launch.hosts import allocation_notes, with_allocated_hosts, with_host_groups
 from cputrain.launch.options import (
@@ -48,8 +49,8 @@ EXAMPLES = (
 )
 
 
-@click.command("plan", cls=PlanningCommand, sections=SECTIONS, examples=EXAMPLES)
-@click.argument("recipe", required=False)
+@click.command("plan", cls=SectionedCommand, sections=SECTIONS, examples=EXAMPLES)
+@click.argument("recipe", shell_complete=complete_recipe, required=False)
 @settings_argument
 @click.option(
     "--format",

@@ -12,6 +12,7 @@ import click
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.terminal import align_columns
 from cputrain.affinity.wording import first_sentence
+from cputrain.cli.completion import complete_key, complete_recipe
 from cputrain.cli.output import format_option, print_json
 from cputrain.cli.words import catalog_group, command_or_list
 from cputrain.recipe.keys import OTHER_NAMES, KeyReference, SectionReference, reference
@@ -53,7 +54,7 @@ def search(text: str, output_format: str) -> None:
 
 
 @recipes_command.command("show")
-@click.argument("recipe", metavar="NAME")
+@click.argument("recipe", shell_complete=complete_recipe, metavar="NAME")
 @format_option
 def show(recipe: str, output_format: str) -> None:
     """Print a recipe's file: its source, what was published, the derivation of its numbers, its settings."""
@@ -78,7 +79,7 @@ WIDEST = 100
 
 
 @click.command("keys")
-@click.argument("topic", required=False, metavar="[SECTION|KEY|TEXT]")
+@click.argument("topic", shell_complete=complete_key, required=False, metavar="[SECTION|KEY|TEXT]")
 @format_option
 def keys_command(topic: str | None, output_format: str) -> None:
     """Print the manual of recipe keys: the values that each takes, its default, what it does.

@@ -9,6 +9,7 @@ import click
 
 from cputrain.affinity.errors import InputError
 from cputrain.affinity.wording import counted
+from cputrain.cli.completion import complete_machine, complete_recipe
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange
 from cputrain.mpi.hosts.hostfile import MAX_HOSTS
@@ -30,9 +31,16 @@ MOST_ROWS = 1000
 
 
 @click.command("simulate")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
-@click.option("--machine", default="this", metavar="MACHINE", show_default=True, help="machine, as for `cputrain plan`")
+@click.option(
+    "--machine",
+    shell_complete=complete_machine,
+    default="this",
+    metavar="MACHINE",
+    show_default=True,
+    help="machine, as for `cputrain plan`",
+)
 @click.option("--nodes", default="1,2,4,...,256", metavar="N,N,...", show_default=True, help="numbers of hosts")
 @click.option("--fabric", type=click.Choice(LINKED), default="opa", show_default=True, help="network between the hosts")
 @click.option(

@@ -12,6 +12,7 @@ import click
 from cputrain.affinity.errors import DoesNotFitError, InputError, RunError
 from cputrain.affinity.topology.sysfs import this_machine
 from cputrain.affinity.wording import GIB, counted
+from cputrain.cli.completion import complete_recipe, complete_setting
 from cputrain.cli.options import settings_argument
 from cputrain.cli.output import FiniteRange, format_option, only_results_on_stdout, print_json
 from cputrain.cli.words import WholeSummaries
@@ -50,9 +51,16 @@ from cputrain.sweep.trainings import (
 
 
 @click.command("sweep")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
-@click.option("--grid", "grids", multiple=True, metavar="KEY=A,B,C", help="train every combination; once for each key")
+@click.option(
+    "--grid",
+    "grids",
+    shell_complete=complete_setting,
+    multiple=True,
+    metavar="KEY=A,B,C",
+    help="train every combination; once for each key",
+)
 @click.option(
     "--run", "runs", multiple=True, metavar="'KEY=VALUE ...'", help="settings that belong together; once for each run"
 )

@@ -18,6 +18,7 @@ from cputrain.affinity.start import own_program
 from cputrain.affinity.views import plan_to_text
 from cputrain.affinity.wording import MIB, counted, spread
 from cputrain.checkpoints import is_checkpoint
+from cputrain.cli.completion import complete_recipe
 from cputrain.cli.derived import aligned
 from cputrain.cli.options import no_verify_option, restarts_option, settings_argument
 from cputrain.cli.output import FiniteRange, format_option, say, shows_bars
@@ -48,7 +49,7 @@ from cputrain.variables import is_restarted, lock_name_in, restart_variables
 
 
 @click.command("train")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
 @click.option("--resume", is_flag=True, help="continue from the last checkpoint in the output folder")
 @click.option("--overwrite", is_flag=True, help="delete the run in the output folder and start again")
@@ -143,7 +144,7 @@ def _show_plan(planned: PlannedTraining) -> None:
 
 
 @click.command("eval")
-@click.argument("recipe", metavar="RECIPE|RUN|CHECKPOINT")
+@click.argument("recipe", shell_complete=complete_recipe, metavar="RECIPE|RUN|CHECKPOINT")
 @settings_argument
 @click.option(
     "--checkpoint",
@@ -235,7 +236,7 @@ SVG_HEAD = '<?xml version="1.0" encoding="utf-8"?>\n'
 
 
 @click.command("find-lr")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete_recipe)
 @settings_argument
 @click.option(
     "--steps",

@@ -1,6 +1,6 @@
 """Names of commands, options and settings: what was meant, and groups in --help."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 import click
@@ -30,125 +30,37 @@ def wording_of(arguments: list[str]) -> Wording:
     return as_recipe_key if arguments and arguments[0] in RECIPE_COMMANDS else as_option_or_key
 
 
-# Names that people try -> commands.
-COMMAND_MEANINGS = {
-    "accelerate": ("import",),
-    "autotune": ("tune",),
-    "benchmark": ("bench",),
-    "check": ("doctor",),
-    "classify": ("predict",),
-    "compare": ("report",),
+# Names that people try, which no command's name resembles -> commands. Programs that `import` reads need no line here.
+MEANINGS = {
     "config": ("keys", "recipes"),
-    "configs": ("recipes",),
     "convert": ("prepare", "export"),
-    "dataset": ("data", "prepare"),
-    "diagnose": ("doctor",),
-    "debug": ("doctor", "env"),
-    "deepspeed": ("import",),
-    "download": ("weights",),
-    "examples": ("demo", "recipes"),
-    "estimate": ("simulate",),
-    "evaluate": ("eval",),
-    "exec": ("launch",),
     "fit": ("train",),
-    "grid": ("sweep",),
-    "help": ("--help",),
-    "horovodrun": ("import",),
-    "hpo": ("sweep",),
     "infer": ("predict", "eval"),
     "inference": ("predict", "eval"),
-    "info": ("env", "plan"),
-    "ipexrun": ("import",),
-    "k8s": ("job kubernetes",),
     "kubernetes": ("job kubernetes",),
     "list": ("recipes", "machines"),
-    "logs": ("watch",),
     "lr-find": ("find-lr",),
-    "lr-finder": ("find-lr",),
-    "ls": ("recipes", "machines"),
-    "lscpu": ("plan", "machine"),
-    "lstopo": ("plan", "machine"),
-    "models": ("recipes", "weights"),
     "monitor": ("watch",),
-    "mpiexec": ("import", "launch"),
-    "mpirun": ("import", "launch"),
-    "onnx": ("export",),
-    "optimize": ("tune",),
-    "options": ("keys",),
-    "pack": ("prepare",),
-    "pbs": ("job",),
-    "plot": ("report",),
-    "preprocess": ("prepare",),
+    "pbs": ("job pbs",),
     "profile": ("bench", "report"),
     "resume": ("train RUN --resume",),
     "run": ("launch", "train"),
-    "save": ("export", "machine"),
-    "sbatch": ("job",),
-    "scale": ("simulate",),
-    "search": ("sweep", "tune"),
-    "slurm": ("job",),
-    "srun": ("import", "launch"),
-    "start": ("launch", "train"),
-    "status": ("watch",),
+    "sbatch": ("job slurm",),
+    "slurm": ("job slurm",),
     "submit": ("job",),
-    "tensorboard": ("report", "watch"),
     "test": ("eval",),
-    "top": ("watch",),
-    "topology": ("plan", "machine"),
-    "torchrun": ("import", "launch"),
-    "val": ("eval",),
     "validate": ("eval",),
-    "version": ("--version",),
-    "visualize": ("report",),
 }
-# Options that people try -> options, for the commands that have them.
+# The same of options; formats, other trainers' names of recipe keys and other launchers' options need no line here.
 OPTION_MEANINGS = {
-    "batch": ("--local-batch",),
-    "batch-size": ("--local-batch",),
-    "bs": ("--local-batch",),
     "ckpt": ("--checkpoint", "--resume"),
-    "core-list": ("--cores",),
-    "cpu-list": ("--cores",),
-    "cpus": ("--cores", "--threads", "--ncpus"),
-    "cpus-per-task": ("--threads",),
-    "devices": ("--ppn",),
-    "dryrun": ("--dry-run",),
     "force": ("--overwrite",),
-    "gpus": ("--ppn",),
-    "gpus-per-node": ("--ppn",),
-    "image": ("--container",),
-    "json": ("--format json",),
     "load": ("--checkpoint", "--resume"),
-    "memory-allocator": ("--allocator",),
-    "n": ("--ppn", "--nodes"),
-    "np": ("--ppn",),
-    "nproc": ("--ppn",),
-    "nproc-per-node": ("--ppn",),
-    "nprocs-per-node": ("--ppn",),
-    "ntasks": ("--ppn",),
-    "ntasks-per-node": ("--ppn",),
-    "num-gpus": ("--ppn",),
-    "num-processes": ("--ppn",),
-    "num-threads": ("--threads",),
-    "num-workers": ("--loader-cores",),
-    "omp-num-threads": ("--threads",),
-    "omp-runtime": ("--openmp",),
-    "out": ("--output",),
-    "output-dir": ("--output",),
     "preview": ("--dry-run",),
-    "processes": ("--ppn",),
-    "replicas": ("--nodes", "--ppn"),
-    "resume-from": ("--resume", "--checkpoint"),
     "retries": ("--restarts",),
-    "save-dir": ("--output",),
     "silent": ("--quiet",),
-    "svg": ("--format svg",),
-    "tasks-per-node": ("--ppn",),
     "verbose": ("--explain",),
     "walltime": ("--time",),
-    "workers": ("--ppn", "--loader-cores"),
-    "yaml": ("--format yaml",),
-    "yes": ("--overwrite",),
 }
 RUN = "give the folder that a training has written"
 # Arguments that commands need, as they are shown or by name -> what tells their values.
@@ -159,7 +71,6 @@ ARGUMENTS = {
     "kind": "cputrain prepare --help lists the kinds",
     "folder": "give a folder of images or of prepared data",
     "machine": "cputrain machines lists them",
-    "scheduler": "give slurm, pbs or kubernetes",
     "run": RUN,
     "runs": RUN,
     "cpus": "give the whole CPUs of each pod, as in --cpus 16",
@@ -174,19 +85,14 @@ ARGUMENTS = {
     "out": "give a new folder",
     "RECIPE|RUN|CHECKPOINT": f"{RUN}, or one of its checkpoints; a recipe needs --checkpoint",
 }
-# How other launchers call the binding of ranks.
-BINDING = ("bind-to", "binding", "cpu-bind", "map-by", "no-bind", "pin", "rank-by", "bind-to-core", "bind-to-none")
-BOUND = (
-    "the plan binds each rank to cores of its own, which cputrain plan shows. --bind launcher leaves that to the "
-    "launcher; none is not offered, but --ppn 1 gives one rank all cores."
-)
+LEFT_TO_LAUNCHER = "--bind launcher leaves that to the launcher, and --ppn 1 gives one rank all cores"
 
 
 def no_such_command(name: str, known: Iterable[str]) -> str:
     """One line for a command that does not exist."""
-    known = list(known)
-    meant = COMMAND_MEANINGS.get(name.lower().replace("_", "-"), ())
-    near = meant or get_close_matches(name, known, n=2, cutoff=0.6)
+    word = name.lower().replace("_", "-")
+    meant = MEANINGS.get(word) or (("import", "launch") if _is_launcher(word) else ())
+    near = meant or get_close_matches(word, list(known), n=2, cutoff=0.6)
     hint = f": did you mean {either([f'cputrain {each}' for each in near])}?" if near else "."
     return f"No such command {name[:60]!r}{hint} See cputrain --help"
 
@@ -218,49 +124,62 @@ def _values_of(param: click.Parameter) -> str:
 def no_such_option(error: click.NoSuchOption) -> str:
     """One line for an option that a command does not have: options that begin like it, mean the same or resemble it,
     else the recipe's key of that meaning, else what launch has in place of another launcher's option."""
-    command = error.ctx.command if error.ctx else None
-    params = command.params if command else []
+    context = error.ctx or click.Context(click.Command("cputrain"), info_name="cputrain")
     typed, name = error.option_name, error.option_name.lstrip("-").replace("_", "-")
-    known = [
-        each for param in params for each in param.opts if each.startswith("--") and not getattr(param, "hidden", 0)
-    ]
+    shown = [each for each in context.command.params if not getattr(each, "hidden", False)]
+    known = {word: each for each in shown for word in each.opts if word.startswith("--")}
     near = [each for each in known if len(name) > 1 and each.startswith(f"--{name}")]
-    near = near or [each for each in OPTION_MEANINGS.get(name, ()) if _has(params, each)]
-    if not near and name in BINDING and "--bind" in known:
-        return f"No such option {typed}: {BOUND} See {error.ctx.command_path if error.ctx else 'cputrain'} --help"
+    near = near or [each for each in OPTION_MEANINGS.get(name, ()) if each in known]
+    near = near or [f"--format {name}" for each in shown if "--format" in each.opts and name in _words(each)]
+    keys = [] if near else _keys(name)
+    near = near or [each for each in map(_option_of, keys) if each in known]
+    hint = "" if near or "--ppn" not in known else _of_other_launchers(name)
     near = near or get_close_matches(f"--{name}", [*known, "--help"], n=1, cutoff=0.75)
-    near = near or _keys(name, takes_settings=any(param.name == "settings" for param in params))
-    hint = f"did you mean {either(near)}?" if near else _of_other_launchers(name) if "--ppn" in known else ""
-    path = error.ctx.command_path if error.ctx else "cputrain"
-    return f"No such option {typed}{f': {hint}' if hint else '.'} See {path} --help"
+    if not near and any(each.name == "settings" for each in shown):
+        near = [f"{key}=VALUE" for key in keys[:3]]
+    if not hint and near:
+        hint = f"did you mean {either(near)}?"
+    if not hint and len(keys) == 1:
+        hint = f"did you mean cputrain train RECIPE {keys[0]}=VALUE?"
+    return f"No such option {typed}{f': {hint}' if hint else '.'} See {context.command_path} --help"
 
 
-def _has(params: Iterable[click.Parameter], option: str) -> bool:
-    """Whether a command has an option, and takes the word behind it if there is one: "--ppn", "--format svg"."""
-    name, _, value = option.partition(" ")
-    shown = [each for each in params if not getattr(each, "hidden", False)]
-    return any(name in each.opts and (not value or value in getattr(each.type, "choices", ())) for each in shown)
+def _words(param: click.Parameter) -> Sequence[str]:
+    """The words that a parameter takes."""
+    return param.type.choices if isinstance(param.type, click.Choice) else ()
 
 
-def _keys(name: str, *, takes_settings: bool) -> list[str]:
-    """The recipe's keys that an option may stand for, as they are set."""
+def _keys(name: str) -> list[str]:
+    """The recipe's keys that an option may stand for."""
     from cputrain.recipe.keys import OTHER_NAMES, all_keys  # pydantic: only for this
 
     last = name.replace("-", "_")
-    found = list(OTHER_NAMES.get(last, ())) or [key for key in all_keys() if key.rpartition(".")[2] == last]
-    if takes_settings:
-        return [f"{key}=VALUE" for key in found[:3]]
-    return [f"cputrain train RECIPE {key}=VALUE" for key in found[:1] if last in OTHER_NAMES or key == last]
+    return list(OTHER_NAMES.get(last, ())) or [key for key in all_keys() if key.rpartition(".")[2] == last]
+
+
+def _option_of(key: str) -> str:
+    """The option that sets a recipe key for one command: --ppn for plan.ppn, --local-batch for batch.local."""
+    names = {each: name for name, each in KEYS.items()}
+    return as_option(names.get(key, key.removeprefix("plan.")), None)
+
+
+def _is_launcher(word: str) -> bool:
+    """Whether another launcher is called by this word."""
+    from cputrain.other_launchers.programs import PROGRAMS
+
+    return any(word == call[0] for program in PROGRAMS.values() for call in program.called)
 
 
 def _of_other_launchers(name: str) -> str:
     """What becomes of another launcher's option of that name, and which launcher that is; "" where none has it."""
-    from cputrain.other_launchers.programs import PROGRAMS
+    from cputrain.other_launchers.programs import BINDING, PROGRAMS
 
     for program in PROGRAMS.values():
         for option in program.options:
             if name in {each.lstrip("-") for each in option.names}:
-                return f"{program.title} has it; here: {option.launch_option or option.why}."
+                instead = option.launch_option or option.why
+                more = f"; {LEFT_TO_LAUNCHER}" if instead.startswith(BINDING) else ""
+                return f"{program.title} has it; here: {instead}{more}."
     return ""
 
 

@@ -15,16 +15,19 @@ from cputrain.cli.options import OTHER, SectionedCommand
 from tools.man_pages import main as write_man_pages
 from tools.man_pages import man_pages, roff
 
-SECTIONED = ("plan", "launch", "job")
+SECTIONED = ("plan", "launch", "job slurm", "job pbs", "job kubernetes")
 
 
 def command(name: str) -> tuple[SectionedCommand, click.Context]:
-    found = group.get_command(click.Context(group), name)
+    found: click.Command | None = group
+    for word in name.split():
+        assert isinstance(found, click.Group)
+        found = found.get_command(click.Context(found), word)
     assert isinstance(found, SectionedCommand)
     return found, click.Context(found, info_name=name, max_content_width=100)
 
 
-@pytest.mark.parametrize("name", ["bench", "data", "doctor", "machines", "recipes", "reproduce"])
+@pytest.mark.parametrize("name", ["bench", "data", "doctor", "job", "machines", "recipes", "reproduce"])
 def test_a_group_s_help_has_the_whole_summary_of_each_command(name: str) -> None:
     found = group.get_command(click.Context(group), name)
     assert isinstance(found, click.Group)
@@ -54,9 +57,10 @@ def test_help_has_sections_and_examples_that_the_command_takes(name: str) -> Non
     for example in found.examples:
         assert f"  {example}\n" in f"{text}\n"
         words = example.split()
-        assert words[:2] == ["cputrain", name]
+        own = 1 + len(name.split())
+        assert words[:own] == ["cputrain", *name.split()]
         if "--hostfile" not in words:  # which has to exist
-            with found.make_context(name, words[2:]):
+            with found.make_context(name, words[own:]):
                 pass
 
 
@@ -64,9 +68,14 @@ def test_help_has_sections_and_examples_that_the_command_takes(name: str) -> Non
     ("name", "words", "refused"),
     [
         (
-            "job",
-            ("slurm", "--nodes", "2", "--time", "1:00:00"),
-            (("--hosts", "n1"), ("--share",), ("--oversubscribe",), ("--bind", "launcher")),
+            "job slurm",
+            ("--nodes", "2", "--time", "1:00:00"),
+            (("--hosts", "n1"), ("--share",), ("--oversubscribe",), ("--bind", "launcher"), ("--queue", "q")),
+        ),
+        (
+            "job pbs",
+            ("--nodes", "2", "--time", "1:00:00"),
+            (("--hosts", "n1"), ("--partition", "p"), ("--qos", "q"), ("--constraint", "c")),
         ),
         (
             "job kubernetes",
