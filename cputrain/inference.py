@@ -4,6 +4,7 @@ An export is loaded again, and its logits are compared with those of the network
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,22 @@ from cputrain.data.order import SequentialSampler
 from cputrain.data.pixels import Decode, Pixels, center_crop, choose_decoder
 from cputrain.models.networks import build_model
 from cputrain.models.weights import read_state
+from cputrain.models.winograd import use_winograd
 from cputrain.recipe.loading import recipe_of, tuples
 from cputrain.recipe.schema import ModelSection, Recipe
-from cputrain.training.engine import DTYPES, autocast, choose_engine, evaluation_network, network_input, prepare_model
+from cputrain.training.engine import (
+    DTYPES,
+    autocast,
+    choose_engine,
+    evaluation_network,
+    network_input,
+    prepare_model,
+    winograd_kernels,
+)
 from cputrain.training.saving import load_eval_model
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +77,21 @@ class Classifier:
 
 
 def load_classifier(checkpoint: Path, env: Mapping[str, str]) -> Classifier:
-    """Load a checkpoint. Raises InputError for what is no checkpoint, damaged, or not of a classifier of images."""
+    """Load a checkpoint; the layers that its training computed by Winograd's algorithm are so here, too, where they can.
+
+    Raises InputError for what is no checkpoint, damaged, or not of a classifier of images.
+    """
     network, record, recipe, step = load_network(checkpoint)
     engine = choose_engine("auto", recipe.precision, env)  # the training's own may need what is not installed here
     prepare_model(network, engine, recipe.precision)
+    try:
+        kernels = winograd_kernels(recipe.model.winograd, engine, recipe.precision, env)
+    except (InputError, RunError) as error:
+        logger.warning("cputrain: convolutions stay direct: %s", error)
+        kernels = None
+    if kernels is not None:
+        for name in read_manifest(checkpoint).training.winograd or ():
+            use_winograd(network.get_submodule(name), kernels)
     network.eval()
     return Classifier(
         checkpoint=checkpoint,

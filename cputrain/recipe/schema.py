@@ -237,7 +237,7 @@ class ModelSection(Section):
     """File of the initial weights: a checkpoint, a state dict, or another program's checkpoint (timm, Lightning, ...).
     Averaged weights are taken where there are some. A last layer of another size keeps its random weights; null: all
     weights start random."""
-    winograd: Literal["off", "auto"] = "off"
+    winograd: Literal["auto", "off"] = "auto"
     """Convolutions by Winograd's algorithm (Lavin and Gray 2016), of the 3 x 3 layers of stride 1, with engine=native.
     auto: of the layers that are faster so, measured at the first start on a machine; results differ by rounding, 1e-5
     of the largest value where direct convolutions have 1e-6; off: of none."""

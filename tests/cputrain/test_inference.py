@@ -19,7 +19,8 @@ from cputrain.checkpoints import MANIFEST, checksum, read_manifest, write_manife
 from cputrain.cli import main
 from cputrain.data.formats import image_files
 from cputrain.inference import choose_format, export, load_classifier, predict
-from cputrain.models import import_torchvision
+from cputrain.models import FoldedWinogradConv2d, import_torchvision
+from cputrain.training import has_onednn
 from tests.cputrain.test_json_output import fields
 from tests.support.commands import cputrain
 from tests.support.images import write_images
@@ -89,6 +90,21 @@ def test_a_checkpoint_of_an_engine_that_is_not_here_is_loaded(best: Path, tmp_pa
     images = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8)
     loaded, own = load_classifier(copy, ENV), load_classifier(best, ENV)
     assert loaded.recipe.engine == "ipex" and torch.equal(loaded.logits(images), own.logits(images))
+
+
+def test_layers_by_winograd_are_the_training_s(best: Path, tmp_path: Path) -> None:
+    images = torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8)
+    logits = []
+    for layers in ((), ("layer1.0.conv1", "layer2.1.conv2")):
+        copy = shutil.copytree(best, tmp_path / str(len(layers)))
+        manifest = read_manifest(best)
+        training = manifest.training.model_copy(update={"winograd": layers})
+        write_manifest(copy, manifest.model_copy(update={"training": training}))
+        classifier = load_classifier(copy, dict(os.environ))
+        folded = [layer for layer in classifier.network.modules() if isinstance(layer, FoldedWinogradConv2d)]
+        assert len(folded) == len(layers) * has_onednn()
+        logits.append(classifier.logits(images))
+    assert torch.allclose(*logits, rtol=1e-3, atol=1e-4)
 
 
 def test_few_images_are_in_memory_however_many_there_are(
