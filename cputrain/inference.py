@@ -40,7 +40,6 @@ from cputrain.training.engine import (
 )
 from cputrain.training.saving import load_eval_model
 
-
 logger = logging.getLogger(__name__)
 
 

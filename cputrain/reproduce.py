@@ -23,8 +23,7 @@ from cputrain.recipe.derivation import derive
 from cputrain.recipe.loading import load_recipe, tuples
 from cputrain.recipe.schema import Positive, Recipe, Section, SweepSection
 from cputrain.rows import Column, Rows, figure
-from cputrain.sweep.output import write_results
-from cputrain.sweep.tables import spread
+from cputrain.sweep.results import spread, write_results
 from cputrain.sweep.trainings import SEED, RunResult, Variant, finished_top1s, train_all, variants
 
 if TYPE_CHECKING:

@@ -32,8 +32,20 @@ from cputrain.reproduce import (
 from cputrain.sweep.find_batch import CSV as BATCH_CSV
 from cputrain.sweep.find_batch import ENDED_BY, BatchSearch, find_batch
 from cputrain.sweep.find_batch import MARKDOWN as BATCH_MARKDOWN
-from cputrain.sweep.output import CSV, MARKDOWN, PICTURE, RESULTS, results_as_json, write_results
-from cputrain.sweep.tables import FEWEST, OVERSUBSCRIBE, RULE, compare, comparison_rows, table
+from cputrain.sweep.results import (
+    CSV,
+    FEWEST,
+    MARKDOWN,
+    OVERSUBSCRIBE,
+    PICTURE,
+    RESULTS,
+    RULE,
+    compare,
+    comparison_rows,
+    results_as_json,
+    table,
+    write_results,
+)
 from cputrain.sweep.trainings import (
     DOES_NOT_FIT,
     DONE,
