@@ -76,7 +76,7 @@ class Classifier:
 
 
 def load_classifier(checkpoint: Path, env: Mapping[str, str]) -> Classifier:
-    """Load a checkpoint; the layers that its training computed by Winograd's algorithm are so here, too, where they can.
+    """Load a checkpoint, with the layers by Winograd's algorithm that its training had, where this CPU can compute so.
 
     Raises InputError for what is no checkpoint, damaged, or not of a classifier of images.
     """
