@@ -105,7 +105,7 @@ def test_only_one_file_knows_that_releases_of_torch_differ() -> None:
     asked = re.compile(r"torch\.__version__ *[<>=]|TORCH_VERSION|[Vv]ersion\(torch|version\.parse|signature\(Dist")
     files = [path for part in ("affinity", "mpi", "cputrain") for path in (ROOT / part).rglob("*")]
     files = [path for path in files if path.suffix in (".py", ".cpp", ".hpp")]
-    assert len(files) > 250
+    assert len(files) > 100
     found = [path.name for path in files if asked.search(path.read_text())]
     assert found == ["step.py"]
 
