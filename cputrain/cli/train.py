@@ -373,11 +373,11 @@ def weights_command(network: str, weights: str | None, mirror: str | None) -> No
     A file that is there already is only checked. Without a network, the error says which file to put where. Train from
     them with model.weights=PATH, the path that this prints; $TORCH_HOME moves the cache.
     """
-    from cputrain.models.weights import fetch, find_pretrained  # torch: only for this
+    from cputrain.models.weights import fetch, find_pretrained, normalization_of  # torch: only for this
 
     wanted = find_pretrained(network, weights, mirror)
     how = "fetched" if fetch(wanted) else "already there"
     published = "" if wanted.accuracy is None else f", published top-1 {wanted.accuracy:.2f} %"
     size = wanted.path.stat().st_size / MIB
     click.echo(f"{wanted.name} of {network}: {how}, {size:,.1f} MiB, SHA-256 {wanted.digits}...{published}")
-    click.echo(f"model.weights={wanted.path}")
+    click.echo(" ".join(filter(None, (f"model.weights={wanted.path}", normalization_of(wanted.path)))))

@@ -54,7 +54,7 @@ def plan_training(recipe: Recipe, env: Mapping[str, str], *, resume: bool = Fals
     A resumed run has its weights from its checkpoint: the initial ones need not exist any more.
     """
     weights = recipe.model.weights
-    if weights is not None and not resume and not Path(weights).is_file():
+    if weights is not None and not resume and not Path(weights).exists():
         raise InputError(
             f"model.weights={weights} does not exist: name a checkpoint or a state dict, or set it to null"
         )

@@ -33,6 +33,7 @@ from .weights import describe_difference as describe_difference
 from .weights import fetch as fetch
 from .weights import find_pretrained as find_pretrained
 from .weights import load_initial_weights as load_initial_weights
+from .weights import normalization_of as normalization_of
 from .weights import read_state as read_state
 from .weights import read_weights as read_weights
 from .weights import shapes as shapes

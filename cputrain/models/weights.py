@@ -31,12 +31,14 @@ AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 # Modules that wrap a network, or a part of it as pytorch/examples does with VGG's features, by torch.compile, DDP and
 # DataParallel, FSDP, activation checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint
 STEPS = "num_batches_tracked"  # of batch-norm: without effect here, and old files lack it
 # Plain values beside the weights: a program's arguments, paths, numbers of numpy. None of them runs code. Releases of
 # Python and numpy have names of their own for some.
-_SCALAR = np.float64(0).__reduce__()[0]
+_SCALAR, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]  # such as the state of numpy's generator
 PLAIN_VALUES: list[Any] = [
     *(Namespace, np.dtype, _SCALAR, (_SCALAR, "numpy.core.multiarray.scalar")),
+    *(np.ndarray, _ARRAY, (_ARRAY, "numpy.core.multiarray._reconstruct")),
     *((PosixPath, f"{module}.PosixPath") for module in ("pathlib", "pathlib._local")),
     *{type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?US"},
 ]
@@ -56,6 +58,9 @@ def read_weights(path: Path) -> tuple[Weights, ...]:
     """The weights in a checkpoint's folder, a safetensors file, or a file of torch.save, which may have several: those
     first that an evaluation takes. Raises InputError."""
     if path.is_dir():
+        if (path / DISTRIBUTED).is_file():
+            convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+            raise InputError(f"{path} is a checkpoint of torch.distributed: convert it with {convert} {path} FILE")
         manifest = read_manifest(path)
         name = EMA if EMA in manifest.files else MODEL
         return (Weights(tensors=read_file(path, manifest, name)[0], key=name, averaged=name == EMA),)
@@ -121,6 +126,8 @@ def _unreadable(path: Path, error: Exception) -> str:
         )
     if isinstance(error, OSError):
         return f"cannot read {path}: {error.strerror}"
+    if "TorchScript" in str(error):
+        return f"{path} is a TorchScript archive: torch.save the state_dict() of torch.jit.load(FILE)"
     return f"{path} is not a file of weights, or is damaged: name a checkpoint, a safetensors file or a state dict"
 
 
@@ -258,7 +265,9 @@ def _odd_kind(value: Tensor) -> str | None:
         return "complex" if value.is_complex() else "quantized"
     if value.layout != torch.strided:
         return str(value.layout).removeprefix("torch.").replace("sparse_coo", "sparse")
-    return None if value.is_floating_point() else f"of {str(value.dtype).removeprefix('torch.')}"
+    if not value.is_floating_point():
+        return f"of {str(value.dtype).removeprefix('torch.')}"
+    return None if value.float().isfinite().all() else "NaN or infinite in places"
 
 
 def _describe(path: Path, taken: Fit, tried: Sequence[Fit]) -> str:
@@ -296,6 +305,18 @@ def describe_difference(names: list[str], saved: Shapes, model: Shapes) -> str:
         f"weights of another model: {len(names)} keys differ, first {name}: "
         f"{saved.get(name, 'absent')} in the file, {model.get(name, 'absent')} in the model"
     )
+
+
+# torchvision loads its own weights of GoogLeNet and Inception v3 with transform_input=True, which is in no state dict:
+# from ImageNet's normalization it makes the one by 0.5 that these were trained with.
+BY_HALF = ("googlenet-", "inception_v3_google-")
+HALF = (0.5, 0.5, 0.5)
+
+
+def normalization_of(file: Path) -> str | None:
+    """The settings of the normalization that a file of torchvision's weights needs, by its name; None for the usual."""
+    halves = f"[{','.join(map(str, HALF))}]"
+    return f"data.mean={halves} data.std={halves}" if file.name.startswith(BY_HALF) else None
 
 
 HASH = re.compile(r"-([0-9a-f]{8,})\.")  # of a file name: the first digits of the file's SHA-256

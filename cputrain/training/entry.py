@@ -22,7 +22,7 @@ from cputrain.data.formats.shards import staged
 from cputrain.files import CHECKPOINTS, ENVIRONMENT, PLAN, write_atomic, write_text
 from cputrain.launch.rank_process import RankContext, StartOptions
 from cputrain.measurements import keep_bf16_gain
-from cputrain.models.weights import load_initial_weights
+from cputrain.models.weights import HALF, load_initial_weights, normalization_of
 from cputrain.mpi.usage.records import FOLDER as USAGE
 from cputrain.mpi.usage.sampler import Sampler
 from cputrain.optim.build import build_optimizer
@@ -100,6 +100,8 @@ def build_state(session: Session, loaded: Loaded | None) -> tuple[TrainState, li
         # DDP sends rank 0's weights to all ranks
         if line := run_on_main_rank(lambda: load_initial_weights(network, path)):
             notes.append(line)
+        if (settings := normalization_of(path)) and (recipe.data.mean, recipe.data.std) != (HALF, HALF):
+            notes.append(f"{path.name} is of images normalized by 0.5, torchvision's transform_input: set {settings}")
     prepare_model(network, session.engine, recipe.precision)
     stored = loaded.manifest.training.winograd if loaded else None
     winograd = choose_winograd(session, network, session.mean_local_batch, stored)

@@ -1,5 +1,6 @@
 """Networks and their variants: built as requested, or refused with a remedy."""
 
+import math
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from cputrain.affinity.errors import InputError
+from cputrain.cli import main
 from cputrain.models import (
     GhostBatchNorm2d,
     RunningBatchNorm2d,
@@ -22,6 +25,7 @@ from cputrain.models import (
 )
 from cputrain.recipe import ModelSection
 from tests.support.by_hand import ranks_of_code
+from tests.support.images import write_images
 
 pytestmark = pytest.mark.slow
 
@@ -242,7 +246,9 @@ def compiled() -> dict[str, Tensor]:
 
 
 RUN = {"epoch": 3, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": []}]}, "arch": "small"}
-ARGUMENTS = Namespace(lr=0.1, data_path=Path("data"), milestones=[30, 60], seed=None)
+ARGUMENTS = Namespace(
+    generator=np.random.RandomState(0).get_state(), lr=0.1, data_path=Path("data"), milestones=[30, 60], seed=None
+)
 NUMBERS = [
     np.int32(1),
     np.uint8(2),
@@ -405,6 +411,35 @@ def test_a_network_s_own_parts_may_have_wrappers_names(tmp_path: Path) -> None:
         assert all(map(torch.equal, other.state_dict().values(), network.state_dict().values()))
 
 
+def test_initial_weights_may_be_a_checkpoint_s_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """model.weights=DIR/checkpoints/best, as the guides have it."""
+    settings = [
+        f"data.path={write_images(tmp_path / 'images')}",
+        "model.name=resnet18",
+        "data.crop=32",
+        "batch.local=4",
+    ]
+    (tmp_path / "best").mkdir()
+    for name, status in (("best", 0), ("worst", 2)):
+        assert main(["train", "imagefolder", *settings, f"model.weights={tmp_path / name}", "--dry-run"]) == status
+    assert "worst does not exist: name a checkpoint" in capsys.readouterr().err
+
+
+def test_files_of_weights_that_are_something_else_are_called_so(tmp_path: Path) -> None:
+    network = small(1.0)
+    torch.jit.trace(network.features, torch.zeros(1, 3, 8, 8)).save(tmp_path / "script.pt")
+    torch.distributed.checkpoint.save({"model": network.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, told in (
+        ("script.pt", r"is a TorchScript archive: torch\.save the state_dict\(\) of torch\.jit\.load\(FILE\)"),
+        (
+            "dcp",
+            r"is a checkpoint of torch\.distributed: convert it with python -m .*format_utils dcp_to_torch .*dcp FILE",
+        ),
+    ):
+        with pytest.raises(InputError, match=told):
+            load_initial_weights(small(), tmp_path / name)
+
+
 def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp_path: Path) -> None:
     state = small(1.0).state_dict()
     kernel, row = "features.0.weight", "fc.weight"
@@ -421,6 +456,8 @@ def test_weights_that_could_be_taken_in_two_ways_or_only_in_part_are_refused(tmp
         ({**state, kernel: quantized}, "features.0.weight is quantized: save it as a dense tensor"),
         ({**state, kernel: (state[kernel] * 100).to(torch.int8)}, "features.0.weight is of int8: save it as a dense"),
         ({**state, row: state[row].bool()}, "fc.weight is of bool: save it as a dense tensor"),
+        ({**state, row: state[row] * math.inf}, "fc.weight is NaN or infinite in places: save it as a dense tensor"),
+        ({**state, row: state[row] * math.nan}, "fc.weight is NaN or infinite in places: save it as a dense tensor"),
         ({**state, row: state[row].to("meta")}, r"fc.weight is without values \(on the meta device\): save it as"),
         ({**state, row: torch.nested.as_nested_tensor([state[row]])}, "fc.weight is nested: save it as a dense tensor"),
         ({0: state[row]}, "has no weights, only 0: save a state dict"),

@@ -11,7 +11,10 @@ import pytest
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.cli import main
-from cputrain.models import Pretrained, fetch, find_pretrained
+from cputrain.models import Pretrained, fetch, find_pretrained, normalization_of
+
+# What torchvision's transform_input makes of ImageNet's normalization: x * (0.229 / 0.5) + (0.485 - 0.5) / 0.5, ...
+HALVES = "data.mean=[0.5,0.5,0.5] data.std=[0.5,0.5,0.5]"
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -62,6 +65,8 @@ def test_torchvision_s_files_are_known_and_without_a_network_named(
     assert main(["weights", "resnet50", "--mirror", f"{server}/models/"]) == 1
     message = capsys.readouterr().err
     assert f"fetch {server}/models/resnet50-11ad3fa6.pth and put it at {tmp_path}/home/hub/checkpoints/" in message
+    for network, settings in (("googlenet", HALVES), ("inception_v3", HALVES), ("resnet50", None)):
+        assert normalization_of(find_pretrained(network).path) == settings
     assert main(["weights", "resnet51"]) == 2 and "nearest are resnet" in capsys.readouterr().err
     with pytest.raises(InputError, match="no weights 'V9' of resnet18: it has IMAGENET1K_V1"):
         find_pretrained("resnet18", "V9")
