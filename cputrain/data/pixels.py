@@ -190,8 +190,21 @@ Decode = Callable[[Sequence[bytes], Crops, Pixels], list[str | None]]
 """Encoded images, their crops and an (n, side, side, 3) output; returns each image's error, or None."""
 
 MEMORY = re.compile(r" <_io\.BytesIO object at \w+>")  # Pillow's name for the bytes of a file
-# All that Pillow raises on files that are no image, or damaged.
-DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+# All that Pillow raises on files that are no image, or damaged: RuntimeError by AVIF and DDS, AttributeError by SPIDER.
+DAMAGE = (
+    *(
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        RuntimeError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+    ),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # TIFF 6.0, section 8
 
 

@@ -4,6 +4,7 @@ import io
 import struct
 import zlib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,20 @@ def test_gray_without_a_known_white_is_refused_by_name(data: bytes) -> None:
     for quality in (None, 90):
         with pytest.raises(ImageError, match="has no known white: convert it to 8 bits"):
             encode(data, short_side=None, quality=quality, jpeg_only=False)
+
+
+@pytest.mark.parametrize("form", ["AVIF", "DDS", "WEBP", "JPEG2000", "TIFF", "GIF", "PNG"])
+def test_damage_in_any_place_of_any_format_is_damage_and_no_failure(form: str) -> None:
+    """Of AVIF Pillow raises RuntimeError, which has ended a training."""
+    noise = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    whole = bytearray(written(Image.fromarray(noise), form))
+    found, out = [], np.empty((1, 16, 16, 3), np.uint8)
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        data = bytes(whole[:place] + bytes([whole[place] ^ 255]) * 8 + whole[place + 8 :])
+        found += decode_by_pillow([data], center_crop(16, 16), out)
+        with suppress(ImageError):
+            encode(data, short_side=8, quality=90, jpeg_only=False)
+    assert any(found)
 
 
 def test_16_bit_colors_keep_their_upper_bits() -> None:
