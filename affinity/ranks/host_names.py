@@ -80,6 +80,17 @@ def repeated_this_host(hosts: Sequence[str]) -> tuple[str, str] | None:
     return (own[0], own[1]) if len(own) > 1 else None
 
 
+def names_of_one_host(hosts: Sequence[str]) -> tuple[str, str] | None:
+    """The first name in a list and a longer one that begins with all of its labels, to which the name service gives the
+    same address; None without such. It is asked of such names only."""
+    by_key = {host_key(host): host for host in hosts if not is_address(host)}
+    for key, host in by_key.items():
+        for short in _shortened(key)[:-1]:
+            if short in by_key and not {*addresses_of(by_key[short])}.isdisjoint(addresses_of(host)):
+                return by_key[short], host
+    return None
+
+
 def _own_keys() -> set[str]:
     """localhost, this host's name, and those that /etc/hosts has for it or for one of its addresses."""
     keys = {LOCALHOST, host_key(socket.gethostname())}

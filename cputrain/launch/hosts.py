@@ -3,13 +3,20 @@
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from cputrain.affinity.errors import InputError, RunError
 from cputrain.affinity.planner.plan import Plan
-from cputrain.affinity.ranks.host_names import LOCALHOST, is_this_host, repeated_host, repeated_this_host
+from cputrain.affinity.ranks.host_names import (
+    LOCALHOST,
+    is_loopback,
+    is_this_host,
+    names_of_one_host,
+    repeated_host,
+    repeated_this_host,
+)
 from cputrain.affinity.ranks.rank import COUNT, MASTER_PORT, Pods, pods_of, port_of
 from cputrain.affinity.wording import counted, either
 from cputrain.launch.options import THIS_HOST, THIS_MACHINE, PlanningOptions
@@ -44,17 +51,24 @@ def requested_hosts(names: str | None, hostfile: Path | None, nodes: int | None)
         listed = HostList(hosts=(Host(name=LOCALHOST),), format="plain")
     else:
         listed = HostList(hosts=tuple(Host(name=f"node{i:03d}") for i in range(1, nodes + 1)), format="plain")
-    _check_named_once([host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile))
+    names, source = [host.name for host in listed.hosts], "--hosts" if hostfile is None else str(hostfile)
+    if twice := repeated_host(names):
+        raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
+    _check_names(names, source)
     if nodes not in (None, len(listed.hosts)):
         raise InputError(f"--nodes {nodes}, but the list contains {counted(len(listed.hosts), 'host')}: remove --nodes")
     return listed
 
 
-def _check_named_once(hosts: list[str], source: str) -> None:
-    if twice := repeated_host(hosts):
-        raise InputError(f"{source}: {twice[0]} and {twice[1]} are the same host: name it once, with all of its slots")
+def _check_names(hosts: Sequence[str], source: str) -> None:
+    """Raise InputError where two names are of one host, or one means another host on each of them."""
     if twice := repeated_this_host(hosts):
         raise InputError(f"{source}: {twice[0]} and {twice[1]} are both this host: name it once, with all of its slots")
+    if twice := names_of_one_host(hosts):
+        raise InputError(f"{source}: {twice[0]} and {twice[1]} have the same address: name that host once")
+    own, others = (next((host for host in hosts if is_loopback(host) == loopback), None) for loopback in (True, False))
+    if own and others:
+        raise InputError(f"{source}: {own} is each host itself, on {others} too: give the name that {others} has for it")
 
 
 def workers_per_host(hosts: tuple[Host, ...], ppn: int | str | None) -> int | str | None:
@@ -172,8 +186,7 @@ def with_host_groups(options: PlanningOptions, groups: tuple[str, ...]) -> Plann
             raise InputError(f"--host-group {group!r} is not HOSTS=MACHINE, as in n[001-128]=skx-8160-2s")
         pairs.append((tuple(check_name(host, "--host-group") for host in expand(hosts)), machine))
     every = tuple(host for hosts, _ in pairs for host in hosts)
-    if twice := repeated_this_host(every):
-        raise InputError(f"--host-group: {twice[0]} and {twice[1]} are both this host: name it once")
+    _check_names(every, "--host-group")
     return replace(options, hosts=every, real_hosts=True, groups=tuple(pairs))
 
 

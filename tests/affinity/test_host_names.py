@@ -166,3 +166,22 @@ def test_names_and_addresses_of_this_host_are_one_host(
     name: str, hosts: str, listed: list[str], twice: str, tmp_path: Path
 ) -> None:
     assert found_here(name, hosts, listed, tmp_path, TWICE) == twice
+
+
+ONE_HOST = TWICE.replace("repeated_this_host", "names_of_one_host")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "listed", "twice"),
+    [
+        ("10.7.0.9 n1.a n1\n10.7.0.8 n2.a n2\n", ["n2", "n1", "n1.a"], "('n1', 'n1.a')"),
+        ("10.7.0.9 n1.a n1\n", ["n1.a", "ana@N1"], "('ana@N1', 'n1.a')"),
+        ("10.7.0.9 n1.a\n10.7.0.8 n1\n", ["n1", "n1.a"], "None"),
+        ("10.7.0.9 n1.a n1.b\n", ["n1.a", "n1.b", "n1"], "None"),  # n1 is unknown, the others are not short for another
+        ("", ["n1", "n1.a"], "None"),
+    ],
+)
+def test_a_name_and_its_short_form_with_one_address_are_one_host(
+    hosts: str, listed: list[str], twice: str, tmp_path: Path
+) -> None:
+    assert found_here("x", hosts, listed, tmp_path, ONE_HOST) == twice
